@@ -1,0 +1,57 @@
+# `make` prints what there is. Without PYTHON= on the command line everything runs in .venv, which is made on first use
+# and again when constraints.txt or pyproject.toml change. With it (make gpu PYTHON=python3) that interpreter runs the
+# tree as it stands, and nothing is installed.
+
+PYTHON ?= python3
+
+ifeq ($(origin PYTHON),command line)
+  run := $(PYTHON)
+  ready :=
+else
+  run := .venv/bin/python
+  ready := .venv/.installed
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test slow lint bench gpu versions clean
+
+help: ## print this table
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo 'PYTHON=...     use this interpreter as it is: no .venv, nothing installed'
+
+demo: $(ready) ## speed up a training loop on this machine and show the report
+	$(run) -m benchmarks.demo
+
+test: $(ready) ## the tests that need neither a GPU nor patience
+	$(run) -m pytest -q -m "not slow and not gpu"
+
+slow: $(ready) ## the slow suites: several processes, shaped networks, long runs
+	$(run) -m pytest -m slow
+
+lint: $(ready) ## style, format and types
+	$(run) -m ruff check .
+	$(run) -m ruff format --check .
+	$(run) -m mypy
+
+bench: $(ready) ## the benchmarks of this machine
+	$(run) -m benchmarks.run
+
+gpu: $(ready) ## the GPU suite, JSON under benchmarks/results/
+	$(run) -m benchmarks.gpu
+
+versions: $(ready) ## print the interpreter and the packages in use
+	@$(run) -VV
+	@$(run) -m pip list --format=freeze
+
+clean: ## remove what builds, tests and linters leave behind (.venv stays)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# setuptools comes first and pinned, so that building accel needs no second, unpinned one. The stamp is written last: an
+# install that broke off is done again.
+.venv/.installed: constraints.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("constraints.txt needs Python 3.11 or later, found " + sys.version.split()[0] + "; name another: PYTHON=python3.12 make ...")'
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet -c constraints.txt setuptools
+	.venv/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@

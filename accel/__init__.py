@@ -1,0 +1,44 @@
+"""accel: a performance toolkit for PyTorch training.
+
+    model, loader = accel.optimize(model, loader)
+
+`import accel` imports nothing heavy: torch is loaded when the first public name is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+# Public name → module that holds it. Loaded on first use, so that `import accel` stays free of torch.
+_HOMES = {
+    "AccelError": "accel.errors",
+    "Plan": "accel.plan",
+    "Report": "accel.report",
+    "disabled": "accel.entry",
+    "explain": "accel.entry",
+    "optimize": "accel.entry",
+    "undo": "accel.entry",
+}
+
+__all__ = ["AccelError", "Plan", "Report", "__version__", "disabled", "explain", "optimize", "undo"]
+
+if TYPE_CHECKING:
+    from accel.entry import disabled, explain, optimize, undo
+    from accel.errors import AccelError
+    from accel.plan import Plan
+    from accel.report import Report
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'accel' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,60 @@
+"""How much the search may cost: seconds in all, or a share of the run so far."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from accel.errors import InvalidArgument
+
+_UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_REMEDY = 'write seconds (60), "90s", "2m" or a share of the run ("10%")'
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be spent on guards, one-off work and slower trial steps.
+
+    A share paces the search: a cost c is taken on only once the run has lasted c ÷ share, so that a run that ends early
+    has lost no more than that share. This is the rent-or-buy rule for a horizon nobody knows.
+    """
+
+    seconds: float = math.inf
+    share: float = 1.0
+    text: str = ""
+
+    @classmethod
+    def parse(cls, value: float | int | str) -> Budget:
+        """Read a budget: a number of seconds, "90s", "2m", "1h" or "10%".
+
+        Raises:
+            InvalidArgument: if it is none of these, or not positive.
+        """
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise InvalidArgument(f"budget must be a time or a share, got {value!r}; {_REMEDY}")
+        if isinstance(value, int | float):
+            return cls._of_seconds(float(value), f"{value:g}s")
+        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|s|m|min|h)\s*", value)
+        if found is None:
+            raise InvalidArgument(f"budget must be a time or a share, got {value!r}; {_REMEDY}")
+        number, unit = float(found[1]), found[2]
+        if unit != "%":
+            return cls._of_seconds(number * _UNITS[unit], value.strip())
+        if not 0 < number <= 100:
+            raise InvalidArgument(f"budget as a share must lie in (0 %, 100 %], got {value!r}; {_REMEDY}")
+        return cls(share=number / 100, text=value.strip())
+
+    @classmethod
+    def _of_seconds(cls, seconds: float, text: str) -> Budget:
+        if not 0 < seconds < math.inf:
+            raise InvalidArgument(f"budget must be a positive time, got {text}; {_REMEDY}")
+        return cls(seconds=seconds, text=text)
+
+    def allows(self, *, spent: float, expected: float, elapsed: float) -> bool:
+        """Tell whether a further cost of `expected` seconds may be taken on, `elapsed` seconds into the run."""
+        return spent + expected <= min(self.seconds, self.share * elapsed)
+
+    def exhausted(self, spent: float, expected: float) -> bool:
+        """Tell whether waiting can't help: an absolute budget has too little left."""
+        return spent + expected > self.seconds

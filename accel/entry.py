@@ -1,0 +1,322 @@
+"""The public calls: `optimize`, `undo`, `disabled`, `explain`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import statistics
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar, overload
+
+from torch import nn
+from torch.optim import Optimizer
+
+from accel import strategies
+from accel.actions import Candidate
+from accel.budget import Budget
+from accel.controller import Controller
+from accel.dataio.proxy import LoaderProxy, is_proxy
+from accel.errors import InvalidArgument
+from accel.gate import Gate
+from accel.journal import Journal
+from accel.plan import Plan
+from accel.report import Report
+from accel.run import Run
+from accel.session import Session
+from accel.strategies.base import Exactness, Strategy
+
+M = TypeVar("M", bound=nn.Module)
+L = TypeVar("L")
+O = TypeVar("O", bound=Optimizer)  # noqa: E741  (the name that reads best beside M and L)
+
+_ALLOW = {level.word: level for level in Exactness}
+_switched_off = 0
+"""Depth of `disabled()` blocks."""
+
+
+class _Optimized:
+    """What belongs to one optimized model."""
+
+    def __init__(self, session: Session, journal: Journal, proxy: LoaderProxy, arguments: tuple[Any, ...]) -> None:
+        self.session = session
+        self.journal = journal
+        self.proxy = proxy
+        self.arguments = arguments
+
+    def close(self) -> None:
+        self.session.close()
+        self.proxy._accel_listener = None
+        self.journal.finish()
+
+
+_optimized: weakref.WeakKeyDictionary[nn.Module, _Optimized] = weakref.WeakKeyDictionary()
+
+
+@overload
+def optimize(
+    model: M,
+    loader: L,
+    *,
+    allow: str = ...,
+    enable: Iterable[str] = ...,
+    disable: Iterable[str] = ...,
+    plan: str | os.PathLike[str] | Plan | None = ...,
+    report: str | os.PathLike[str] | None = ...,
+    budget: float | str = ...,
+) -> tuple[M, L]: ...
+
+
+@overload
+def optimize(
+    model: M,
+    loader: L,
+    optimizer: O,
+    *,
+    allow: str = ...,
+    enable: Iterable[str] = ...,
+    disable: Iterable[str] = ...,
+    plan: str | os.PathLike[str] | Plan | None = ...,
+    report: str | os.PathLike[str] | None = ...,
+    budget: float | str = ...,
+) -> tuple[M, L, O]: ...
+
+
+def optimize(
+    model: nn.Module,
+    loader: Any,
+    optimizer: Optimizer | None = None,
+    *,
+    allow: str = "reordered",
+    enable: Iterable[str] = (),
+    disable: Iterable[str] = (),
+    plan: str | os.PathLike[str] | Plan | None = None,
+    report: str | os.PathLike[str] | None = None,
+    budget: float | str = "10%",
+) -> tuple[Any, ...]:
+    """Make the training loop around `model` and `loader` faster, and show what was done.
+
+    The loop stays as it is. While it runs, accel measures its steps, tries one strategy at a time on some real steps,
+    interleaved with plain ones, and keeps what is faster and computes the same. The model and the optimizer come back
+    as the same objects; the loader as a thin stand-in that must be the one the loop iterates.
+
+    Args:
+        model: the module whose calls are training steps; on its device already.
+        loader: the training loader, usually a `torch.utils.data.DataLoader`; any iterable of batches works.
+        optimizer: the optimizer of `model`. If left out, it is met at its first step.
+        allow: how far the numbers may move: "exact" (same bits), "reordered" (same precision, other order of
+            summation; default), "reduced" (bfloat16, TF32), "lossy" (compressed gradients).
+        enable: names of strategies to try although they are opt-in or beyond `allow`.
+        disable: names of strategies not to try.
+        plan: a plan or its file, taken over without a search; refused if made for another model.
+        report: where the report goes: a `.json` or `.html` file, or a folder for report.json, report.html and
+            plan.json. It is always printed to stderr when the search ends.
+        budget: what the search may cost in guards, one-off work and slower trial steps: seconds (60), "90s", "2m", or a
+            share of the run ("10%", default).
+
+    Returns:
+        What was passed, in order: `(model, loader)` or `(model, loader, optimizer)`.
+
+    Raises:
+        InvalidArgument: if an argument is wrong; the text says how to put it right.
+        PlanError: if the plan can't be read or was made for another model.
+
+    Example:
+        >>> model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="reduced")
+        >>> for batch, target in loader:
+        ...     optimizer.zero_grad()
+        ...     loss(model(batch), target).backward()
+        ...     optimizer.step()
+        >>> print(accel.explain(model))
+    """
+    given = (model, loader) if optimizer is None else (model, loader, optimizer)
+    if os.environ.get("ACCEL") == "0" or _switched_off:
+        return given
+    _check_objects(model, loader, optimizer)
+    level = _check_allow(allow)
+    chosen, refused = strategies.check_names("enable", enable), strategies.check_names("disable", disable)
+    if chosen & refused:
+        raise InvalidArgument(f"{sorted(chosen & refused)} stand in both enable and disable; leave them in one")
+    wanted = _check_plan(plan, model)
+    limit = Budget.parse(budget)
+    arguments = (level, chosen, refused, repr(plan), limit, str(report))
+    inner = loader._accel_loader if is_proxy(loader) else loader
+
+    before = _optimized.get(model)
+    if before is not None:
+        if before.proxy._accel_loader is inner and before.arguments == arguments:
+            return (model, before.proxy) if optimizer is None else (model, before.proxy, optimizer)
+        before.close()
+
+    optimized = _start(model, inner, optimizer, level, chosen, refused, wanted, limit, report, arguments, allow)
+    _optimized[model] = optimized
+    return (model, optimized.proxy) if optimizer is None else (model, optimized.proxy, optimizer)
+
+
+def _start(
+    model: nn.Module,
+    loader: Any,
+    optimizer: Optimizer | None,
+    level: Exactness,
+    enable: frozenset[str],
+    disable: frozenset[str],
+    plan: Plan | None,
+    budget: Budget,
+    report: str | os.PathLike[str] | None,
+    arguments: tuple[Any, ...],
+    allow: str,
+) -> _Optimized:
+    chosen = {kind.name: kind() for kind in strategies.REGISTRY}
+    gate = Gate(model, list(chosen))
+    proxy = LoaderProxy(loader)
+    run = Run(model, loader, [] if optimizer is None else [optimizer], gate, proxy._accel_fetching)
+    journal = Journal(run, allow=allow, budget=budget.text, report=report, replayed=plan is not None)
+    candidates = [_candidate(s, run, level, enable, disable) for s in chosen.values()]
+    controller = Controller(
+        candidates,
+        budget=budget,
+        reduce=statistics.fmean if run.cuda else statistics.median,
+        announce=journal.announce,
+        replay=None if plan is None else plan.strategies,
+    )
+    session = Session(run, chosen, controller.decisions, settled=journal.settled)
+    journal.follow(session, controller)
+    proxy._accel_listener = session
+    return _Optimized(session, journal, proxy, arguments)
+
+
+def _candidate(
+    strategy: Strategy, run: Run, level: Exactness, enable: frozenset[str], disable: frozenset[str]
+) -> Candidate:
+    return Candidate(
+        name=strategy.name,
+        summary=strategy.summary,
+        treats=strategy.treats,
+        exactness=strategy.exactness,
+        one_off_s=0.0 if strategy.name in enable else strategy.one_off_s,
+        settle_steps=strategy.settle_steps,
+        ruled_out=_ruled_out(strategy, level, enable, disable),
+        refusal=lambda: strategy.refusal(run),
+        settings=lambda: strategy.settings(run),
+        describe=strategy.describe,
+    )
+
+
+def _ruled_out(
+    strategy: Strategy, level: Exactness, enable: frozenset[str], disable: frozenset[str]
+) -> tuple[str, str] | None:
+    if strategy.name in disable:
+        return "disabled", "left out by disable="
+    if strategy.name in enable:
+        return None
+    if strategy.opt_in:
+        return "not allowed", f"{strategy.opt_in}; enable=({strategy.name!r},) tries it"
+    if strategy.exactness > level:
+        return "not allowed", f"it is {strategy.exactness.word}; allow={strategy.exactness.word!r} tries it"
+    return None
+
+
+def _check_objects(model: Any, loader: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        swapped = " (model and loader are swapped)" if isinstance(loader, nn.Module) else ""
+        raise InvalidArgument(f"model must be a torch.nn.Module, got {_kind(model)}{swapped}; pass the module itself")
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise InvalidArgument(f"loader must be iterable, got {_kind(loader)}; pass the DataLoader of the training loop")
+    with contextlib.suppress(TypeError, NotImplementedError):  # an iterable dataset has no length
+        if len(loader) == 0:
+            raise InvalidArgument("loader must hold at least one batch, it is empty; check the dataset and drop_last")
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, Optimizer):
+        raise InvalidArgument(
+            f"optimizer must be a torch.optim.Optimizer, got {_kind(optimizer)}; leave it out instead"
+        )
+    mine = {id(p) for p in model.parameters()}
+    if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        raise InvalidArgument(
+            f"optimizer must hold parameters of the model, this {type(optimizer).__name__} holds none of "
+            f"{type(model).__name__}'s; make it from model.parameters() after the model is on its device"
+        )
+
+
+def _kind(thing: Any) -> str:
+    return f"a {type(thing).__name__}" if thing is not None else "None"
+
+
+def _check_allow(allow: Any) -> Exactness:
+    if allow not in _ALLOW:
+        raise InvalidArgument(f"allow must be one of {', '.join(map(repr, _ALLOW))}, got {allow!r}")
+    return _ALLOW[allow]
+
+
+def _check_plan(plan: Any, model: nn.Module) -> Plan | None:
+    if plan is None:
+        return None
+    loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+    loaded.check(model)
+    strategies.check_names("plan", loaded.strategies)
+    return loaded
+
+
+def undo(model: nn.Module) -> None:
+    """Leave `model` and its loader as they were before `optimize`; the loop may go on with the same objects.
+
+    Args:
+        model: a model that was passed to `optimize`; any other is left alone.
+    """
+    optimized = _optimized.pop(model, None)
+    if optimized is not None:
+        optimized.close()
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Run what is inside plainly: strategies are off, nothing is measured, and `optimize` returns what it is given.
+
+    Example:
+        >>> with accel.disabled():
+        ...     loss(model(batch), target).backward()
+    """
+    global _switched_off
+    _switched_off += 1
+    with contextlib.ExitStack() as stack:
+        if _switched_off == 1:
+            for optimized in list(_optimized.values()):
+                stack.enter_context(optimized.session.suspended())
+        try:
+            yield
+        finally:
+            _switched_off -= 1
+
+
+def explain(model: nn.Module) -> Report:
+    """Return the report of a model that was passed to `optimize`, as it stands now.
+
+    Args:
+        model: the model.
+
+    Raises:
+        InvalidArgument: if accel holds no report for it.
+
+    Example:
+        >>> print(accel.explain(model))
+        >>> accel.explain(model).save("report.html")
+    """
+    optimized = _optimized.get(model)
+    if optimized is None:
+        raise InvalidArgument(
+            "the model must have been passed to accel.optimize (and not undone); accel holds no report for it"
+        )
+    return optimized.journal.report()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for optimized in list(_optimized.values()):
+        # Writing a report must not turn a good run's exit into a bad one.
+        try:
+            optimized.journal.finish()
+        except Exception as error:
+            print(f"accel: the report could not be written: {error}", file=sys.stderr)

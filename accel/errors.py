@@ -1,0 +1,27 @@
+"""What accel raises at a user, and nothing else.
+
+AccelError
+├── InvalidArgument   an argument of a public call is wrong   (also a ValueError)
+├── PlanError         a plan file is corrupt or made for another model (also a ValueError)
+└── ReportError       a report file is corrupt or of another schema    (also a ValueError)
+
+A failing acceleration never raises: it is dropped and reported.
+"""
+
+from __future__ import annotations
+
+
+class AccelError(Exception):
+    """Base class of every error that accel raises on purpose."""
+
+
+class InvalidArgument(AccelError, ValueError):
+    """An argument of a public call breaks its contract; the text names the remedy."""
+
+
+class PlanError(AccelError, ValueError):
+    """A plan can't be read, or was made for another model."""
+
+
+class ReportError(AccelError, ValueError):
+    """A report can't be read, or has a schema this version doesn't know."""

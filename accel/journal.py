@@ -1,0 +1,196 @@
+"""The journal: turns what the controller knows into the report, prints it and writes the files."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+import accel
+from accel import terminal
+from accel.controller import Controller
+from accel.plan import Plan, fingerprint
+from accel.profiler import bottleneck
+from accel.report import Machine, Report, State, StrategyRow
+from accel.run import Run
+from accel.session import Session
+
+
+class Journal:
+    """Keep the report of one run.
+
+    Args:
+        run: the run.
+        allow: the exactness asked for.
+        budget: the budget, in words.
+        report: a `.json` or `.html` file, a folder, or None for the terminal alone.
+        replayed: True if a plan was taken over.
+    """
+
+    def __init__(
+        self, run: Run, *, allow: str, budget: str, report: str | os.PathLike[str] | None, replayed: bool
+    ) -> None:
+        self._run = run
+        self._target = None if report is None else Path(report)
+        self._replayed = replayed
+        self._finished = False
+        self._session: Session | None = None
+        self._controller: Controller | None = None
+        self._report = Report(
+            started=datetime.now().astimezone().isoformat(timespec="seconds"),
+            command=shlex.join(sys.argv),
+            machine=_machine(run),
+            model=type(run.model).__name__,
+            parameters=sum(p.numel() for p in run.model.parameters()),
+            fingerprint=fingerprint(run.model),
+            allow=allow,
+            budget=budget,
+        )
+
+    def follow(self, session: Session, controller: Controller) -> None:
+        """Take the numbers from here."""
+        self._session, self._controller = session, controller
+
+    def announce(self, row: StrategyRow, done: int, total: int) -> None:
+        """Print one line about a decision."""
+        print(terminal.decision_line(row, done, total), file=sys.stderr, flush=True)
+
+    def settled(self) -> None:
+        """The search is over: print the report and write the files."""
+        report = self.report()
+        print(terminal.render(report), file=sys.stderr, flush=True)
+        self._write(report)
+
+    def finish(self) -> None:
+        """The run is over, or accel was undone: write the files with the last numbers."""
+        if self._finished or self._session is None or not self._leads():
+            return
+        self._finished = True
+        self._write(self.report())
+
+    def _leads(self) -> bool:
+        return self._session is not None and (self._session.rank == 0)
+
+    def _write(self, report: Report) -> None:
+        if self._target is None:
+            return
+        if self._target.suffix in (".json", ".html"):
+            report.save(self._target)
+            return
+        report.save(self._target / "report.json")
+        report.save(self._target / "report.html")
+        self.plan(report).save(self._target / "plan.json")
+
+    def plan(self, report: Report) -> Plan:
+        """Return the plan as it stands."""
+        return Plan(
+            fingerprint=report.fingerprint,
+            model=report.model,
+            strategies=dict(report.plan),
+            allow=report.allow,
+            device=report.machine.device,
+            torch=report.machine.torch,
+            speedup=report.speedup,
+        )
+
+    def report(self) -> Report:
+        """Return the report as it stands."""
+        report, controller, session = self._report, self._controller, self._session
+        assert controller is not None and session is not None
+        report.machine.world_size = self._run.world_size
+        report.rows = list(controller.rows.values())
+        report.events = list(controller.events)
+        report.plan = dict(controller.plan)
+        report.state = self._state(controller)
+        report.steps, report.search_steps = session.steps, controller.search_steps
+        report.search_s = controller.cost_s
+        report.samples_per_step = session.samples_per_step or None
+        report.break_even_step = controller.break_even_step()
+        report.anatomy_before = {k: v * 1e3 for k, v in controller.anatomy_before.items()}
+        report.anatomy_after = {k: v * 1e3 for k, v in controller.anatomy_after.items()}
+        self._speed(report, controller)
+        self._limit(report, controller)
+        report.training_same = _training_same(report)
+        report.unseen = self._unseen(session)
+        return report
+
+    def _state(self, controller: Controller) -> State:
+        if self._session is not None and not self._session.alive:
+            return "undone"
+        if controller.searching:
+            return "interrupted" if self._finished else "searching"
+        return "replayed" if self._replayed else "done"
+
+    def _speed(self, report: Report, controller: Controller) -> None:
+        closing = controller.closing
+        report.plain_ms = report.accel_ms = report.speedup = report.speedup_low = report.speedup_high = None
+        if closing is not None and controller.plan:
+            report.plain_ms, report.accel_ms = closing.before_ms, closing.after_ms
+            report.speedup, report.speedup_low, report.speedup_high = closing.gain, closing.low, closing.high
+        elif not controller.searching and not controller.plan and controller.plain_ms:
+            report.plain_ms = report.accel_ms = controller.plain_ms
+            report.speedup = 1.0
+
+    def _limit(self, report: Report, controller: Controller) -> None:
+        finding = bottleneck.name(controller.anatomy_after)
+        if finding is not None:
+            report.bottleneck, report.bottleneck_share = finding.bottleneck.value, finding.share
+            report.bottleneck_advice = finding.advice
+
+    def _unseen(self, session: Session) -> list[str]:
+        unseen = ["the loss: outputs, gradients and updates were compared instead"]
+        if not self._run.cuda:
+            unseen.append("GPU phases: the model runs on the CPU")
+        if not self._run.optimizers:
+            unseen.append(
+                "an optimizer: none of the model's parameters was stepped by one; each batch counts as a step"
+            )
+        if session.steps == 0:
+            unseen.append("any training step: is the loader that accel.optimize returned the one the loop iterates?")
+        if session.failed:
+            unseen.append(f"anything after accel itself failed and left the loop as it was: {session.failed}")
+        return unseen
+
+
+def _machine(run: Run) -> Machine:
+    return Machine(
+        device=_device_name(run.device),
+        cores=run.cores,
+        threads=run.threads,
+        platform=platform.platform(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        accel=accel.__version__,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    if device.type != "cpu":
+        return device.type
+    name = ""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = (
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        )
+        name = next(lines, "")
+    return f"cpu ({name or platform.processor() or platform.machine()})"
+
+
+def _training_same(report: Report) -> str:
+    """Say what the guard has seen of the kept strategies."""
+    kept = [row for row in report.rows if row.status == "kept"]
+    if not kept:
+        return ""
+    errors = [max(row.output_error or 0.0, row.gradient_error or 0.0) for row in kept]
+    worst = max(errors)
+    if worst == 0 and all(row.exactness == "exact" for row in kept):
+        return "same bits"
+    return f"outputs, gradients and updates agree to {worst:.1e}"

@@ -1,0 +1,95 @@
+"""The plan: the strategies and settings chosen, as a file that can be replayed without a search."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from accel.errors import PlanError
+from accel.files import write_atomic
+
+SCHEMA = 1
+
+Choices = dict[str, Any]
+"""Strategy name → setting, in the order they are switched on."""
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return a hash of what a plan is bound to: the names, shapes and dtypes of the model's state, not its values."""
+    target = getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
+    parts = [
+        f"{name} {tuple(t.shape)} {t.dtype}"
+        for name, t in target.state_dict(keep_vars=True).items()
+        if hasattr(t, "shape")
+    ]
+    return hashlib.sha256("\n".join([type(target).__name__, *parts]).encode()).hexdigest()[:16]
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """What was chosen, for which model, on what machine."""
+
+    fingerprint: str
+    """Of the model it was made for."""
+    model: str
+    """Class name, for the error message."""
+    strategies: Choices = field(default_factory=dict)
+    """Strategy name → setting."""
+    allow: str = "reordered"
+    """The exactness the search was allowed."""
+    device: str = ""
+    torch: str = ""
+    speedup: float | None = None
+    """What it gave where it was made."""
+    schema: int = SCHEMA
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON, whole or not at all."""
+        write_atomic(path, json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan written by `save`.
+
+        Raises:
+            PlanError: if the file can't be read or is no plan.
+        """
+        try:
+            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise PlanError(f"{path} can't be read as a plan: {error}. Leave out plan= to search anew.") from None
+        return cls.parse(raw, str(path))
+
+    @classmethod
+    def parse(cls, raw: Any, source: str) -> Plan:
+        """Check decoded JSON field by field; `source` names it in errors."""
+        if not isinstance(raw, Mapping) or raw.get("schema") != SCHEMA:
+            found = raw.get("schema") if isinstance(raw, Mapping) else type(raw).__name__
+            raise PlanError(
+                f"{source} must have plan schema {SCHEMA}, found {found!r}; leave out plan= to search anew."
+            )
+        known = {f.name for f in dataclasses.fields(cls)}
+        kinds = {"fingerprint": str, "model": str, "strategies": dict, "allow": str}
+        for name, kind in kinds.items():
+            if not isinstance(raw.get(name), kind):
+                raise PlanError(
+                    f"{source} must hold {name!r} as {kind.__name__}, found {raw.get(name)!r}; leave out plan= to search anew."
+                )
+        return cls(**{name: value for name, value in raw.items() if name in known})
+
+    def check(self, model: nn.Module) -> None:
+        """Raise `PlanError` unless the plan was made for a model like this one."""
+        mine = fingerprint(model)
+        if mine != self.fingerprint:
+            raise PlanError(
+                f"the plan was made for another model ({self.model}, {self.fingerprint}), this one is "
+                f"{type(model).__name__}, {mine}; leave out plan= to search anew."
+            )

@@ -1,0 +1,458 @@
+"""The session: carries out the controller's actions on the user's loop, step by step.
+
+It listens to the loader (a batch is asked for, a batch is handed over), to the optimizers (a step begins, a step is
+done) and to the model's calls (through the gate). From these it knows the step boundaries, measures each step, switches
+strategies between two steps, and runs the guard's replays there. All of it happens while the loop waits for its next
+batch, so user code is never interrupted.
+
+If the session itself fails, it takes everything back and the loop goes on plainly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from accel import guard, update_guard
+from accel.actions import Action, Result
+from accel.controller import Decisions
+from accel.dataio import batches
+from accel.dataio.witness import Witness
+from accel.gate import Call
+from accel.guard import Finding, Recording
+from accel.plan import Choices
+from accel.profiler.phases import StepClock
+from accel.ranks import Ranks
+from accel.run import Run
+from accel.strategies.base import Exactness, Strategy
+from accel.watch import Watch
+
+log = logging.getLogger("accel")
+
+# Batches without a step of any of the model's optimizers after which the loop is taken to have none.
+_NO_OPTIMIZER_AFTER = 16
+
+
+class Session:
+    """Drive one run.
+
+    Args:
+        run: the user's objects and where to act on them.
+        strategies: by name, in registry order.
+        decisions: makes the controller's generator, given the ranks; called on the first batch, on rank 0 only.
+        clock: seconds, monotonic.
+        settled: called on rank 0 when the search is over.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        strategies: dict[str, Strategy],
+        decisions: Callable[[], Decisions],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        settled: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.run = run
+        self.strategies = strategies
+        self.steps = 0
+        self.samples_per_step: float | None = None
+        self.failed: str = ""
+        self._make_decisions = decisions
+        self._on_settled = settled
+        self._settled = False
+        self._decisions: Decisions | None = None
+        self._ranks: Ranks | None = None
+        self._clock = StepClock(clock)
+        self._now = clock
+        self._active: Choices = {}
+        self._watch = Watch(run.gate, run.device, self._trip)
+        self._parameters = {id(p) for p in run.model.parameters()}
+        self._stepped = False
+        self._batches_without_step = 0
+        self._recording: Recording | None = None
+        self._sizes: deque[int] = deque(maxlen=64)
+        self._action: Action | None = None
+        self._result = Result()
+        self._suspended = False
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+            register_optimizer_step_post_hook(self._optimizer_ended),
+        ]
+        run.gate.watch(self)
+        run.fetching.witness = Witness(getattr(run.loader, "dataset", None))
+        self._watching = True
+
+    # -- what the loader tells (dataio.proxy.Listener) -----------------------------------------------------------------
+
+    def epoch_begins(self) -> None:
+        """Begin a step: what lies between two epochs belongs to neither."""
+        self._clock.restart(first=True)
+
+    def batch_requested(self) -> None:
+        """End the step if an optimizer has stepped since the last boundary; the place where everything is switched."""
+        if self._suspended or not self._watching:
+            return
+        self._clock.request()
+        if self._is_boundary():
+            self._safely(self._boundary)
+
+    def batch_delivered(self, batch: Any) -> None:
+        """Take note of the batch."""
+        if not self._suspended and self._watching:
+            self._clock.batch(batches.size(batch), batches.signature(batch))
+            self._batches_without_step += 1
+
+    def epoch_ended(self) -> None:
+        """Take note of the epoch's length."""
+        if self.run.observed.steps_in_epoch is None and self.steps:
+            self.run.observed.steps_in_epoch = self.steps
+
+    def fetching_failed(self, error: Exception) -> None:
+        """Take note that worker processes failed; the proxy has gone back to plain fetching and lost nothing."""
+        for name in [n for n in self._active if self.strategies[n].touches == {"input"}]:
+            self._off(name)
+            self._result.trips[name] = f"fetching failed: {type(error).__name__}: {str(error).splitlines()[0]}"
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, 0 until the ranks have met."""
+        return 0 if self._ranks is None else self._ranks.rank
+
+    @property
+    def alive(self) -> bool:
+        """False once everything has been taken back."""
+        return self._watching
+
+    def _is_boundary(self) -> bool:
+        if self._stepped:
+            return True
+        return not self.run.optimizers and self._batches_without_step >= (
+            1 if self._action is not None else _NO_OPTIMIZER_AFTER
+        )
+
+    # -- what the optimizers tell --------------------------------------------------------------------------------------
+
+    def _owns(self, optimizer: Optimizer) -> bool:
+        if any(optimizer is known for known in self.run.optimizers):
+            return True
+        mine = any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+        if mine:
+            self.run.optimizers.append(optimizer)
+        return mine
+
+    def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._suspended or not self._owns(optimizer):
+            return
+        self._clock.update()
+        if self._active and not self._watch.gradients_are_finite(optimizer):
+            self._trip("a gradient is not finite; that update was left out")
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    def _optimizer_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._suspended or not self._owns(optimizer):
+            return
+        self._clock.updated()
+        self._stepped = True
+
+    # -- what the gate tells (gate.Watcher) ----------------------------------------------------------------------------
+
+    def around(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Measure a call, record it for the guard if asked, and see that its outputs are well."""
+        if self._suspended:
+            return self.run.gate.plain(*args, **kwargs)
+        training = self.run.model.training and torch.is_grad_enabled()
+        if not training:
+            return self._watch.call(call, args, kwargs)
+        self._clock.call()
+        try:
+            if self._wants_recording():
+                return self._recorded(args, kwargs)
+            outputs = self._watch.call(call, args, kwargs)
+            if self.steps < 64 and not self._active:
+                self._observe(args, kwargs, outputs)
+            return outputs
+        finally:
+            self._clock.returned()
+
+    def _observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        seen = self.run.observed
+        seen.calls += 1
+        seen.autocast = seen.autocast or torch.is_autocast_enabled(self.run.device.type)
+        seen.conv_input = seen.conv_input or any(
+            t.dim() == 4 and t.is_floating_point() for t in batches.tensors((args, kwargs))
+        )
+        self._watch.learn(outputs)
+
+    def _wants_recording(self) -> bool:
+        if self._action is None or not self._action.check or self._recording is not None:
+            return False
+        new = [name for name in self._action.check if name not in self._active]
+        return any("model" in self.strategies[name].touches for name in new or self._action.check)
+
+    def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a plain call and record it."""
+        self._recording = guard.record(self.run.model, self.run.device, args, kwargs)
+        outputs = self.run.gate.plain(*args, **kwargs)
+        self._recording.listen(outputs)
+        return outputs
+
+    # -- the boundary --------------------------------------------------------------------------------------------------
+
+    def _boundary(self) -> None:
+        began = self._now()
+        if self._decisions is None and self._action is None:
+            self._begin()
+        else:
+            self._close_step()
+        self._stepped = False
+        self._batches_without_step = 0
+        # Work done here is the search's cost, not the step's time.
+        self._result.aside_s += self._now() - began
+        self._clock.restart()
+
+    def _begin(self) -> None:
+        """Meet the other ranks and take the first action; the steps until here only warmed up."""
+        self._ranks = Ranks()
+        self.run.world_size = self._ranks.size
+        if self._ranks.leads:
+            self._decisions = self._make_decisions()
+        self._next_action(first=True)
+
+    def _close_step(self) -> None:
+        assert self._action is not None
+        measured = self._clock.close(self.steps)
+        self.steps += 1
+        result, action = self._result, self._action
+        result.steps += 1
+        result.elapsed_s += measured.seconds
+        self._sizes.append(measured.samples)
+        if action.check is not None:
+            self._check(action.check)
+        if measured.first or measured.samples != self._usual_size():
+            pass  # the first step of an epoch holds the start of the loader; a smaller last batch is another job
+        elif len(result.settling) < action.settle:
+            result.settling.append(measured.seconds)
+        else:
+            result.measurements.append(measured)
+        if len(result.measurements) >= action.steps:
+            self._finish_action()
+        elif action.steps and len(result.settling) == action.settle and not result.measurements:
+            self._synchronise()
+
+    def _usual_size(self) -> int:
+        return Counter(self._sizes).most_common(1)[0][0]
+
+    def _synchronise(self) -> None:
+        """On a device that runs ahead, let a block begin and end with an idle device."""
+        if self.run.cuda:
+            torch.cuda.synchronize(self.run.device)
+
+    def _finish_action(self) -> None:
+        self._synchronise()
+        self.samples_per_step = statistics.median(self._sizes) if self._sizes else None
+        self._result.regime = self._regime()
+        self.run.observed.fetch_finding = self._fetch_finding()
+        self._next_action()
+
+    def _regime(self) -> Hashable:
+        shapes = Counter(m.shape for m in self._result.measurements)
+        shape, count = shapes.most_common(1)[0] if shapes else (None, 0)
+        settled = shape if count >= 0.8 * sum(shapes.values()) else "varying"
+        threads = torch.get_num_threads() if "intraop_threads" not in self._active else self.run.threads
+        return (settled, self.run.world_size, threads)
+
+    def _fetch_finding(self) -> str:
+        witness = self.run.fetching.witness
+        return self.run.observed.fetch_finding or (witness.finding if witness is not None else "")
+
+    def _next_action(self, first: bool = False) -> None:
+        assert self._ranks is not None
+        results = self._ranks.gathered(self._result)
+        decision: Action | None = None
+        if self._decisions is not None:
+            decision = next(self._decisions) if first else self._decisions.send(_merged(results))
+        action: Action = self._ranks.decided(decision)
+        self._action, self._result = action, Result()
+        self.run.fetching.witness = None if not action.anatomy else self.run.fetching.witness
+        self._switch(action.plan)
+        self._quieten(action)
+        if action.settled and not self._settled:
+            self._settle()
+
+    def _settle(self) -> None:
+        """The search is over: give up what strategies that are off have kept, and say so."""
+        self._settled = True
+        for name, strategy in self.strategies.items():
+            if name not in self._active:
+                strategy.close(self.run)
+        if self._ranks is not None and self._ranks.leads:
+            self._on_settled()
+
+    def _quieten(self, action: Action) -> None:
+        """Take the gate out of the way when nothing needs it."""
+        needed = action.check is not None or action.anatomy or bool(self._active)
+        self.run.gate.watch(self if needed else None)
+
+    # -- switching -----------------------------------------------------------------------------------------------------
+
+    def _switch(self, plan: Choices) -> None:
+        """Switch strategies off and on until `plan` is what is on; one that fails is dropped and reported."""
+        for name in reversed([n for n, s in self._active.items() if n not in plan or plan[n] != s]):
+            self._off(name)
+        for name, setting in plan.items():
+            if name not in self._active and name not in self._result.trips:
+                self._on(name, setting)
+
+    def _on(self, name: str, setting: Any) -> None:
+        try:
+            self.strategies[name].enable(self.run, setting)
+        except Exception as error:
+            self._result.trips[name] = f"it could not be switched on: {type(error).__name__}: {error}"
+            with contextlib.suppress(Exception):
+                self.strategies[name].disable(self.run)
+            return
+        self._active[name] = setting
+
+    def _off(self, name: str) -> None:
+        self._active.pop(name, None)
+        try:
+            self.strategies[name].disable(self.run)
+        except Exception as error:
+            self._result.trips[name] = f"it could not be switched off: {type(error).__name__}: {error}"
+
+    def _trip(self, why: str) -> None:
+        """Switch off, now, every strategy that acts on the model or its update; the controller hears of it later."""
+        suspects = [n for n in self._active if self.strategies[n].touches & {"model", "optimizer"}] or list(
+            self._active
+        )
+        newest = suspects[-1:]
+        for name in reversed(suspects):
+            self._off(name)
+        # The strategy switched on last is the likeliest cause and is named; the others come back with the next action.
+        for name in newest:
+            self._result.trips[name] = why
+        log.warning("accel: %s was switched off: %s", ", ".join(newest), why)
+
+    # -- the guard -----------------------------------------------------------------------------------------------------
+
+    def _check(self, plan: Choices) -> None:
+        """Replay the recorded call plainly and under `plan`, and compare; then the optimizers' update likewise."""
+        recording, self._recording = self._recording, None
+        # A candidate on top of a plan is new only in what it touches itself; the rest was compared when it was new.
+        new = [name for name in plan if name not in self._active or self._active[name] != plan[name]] or list(plan)
+        touched = set().union(*(self.strategies[name].touches for name in new))
+        exactness = max((self.strategies[name].exactness for name in plan), default=Exactness.EXACT)
+        before = dict(self._active)
+        try:
+            if "model" in touched and recording is not None:
+                self._note_finding(self._check_model(plan, recording, exactness))
+            if "optimizer" in touched:
+                self._note_finding(self._check_update(plan, exactness))
+            if touched <= {"input"}:
+                self._switch(plan)  # switching it on compares a batch with a plain fetch; see the strategy
+        except Exception as error:
+            self._note_finding(Finding(f"{type(error).__name__}: {error}"))
+        finally:
+            self._switch(before)
+
+    def _check_model(self, plan: Choices, recording: Recording, exactness: Exactness) -> Finding:
+        gate, model = self.run.gate, self.run.model
+        with guard.untouched(model, self.run.device), self._without_watch():
+            self._switch({})
+            plain = guard.replay(model, gate.plain, recording)
+            self._switch(_acting_on_model(plan, self.strategies))
+            candidate = guard.replay(model, gate.call, recording)
+        return guard.compare(plain, candidate, exactness)
+
+    @contextlib.contextmanager
+    def _without_watch(self) -> Iterator[None]:
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._suspended = False
+
+    def _check_update(self, plan: Choices, exactness: Exactness) -> Finding:
+        finding = Finding()
+        with self._without_watch():
+            for optimizer in self.run.optimizers:
+                self._switch({})
+                start = update_guard.start_of(optimizer)
+                plain = update_guard.updated(optimizer)
+                self._switch(_acting_on_update(plan, self.strategies))
+                candidate = update_guard.updated(optimizer)
+                finding = finding.merge(update_guard.compare(plain, candidate, start, exactness))
+        return finding
+
+    def _note_finding(self, finding: Finding) -> None:
+        self._result.finding = finding if self._result.finding is None else self._result.finding.merge(finding)
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def _safely(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self.close()
+            self.failed = f"{type(error).__name__}: {error}"
+            warnings.warn(f"accel stopped and left the loop as it was: {self.failed}", RuntimeWarning, stacklevel=4)
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Run the loop plainly for a while, then go on."""
+        before = dict(self._active)
+        self._suspended = True
+        self._switch({})
+        try:
+            yield
+        finally:
+            self._switch(before)
+            self._suspended = False
+            self._clock.restart()
+
+    def close(self) -> None:
+        """Switch everything off, take all hooks out, and end worker processes; the loop goes on plainly."""
+        self._watching = False
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._switch({})
+        self.run.fetching.witness = None
+        self.run.gate.close()
+        for strategy in self.strategies.values():
+            with contextlib.suppress(Exception):
+                strategy.close(self.run)
+
+
+def _acting_on_model(plan: Choices, strategies: dict[str, Strategy]) -> Choices:
+    return {name: setting for name, setting in plan.items() if "model" in strategies[name].touches}
+
+
+def _acting_on_update(plan: Choices, strategies: dict[str, Strategy]) -> Choices:
+    return {name: setting for name, setting in plan.items() if "optimizer" in strategies[name].touches}
+
+
+def _merged(results: list[Result]) -> Result:
+    """Merge the ranks' results: rank 0's times, everyone's trips, the worst finding."""
+    merged = results[0]
+    for other in results[1:]:
+        merged.trips.update({name: why for name, why in other.trips.items() if name not in merged.trips})
+        if other.finding is not None:
+            merged.finding = other.finding if merged.finding is None else merged.finding.merge(other.finding)
+    return merged

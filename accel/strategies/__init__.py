@@ -1,0 +1,55 @@
+"""The registry: adding a strategy takes its file and one line here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from accel.errors import InvalidArgument
+from accel.strategies.async_copy import AsyncCopy
+from accel.strategies.autocast_bf16 import AutocastBf16
+from accel.strategies.base import Exactness, Strategy
+from accel.strategies.channels_last import ChannelsLast
+from accel.strategies.cudnn_benchmark import CudnnBenchmark
+from accel.strategies.fused_optimizer import FusedOptimizer
+from accel.strategies.intraop_threads import IntraopThreads
+from accel.strategies.loader_workers import LoaderWorkers
+from accel.strategies.pin_memory import PinMemory
+from accel.strategies.tf32 import TF32
+from accel.strategies.torch_compile import TorchCompile
+
+__all__ = ["REGISTRY", "Exactness", "Strategy", "check_names", "names"]
+
+# In the order of trial among equals, and of wrapping: the compiled call lies innermost.
+REGISTRY: list[type[Strategy]] = [
+    TorchCompile,
+    ChannelsLast,
+    AutocastBf16,
+    TF32,
+    CudnnBenchmark,
+    FusedOptimizer,
+    LoaderWorkers,
+    IntraopThreads,
+    PinMemory,
+    AsyncCopy,
+]
+
+
+def names() -> list[str]:
+    """Return the registered names."""
+    return [strategy.name for strategy in REGISTRY]
+
+
+def check_names(argument: str, given: Iterable[str]) -> frozenset[str]:
+    """Return `given` as a set, or raise `InvalidArgument` naming the nearest registered name."""
+    if isinstance(given, str):
+        raise InvalidArgument(
+            f"{argument} must be a tuple of strategy names, got the string {given!r}; write ({given!r},)"
+        )
+    chosen = frozenset(given)
+    for name in sorted(chosen):
+        if name not in names():
+            near = difflib.get_close_matches(str(name), names(), n=1, cutoff=0.3)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names())}"
+            raise InvalidArgument(f"{argument} names an unknown strategy {name!r}; {hint}")
+    return chosen

@@ -1,0 +1,82 @@
+"""What a strategy is: one acceleration that can be switched on and off at a step boundary.
+
+A strategy is a small class in a file of its own. It says what it treats, whether it applies to this run and why not,
+how exact it is, and how it is switched on and off; it never measures and never decides.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from accel.profiler.bottleneck import Bottleneck
+
+if TYPE_CHECKING:
+    from accel.run import Run
+
+
+class Exactness(IntEnum):
+    """How far the numbers may move; a higher value moves them further."""
+
+    EXACT = 0
+    """The same bits."""
+    REORDERED = 1
+    """The same precision, another order of summation."""
+    REDUCED = 2
+    """Fewer bits somewhere: TF32, bfloat16, fp16 with master weights."""
+    LOSSY = 3
+    """Information is left out and fed back later: gradient compression."""
+
+    @property
+    def word(self) -> str:
+        """The name users write in `allow=`."""
+        return self.name.lower()
+
+
+class Strategy(ABC):
+    """One acceleration.
+
+    Subclasses set the class attributes and write `refusal`, `enable` and `disable`. The same object is switched on and
+    off many times in a trial, so that what is expensive to make (a compiled graph, worker processes) is kept between
+    two uses and given up in `close`.
+    """
+
+    name: ClassVar[str]
+    """Registered name, a Python identifier."""
+    summary: ClassVar[str]
+    """What it does, one line."""
+    treats: ClassVar[frozenset[Bottleneck]]
+    """Bottlenecks it treats; the controller tries those strategies first that treat what it just measured."""
+    exactness: ClassVar[Exactness]
+    touches: ClassVar[frozenset[str]] = frozenset({"model"})
+    """What the guard must compare: `model` (outputs and gradients), `optimizer` (the update), `input` (the batch)."""
+    opt_in: ClassVar[str] = ""
+    """Why it runs only when named in `enable=`; empty for all others."""
+    one_off_s: ClassVar[float] = 0.0
+    """Expected seconds of one-off work; the budget must allow for it before it is tried."""
+    settle_steps: ClassVar[int] = 1
+    """Steps to leave out after each switch, until its effect is steady."""
+
+    @abstractmethod
+    def refusal(self, run: Run) -> str:
+        """Return '' if it applies to this run, else one sentence that says why not."""
+
+    def settings(self, run: Run) -> list[Any]:
+        """Return the settings worth trying, best guess first; one None when there is nothing to set."""
+        return [None]
+
+    @abstractmethod
+    def enable(self, run: Run, setting: Any) -> None:
+        """Switch on, at a step boundary."""
+
+    @abstractmethod
+    def disable(self, run: Run) -> None:
+        """Switch off, at a step boundary; leaves everything as `enable` found it."""
+
+    def close(self, run: Run) -> None:  # noqa: B027  (most strategies keep nothing)
+        """Give up what was kept between uses."""
+
+    def describe(self, setting: Any) -> str:
+        """Return the setting as `key=value` for the report; '' when there is none."""
+        return "" if setting is None else f"{self.name}={setting}"

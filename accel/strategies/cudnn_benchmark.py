@@ -1,0 +1,48 @@
+"""cudnn_benchmark: let cuDNN time its convolution algorithms once per shape and keep the fastest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.profiler.bottleneck import Bottleneck
+from accel.run import Run
+from accel.strategies.base import Exactness, Strategy
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+class CudnnBenchmark(Strategy):
+    """Set `torch.backends.cudnn.benchmark`.
+
+    Unproven: it has not been run on a GPU yet (`make gpu`).
+    """
+
+    name = "cudnn_benchmark"
+    summary = "cuDNN picks its algorithm by timing"
+    treats = frozenset({Bottleneck.COMPUTE})
+    exactness = Exactness.REORDERED
+    # The first step of each shape times every algorithm.
+    settle_steps = 2
+
+    def refusal(self, run: Run) -> str:
+        """Say why it does not apply: no CUDA, no convolution, on already, or deterministic algorithms asked for."""
+        if not run.cuda:
+            return "it needs a CUDA device; the model is on the " + run.device.type.upper()
+        if not run.has_module(*_CONVOLUTIONS):
+            return "the model has no convolution"
+        if torch.backends.cudnn.benchmark:
+            return "it is on already"
+        if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
+            return "the run asks for deterministic algorithms"
+        return ""
+
+    def enable(self, run: Run, setting: Any) -> None:
+        """Switch the timing on."""
+        torch.backends.cudnn.benchmark = True
+
+    def disable(self, run: Run) -> None:
+        """Switch it off again."""
+        torch.backends.cudnn.benchmark = False

@@ -1,0 +1,53 @@
+"""intraop_threads: the number of threads one operator uses, against the processes that load data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accel.profiler.bottleneck import Bottleneck
+from accel.run import Run
+from accel.strategies.base import Exactness, Strategy
+
+
+class IntraopThreads(Strategy):
+    """Set `torch.set_num_threads`.
+
+    Small operators lose more to waking threads than they win, and loader workers want a core of their own. Another
+    number of threads splits sums elsewhere, hence `reordered`.
+    """
+
+    name = "intraop_threads"
+    summary = "fewer threads per operator"
+    treats = frozenset({Bottleneck.COMPUTE, Bottleneck.INPUT, Bottleneck.LAUNCH})
+    exactness = Exactness.REORDERED
+
+    def __init__(self) -> None:
+        self._before = 0
+
+    def refusal(self, run: Run) -> str:
+        """Say why it does not apply: a device other than the CPU, or nothing to choose from."""
+        if run.device.type != "cpu":
+            return "the model's operators run on the " + run.device.type.upper()
+        if not self.settings(run):
+            return f"there is only {run.threads} thread to choose from"
+        return ""
+
+    def settings(self, run: Run) -> list[Any]:
+        """Return one thread less (a core for the loader), half, and one; fewer where they coincide."""
+        wanted = [run.threads - 1, run.threads // 2, 1]
+        return [n for i, n in enumerate(wanted) if 1 <= n < run.threads and n not in wanted[:i]]
+
+    def enable(self, run: Run, setting: Any) -> None:
+        """Set the number of threads."""
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(setting)
+
+    def disable(self, run: Run) -> None:
+        """Set the number that was set before."""
+        torch.set_num_threads(self._before)
+
+    def describe(self, setting: Any) -> str:
+        """Return `threads=n`."""
+        return f"threads={setting}"

@@ -1,0 +1,53 @@
+"""tf32: let fp32 matrix products and convolutions use the TF32 tensor cores (10-bit mantissa, fp32 range)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accel.profiler.bottleneck import Bottleneck
+from accel.run import Run
+from accel.strategies.base import Exactness, Strategy
+
+
+class TF32(Strategy):
+    """Set `fp32_precision = "tf32"` for CUDA matrix products and cuDNN.
+
+    Source: NVIDIA A100 architecture white paper; PyTorch notes, "TensorFloat-32 on Ampere". Unproven: it has not been
+    run on a GPU yet (`make gpu`).
+    """
+
+    name = "tf32"
+    summary = "fp32 products on TF32 tensor cores"
+    treats = frozenset({Bottleneck.COMPUTE})
+    exactness = Exactness.REDUCED
+
+    def __init__(self) -> None:
+        self._before: list[str] = []
+
+    def refusal(self, run: Run) -> str:
+        """Say why it does not apply: no CUDA, too old a GPU, or on already."""
+        if not run.cuda:
+            return "it needs a CUDA device; the model is on the " + run.device.type.upper()
+        if torch.cuda.get_device_capability(run.device)[0] < 8:
+            return "the GPU has no TF32 (compute capability 8.0 or newer has)"
+        if all(switch.fp32_precision == "tf32" for switch in _switches()):
+            return "TF32 is on already"
+        return ""
+
+    def enable(self, run: Run, setting: Any) -> None:
+        """Remember the precision that was set, then allow TF32."""
+        self._before = [switch.fp32_precision for switch in _switches()]
+        for switch in _switches():
+            switch.fp32_precision = "tf32"
+
+    def disable(self, run: Run) -> None:
+        """Set the precision that was set before."""
+        for switch, before in zip(_switches(), self._before, strict=True):
+            switch.fp32_precision = before
+
+
+def _switches() -> tuple[Any, ...]:
+    cudnn: Any = torch.backends.cudnn
+    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn

@@ -1,0 +1,1 @@
+"""Benchmarks of accel: what they run, and the figures they give."""

@@ -1,0 +1,106 @@
+"""Look into a batch of any structure: its tensors, its size, its signature."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def leaves(batch: Any) -> Iterator[Any]:
+    """Yield the leaves of nested tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(batch, Tensor | str | bytes):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from leaves(value)
+    elif isinstance(batch, tuple | list):
+        for value in batch:
+            yield from leaves(value)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from leaves(getattr(batch, field.name))
+    else:
+        yield batch
+
+
+def tensors(batch: Any) -> list[Tensor]:
+    """Return the tensors in `batch`, in order."""
+    return [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """Return `batch` with `function` applied to each tensor; the structure and its types stay.
+
+    Named tuples, mappings that can be copied and dataclasses keep their class. One in which no tensor
+    changed is returned as the very same object.
+    """
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return _rebuild_mapping(batch, {key: map_tensors(function, value) for key, value in batch.items()})
+    if isinstance(batch, tuple | list):
+        values = [map_tensors(function, value) for value in batch]
+        if all(new is old for new, old in zip(values, batch, strict=True)):
+            return batch
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return _rebuild_dataclass(function, batch)
+    return batch
+
+
+def _rebuild_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    if all(values[key] is batch[key] for key in batch):
+        return batch
+    if type(batch) is dict:
+        return values
+    import copy
+
+    changed: Any = copy.copy(batch)
+    for key, value in values.items():
+        changed[key] = value
+    return changed
+
+
+def _rebuild_dataclass(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    old = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.init}
+    new = {name: map_tensors(function, value) for name, value in old.items()}
+    changed = {name: value for name, value in new.items() if value is not old[name]}
+    return dataclasses.replace(batch, **changed) if changed else batch
+
+
+def size(batch: Any) -> int:
+    """Return the number of samples: the first dimension of the first tensor that has one, else 0."""
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    return 0
+
+
+def signature(batch: Any) -> Hashable:
+    """Return what two batches of the same kind share: shapes and dtypes of their tensors."""
+    return tuple((tuple(t.shape), t.dtype) for t in tensors(batch))
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Tell whether two batches hold the same bits in the same structure; NaN equals NaN."""
+    left, right = list(leaves(one)), list(leaves(other))
+    return len(left) == len(right) and all(_same(a, b) for a, b in zip(left, right, strict=True))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if a.is_floating_point() or a.is_complex():
+            return bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan()))
+        return torch.equal(a, b)
+    if type(a) is not type(b):
+        return False
+    try:
+        return bool(a == b)
+    except (RuntimeError, TypeError, ValueError):  # numpy arrays and the like compare element-wise
+        return repr(a) == repr(b)

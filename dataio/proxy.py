@@ -1,0 +1,238 @@
+"""The loader the loop gets back: the user's own, with ears.
+
+`LoaderProxy` answers everything as the loader it stands for (`len`, `dataset`, `sampler`, `batch_size`, `isinstance`),
+tells a listener when a batch is asked for and handed over, and can have its batches fetched by worker processes from
+one batch to the next, in the same order. Without a listener it *is* the plain loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader
+
+from accel.dataio.batches import equal
+from accel.dataio.continuous import ContinuousWorkers
+from accel.dataio.witness import Witness
+
+
+class Listener(Protocol):
+    """What a loader proxy tells."""
+
+    def epoch_begins(self) -> None:
+        """The loop has asked for an iterator."""
+
+    def batch_requested(self) -> None:
+        """The loop asks for a batch: the code of the step before it has run to its end."""
+
+    def batch_delivered(self, batch: Any) -> None:
+        """A batch is about to be handed over."""
+
+    def epoch_ended(self) -> None:
+        """The loader has no more batches in this epoch."""
+
+    def fetching_failed(self, error: Exception) -> None:
+        """Worker processes failed; the proxy fetches plainly from here on, from the very batch that failed."""
+
+
+class Fetching:
+    """How the proxy gets its batches; strategies change it between two batches.
+
+    Attributes:
+        workers: processes that fetch, or None to fetch as the plain loader does.
+        transforms: functions applied to each batch, in order.
+        witness: watches plain fetches, or None.
+    """
+
+    def __init__(self) -> None:
+        self.workers: ContinuousWorkers | None = None
+        self.transforms: dict[str, Callable[[Any], Any]] = {}
+        self.witness: Witness | None = None
+
+
+class LoaderProxy:
+    """Stand for `loader` and tell `listener` what the loop does with it.
+
+    Args:
+        loader: any iterable; a `torch.utils.data.DataLoader` can also have its fetching changed.
+        listener: told of requests and batches; None makes the proxy a plain pass-through.
+    """
+
+    _OWN = frozenset({"_accel_loader", "_accel_listener", "_accel_fetching"})
+
+    def __init__(self, loader: Any, listener: Listener | None = None) -> None:
+        object.__setattr__(self, "_accel_loader", loader)
+        object.__setattr__(self, "_accel_listener", listener)
+        object.__setattr__(self, "_accel_fetching", Fetching())
+
+    # isinstance(proxy, DataLoader) holds wherever it held before.
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._accel_loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_accel_loader"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._accel_loader, name, value)
+
+    def __len__(self) -> int:
+        return len(self._accel_loader)
+
+    def __repr__(self) -> str:
+        return f"accel({self._accel_loader!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, or another process, gets the plain loader: the listener belongs to this run.
+        return _same_object, (self._accel_loader,)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._accel_listener is None:
+            return iter(self._accel_loader)
+        return _Epoch(self._accel_loader, self._accel_fetching, self._accel_listener)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._accel_loader[index]
+
+
+def _same_object(thing: Any) -> Any:
+    return thing
+
+
+def is_proxy(loader: Any) -> bool:
+    """Tell whether `loader` is a `LoaderProxy` (its `__class__` is that of the loader it stands for)."""
+    return type(loader) is LoaderProxy
+
+
+def movable(loader: Any) -> str:
+    """Return '' if the loader's fetching can be moved to worker processes, else the reason why not."""
+    if not isinstance(loader, DataLoader):
+        return f"the loader is a {type(loader).__name__}, not a torch.utils.data.DataLoader"
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return f"{type(loader).__name__} iterates in its own way"
+    if loader._dataset_kind != 0:
+        return "the dataset is iterable: reading ahead would consume items that an early break leaves"
+    if loader.num_workers > 0:
+        return f"the loader already has {loader.num_workers} workers of its own"
+    if loader.batch_sampler is None:
+        return "the loader has no batch sampler (batch_size=None)"
+    return ""
+
+
+class _Epoch:
+    """One pass over the loader, as an iterator."""
+
+    def __init__(self, loader: Any, fetching: Fetching, listener: Listener) -> None:
+        self._fetching = fetching
+        self._listener = listener
+        listener.epoch_begins()
+        self._workers: ContinuousWorkers | None = None
+        self._loader = loader
+        self._plain: Any = None
+        self._stream: Iterator[Any] | None = None
+        active = fetching.workers
+        if active is not None and active.resume():
+            self._workers = active
+            return
+        self._plain = iter(loader)
+        self._stream = getattr(self._plain, "_sampler_iter", None)
+        # The first index list also draws the sampler's seed: that one is not the dataset's doing.
+        self._watch_from = 1
+        self._served = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._listener.batch_requested()
+        try:
+            batch = self._fetch()
+        except StopIteration:
+            self._listener.epoch_ended()
+            raise
+        for transform in self._fetching.transforms.values():
+            batch = transform(batch)
+        self._listener.batch_delivered(batch)
+        return batch
+
+    def _fetch(self) -> Any:
+        wanted = self._fetching.workers
+        if self._workers is not None:
+            if wanted is not self._workers:
+                self._workers.close_feed()
+            try:
+                return self._workers.fetch()
+            except StopIteration:
+                if wanted is self._workers:
+                    raise
+                self._leave_workers()
+            except Exception as error:
+                # Fetched again in this process, a broken sample raises the dataset's own error.
+                self._leave_workers()
+                self._listener.fetching_failed(error)
+                wanted = None
+        if wanted is not None and self._stream is not None:
+            wanted.take(self._stream)
+            self._workers = wanted
+            return self._fetch()
+        return self._plain_fetch()
+
+    def _leave_workers(self) -> None:
+        """Go back to the plain iterator, which goes on where the workers end."""
+        workers, self._workers = self._workers, None
+        assert workers is not None
+        if self._plain is None:
+            self._plain, self._served, self._watch_from = _quiet_iter(self._loader), 1, 1
+        self._stream = self._plain._sampler_iter = workers.left()
+
+    def _plain_fetch(self) -> Any:
+        witness = self._fetching.witness
+        if witness is None or self._served < self._watch_from:
+            self._served += 1
+            return next(self._plain)
+        witness.before()
+        batch = next(self._plain)
+        witness.after()
+        self._served += 1
+        return batch
+
+
+def _quiet_iter(loader: Any) -> Any:
+    """Return a plain iterator of `loader` without drawing from the random state."""
+    import torch
+
+    own = loader.generator
+    state = torch.get_rng_state() if own is None else own.get_state()
+    try:
+        return iter(loader)
+    finally:
+        if own is None:
+            torch.set_rng_state(state)
+        else:
+            own.set_state(state)
+
+
+def same_as_plain(loader: DataLoader[Any], workers: ContinuousWorkers) -> bool:
+    """Fetch the dataset's first samples through `workers` and plainly, and tell whether the bits agree.
+
+    A batch of the loader's own size is taken from the front of the dataset; no sampler and no random state is touched.
+    """
+    count = min(len(loader.dataset), loader.batch_size or 1)  # type: ignore[arg-type]
+    indices = list(range(count))
+    workers.take(iter([indices]))
+    try:
+        moved = workers.fetch()
+    finally:
+        workers.close_feed()
+    plain = loader.collate_fn(_samples(loader.dataset, indices))
+    return equal(moved, plain)
+
+
+def _samples(dataset: Any, indices: list[int]) -> list[Any]:
+    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
+        return list(dataset.__getitems__(indices))
+    return [dataset[index] for index in indices]

@@ -1,0 +1,175 @@
+"""The interleaved experiment: is B faster than A, on this machine, now?
+
+Blocks of steps run in the order A B B A A B B A …, so that each A block has a B block right beside it and a slow drift
+of the machine cancels. A pair of neighbouring blocks gives one number, d = log(median A ÷ median B); the mean of these
+with Student's interval is the answer. Medians drop single stalls, pairs drop drifts, the interval says what is left.
+
+    keep        the whole interval lies above `min_gain`; asked only at a few looks (6, 12, 24, 48 pairs), whose error
+                probabilities add up to `alpha`, so that peeking does not create false keeps
+    drop        the interval lies below `min_gain`; asked after every pair from the third on, at a laxer level: a wrong
+                drop loses a chance, a wrong keep loses trust
+    refused     still open when the pairs run out: the machine is too noisy for an effect this small
+
+The controller's trials and the profiler's counterfactuals are both this class.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from accel.profiler import student
+
+Arm = Literal["A", "B"]
+Verdict = Literal["keep", "drop", "refused"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialConfig:
+    """Knobs of an interleaved trial."""
+
+    block_steps: int = 4
+    """Counted steps in a block."""
+    looks: tuple[int, ...] = (6, 12, 24, 48)
+    """Numbers of pairs at which a keep may be decided; the last one ends the trial."""
+    alpha: float = 0.002
+    """One-sided probability of keeping something that gives `min_gain` or less, over all looks together."""
+    drop_alpha: float = 0.02
+    """One-sided level at which a pair count beyond `min_pairs` may end in a drop."""
+    min_pairs: int = 3
+    """Pairs before a drop may be decided."""
+    min_gain: float = 0.02
+    """Smallest speed-up worth a change, as a fraction."""
+
+    def __post_init__(self) -> None:
+        if self.block_steps < 1:
+            raise ValueError(f"block_steps must be at least 1, got {self.block_steps}")
+        if not self.looks or any(b <= a for a, b in zip((1, *self.looks), self.looks, strict=False)):
+            raise ValueError(f"looks must be increasing and start at 2 or more, got {self.looks}")
+        if not 0 < self.alpha < 0.5 or not 0 < self.drop_alpha < 0.5:
+            raise ValueError(f"alpha and drop_alpha must lie in (0, 0.5), got {self.alpha} and {self.drop_alpha}")
+        if self.min_pairs < 2:
+            raise ValueError(f"min_pairs must be at least 2, got {self.min_pairs}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a trial found: B's speed-up over A with its interval."""
+
+    verdict: Verdict
+    gain: float
+    """median A ÷ median B as a ratio: 1.25 is 25 % faster."""
+    low: float
+    """Lower end of the 95 % interval of `gain`."""
+    high: float
+    before_ms: float
+    """Median step of A, ms."""
+    after_ms: float
+    """Median step of B, ms."""
+    spread_ms: float
+    """Half the interquartile range of B's steps, ms."""
+    pairs: int
+
+
+@dataclass
+class Trial:
+    """One A/B experiment: ask `arm`, run a block of it, `record` its step times, until `verdict` is set.
+
+    Args:
+        config: the knobs.
+        reduce: how a block's step times become one number, default the median; on a device that runs ahead of the
+            host, pass `statistics.fmean` and measure from synchronisation to synchronisation.
+
+    Example:
+        >>> trial = Trial()
+        >>> while trial.verdict is None:
+        ...     trial.record([0.02, 0.021, 0.02, 0.02] if trial.arm == "A" else [0.01, 0.011, 0.01, 0.01])
+        >>> trial.verdict
+        'keep'
+    """
+
+    config: TrialConfig = field(default_factory=TrialConfig)
+    reduce: Callable[[Sequence[float]], float] = statistics.median
+    blocks: dict[Arm, list[float]] = field(default_factory=lambda: {"A": [], "B": []})
+    steps: dict[Arm, list[float]] = field(default_factory=lambda: {"A": [], "B": []})
+    verdict: Verdict | None = None
+
+    @property
+    def arm(self) -> Arm:
+        """The arm whose block comes next: A B B A A B B A …"""
+        done = len(self.blocks["A"]) + len(self.blocks["B"])
+        return "AB"[((done + 1) // 2) % 2]  # type: ignore[return-value]
+
+    def record(self, seconds: Sequence[float]) -> None:
+        """Take the step times of one block of the current arm, s; sets `verdict` when it can be told."""
+        if self.verdict is not None:
+            raise RuntimeError("the trial is decided; a block came after its verdict")
+        if not seconds or min(seconds) <= 0:
+            raise ValueError(f"a block needs positive step times, got {list(seconds)}")
+        arm = self.arm
+        self.blocks[arm].append(self.reduce(seconds))
+        self.steps[arm].extend(seconds)
+        if len(self.blocks["A"]) == len(self.blocks["B"]):
+            self.verdict = self._decide()
+
+    def _differences(self) -> list[float]:
+        return [math.log(a / b) for a, b in zip(self.blocks["A"], self.blocks["B"], strict=True)]
+
+    def _decide(self) -> Verdict | None:
+        pairs, config = len(self.blocks["A"]), self.config
+        worth = math.log1p(config.min_gain)
+        if pairs in config.looks:
+            low, _ = interval(self._differences(), config.alpha / len(config.looks))
+            if low > worth:
+                return "keep"
+        if pairs >= config.min_pairs:
+            _, high = interval(self._differences(), config.drop_alpha)
+            if high < worth:
+                return "drop"
+        return "refused" if pairs >= config.looks[-1] else None
+
+    def outcome(self) -> Outcome:
+        """Return what the trial found so far; needs two whole pairs.
+
+        Raises:
+            RuntimeError: before a verdict.
+        """
+        if self.verdict is None:
+            raise RuntimeError("the trial has no verdict yet")
+        differences = self._differences()
+        low, high = interval(differences, 0.025)
+        a, b = (statistics.median(self.steps[arm]) * 1e3 for arm in ("A", "B"))
+        quarters = statistics.quantiles(self.steps["B"], n=4) if len(self.steps["B"]) > 1 else [0.0, 0.0, 0.0]
+        return Outcome(
+            verdict=self.verdict,
+            gain=math.exp(statistics.fmean(differences)),
+            low=math.exp(low),
+            high=math.exp(high),
+            before_ms=a,
+            after_ms=b,
+            spread_ms=(quarters[2] - quarters[0]) / 2 * 1e3,
+            pairs=len(differences),
+        )
+
+
+def interval(differences: Sequence[float], alpha: float) -> tuple[float, float]:
+    """Return the two-sided interval of the mean of paired differences, `alpha` in each tail.
+
+        mean ± t(1 − α, n − 1) · s / √n
+
+    Args:
+        differences: n ≥ 2 independent differences.
+        alpha: probability left out at each end.
+
+    Raises:
+        ValueError: with fewer than two differences.
+    """
+    n = len(differences)
+    if n < 2:
+        raise ValueError(f"an interval needs at least 2 pairs, got {n}")
+    mean = statistics.fmean(differences)
+    half = student.quantile(1 - alpha, n - 1) * statistics.stdev(differences) / math.sqrt(n)
+    return mean - half, mean + half

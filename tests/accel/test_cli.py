@@ -1,0 +1,137 @@
+"""The command line: exit statuses, one-line errors, and no torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from accel import __version__
+from accel.cli import main
+from accel.report import Report
+
+ROOT = Path(__file__).parents[2]
+
+
+def _run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def _save(path: Path, accel_ms: float | None) -> Path:
+    speedup = None if accel_ms is None else 20.0 / accel_ms
+    Report(state="done", plain_ms=20.0, accel_ms=accel_ms, speedup=speedup, plan={"x": {}}).save(path)
+    return path
+
+
+def test_report_prints_the_terminal_report(tmp_path: Path) -> None:
+    result = _run("report", _save(tmp_path / "a.json", 10.0))
+    assert result.exit_code == 0
+    assert result.stdout.startswith("accel: 2.00x: 20 → 10 ms per step\n")
+    assert "\x1b" not in result.stdout
+
+
+def test_report_writes_the_page_beside_it(tmp_path: Path) -> None:
+    page = tmp_path / "out" / "page.htm"
+    result = _run("report", _save(tmp_path / "a.json", 10.0), "--html", page)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("accel: 2.00x")
+    assert "<h1>2.00x: 20 → 10 ms per step</h1>" in page.read_text(encoding="utf-8")
+    assert result.stderr == f"wrote {page}\n"
+
+
+def test_page_never_replaces_the_report(tmp_path: Path) -> None:
+    path = _save(tmp_path / "a.json", 10.0)
+    result = _run("report", path, "--html", path)
+    assert result.exit_code == 2
+    assert "error: --html must name another file" in result.stderr
+    assert Report.load(path).accel_ms == 10.0
+
+
+def test_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    path = _save(tmp_path / "a.json", 10.0)
+    result = _run("report", path, "--html", path / "page.html")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert "can't be written" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("new_ms", "options", "status", "verdict"),
+    [
+        (10.0, (), 0, "no regression"),
+        (10.4, (), 0, "no regression"),
+        (10.6, (), 1, "regression"),
+        (10.6, ("--threshold", "7%"), 0, "no regression"),
+        (10.6, ("--threshold", "0.07"), 0, "no regression"),
+        (10.6, ("--threshold", " 5.5 % "), 1, "regression"),
+        (10.1, ("--threshold", "0"), 1, "regression"),
+        (19.0, ("--threshold", "100%"), 0, "no regression"),
+    ],
+)
+def test_compare_exit_status(
+    tmp_path: Path, new_ms: float, options: tuple[str, ...], status: int, verdict: str
+) -> None:
+    old, new = _save(tmp_path / "a.json", 10.0), _save(tmp_path / "b.json", new_ms)
+    result = _run("compare", old, new, *options)
+    assert result.exit_code == status
+    assert result.stdout.startswith(f"{verdict}: 10 → ")
+
+
+@pytest.mark.parametrize("threshold", ["5", "1", "-1", "five", "", "nan", "5%%", "1e-2"])
+def test_threshold_that_could_be_misread_is_refused(tmp_path: Path, threshold: str) -> None:
+    path = _save(tmp_path / "a.json", 10.0)
+    result = _run("compare", path, path, f"--threshold={threshold}")
+    assert result.exit_code == 2
+    assert f"e.g. 5% or 0.05. Found: '{threshold}'" in result.stderr
+
+
+def test_compare_without_a_step_time_is_unusable(tmp_path: Path) -> None:
+    result = _run("compare", _save(tmp_path / "a.json", 10.0), _save(tmp_path / "b.json", None))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: the second report has no accelerated step time")
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+@pytest.mark.parametrize("content", [None, "{", '{"schema": 99}'], ids=["missing", "corrupt", "other schema"])
+def test_unusable_file_is_one_line_on_stderr(tmp_path: Path, command: str, content: str | None) -> None:
+    path = tmp_path / "two\nlines.json"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    result = _run(command, path, *([path] if command == "compare" else []))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_version() -> None:
+    result = _run("--version")
+    assert result.exit_code == 0
+    assert result.output == f"accel, version {__version__}\n"
+
+
+def test_help_names_the_exit_statuses() -> None:
+    text = " ".join(_run("compare", "--help").output.split())
+    assert "1 if it is, and 2 if a report can't be used" in text
+
+
+def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_import_loads_no_torch() -> None:
+    done = _python("-c", "import sys, accel.cli; print('torch' in sys.modules, 'jinja2' in sys.modules)")
+    assert done.stdout == "False False\n", done.stderr
+
+
+def test_module_runs_and_survives_an_ascii_stream(tmp_path: Path) -> None:
+    done = _python("-m", "accel", "report", str(_save(tmp_path / "a.json", 10.0)))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("accel: 2.00x: 20 -> 10 ms per step\n")

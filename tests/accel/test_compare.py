@@ -1,0 +1,122 @@
+"""Comparison of two reports: what counts as a regression, and what is said about it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from rich.cells import cell_len
+
+from accel.compare import compare
+from accel.errors import InvalidArgument, ReportError
+from accel.report import Machine, Report, StrategyRow
+
+
+def _row(name: str, **fields: object) -> StrategyRow:
+    base: dict[str, object] = {"summary": "", "treats": [], "exactness": "exact", "status": "kept", "gain": 1.2}
+    return StrategyRow(name=name, **{**base, **fields})  # type: ignore[arg-type]
+
+
+def _report(accel_ms: float | None, **fields: object) -> Report:
+    return Report(accel_ms=accel_ms, **{"state": "done", **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("new_ms", "threshold", "regressed"),
+    [
+        (10.0, 0.05, False),
+        (10.5, 0.05, False),  # exactly the threshold is still the same
+        (10.51, 0.05, True),
+        (9.0, 0.05, False),
+        (10.01, 0.0, True),
+        (10.0, 0.0, False),
+        (19.0, 1.0, False),
+    ],
+)
+def test_regression_is_slower_than_the_threshold(new_ms: float, threshold: float, regressed: bool) -> None:
+    comparison = compare(_report(10.0), _report(new_ms), threshold=threshold)
+    assert comparison.regressed is regressed
+    assert comparison.ratio == pytest.approx(new_ms / 10.0)
+
+
+def test_threshold_is_five_percent_by_default() -> None:
+    assert not compare(_report(100.0), _report(104.9)).regressed
+    assert compare(_report(100.0), _report(105.1)).regressed
+
+
+@pytest.mark.parametrize("value", [None, 0.0, -1.0, float("nan"), float("inf")])
+def test_report_without_a_step_time_is_refused(value: float | None) -> None:
+    with pytest.raises(ReportError, match=r"the first report has no accelerated step time.*let its search end"):
+        compare(_report(value), _report(1.0))
+    with pytest.raises(ReportError, match="the second report has no accelerated step time"):
+        compare(_report(1.0), _report(value))
+
+
+@pytest.mark.parametrize("threshold", [-0.1, float("nan"), float("inf")])
+def test_senseless_threshold_is_refused(threshold: float) -> None:
+    with pytest.raises(InvalidArgument, match=r"threshold must be 0 or more.*Found: "):
+        compare(_report(1.0), _report(1.0), threshold=threshold)
+
+
+def test_verdict_is_the_first_line() -> None:
+    text = compare(_report(16.2), _report(18.0)).render(width=100, color=False)
+    assert text.splitlines()[0] == "regression: 16.2 → 18 ms per step, 11.1 % slower (threshold 5 %)"
+    text = compare(_report(18.0), _report(18.0)).render(width=100, color=False)
+    assert text.splitlines() == ["no regression: 18 → 18 ms per step, no change (threshold 5 %)"]
+
+
+def test_strategies_are_matched_by_name() -> None:
+    old = _report(1.0, rows=[_row("same"), _row("gone"), _row("dropped", setting="n=2")])
+    new = _report(1.0, rows=[_row("same"), _row("dropped", status="undone", gain=0.9), _row("new")])
+    comparison = compare(old, new)
+    assert [(row.name, row.changed) for row in comparison.strategies] == [
+        ("same", False),
+        ("gone", True),
+        ("dropped", True),
+        ("new", True),
+    ]
+    lines = [line.split() for line in comparison.render(width=100, color=False).splitlines()]
+    assert ["same", "kept", "1.20x", "→", "1.20x"] in lines
+    assert ["*", "gone", "kept", "→", "no", "row", "1.20x", "→", "-"] in lines
+    assert ["*", "dropped", "kept", "n=2", "→", "undone", "1.20x", "→", "0.90x"] in lines
+    assert ["*", "new", "no", "row", "→", "kept", "-", "→", "1.20x"] in lines
+
+
+def test_phases_show_both_times_and_the_difference() -> None:
+    old = _report(1.0, anatomy_after={"forward": 5.0, "loader": 1.0})
+    new = _report(1.0, anatomy_after={"forward": 6.5, "other": 2.0})
+    lines = [line.split() for line in compare(old, new).render(width=100, color=False).splitlines()]
+    assert ["forward", "5", "→", "6.5", "+1.5"] in lines
+    assert ["loader", "1", "→", "-", "-"] in lines
+    assert ["other", "-", "→", "2", "-"] in lines
+
+
+def test_other_machine_or_model_is_noted() -> None:
+    old = _report(1.0, model="A", machine=Machine(device="cpu", cores=2))
+    new = _report(1.0, model="B", machine=Machine(device="cpu", cores=8), samples_per_step=32.0, state="interrupted")
+    assert compare(old, new).notes == (
+        "model went from 'A' to 'B'",
+        "samples per step went from None to 32.0",
+        "cores went from 2 to 8",
+        "the second run is interrupted",
+    )
+    assert "note: cores went from 2 to 8" in compare(old, new).render(width=100, color=False)
+
+
+def test_same_setup_needs_no_note() -> None:
+    assert compare(_report(1.0), _report(2.0)).notes == ()
+
+
+def test_comparison_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        compare(_report(1.0), _report(1.0)).regressed = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("width", [60, 100, 250])
+def test_hostile_names_keep_the_width(width: int) -> None:
+    name = "[red]\x1b[31m漢\n" * 40
+    old = _report(1.0, model=name, rows=[_row(name, setting=name)], anatomy_after={name: 1.0})
+    text = compare(old, _report(1.0)).render(width=width, color=False)
+    assert "[red]" in text
+    assert "\x1b" not in text
+    assert all(cell_len(line) <= min(width, 100) for line in text.splitlines())

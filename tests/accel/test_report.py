@@ -1,0 +1,119 @@
+"""The report as data: its JSON form, its verdict, and files written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from accel.errors import AccelError, ReportError
+from accel.report import Event, Machine, Report, StrategyRow
+
+
+def _report() -> Report:
+    row = StrategyRow(
+        name="channels_last", summary="NHWC", treats=["conv"], exactness="reordered", status="kept", gain=1.4
+    )
+    return Report(
+        model="Net",
+        machine=Machine(device="cpu (Ünïcode)", cores=2),
+        state="done",
+        plain_ms=20.0,
+        accel_ms=10.0,
+        speedup=2.0,
+        anatomy_before={"forward": 12.0},
+        rows=[row],
+        events=[Event(step=3, text="line\nbreak")],
+        unseen=["workers"],
+        plan={"channels_last": {"dims": 4}},
+    )
+
+
+def test_round_trip_keeps_every_field(tmp_path: Path) -> None:
+    report = _report()
+    report.save(tmp_path / "deep" / "r.json")
+    assert Report.load(tmp_path / "deep" / "r.json") == report
+
+
+def test_json_carries_its_schema_version() -> None:
+    assert json.loads(_report().to_json())["schema"] == 1
+
+
+def test_save_as_html_writes_a_page(tmp_path: Path) -> None:
+    _report().save(tmp_path / "r.html")
+    assert (tmp_path / "r.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_str_is_the_terminal_report() -> None:
+    assert str(_report()).startswith("accel: 2.00x: 20 → 10 ms per step")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "can't be read as a report"),
+        ("", "can't be read as a report"),
+        ("[1]", "must have report schema 1, found 'list'"),
+        ("{}", "must have report schema 1, found None"),
+        ('{"schema": 99}', "must have report schema 1, found 99; make it again"),
+        ('{"schema": 1}', "not a whole report"),
+        ('{"schema": 1, "machine": {}, "rows": [{"name": "x"}], "events": []}', "not a whole report.*summary"),
+        ('{"schema": 1, "machine": {}, "rows": [], "events": [], "surprise": 1}', "not a whole report.*surprise"),
+    ],
+)
+def test_unusable_file_is_named_with_its_fault(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ReportError, match=message) as caught:
+        Report.load(path)
+    assert str(path) in str(caught.value)
+    assert isinstance(caught.value, AccelError)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ReportError, match="can't be read as a report"):
+        Report.load(tmp_path / "r.json")
+
+
+def test_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.json"
+    path.write_text("old", encoding="utf-8")
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        _report().save(path)
+    assert path.read_text(encoding="utf-8") == "old"
+    assert os.listdir(tmp_path) == ["r.json"], "the temporary file stayed behind"
+
+
+def test_value_without_json_form_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    _report().save(path)
+    old = path.read_text(encoding="utf-8")
+    broken = _report()
+    broken.speedup = float("nan")
+    with pytest.raises(ValueError, match="JSON compliant"):
+        broken.save(path)
+    assert path.read_text(encoding="utf-8") == old
+
+
+def test_verdict_is_in_samples_where_they_are_known() -> None:
+    report = _report()
+    report.samples_per_step, report.training_same = 32, "gradients agree to 3e-07"
+    assert report.verdict() == "2.00x: 1,600 → 3,200 samples/s, gradients agree to 3e-07"
+
+
+def test_verdict_without_a_plan_claims_no_gain() -> None:
+    report = _report()
+    report.plan = {}
+    assert report.verdict() == "left as it was: nothing tried made the step faster (20 ms)"
+
+
+def test_verdict_before_the_end_says_so() -> None:
+    assert Report(steps=7).verdict() == "no verdict yet: 7 steps seen, the search has not ended"

@@ -1,0 +1,304 @@
+"""The terminal report: what it says, and that no text can break its width or colour it."""
+
+from __future__ import annotations
+
+import io
+import sys
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from accel.report import Event, Machine, Report, StrategyRow
+from accel.terminal import clean, decision_line, ms_text, render
+
+# Markup, cursor movement, right-to-left override, line separators, wide and unpaired characters.
+HOSTILE = [
+    "[red]x[/]",
+    "[/]",
+    "\x1b[31mred\x1b[0m",
+    "\u202egnp",
+    "a\r\nb\u2028c\x85d",
+    "漢字" * 60,
+    "\ud800",
+    "x" * 300,
+]
+texts = st.one_of(st.sampled_from(HOSTILE), st.text(st.characters(), max_size=150))
+numbers = st.one_of(st.none(), st.floats())
+
+
+def _row(**fields: object) -> StrategyRow:
+    base: dict[str, object] = {
+        "name": "channels_last",
+        "summary": "NHWC",
+        "treats": ["conv"],
+        "exactness": "reordered",
+        "status": "kept",
+        "why": "53 layout conversions went away",
+        "before_ms": 26.6,
+        "after_ms": 18.4,
+        "spread_ms": 0.31,
+        "gain": 1.45,
+        "gain_low": 1.38,
+        "gain_high": 1.52,
+        "output_error": 3e-7,
+        "gradient_error": 2e-6,
+        "cost_s": 0.8,
+    }
+    return StrategyRow(**{**base, **fields})  # type: ignore[arg-type]
+
+
+def _report(**fields: object) -> Report:
+    base: dict[str, object] = {
+        "state": "done",
+        "plain_ms": 26.0,
+        "accel_ms": 16.0,
+        "speedup": 1.625,
+        "speedup_low": 1.58,
+        "speedup_high": 1.71,
+        "training_same": "gradients agree to 3e-07",
+        "steps": 700,
+        "search_steps": 214,
+        "search_s": 3.2,
+        "break_even_step": 611,
+        "bottleneck": "convolutions",
+        "bottleneck_share": 0.61,
+        "bottleneck_advice": "bf16 would treat it",
+        "anatomy_before": {"loader": 6.0, "backward": 20.0},
+        "anatomy_after": {"loader": 1.0, "backward": 15.0},
+        "rows": [_row()],
+        "plan": {"channels_last": {}},
+    }
+    return Report(**{**base, **fields})  # type: ignore[arg-type]
+
+
+def _lines(report: Report, width: int = 100) -> list[str]:
+    return render(report, width=width, color=False).splitlines()
+
+
+def test_verdict_comes_first() -> None:
+    assert _lines(_report())[:3] == [
+        "accel: 1.62x: 26 → 16 ms per step, gradients agree to 3e-07",
+        "speed-up: 1.62x, confidence interval [1.58x, 1.71x], that is +58 % to +71 % steps a second",
+        "training the same: gradients agree to 3e-07",
+    ]
+
+
+@pytest.mark.parametrize("state", ["interrupted", "searching", "replayed", "undone"])
+def test_run_that_did_not_end_is_marked(state: str) -> None:
+    assert _lines(_report(state=state))[0].startswith(f"accel: [{state}] 1.62x")
+
+
+def test_strategy_row_holds_all_its_numbers() -> None:
+    line = next(line for line in _lines(_report()) if line.startswith("channels_last"))
+    assert line.split("  ") == [
+        *("channels_last", "", "", "", "kept", "", "", "", "", "", "1.45x [1.38, 1.52]"),
+        *("26.6 → 18.4 ± 0.31", "3e-07/2e-06", "", "", "0.8 s"),
+    ]
+    assert "  53 layout conversions went away" in _lines(_report())
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_narrow_page_loses_no_number(width: int) -> None:
+    words = " ".join(" ".join(_lines(_report(), width)).split())
+    for number in ("1.45x [1.38, 1.52]", "26.6 → 18.4 ± 0.31", "3e-07/2e-06", "0.8 s", "kept"):
+        assert number in words
+
+
+@pytest.mark.parametrize(
+    ("output", "gradient", "text"),
+    [(0.0, 0.0, "same bits"), (0.0, 2e-6, "same bits/2e-06"), (None, None, "-"), (None, 1e-3, "-/0.001")],
+)
+def test_numerics_say_same_bits_only_for_zero(output: float | None, gradient: float | None, text: str) -> None:
+    report = _report(rows=[_row(output_error=output, gradient_error=gradient)])
+    assert f"± 0.31  {text}  " in "\n".join(_lines(report))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "paid back at step 611"),
+        ({"steps": 300}, "pays back at step 611"),
+        ({"break_even_step": None}, "does not pay back"),
+        ({"break_even_step": None, "state": "searching"}, "not known yet when it pays back"),
+        ({"break_even_step": None, "search_s": 0.0}, "nothing to pay back"),
+    ],
+)
+def test_search_line_says_when_it_pays_back(fields: dict[str, object], text: str) -> None:
+    report = _report(**fields)
+    cost = "0 s" if report.search_s == 0 else "3.2 s"
+    assert f"search: 214 of {report.steps} steps were trial steps, cost {cost}; {text}" in _lines(report)
+
+
+def test_limit_names_share_and_advice() -> None:
+    assert "limits the run now: convolutions, 61 % of the step; bf16 would treat it" in _lines(_report())
+
+
+def test_anatomy_adds_up_and_marks_the_longest_phase() -> None:
+    lines = [line.split() for line in _lines(_report())]
+    assert ["loader", "6", "23", "%", "1", "6", "%"] in lines
+    assert [">", "backward", "20", "77", "%", "15", "94", "%"] in lines
+    assert ["sum", "of", "phases", "26", "16"] in lines
+
+
+def test_events_unseen_machine_and_command_are_shown() -> None:
+    report = _report(
+        events=[Event(step=120, text="validation began")],
+        unseen=["time in workers"],
+        machine=Machine(device="cpu (EPYC)", cores=2, threads=1, torch="2.9"),
+        command="python train.py",
+    )
+    lines = _lines(report)
+    assert "step 120: validation began" in lines
+    assert "- time in workers" in lines
+    assert "machine: cpu (EPYC), 2 cores, 1 thread, 1 process, torch 2.9" in lines
+    assert "command: python train.py" in lines
+    assert 'plan: {"channels_last": {}}' in lines
+
+
+def test_many_events_are_cut_to_the_latest() -> None:
+    lines = _lines(_report(events=[Event(step=step, text="retry") for step in range(50)]))
+    assert "… 30 earlier events are in the JSON report" in lines
+    assert "step 49: retry" in lines
+    assert "step 29: retry" not in lines
+
+
+def test_report_without_numbers_renders() -> None:
+    lines = _lines(Report())
+    assert lines[0] == "accel: [searching] no verdict yet: 0 steps seen, the search has not ended"
+    assert "none was considered yet" in lines
+    assert "limits the run now: not known" in lines
+
+
+def test_row_without_numbers_shows_dashes() -> None:
+    row = StrategyRow(
+        name="bf16", summary="", treats=[], exactness="reduced", status="not allowed", why="needs reduced"
+    )
+    line = next(line for line in _lines(_report(rows=[row])) if line.startswith("bf16"))
+    assert line.split() == ["bf16", "not", "allowed", "-", "-", "-", "-"]
+
+
+def test_markup_is_shown_literally_and_escapes_are_stripped() -> None:
+    text = render(_report(rows=[_row(name="[red]x[/]", why="\x1b[31mred\x1b[0m \u202erl")]), width=100, color=False)
+    assert "[red]x[/]" in text
+    assert "  [31mred[0m rl" in text
+
+
+class _Stream(io.StringIO):
+    """A stdout that may be a terminal, with an encoding."""
+
+    def __init__(self, tty: bool, encoding: str = "utf-8") -> None:
+        super().__init__()
+        self._tty, self._encoding = tty, encoding
+
+    def isatty(self) -> bool:
+        return self._tty
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._encoding
+
+
+@pytest.mark.parametrize(
+    ("tty", "no_color", "color", "expected"),
+    [
+        (True, "", None, True),
+        (True, "1", None, False),
+        (False, "", None, False),
+        (False, "1", True, True),
+        (True, "", False, False),
+    ],
+)
+def test_colour_only_where_wanted(
+    monkeypatch: pytest.MonkeyPatch, tty: bool, no_color: str, color: bool | None, expected: bool
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    # A variable that rich obeys by itself must not bring colour back.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys, "stdout", _Stream(tty))
+    text = render(_report(), width=80, color=color)
+    assert ("\x1b[1;32m" in text) is expected
+    assert ("\x1b" in text) is expected
+
+
+def test_colour_changes_no_word() -> None:
+    text = render(_report(), width=80, color=True)
+    for code in ("\x1b[0m", "\x1b[1m", "\x1b[2m", "\x1b[1;32m", "\x1b[1;4m"):
+        text = text.replace(code, "")
+    assert [line.rstrip() for line in text.splitlines()] == _lines(_report(), 80)
+
+
+def test_stream_without_unicode_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", _Stream(False, "ascii"))
+    text = render(_report(model="Ünet"), width=100)
+    assert text.isascii()
+    assert "26 -> 16 ms per step" in text
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(text=texts, number=numbers, width=st.integers(20, 300))
+def test_no_text_breaks_the_width(text: str, number: float | None, width: int) -> None:
+    row = _row(name=text, setting=text, why=text, before_ms=number, gain=number, gain_low=number, cost_s=number or 0.0)
+    report = _report(
+        training_same=text,
+        command=text,
+        bottleneck=text,
+        rows=[row],
+        events=[Event(step=1, text=text)],
+        unseen=[text],
+        anatomy_before={text: number or 0.0},
+        machine=Machine(device=text),
+    )
+    page = render(report, width=width, color=False)
+    assert "\x1b" not in page
+    page.encode("utf-8")
+    for line in page.split("\n"):
+        assert cell_len(line) <= min(width, 100)
+        assert not {unicodedata.category(char) for char in line} & {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(text=texts)
+def test_clean_text_is_one_printable_line(text: str) -> None:
+    assert len(clean(text).splitlines()) <= 1
+    assert "\x1b" not in clean(text)
+
+
+def test_clean_keeps_ordinary_text() -> None:
+    assert clean("naïve 漢字 [x] → é") == "naïve 漢字 [x] → é"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.1234, "0.123"), (18.44, "18.4"), (99.96, "100"), (1234.5, "1,234"), (float("nan"), "-")],
+)
+def test_ms_has_three_digits_and_no_exponent(value: float, text: str) -> None:
+    assert ms_text(value) == text
+
+
+def test_decision_line_of_a_kept_strategy() -> None:
+    assert decision_line(_row(), 3, 9) == (
+        "accel [3/9] channels_last kept: 1.45x [1.38, 1.52], 26.6 → 18.4 ms; 53 layout conversions went away"
+    )
+
+
+def test_decision_line_of_an_untried_strategy() -> None:
+    row = StrategyRow(
+        name="bf16", summary="", treats=[], exactness="reduced", status="not allowed", why="needs reduced"
+    )
+    assert decision_line(row, 1, 2) == "accel [1/2] bf16 not allowed; needs reduced"
+
+
+def test_long_reason_is_cut_with_an_ellipsis() -> None:
+    line = decision_line(_row(why="漢字 because " * 30), 3, 9)
+    assert line.endswith("…")
+    assert 90 < cell_len(line) <= 100
+
+
+def test_decision_line_is_one_line_of_plain_text() -> None:
+    line = decision_line(_row(name="a\nb", why="c\x1b[2Jd"), 1, 1)
+    assert line.startswith("accel [1/1] a b kept")
+    assert line.endswith("; c[2Jd")

@@ -1,0 +1,179 @@
+"""The suite of training loops: every loop learns, is deterministic, and calls `wrap` once, as documented."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from benchmarks.loops import LOOPS, Job, Outcome, checksum, plain, run
+
+ROOT = Path(__file__).parents[2]
+STEPS = 60
+WITHOUT_OPTIMIZER = {"mlp", "rnn", "no_optimizer"}
+"""Loops that call `wrap(model, loader)`; all others give their optimizer too."""
+NO_DESCENT = {"gan"}
+"""Loops whose loss need not fall."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@cache
+def first_run(name: str) -> Outcome:
+    return run(name, steps=STEPS)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two nested structures are equal to the last bit."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and checksum(a) == checksum(b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def assert_same(a: Outcome, b: Outcome) -> None:
+    for name in Outcome.__dataclass_fields__:
+        assert same(getattr(a, name), getattr(b, name)), f"{name} differs"
+
+
+@pytest.mark.parametrize("name", sorted(LOOPS.keys() - NO_DESCENT))
+def test_learns(name: str) -> None:
+    losses = first_run(name).losses
+    quarter = STEPS // 4
+    assert sum(losses[-quarter:]) < 0.9 * sum(losses[:quarter])
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_same_bits_every_time(name: str) -> None:
+    assert_same(first_run(name), run(name, steps=STEPS))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_wrap_is_called_once_with_what_it_documents(name: str) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def wrap(model: Any, loader: Any, optimizer: Any = None) -> tuple[Any, ...]:
+        given = (model, loader) if optimizer is None else (model, loader, optimizer)
+        calls.append(given)
+        return given
+
+    run(name, steps=1, wrap=wrap)
+    assert len(calls) == 1
+    model, loader, *rest = calls[0]
+    assert isinstance(model, nn.Module)
+    assert isinstance(loader, DataLoader)
+    assert (name in WITHOUT_OPTIMIZER) == (not rest)
+    assert all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in rest)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_outcome_is_whole_and_a_copy(name: str) -> None:
+    jobs: list[nn.Module] = []
+
+    def wrap(model: nn.Module, *others: Any) -> tuple[Any, ...]:
+        jobs.append(model)
+        return plain(model, *others)
+
+    outcome = run(name, steps=2, wrap=wrap)
+    wrapped = jobs[0]
+    prefix = next(iter(outcome.state)).split(".")[0]
+    kept = {key.removeprefix(f"{prefix}."): value for key, value in outcome.state.items() if key.startswith(prefix)}
+    assert {key for key, _ in wrapped.named_parameters()} <= kept.keys() == wrapped.state_dict().keys()
+    assert same(kept, dict(wrapped.state_dict()))
+    assert all(value.data_ptr() != wrapped.state_dict()[key].data_ptr() for key, value in kept.items())
+    assert len(outcome.losses) == len(outcome.seen) == 2
+    assert outcome.training
+    assert len(outcome.optimizer_state) == {"no_optimizer": 0, "gan": 2, "own_autocast": 2}.get(name, 1)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_trains_all_that_is_not_frozen(name: str) -> None:
+    start, end = run(name, steps=1).state, run(name, steps=4).state
+    still = {key for key in start if same(start[key], end[key])}
+    if name == "frozen":
+        assert {"model.0.weight", "model.1.weight", "model.4.weight"} <= still
+        assert not {"model.10.weight", "model.1.running_mean"} & still
+    else:
+        assert not still
+
+
+def test_other_seed_other_run() -> None:
+    assert first_run("mlp").losses != run("mlp", steps=STEPS, seed=1).losses
+
+
+def test_two_fresh_processes_give_the_same_bits() -> None:
+    code = (
+        "import torch; torch.set_num_threads(1)\n"
+        "from benchmarks.loops import LOOPS, checksum, run\n"
+        "names = sorted(LOOPS)\n"
+        "runs = [run(n, steps=5) for n in names]\n"
+        "print([(r.losses, r.seen, checksum(r.state), checksum(r.rng)) for r in runs])"
+    )
+    command = [sys.executable, "-c", code]
+    started = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    first, second = (process.communicate(timeout=120)[0] for process in started)
+    assert all(process.returncode == 0 for process in started)
+    assert first == second != ""
+
+
+def test_on_step_is_called_after_each_step() -> None:
+    steps: list[int] = []
+    run("early_break", steps=12, on_step=steps.append)
+    assert steps == list(range(12))
+
+
+def test_loader_order_shows() -> None:
+    seen = first_run("cnn").seen
+    assert len(set(seen)) == STEPS  # shuffled: no batch comes twice
+    changed = run("cnn", steps=2, wrap=lambda m, loader, o: (m, DataLoader(loader.dataset, batch_size=32), o))
+    assert changed.seen != seen[:2]
+
+
+def test_hook_and_validation_leave_notes() -> None:
+    assert len(first_run("rmsprop_hooks").notes["activation"]) == STEPS
+    assert len(first_run("two_models_ema").notes["validation"]) == 2 * (STEPS // 25)
+
+
+def test_empty_loader_ends_the_run() -> None:
+    with pytest.raises(RuntimeError, match="'mlp' ended after 0 of 3 steps"):
+        run("mlp", steps=3, wrap=lambda model, loader: (model, []))
+
+
+def test_error_in_on_step_comes_out() -> None:
+    def fail(step: int) -> None:
+        raise ValueError("stop here")
+
+    with pytest.raises(ValueError, match="stop here"):
+        run("mlp", steps=3, on_step=fail)
+
+
+def test_checksum_depends_on_values_order_type_and_shape_not_on_strides() -> None:
+    x = torch.arange(24.0).reshape(1, 2, 3, 4)
+    assert checksum(x) == checksum(x.to(memory_format=torch.channels_last))
+    others = [x + 1, x.double(), x.reshape(2, 12), x.flip(-1)]
+    assert len({checksum(x), *map(checksum, others)}) == 5
+    assert checksum((x, x + 1)) != checksum((x + 1, x))
+    assert checksum({"a": x, "b": [x]}) == checksum((x, (x,)))
+
+
+def test_summaries_and_bounded_epochs() -> None:
+    assert len(LOOPS) >= 20
+    assert all(entry.summary and entry.name == name for name, entry in LOOPS.items())
+    assert len(Job(steps=7, seed=0, wrap=plain).epochs) == 7

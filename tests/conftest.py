@@ -1,0 +1,82 @@
+"""What every test gets: process-wide settings put back, a reason for each skip, a count of what was left out."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+# A busy machine is no failure. All else stays as Hypothesis chose it: where CI is set, the same examples every time.
+settings.register_profile("accel", settings(deadline=None))
+settings.load_profile("accel")
+
+# Marker → what to type for the tests that carry it.
+_RUN_WITH = {"gpu": "pytest -m gpu, on a machine with a CUDA device", "slow": "make slow"}
+
+_left_out: Counter[str] = Counter()
+
+
+def _why_no_gpu() -> str:
+    return "" if torch.cuda.is_available() else "needs a CUDA device: torch.cuda.is_available() is False"
+
+
+def _why_no_net() -> str:
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"needs iproute2: {' and '.join(missing)} not found"
+    return "" if os.geteuid() == 0 else "needs root to make network namespaces"
+
+
+_WHY_NOT = {"gpu": _why_no_gpu, "net": _why_no_net}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker, why_not in _WHY_NOT.items():
+        if item.get_closest_marker(marker) and (reason := why_not()):
+            pytest.skip(reason)
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    # A GPU test that is slow too is counted once, as what it needs first.
+    _left_out.update(next((name for name in _RUN_WITH if item.get_closest_marker(name)), "") for item in items)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for marker, how in _RUN_WITH.items():
+        if count := _left_out[marker]:
+            terminalreporter.write_line(f"LEFT OUT {count} marked {marker} (run them with: {how})")
+
+
+def _accel_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name == "ACCEL" or name.startswith("ACCEL_")}
+
+
+@pytest.fixture(autouse=True)
+def _process_settings() -> Iterator[None]:
+    """Start each test without ACCEL in the environment and put back what it changed for the whole process."""
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    # Asking for the device's state would start CUDA; a test that has not done so has no state to put back.
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    variables = _accel_variables()
+    for name in variables:
+        del os.environ[name]
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for name in _accel_variables():
+            del os.environ[name]
+        os.environ.update(variables)

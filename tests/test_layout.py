@@ -1,0 +1,286 @@
+"""The rules of the folders: where code stands, what it may import, what `import accel` may do."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from setuptools import find_namespace_packages
+
+import accel
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKED = ("comm", "dataio", "kernels", "profiler")
+FOLDERS = ("accel", *LINKED, "benchmarks", "tests")
+
+# Folder → the folders whose modules it may import beside its own.
+MAY_IMPORT = {
+    "kernels": set(),
+    "profiler": set(),
+    "comm": {"kernels"},
+    "dataio": {"kernels"},
+    "accel": set(LINKED),
+    "benchmarks": set(FOLDERS),
+    "tests": set(FOLDERS),
+}
+
+PUBLIC = ["AccelError", "Plan", "Report", "__version__", "disabled", "explain", "optimize", "undo"]
+
+NOT_OURS = {"__pycache__", "build", "dist", "runs"}
+
+# Written so that this file does not match itself.
+FORBIDDEN = {
+    "path of somebody's machine": re.compile(r"(?<![\w.~-])/(?:work|farm|root|home/\w+|Users/\w+)/"),
+    "local package folder": re.compile(r"/opt/(?:wheels|pypi)"),
+    "host of a package registry": re.compile(
+        r"pypi\.org|pythonhos[t]ed|download\.pytorch\.org|registry\.npmjs|deb\.debian|conda\.anaconda\.org"
+    ),
+}
+
+
+def own_files(folder: Path = ROOT) -> Iterator[Path]:
+    """Yield every file of the project once: links, hidden folders (but `.ci`) and build outputs are left out."""
+    for entry in sorted(folder.iterdir()):
+        if entry.is_symlink() or entry.name in NOT_OURS or entry.name.endswith(".egg-info"):
+            continue
+        if entry.is_file():
+            yield entry
+        elif entry.is_dir() and (entry.name == ".ci" or not entry.name.startswith(".")):
+            yield from own_files(entry)
+
+
+def own_modules(folder: str) -> list[Path]:
+    return [path for path in own_files(ROOT / folder) if path.suffix == ".py"]
+
+
+def import_name(path: Path) -> str:
+    """Return the name under which the file is imported: kernels/adam.py is accel.kernels.adam."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("accel", *parts) if parts[0] in LINKED else parts)
+
+
+def imported(source: str, module: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, absolute dotted name) of everything that `source`, imported as `module`, imports.
+
+    `from a import b` yields both a.b and a where b may be a module; `import_module("a.b")` counts as well.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*module.split(".")[: -node.level], *filter(None, [base])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in {"import_module", "__import__"} and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def home(name: str) -> str | None:
+    """Return the folder that holds the dotted `name`, or None when it is not ours."""
+    first, _, rest = name.partition(".")
+    second = rest.partition(".")[0]
+    if first == "accel":
+        return second if second in LINKED else "accel"
+    return first if first in ("benchmarks", "tests") else None
+
+
+def breaches(source: str, module: str) -> list[str]:
+    """Return one sentence for each import in `source` that the table does not allow."""
+    folder = home(module)
+    assert folder is not None
+    found = []
+    for line, name in imported(source, module):
+        target = home(name)
+        if name.partition(".")[0] in LINKED:
+            found.append(f"{module}:{line} imports {name}; write accel.{name}")
+        elif target is not None and target != folder and target not in MAY_IMPORT[folder]:
+            found.append(f"{module}:{line} imports {name}, but {folder}/ may not import {target}/")
+    return found
+
+
+def run_bare(code: str, *arguments: str | Path) -> str:
+    """Run `code` where only the standard library is installed, so that the checkout is all there is to find."""
+    command = [sys.executable, "-I", "-S", "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+# The folders
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_link_is_relative_and_reaches_the_top_level_folder(name: str) -> None:
+    link = ROOT / "accel" / name
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{name}"
+    assert link.resolve() == ROOT / name
+    assert link.is_dir()
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_linked_folder_has_no_init(name: str) -> None:
+    assert not (ROOT / name / "__init__.py").exists()
+
+
+def test_packages_are_listed_under_their_import_names() -> None:
+    packages = set(find_namespace_packages(str(ROOT), include=["accel", "accel.*"]))
+    assert {"accel", *(f"accel.{name}" for name in LINKED)} <= packages
+    assert not packages & {*LINKED, "benchmarks", "tests"}
+
+
+@pytest.mark.parametrize("name", [folder for folder in FOLDERS if folder != "tests"])
+def test_folder_that_holds_code_has_tests_of_its_own(name: str) -> None:
+    code = [path for path in own_modules(name) if path.name != "__init__.py"]
+    if code:
+        assert list((ROOT / "tests" / name).rglob("test_*.py")), f"{name}/ holds code, but tests/{name}/ holds no test"
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_checkout_on_the_path_offers_no_regular_package(name: str) -> None:
+    code = (
+        "import importlib.util, json, sys; sys.path.insert(0, sys.argv[1]); s = importlib.util.find_spec(sys.argv[2]);"
+        "print(json.dumps([s.origin, list(s.submodule_search_locations)]))"
+    )
+    origin, locations = json.loads(run_bare(code, ROOT, name))
+    assert origin is None
+    assert locations == [str(ROOT / name)]
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_checkout_on_the_path_does_not_shadow_another_package(name: str, tmp_path: Path) -> None:
+    theirs = tmp_path / name / "__init__.py"
+    theirs.parent.mkdir()
+    theirs.touch()
+    code = "import sys; sys.path[:0] = sys.argv[1:3]; print(__import__(sys.argv[3]).__file__)"
+    assert run_bare(code, ROOT, tmp_path, name).strip() == str(theirs)
+
+
+# The import table
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folder_imports_only_what_the_table_allows(folder: str) -> None:
+    found = [
+        breach
+        for path in own_modules(folder)
+        for breach in breaches(path.read_text(encoding="utf-8"), import_name(path))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("accel.kernels.adam", "import accel"),
+        ("accel.kernels.adam", "from accel import comm"),
+        ("accel.kernels.adam", "from .. import errors"),
+        ("accel.profiler.trial", "def f():\n    from accel.errors import AccelError"),
+        ("accel.profiler.trial", "from importlib import import_module\nimport_module('accel.kernels.adam')"),
+        ("accel.profiler.trial", "from ..kernels import adam"),
+        ("accel.comm.hooks", "from accel.dataio import pack"),
+        ("accel.dataio.pack", "import accel.profiler.trial"),
+        ("accel.entry", "from benchmarks import loops"),
+        ("accel.entry", "import tests.conftest"),
+        ("tests.comm.test_hooks", "from comm import hooks"),
+    ],
+)
+def test_breach_of_the_table_is_found(module: str, source: str) -> None:
+    assert len(breaches(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        (
+            "accel.kernels.adam",
+            "import torch\nfrom . import norm\nfrom .norm import op\nfrom accel.kernels import norm",
+        ),
+        ("accel.comm.hooks", "from accel.kernels.norm import op\nfrom ..kernels import norm\nfrom . import cost"),
+        ("accel.entry", "from accel import plan\nfrom accel.profiler.trial import Trial\nimport accel.comm.hooks"),
+        ("accel.strategies.fused", "from ..errors import AccelError\nfrom .base import Strategy"),
+        ("benchmarks.run", "import accel\nfrom accel.dataio import pack\nfrom benchmarks import loops"),
+        ("tests.accel.test_entry", "from benchmarks import loops\nfrom accel.kernels import norm"),
+        ("accel.comm.hooks", "import dataclasses\nimport commctrl\nimport profile"),
+    ],
+)
+def test_import_that_the_table_allows_passes(module: str, source: str) -> None:
+    assert breaches(source, module) == []
+
+
+# `import accel`
+
+
+def test_public_names_are_locked_and_sorted() -> None:
+    assert accel.__all__ == PUBLIC
+    assert accel.__all__ == sorted(accel.__all__)
+    assert dir(accel) == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_resolves(name: str) -> None:
+    assert getattr(accel, name) is not None
+
+
+def test_unknown_name_is_refused_with_the_public_ones() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'optimise'; public names: AccelError, .*, undo"):
+        _ = accel.optimise
+
+
+def test_import_of_accel_loads_nothing_beside_the_standard_library() -> None:
+    code = (
+        "import json, sys; sys.path.insert(0, sys.argv[1]); import accel;"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names)))"
+    )
+    assert json.loads(run_bare(code, ROOT)) == ["__main__", "accel"]
+
+
+def test_import_of_accel_leaves_torch_out_even_where_it_is_installed() -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import accel; print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, str(ROOT)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout == "False\n"
+
+
+def test_import_of_accel_does_no_work() -> None:
+    code = (
+        "import json, logging, os, sys, threading, warnings; sys.path.insert(0, sys.argv[1]);"
+        "state = lambda: [dict(os.environ), list(sys.path), list(logging.root.handlers), len(warnings.filters),"
+        " threading.active_count(), sorted(logging.root.manager.loggerDict)];"
+        "before = state(); import accel; print(before == state())"
+    )
+    assert run_bare(code, ROOT) == "True\n"
+
+
+# What may not be written anywhere
+
+
+def test_no_file_names_a_machine_path_or_a_registry() -> None:
+    found = []
+    for path in own_files():
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            continue  # a picture or an archive
+        found += [
+            f"{path.relative_to(ROOT)}:{number} holds a {what}"
+            for number, line in enumerate(lines, start=1)
+            for what, pattern in FORBIDDEN.items()
+            if pattern.search(line)
+        ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["work", "root", "home/someone"])
+def test_machine_path_is_recognised(folder: str) -> None:
+    pattern = FORBIDDEN["path of somebody's machine"]
+    assert pattern.search(f"see /{folder}/train.py")
+    assert not pattern.search(f"https://example.org/{folder}/train.py")
+    assert not pattern.search(f"../{folder}/train.py")
