@@ -1,7 +1,8 @@
 """Worker processes that fetch the batches of a running epoch, and of the next one before it is asked for.
 
 The plain iterator of a `DataLoader` without workers draws index lists from its sampler one at a time. Here worker
-processes are fed from that very iterator, so that the sample order is the plain loader's by construction, and the loop can change over in the middle of an epoch without losing or doubling a sample.
+processes are fed from that very iterator, so that the sample order is the plain loader's by construction, and the loop
+can change over in the middle of an epoch without losing or doubling a sample.
 
 At the end of an epoch the workers go on with the next epoch's indices, drawn under a *copy* of the random state. When
 the loop does start the next epoch, the copy is compared with the real state: if they are equal, the prefetched batches
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,22 +38,26 @@ class Ahead:
 
 
 class _Feed:
-    """The index lists for the workers: the current stream, then what was drawn ahead."""
+    """The index lists for the workers: the running epoch's, then what was drawn ahead of the next one."""
 
-    def __init__(self) -> None:
-        self.stream: Iterator[Any] | None = None
-        self.on_end: Any = None
+    def __init__(self, owner: ContinuousWorkers) -> None:
+        # Weak, so that the pool is freed, and its processes ended, with the last reference to it. Left to the cycle
+        # collector, torch's queues go first, the processes hear nothing, and each costs a 5 s time-out.
+        self._owner = weakref.proxy(owner)
+        self.stream: Iterator[Any] = iter(())
         self.open = False
 
     def __iter__(self) -> Iterator[Any]:
         while self.open:
-            index = next(self.stream, None) if self.stream is not None else None
-            if index is None:
-                self.stream = self.on_end() if self.on_end is not None else None
-                if self.stream is None:
+            for index in self.stream:
+                self._owner.note_fed(index)
+                yield index
+                if not self.open:
                     return
-                continue
-            yield index
+            following = self._owner.look_ahead()
+            if following is None:
+                return
+            self.stream = following
 
 
 class ContinuousWorkers:
@@ -72,7 +78,7 @@ class ContinuousWorkers:
             raise ValueError(f"workers must be at least 1, got {workers}")
         self.loader = loader
         self.lookahead = workers * prefetch
-        self._feed = _Feed()
+        self._feed = _Feed(self)
         self._state = object_state(loader.dataset)
         self._inner: DataLoader[Any] = DataLoader(
             loader.dataset,
@@ -98,17 +104,19 @@ class ContinuousWorkers:
 
     # -- one epoch ---------------------------------------------------------------------------------------------------
 
-    def take(self, stream: Iterator[Any]) -> None:
-        """Begin to feed the workers from `stream`, the index lists that are still to come in the running epoch."""
-        self._ahead = None
-        self._start(_Counted(stream, self))
+    def take(self, stream: Iterator[Any], *, ahead: bool = True) -> None:
+        """Begin to feed the workers from `stream`, the index lists that are still to come in the running epoch.
 
-    def _start(self, stream: Iterator[Any]) -> None:
+        Args:
+            stream: the index lists; drawn from at most `lookahead` batches early.
+            ahead: go on with the next epoch at its end, if that can be foreseen.
+        """
         self._refresh()
+        self._ahead, self._end_of_epoch = None, None
         self._fed = self._served = 0
         self._under_way.clear()
-        self._end_of_epoch = None
-        self._feed.stream, self._feed.open, self._feed.on_end = stream, True, self._look_ahead
+        self._may_look_ahead = ahead and self.failed_guesses == 0
+        self._feed.stream, self._feed.open = stream, True
         self._batches = iter(self._inner)
 
     def fetch(self) -> Any:
@@ -120,30 +128,41 @@ class ContinuousWorkers:
         self._under_way.popleft()
         return batch
 
-    def left(self) -> Iterator[Any]:
-        """Return the index lists of this epoch that have not been served: those under way, then the rest of the stream.
-
-        For going on without the workers, after `close_feed` or a failure.
-        """
-        if self._end_of_epoch is not None:
-            return iter(list(self._under_way)[: self._end_of_epoch - self._served])
-        return itertools.chain(list(self._under_way), self._feed.stream or ())
+    @property
+    def feeding(self) -> bool:
+        """True until `close_feed`."""
+        return self._feed.open
 
     def close_feed(self) -> None:
-        """Draw no more indices: `fetch` then returns what is under way and ends."""
+        """Draw no more indices: `fetch` then returns what is under way in this epoch and ends."""
         self._feed.open = False
         self._ahead = None
 
+    def left(self) -> Iterator[Any]:
+        """Return the index lists of this epoch that have not been served: those under way, then the rest.
+
+        For going on without the workers, after a failure or when they are drained.
+        """
+        self.close_feed()
+        if self._end_of_epoch is not None:
+            return iter(list(self._under_way)[: self._end_of_epoch - self._served])
+        return itertools.chain(list(self._under_way), self._feed.stream)
+
+    def note_fed(self, index: Any) -> None:
+        """Take note of an index list that goes to a worker."""
+        self._fed += 1
+        self._under_way.append(index)
+
     # -- the epoch after ---------------------------------------------------------------------------------------------
 
-    def _look_ahead(self) -> Iterator[Any] | None:
+    def look_ahead(self) -> Iterator[Any] | None:
+        """Return the next epoch's index lists when this one's have all been given out, or None to stop there."""
         if self._end_of_epoch is not None:
             return None  # one epoch ahead is enough: the look-ahead is bounded in batches
         self._end_of_epoch = self._fed
-        if not self._may_look_ahead:
-            return None
-        self._ahead = draw_ahead(self.loader)
-        return None if self._ahead is None else _Counted(self._ahead.indices, self)
+        if self._may_look_ahead:
+            self._ahead = draw_ahead(self.loader)
+        return None if self._ahead is None else self._ahead.indices
 
     def resume(self) -> bool:
         """Go on with the epoch drawn ahead, if it is what the loader would draw now; tell whether it is.
@@ -154,17 +173,12 @@ class ContinuousWorkers:
         if ahead is None or self._batches is None or self._served != self._end_of_epoch:
             return False  # nothing drawn ahead, or the loop left the epoch before its last batch
         if not still_holds(self.loader, ahead) or self._stale():
+            # The loop draws random numbers between the two in a way that can't be foreseen: don't waste work again.
             self.failed_guesses += 1
-            # The loop draws random numbers between epochs in a way that can't be foreseen: don't waste work again.
-            self._may_look_ahead = False
             return False
-        _restore(self.loader, ahead.after)
-        assert self._end_of_epoch is not None
+        restore(self.loader, ahead.after)
         self._fed -= self._end_of_epoch
-        self._served = 0
-        self._end_of_epoch = None
-        if self._feed.stream is None:  # the whole of the next epoch was fed already: it was shorter than the look-ahead
-            self._end_of_epoch = self._fed
+        self._served, self._end_of_epoch = 0, None
         return True
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -178,31 +192,18 @@ class ContinuousWorkers:
             self.shutdown()
             self._state = object_state(self.loader.dataset)
 
+    def __del__(self) -> None:
+        if hasattr(self, "_inner"):
+            self.shutdown()
+
     def shutdown(self) -> None:
-        """End the worker processes."""
+        """End the worker processes; the next `take` starts new ones."""
         self._feed.open = False
         self._ahead = None
         iterator, self._inner._iterator, self._batches = self._inner._iterator, None, None
         if iterator is not None:
             with contextlib.suppress(AttributeError):
                 iterator._shutdown_workers()  # type: ignore[attr-defined]
-
-
-class _Counted:
-    """An iterator of index lists that counts what it gives to the workers."""
-
-    def __init__(self, stream: Iterator[Any], owner: ContinuousWorkers) -> None:
-        self._stream = stream
-        self._owner = owner
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        index = next(self._stream)
-        self._owner._fed += 1
-        self._owner._under_way.append(index)
-        return index
 
 
 def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
@@ -219,7 +220,8 @@ def _capture(loader: DataLoader[Any]) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *(generator.get_state() for generator in _generators(loader))]
 
 
-def _restore(loader: DataLoader[Any], state: list[torch.Tensor]) -> None:
+def restore(loader: DataLoader[Any], state: list[torch.Tensor]) -> None:
+    """Put the random states back that a loader draws from."""
     torch.set_rng_state(state[0])
     for generator, saved in zip(_generators(loader), state[1:], strict=True):
         generator.set_state(saved)
@@ -254,7 +256,7 @@ def draw_ahead(loader: DataLoader[Any]) -> Ahead | None:
         first = next(stream, None)
         after = _capture(loader)
     finally:
-        _restore(loader, before)
+        restore(loader, before)
         if epoch is not None:
             loader.sampler.epoch = epoch  # type: ignore[attr-defined]
     if first is None:

@@ -167,14 +167,16 @@ class _Epoch:
             try:
                 return self._workers.fetch()
             except StopIteration:
-                if wanted is self._workers:
-                    raise
+                if wanted is self._workers and self._workers.feeding:
+                    raise  # the epoch is over; workers that were only drained, and are wanted again, go on below
                 self._leave_workers()
             except Exception as error:
                 # Fetched again in this process, a broken sample raises the dataset's own error.
+                failed = self._workers
                 self._leave_workers()
+                failed.shutdown()
+                wanted = self._fetching.workers = None
                 self._listener.fetching_failed(error)
-                wanted = None
         if wanted is not None and self._stream is not None:
             wanted.take(self._stream)
             self._workers = wanted
@@ -223,7 +225,7 @@ def same_as_plain(loader: DataLoader[Any], workers: ContinuousWorkers) -> bool:
     """
     count = min(len(loader.dataset), loader.batch_size or 1)  # type: ignore[arg-type]
     indices = list(range(count))
-    workers.take(iter([indices]))
+    workers.take(iter([indices]), ahead=False)
     try:
         moved = workers.fetch()
     finally:

@@ -1,0 +1,281 @@
+"""Worker processes must serve the plain loader's batches, in its order, from its random states."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from accel.dataio.continuous import ContinuousWorkers, draw_ahead, foreseeable
+from accel.dataio.proxy import LoaderProxy, movable, same_as_plain
+
+
+class Squares(Dataset[torch.Tensor]):
+    def __init__(self, length: int = 50) -> None:
+        self.length = length
+        self.offset = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, index * index + self.offset])
+
+
+class Silent:
+    """A listener that only counts."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.failures: list[str] = []
+
+    def epoch_begins(self) -> None: ...
+    def batch_requested(self) -> None:
+        self.requests += 1
+
+    def batch_delivered(self, batch: Any) -> None: ...
+    def epoch_ended(self) -> None: ...
+    def fetching_failed(self, error: Exception) -> None:
+        self.failures.append(str(error))
+
+
+def make_loader(dataset: Dataset[Any] | None = None, **options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset or Squares(), batch_size=4, shuffle="sampler" not in options, **options)
+
+
+def epochs(loader: Any, number: int, steps: int | None = None, draw: bool = False) -> tuple[list[list[int]], torch.Tensor]:
+    """Iterate `number` epochs, leaving each after `steps` batches, and return what came and the random state."""
+    seen = []
+    for _ in range(number):
+        epoch: list[int] = []
+        for count, batch in enumerate(loader):
+            if steps is not None and count == steps:
+                break
+            epoch += batch[:, 1].tolist()
+            if draw:
+                torch.rand(1)
+        seen.append(epoch)
+    return seen, torch.get_rng_state()
+
+
+def plain_and_moved(make: Any, workers: int = 2, **options: Any) -> tuple[Any, Any, ContinuousWorkers]:
+    torch.manual_seed(3)
+    plain = epochs(make(), 4, **options)
+    torch.manual_seed(3)
+    loader = make()
+    proxy = LoaderProxy(loader, Silent())
+    pool = ContinuousWorkers(loader, workers)
+    proxy._accel_fetching.workers = pool
+    moved = epochs(proxy, 4, **options)
+    pool.shutdown()
+    return plain, moved, pool
+
+
+def assert_same(plain: Any, moved: Any) -> None:
+    assert moved[0] == plain[0]
+    assert torch.equal(moved[1], plain[1])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_order_and_random_state_are_those_of_the_plain_loader(workers: int) -> None:
+    plain, moved, pool = plain_and_moved(make_loader, workers)
+
+    assert_same(plain, moved)
+    assert pool.failed_guesses == 0  # every epoch after the first had been fetched ahead
+
+
+@pytest.mark.parametrize("options", [{"steps": 5}, {"draw": True}, {"steps": 12, "draw": True}], ids=str)
+def test_early_breaks_and_a_loop_that_draws_change_nothing(options: dict[str, Any]) -> None:
+    plain, moved, _ = plain_and_moved(make_loader, **options)
+
+    assert_same(plain, moved)
+
+
+def test_a_wrong_guess_of_the_next_epoch_is_thrown_away_and_not_repeated() -> None:
+    plain, moved, pool = plain_and_moved(make_loader, draw=True)
+
+    assert_same(plain, moved)
+    assert pool.failed_guesses == 1
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 9])
+def test_epochs_shorter_than_the_look_ahead(length: int) -> None:
+    plain, moved, _ = plain_and_moved(lambda: make_loader(Squares(length)))
+
+    assert_same(plain, moved)
+
+
+def test_a_sampler_with_its_own_generator() -> None:
+    def make() -> DataLoader[Any]:
+        data = Squares()
+        return make_loader(data, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(1)))
+
+    plain, moved, pool = plain_and_moved(make, draw=False)
+
+    assert_same(plain, moved)
+    assert pool.failed_guesses == 0
+
+
+def test_a_distributed_sampler_follows_set_epoch() -> None:
+    def run(wrap: bool) -> list[list[int]]:
+        data = Squares()
+        sampler = DistributedSampler(data, num_replicas=2, rank=1, seed=5)
+        loader: Any = make_loader(data, sampler=sampler)
+        if wrap:
+            loader = LoaderProxy(loader, Silent())
+            loader._accel_fetching.workers = ContinuousWorkers(loader._accel_loader, 1)
+        seen = []
+        for epoch in (0, 1, 2, 7, 8):  # a jump as a resumed run makes it
+            sampler.set_epoch(epoch)
+            seen += epochs(loader, 1)[0]
+        return seen
+
+    assert run(wrap=True) == run(wrap=False)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_switching_at_random_batches_loses_and_doubles_nothing(seed: int) -> None:
+    torch.manual_seed(seed)
+    plain = epochs(make_loader(), 6)
+    torch.manual_seed(seed)
+    loader = make_loader()
+    proxy = LoaderProxy(loader, Silent())
+    pools = [None, ContinuousWorkers(loader, 1), ContinuousWorkers(loader, 2)]
+    chance = random.Random(seed)
+    moved = []
+    for _ in range(6):
+        epoch: list[int] = []
+        for batch in proxy:
+            epoch += batch[:, 1].tolist()
+            if chance.random() < 0.3:
+                proxy._accel_fetching.workers = chance.choice(pools)
+        moved.append(epoch)
+
+    assert moved == plain[0]
+    assert torch.equal(torch.get_rng_state(), plain[1])
+
+
+def test_workers_see_what_the_loop_changes_in_the_dataset_between_epochs() -> None:
+    data = Squares(8)
+    loader = DataLoader(data, batch_size=4)
+    proxy = LoaderProxy(loader, Silent())
+    proxy._accel_fetching.workers = ContinuousWorkers(loader, 1)
+    first = epochs(proxy, 1)[0][0]
+    data.offset = 100
+
+    assert epochs(proxy, 1)[0][0] == [value + 100 for value in first]
+
+
+class Breaks(Squares):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 13:
+            raise KeyError("no such picture: 13")
+        return super().__getitem__(index)
+
+
+def test_the_datasets_own_error_comes_out_as_it_is() -> None:
+    loader = DataLoader(Breaks(), batch_size=4)
+    listener = Silent()
+    proxy = LoaderProxy(loader, listener)
+    proxy._accel_fetching.workers = ContinuousWorkers(loader, 1)
+
+    with pytest.raises(KeyError, match="no such picture: 13") as caught:
+        epochs(proxy, 1)
+
+    assert caught.traceback[-1].name == "__getitem__"  # the user's frame is on top, not a copy of its text
+    assert listener.requests == 4
+
+
+class Killed(Squares):
+    """Ends its worker process, but not the loop's own."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 21 and torch.utils.data.get_worker_info() is not None:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_killed_worker_loses_no_batch() -> None:
+    loader = DataLoader(Killed(), batch_size=4)
+    listener = Silent()
+    proxy = LoaderProxy(loader, listener)
+    proxy._accel_fetching.workers = ContinuousWorkers(loader, 1)
+
+    seen, _ = epochs(proxy, 1)
+
+    assert seen[0] == [i * i for i in range(50)]
+    assert "exited unexpectedly" in listener.failures[0] or "killed" in listener.failures[0]
+
+
+def test_shutdown_is_quick_with_batches_under_way() -> None:
+    loader = make_loader(Squares(4000))
+    pool = ContinuousWorkers(loader, 2)
+    pool.take(iter(loader.batch_sampler))  # type: ignore[arg-type]
+    pool.fetch()
+    began = time.perf_counter()
+    pool.shutdown()
+
+    assert time.perf_counter() - began < 2
+
+
+def test_fetching_is_compared_with_the_plain_one() -> None:
+    class Differs(Squares):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return super().__getitem__(index) + (torch.utils.data.get_worker_info() is not None)
+
+    good, bad = make_loader(), make_loader(Differs())
+
+    assert same_as_plain(good, ContinuousWorkers(good, 1))
+    assert not same_as_plain(bad, ContinuousWorkers(bad, 1))
+
+
+def test_what_can_be_foreseen_and_moved() -> None:
+    data = Squares()
+    assert foreseeable(make_loader())
+    assert foreseeable(DataLoader(data, batch_size=4))
+    assert not foreseeable(make_loader(data, sampler=RandomSampler(data, replacement=True)))
+    assert draw_ahead(make_loader(data, sampler=RandomSampler(data, replacement=True))) is None
+    assert movable(make_loader()) == ""
+    assert "already has 1 workers" in movable(make_loader(num_workers=1))
+    assert "not a torch.utils.data.DataLoader" in movable([1, 2])
+
+
+def test_drawing_ahead_leaves_the_random_state_alone() -> None:
+    loader = make_loader()
+    before = torch.get_rng_state()
+    ahead = draw_ahead(loader)
+
+    assert torch.equal(torch.get_rng_state(), before)
+    assert ahead is not None
+    assert list(ahead.indices) == [list(batch) for batch in _drawn(loader)]
+
+
+def _drawn(loader: DataLoader[Any]) -> list[list[int]]:
+    iterator = iter(loader)
+    return list(iterator._sampler_iter)  # type: ignore[attr-defined]
+
+
+def test_workers_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
+        ContinuousWorkers(make_loader(), 0)
+
+
+def test_processes_end_with_the_last_reference() -> None:
+    loader = make_loader(Squares(4000))
+    pool = ContinuousWorkers(loader, 2)
+    pool.take(iter(loader.batch_sampler))  # type: ignore[arg-type]
+    pool.fetch()
+    processes = list(pool._inner._iterator._workers)  # type: ignore[union-attr]
+    began = time.perf_counter()
+    del pool
+
+    assert time.perf_counter() - began < 2
+    assert not any(process.is_alive() for process in processes)
