@@ -20,7 +20,7 @@ def cdf(t: float, degrees: int) -> float:
         term *= cos * cos * (k - 1) / k
         total += term
     central = 2 / math.pi * (theta + sin * total) if odd else sin * total
-    return 0.5 + math.copysign(central, t) / 2
+    return 0.5 + math.copysign(min(central, 1.0), t) / 2  # rounding takes far tails an ulp beyond 1
 
 
 @lru_cache(maxsize=256)

@@ -33,6 +33,8 @@ class AutocastBf16(Strategy):
         """Say why it does not apply: the loop has its own autocast, the weights aren't fp32, or the device can't."""
         if run.observed.autocast:
             return "the loop runs the model under an autocast of its own"
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in run.optimizers):
+            return "LBFGS builds its curvature from differences of gradients, which bfloat16 rounds away"
         dtypes = {p.dtype for p in run.model.parameters()}
         if torch.float32 not in dtypes:
             return f"the model has no fp32 parameter ({', '.join(sorted(map(str, dtypes))) or 'no parameters'})"

@@ -48,7 +48,9 @@ def make_loader(dataset: Dataset[Any] | None = None, **options: Any) -> DataLoad
     return DataLoader(dataset or Squares(), batch_size=4, shuffle="sampler" not in options, **options)
 
 
-def epochs(loader: Any, number: int, steps: int | None = None, draw: bool = False) -> tuple[list[list[int]], torch.Tensor]:
+def epochs(
+    loader: Any, number: int, steps: int | None = None, draw: bool = False
+) -> tuple[list[list[int]], torch.Tensor]:
     """Iterate `number` epochs, leaving each after `steps` batches, and return what came and the random state."""
     seen = []
     for _ in range(number):

@@ -1,0 +1,93 @@
+"""A simulated training run: the controller's actions are answered with synthetic step times, no clock, no model."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel.actions import Action, Candidate, Result
+from accel.budget import Budget
+from accel.controller import Controller, Pace
+from accel.guard import Finding
+from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.phases import Measurement
+
+PLAIN_S = 0.020
+
+
+@dataclass
+class Machine:
+    """Answers actions. `speed` maps a strategy (and setting) to its factor; step times carry log-normal noise."""
+
+    speed: dict[Any, float] = field(default_factory=dict)
+    noise: float = 0.0
+    seed: int = 0
+    wrong: frozenset[str] = frozenset()
+    """Strategies that fail the guard."""
+    trips_at: dict[str, int] = field(default_factory=dict)
+    """Strategy → step from which it trips when it is on."""
+    drift: Callable[[int], float] = lambda step: 1.0
+    """Factor on every step time, by step."""
+    regime: Callable[[int], Any] = lambda step: "shape"
+    data_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.step = 0
+        self.actions: list[Action] = []
+
+    def seconds(self, plan: dict[str, Any]) -> float:
+        factor = math.prod(self.speed.get((n, s), self.speed.get(n, 1.0)) for n, s in plan.items())
+        return PLAIN_S / factor * self.drift(self.step) * math.exp(self.random.gauss(0, self.noise))
+
+    def answer(self, action: Action) -> Result:
+        self.actions.append(action)
+        result = Result(regime=self.regime(self.step))
+        for number in range(action.settle + action.steps):
+            seconds = self.seconds(action.plan)
+            self.step += 1
+            result.steps += 1
+            result.elapsed_s += seconds
+            if number < action.settle:
+                result.settling.append(seconds)
+            else:
+                phases = {"data": seconds * self.data_share, "forward": seconds * (1 - self.data_share)}
+                result.measurements.append(Measurement(step=self.step, seconds=seconds, phases=phases, samples=32))
+        for name in action.plan:
+            if self.step >= self.trips_at.get(name, 10**9):
+                result.trips[name] = "its output is not finite"
+        if action.check is not None:
+            bad = [name for name in action.check if name in self.wrong]
+            result.finding = Finding("its output is off", 1.0) if bad else Finding()
+        return result
+
+
+def candidate(name: str, *, settings: tuple[Any, ...] = (None,), **options: Any) -> Candidate:
+    options.setdefault("treats", frozenset({Bottleneck.COMPUTE}))
+    return Candidate(name=name, settings=lambda: list(settings), **options)
+
+
+def simulate(
+    candidates: list[Candidate],
+    machine: Machine,
+    *,
+    steps: int = 20_000,
+    until_settled: bool = True,
+    budget: str | float = 1e9,
+    **options: Any,
+) -> Controller:
+    """Run a controller on a machine until its search ends, or for `steps` steps."""
+    controller = Controller(candidates, budget=Budget.parse(budget), **options)
+    decisions = controller.decisions()
+    action = next(decisions)
+    while machine.step < steps:
+        action = decisions.send(machine.answer(action))
+        if until_settled and action.settled:
+            break
+    return controller
+
+
+FAST = Pace(hold=20, recheck=200)

@@ -1,0 +1,237 @@
+"""The guard tells right from wrong, and leaves no trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel import guard, update_guard
+from accel.guard import Finding, Tolerance
+from accel.strategies.base import Exactness
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """A small net with BatchNorm, dropout and a counter, as real ones have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(8, 5)
+        self.calls = 0
+        self.history: list[int] = []
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        self.history.append(self.calls)
+        hidden = torch.relu(self.norm(self.conv(x))).mean((2, 3))
+        return {"logits": self.head(self.drop(hidden)), "hidden": hidden}
+
+
+def checked(
+    wrap: Callable[[Any], Any], exactness: Exactness = Exactness.REORDERED, model: nn.Module | None = None
+) -> Finding:
+    """Record one real step, then compare the plain call with a wrapped one."""
+    torch.manual_seed(0)
+    model = model or Net()
+    x = torch.randn(16, 3, 8, 8)
+    recording = guard.record(model, CPU, (x,), {})
+    out = model(x)
+    recording.listen(out)
+    (out["logits"].square().mean() + out["hidden"].mean()).backward()
+    with guard.untouched(model, CPU):
+        plain = guard.replay(model, model, recording)
+        candidate = guard.replay(model, wrap(model), recording)
+    return guard.compare(plain, candidate, exactness)
+
+
+def scale_gradient(factor: float) -> Callable[[Any], Any]:
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return gradient * factor
+
+    return lambda call: lambda *args: {k: Scale.apply(v) for k, v in call(*args).items()}
+
+
+def without_bias_gradient(call: Any) -> Any:
+    def run(x: Tensor) -> Any:
+        bias = call.head.bias
+        out = call(x)
+        return {**out, "logits": out["logits"] - bias + bias.detach()}
+
+    return run
+
+
+def test_the_plain_path_passes_at_every_level() -> None:
+    for exactness in Exactness:
+        finding = checked(lambda call: call, exactness)
+        assert finding.problem == ""
+        assert finding.output_error == 0
+
+
+@pytest.mark.parametrize("exactness", [Exactness.EXACT, Exactness.REORDERED, Exactness.REDUCED])
+@pytest.mark.parametrize("factor", [1.05, 0.95, -1.0, 0.0])
+def test_a_scaled_gradient_is_found(factor: float, exactness: Exactness) -> None:
+    assert "gradient" in checked(scale_gradient(factor), exactness).problem
+
+
+@pytest.mark.parametrize("exactness", [Exactness.EXACT, Exactness.REORDERED, Exactness.REDUCED])
+def test_a_dropped_bias_gradient_is_found(exactness: Exactness) -> None:
+    finding = checked(without_bias_gradient, exactness)
+
+    assert "head.bias" in finding.problem
+
+
+def test_a_scaled_gradient_is_found_under_real_bfloat16_noise() -> None:
+    def half(call: Any) -> Any:
+        def run(x: Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = call(x)
+            return {k: v.float() for k, v in out.items()}
+
+        return run
+
+    assert checked(half, Exactness.REDUCED).problem == ""
+    assert "off by" in checked(half, Exactness.REORDERED).problem
+    assert "times as long" in checked(lambda call: scale_gradient(1.05)(half(call)), Exactness.REDUCED).problem
+
+
+def test_reordered_sums_pass_and_are_measured() -> None:
+    def last(call: Any) -> Any:
+        return lambda x: call(x.to(memory_format=torch.channels_last))
+
+    finding = checked(last)
+
+    assert finding.problem == ""
+    assert 0 <= finding.output_error < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda out: {**out, "logits": out["logits"].double()}, "its output is .* torch.float64"),
+        (lambda out: {**out, "logits": out["logits"][:-1]}, r"its output is \(15, 5\)"),
+        (lambda out: {"logits": out["logits"]}, "it returns 1 tensors, the plain path 2"),
+        (lambda out: {**out, "logits": out["logits"] * math.nan}, "finite where the plain one isn't"),
+        (lambda out: {**out, "logits": out["logits"] + 0.01}, "its output is off by"),
+        (lambda out: {**out, "logits": out["logits"].detach()}, "gradient for head.weight"),
+    ],
+)
+def test_a_changed_output_is_found(change: Callable[[dict[str, Tensor]], Any], text: str) -> None:
+    import re
+
+    assert re.search(text, checked(lambda call: lambda x: change(call(x))).problem)
+
+
+def test_a_replay_leaves_no_trace() -> None:
+    model = Net()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    buffers = [b.clone() for b in model.buffers()]
+    history = model.history
+
+    x = torch.randn(4, 3, 8, 8)
+    torch.set_rng_state(before)
+    with guard.untouched(model, CPU):
+        recording = guard.record(model, CPU, (x,), {})
+        guard.replay(model, model, recording)
+
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+    assert (model.calls, history) == (0, [])
+    assert model.history is history
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_replays_see_the_same_random_numbers() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            out = self.w * torch.rand(3) * x.mean()
+            return {"logits": out, "hidden": out}
+
+    assert checked(lambda call: call, Exactness.EXACT, Noisy()).problem == ""
+
+
+def test_without_an_arriving_gradient_a_fixed_one_is_sent() -> None:
+    model = Net()
+    recording = guard.record(model, CPU, (torch.randn(4, 3, 8, 8),), {})
+    replayed = guard.replay(model, model, recording)
+
+    assert all(
+        g is not None and g.abs().sum() > 0
+        for n, g in zip(replayed.names, replayed.gradients, strict=True)
+        if "head" in n
+    )
+
+
+def test_gradients_of_inputs_are_compared_too() -> None:
+    model = nn.Linear(3, 2)
+    x = torch.randn(4, 3, requires_grad=True)
+    recording = guard.record(model, CPU, (x,), {})
+    good = guard.replay(model, model, recording)
+    cut = guard.replay(model, lambda x: model(x.detach()) + 0 * x.sum(), recording)
+
+    assert "input 0" in good.names
+    assert "input 0" in guard.compare(good, cut, Exactness.REORDERED).problem
+
+
+def test_tolerances_follow_exactness_and_dtype() -> None:
+    exact, reordered, reduced = (Tolerance.of(e, torch.float32) for e in list(Exactness)[:3])
+
+    assert (exact.output, exact.gradient, exact.scale) == (0, 0, 0)
+    assert reordered.output < reduced.output < 0.1
+    assert reordered.gradient < reduced.gradient <= 0.5
+    assert reordered.scale < reduced.scale < 0.05
+    assert Tolerance.of(Exactness.REORDERED, torch.float64).output < reordered.output
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_the_update_of_a_fused_path_agrees_and_a_wrong_one_does_not(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = kind(model.parameters(), lr=0.01)
+    for _ in range(3):
+        model(torch.randn(4, 3, 8, 8))["logits"].square().mean().backward()
+        optimizer.step()
+    weights = [p.detach().clone() for p in model.parameters()]
+    state = [v.clone() for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+
+    start, plain = update_guard.start_of(optimizer), update_guard.updated(optimizer)
+    optimizer.param_groups[0]["fused"] = True
+    fused = update_guard.updated(optimizer)
+    optimizer.param_groups[0]["lr"] *= 1.05
+    wrong = update_guard.updated(optimizer)
+
+    assert update_guard.compare(plain, fused, start, Exactness.REORDERED).problem == ""
+    assert "its update is off by" in update_guard.compare(plain, wrong, start, Exactness.REORDERED).problem
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    now = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    assert all(torch.equal(a, b) for a, b in zip(state, now, strict=True))
+
+
+def test_a_shadow_step_runs_no_hooks() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("own"))
+    model(torch.ones(1, 2)).sum().backward()
+    update_guard.updated(optimizer)
+
+    assert calls == []
