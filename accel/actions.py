@@ -66,7 +66,9 @@ class Candidate:
     treats: frozenset[Bottleneck] = frozenset()
     exactness: Exactness = Exactness.EXACT
     one_off_s: float = 0.0
-    settle_steps: int = 1
+    settling: Callable[[Any], int] = lambda setting: 1
+    phase: str = ""
+    """The one phase of the step that it can shorten; '' if it acts on more."""
     ruled_out: tuple[str, str] | None = None
     """Report status and reason, if the user's arguments leave it out."""
     refusal: Callable[[], str] = lambda: ""

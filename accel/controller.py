@@ -151,6 +151,8 @@ class Controller:
             why = _refusal(candidate)
             if why:
                 self._decide(name, "not applicable", why)
+            elif too_little := self._too_little(candidate):
+                self._decide(name, "not tried", too_little)
             elif candidate.one_off_s and not self._affordable(candidate.one_off_s):
                 self._decide(name, "not tried", self._too_dear(candidate.one_off_s))
                 waiting.append(name)
@@ -172,6 +174,16 @@ class Controller:
                 limiting not in self._candidates[name].treats,
                 order.index(name),
             ),
+        )
+
+    def _too_little(self, candidate: Candidate) -> str:
+        """Say so if all of what a candidate could shorten is less than what a trial looks for."""
+        total = sum(self.anatomy_after.values())
+        if not candidate.phase or total <= 0:
+            return ""
+        share = self.anatomy_after.get(candidate.phase, 0.0) / total
+        return (
+            f"{candidate.phase} is {share:.1%} of the step: too little to win" if share < self._config.drop_gain else ""
         )
 
     def _affordable(self, expected: float) -> bool:
@@ -204,13 +216,15 @@ class Controller:
             cost, steps = self.cost_s, self.steps
             outcome = None
             if (yield from self._guard(candidate, trial_plan)):
-                outcome = yield from self._trial(self.plan, trial_plan, candidate.settle_steps)
+                outcome = yield from self._trial(self.plan, trial_plan, candidate.settling(setting))
             row.cost_s += self.cost_s - cost
             row.steps += self.steps - steps
             self.search_steps += self.steps - steps
             if outcome is None:
                 break  # wrong, failed or interrupted by another regime: said already
             self._judge(candidate, setting, outcome, trial_plan)
+            if outcome.verdict == "keep":
+                yield from self._look()
         self._settle_row(candidate)
 
     def _guard(self, candidate: Candidate, trial_plan: Choices) -> Generator[Action, Result, bool]:
@@ -264,7 +278,7 @@ class Controller:
         elif row.status != "kept" and (row.gain is None or outcome.gain > row.gain):
             row.before_ms, row.after_ms, row.spread_ms = outcome.before_ms, outcome.after_ms, outcome.spread_ms
             row.gain, row.gain_low, row.gain_high = outcome.gain, outcome.low, outcome.high
-            row.status, row.why = _why_not(outcome, self._config.min_gain)
+            row.status, row.why = _why_not(outcome, self._config.drop_gain)
             row.setting = candidate.describe(setting)
         if row.status == "kept":
             row.setting = candidate.describe(self.plan[candidate.name])
@@ -281,7 +295,7 @@ class Controller:
         """Try the whole plan against the plain loop; what is not shown to be faster is undone."""
         if not self.plan:
             return
-        settle = max(self._candidates[name].settle_steps for name in self.plan)
+        settle = max(self._candidates[name].settling(setting) for name, setting in self.plan.items())
         steps = self.steps
         plan = dict(self.plan)
         outcome = yield from self._trial({}, plan, settle)
@@ -295,8 +309,13 @@ class Controller:
             for name in plan:
                 self._remove(name, "the plan as a whole was not shown to be faster than plain in the closing trial")
             return
+        yield from self._look()
+
+    def _look(self) -> Decisions:
+        """Measure where the step's time goes under the plan as it is now."""
         result = yield from self._act(Action(plan=self.plan, steps=self._pace.observe, anatomy=True))
-        self.anatomy_after = bottleneck.anatomy(result.measurements)
+        if result.measurements:
+            self.anatomy_after = bottleneck.anatomy(result.measurements)
 
     # -- hold --------------------------------------------------------------------------------------------------------
 
@@ -347,7 +366,7 @@ class Controller:
             if name not in self.plan:
                 continue
             without = {n: s for n, s in self.plan.items() if n != name}
-            outcome = yield from self._trial(without, dict(self.plan), self._candidates[name].settle_steps)
+            outcome = yield from self._trial(without, dict(self.plan), self._candidates[name].settling(self.plan[name]))
             if outcome is not None and outcome.verdict == "drop":
                 self._remove(name, f"it no longer pays: {outcome.gain:.2f}x when tried again at step {self.steps}")
 
@@ -439,12 +458,12 @@ def _refusal(candidate: Candidate) -> str:
         return f"it failed to look at the run: {type(error).__name__}: {error}"
 
 
-def _why_not(outcome: Outcome, min_gain: float) -> tuple[Status, str]:
+def _why_not(outcome: Outcome, drop_gain: float) -> tuple[Status, str]:
     if outcome.verdict == "refused":
         return "refused", f"too noisy to tell after {outcome.pairs} pairs of blocks; left off"
     if outcome.high < 1:
         return "undone", "slower"
-    return "undone", f"gives less than {min_gain:.0%}"
+    return "undone", f"gives less than {drop_gain:.0%}"
 
 
 def _json(value: float) -> float | None:

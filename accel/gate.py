@@ -16,6 +16,27 @@ Call = Callable[..., Any]
 Wrap = Callable[[Call], Call]
 
 
+class _Slot:
+    """What lies in the model's slot. Copies of it are None, so that a copy of the model is plain.
+
+    `nn.Module` leaves the slot out of copies, but a class with a `__getstate__` or `__deepcopy__` of its own may not:
+    its copy would then go on calling the model it was copied from.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
 class Watcher(Protocol):
     """What the gate asks at each call."""
 
@@ -29,7 +50,6 @@ class Gate:
     Args:
         model: the module whose `__call__` is wrapped; left as it is until something is added.
         order: names of wrappers from the innermost to the outermost.
-
     """
 
     def __init__(self, model: nn.Module, order: list[str]) -> None:
@@ -38,6 +58,7 @@ class Gate:
         self._wraps: dict[str, Wrap] = {}
         self._user_compiled: Call | None = model._compiled_call_impl
         self._installed: Call | None = self._user_compiled
+        self._found = dict(_slot(model))
         self._chain: Call = self.plain
         self.watcher: Watcher | None = None
 
@@ -76,28 +97,42 @@ class Gate:
         return self._chain(*args, **kwargs)
 
     def _rebuild(self) -> None:
+        self._adopt()
+        self._chain = self._wrapped()
+        self._install()
+
+    def _wrapped(self) -> Call:
         call = self.plain
         for name in sorted(self._wraps, key=self._order.index):
             call = self._wraps[name](call)
-        self._chain = call
-        self._install()
+        return call
+
+    def _adopt(self) -> None:
+        """If the loop has called `model.compile()` meanwhile, take that for its plain path from now on."""
+        found = vars(self.model).get("_compiled_call_impl")
+        if found is None or found is self._installed:
+            return
+        self._user_compiled = self._installed = found
+        self._found = _slot(self.model)
+        self._chain = self._wrapped()
 
     def _install(self) -> None:
+        self._adopt()
         if self.watcher is not None:
-            self._fill(self._watched)
+            self._fill(_Slot(self._watched))
         elif self._wraps:
-            self._fill(self._chain)
+            self._fill(_Slot(self._chain))
         else:
-            self._fill(self._user_compiled)
+            self._empty()
 
-    def _fill(self, call: Call | None) -> None:
+    def _fill(self, call: Call) -> None:
         # The dictionary itself, because torch.compile's wrapper module passes attributes on to the module inside.
-        slots = vars(self.model)
-        found = slots.get("_compiled_call_impl")
-        if found is not self._installed and found is not None:
-            self._user_compiled = found  # the loop has called `model.compile()` meanwhile: that is its plain path now
-            call = found if call is self._installed else call
-        slots["_compiled_call_impl"] = self._installed = call
+        vars(self.model)["_compiled_call_impl"] = self._installed = call
+
+    def _empty(self) -> None:
+        vars(self.model).pop("_compiled_call_impl", None)
+        vars(self.model).update(self._found)
+        self._installed = self._user_compiled
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         assert self.watcher is not None
@@ -107,5 +142,9 @@ class Gate:
         """Leave the model as it was found."""
         self.watcher = None
         self._wraps.clear()
-        self._chain = self.plain
-        self._fill(self._user_compiled)
+        self._rebuild()
+
+
+def _slot(model: nn.Module) -> dict[str, Any]:
+    """Return the slot as the model's own dictionary holds it: empty, or one entry."""
+    return {name: call for name, call in vars(model).items() if name == "_compiled_call_impl"}

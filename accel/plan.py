@@ -81,7 +81,8 @@ class Plan:
         for name, kind in kinds.items():
             if not isinstance(raw.get(name), kind):
                 raise PlanError(
-                    f"{source} must hold {name!r} as {kind.__name__}, found {raw.get(name)!r}; leave out plan= to search anew."
+                    f"{source} must hold {name!r} as {kind.__name__}, found {raw.get(name)!r}; "
+                    "leave out plan= to search anew."
                 )
         return cls(**{name: value for name, value in raw.items() if name in known})
 

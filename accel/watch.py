@@ -102,7 +102,7 @@ class Watch:
             self._plain_max = max(self._plain_max, size)
 
     def gradients_are_finite(self, optimizer: Optimizer) -> bool:
-        """Tell whether the gradients that `optimizer` is about to use are finite (CPU only: elsewhere it would wait)."""
+        """Tell whether the gradients that `optimizer` will use are finite; on a GPU, without waiting, always."""
         if self._device.type != "cpu":
             return True
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

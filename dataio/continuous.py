@@ -47,12 +47,15 @@ class _Feed:
         self.stream: Iterator[Any] = iter(())
         self.open = False
 
+    def _closed(self) -> bool:
+        return not self.open
+
     def __iter__(self) -> Iterator[Any]:
         while self.open:
             for index in self.stream:
                 self._owner.note_fed(index)
                 yield index
-                if not self.open:
+                if self._closed():
                     return
             following = self._owner.look_ahead()
             if following is None:

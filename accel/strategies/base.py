@@ -51,12 +51,14 @@ class Strategy(ABC):
     exactness: ClassVar[Exactness]
     touches: ClassVar[frozenset[str]] = frozenset({"model"})
     """What the guard must compare: `model` (outputs and gradients), `optimizer` (the update), `input` (the batch)."""
+    phase: ClassVar[str] = ""
+    """The one phase of the step that it can shorten (`data`, `optimizer`); not tried when that phase is negligible."""
     opt_in: ClassVar[str] = ""
     """Why it runs only when named in `enable=`; empty for all others."""
     one_off_s: ClassVar[float] = 0.0
     """Expected seconds of one-off work; the budget must allow for it before it is tried."""
     settle_steps: ClassVar[int] = 1
-    """Steps to leave out after each switch, until its effect is steady."""
+    """Steps to leave out after each switch, until its effect is steady; see `settling`."""
 
     @abstractmethod
     def refusal(self, run: Run) -> str:
@@ -76,6 +78,10 @@ class Strategy(ABC):
 
     def close(self, run: Run) -> None:  # noqa: B027  (most strategies keep nothing)
         """Give up what was kept between uses."""
+
+    def settling(self, setting: Any) -> int:
+        """Return how many steps to leave out after each switch to or from this setting."""
+        return self.settle_steps
 
     def describe(self, setting: Any) -> str:
         """Return the setting as `key=value` for the report; '' when there is none."""

@@ -27,6 +27,7 @@ class FusedOptimizer(Strategy):
     treats = frozenset({Bottleneck.OPTIMIZER, Bottleneck.LAUNCH})
     exactness = Exactness.REORDERED
     touches = frozenset({"optimizer"})
+    phase = "optimizer"
 
     def __init__(self) -> None:
         self._before: list[tuple[dict[str, Any], Any, Any]] = []
@@ -49,7 +50,7 @@ class FusedOptimizer(Strategy):
             if _refusal(optimizer):
                 continue
             for group in optimizer.param_groups:
-                self._before.append((group, group["foreach"], group["fused"] if "fused" in group else None))
+                self._before.append((group, group["foreach"], group.get("fused")))
                 group["foreach"] = setting == "foreach"
                 if "fused" in group:
                     group["fused"] = setting == "fused"

@@ -23,6 +23,7 @@ class LoaderWorkers(Strategy):
     treats = frozenset({Bottleneck.INPUT})
     exactness = Exactness.EXACT
     touches = frozenset({"input"})
+    phase = "data"
 
     def __init__(self) -> None:
         self._pool: dict[int, ContinuousWorkers] = {}
@@ -58,6 +59,10 @@ class LoaderWorkers(Strategy):
     def close(self, run: Run) -> None:
         """Let go of the workers that are not in use; they end once the epoch that may still wait for them is over."""
         self._pool = {setting: workers for setting, workers in self._pool.items() if workers is run.fetching.workers}
+
+    def settling(self, setting: Any) -> int:
+        """Return the batches that are still under way after a switch, and some: a fork makes pages copy on write."""
+        return 2 * int(setting) + 2
 
     def describe(self, setting: Any) -> str:
         """Return `workers=n`."""

@@ -61,7 +61,7 @@ def test_a_slow_strategy_is_never_kept(noise: float) -> None:
 
 def test_noise_is_said_rather_than_guessed_at() -> None:
     config = TrialConfig(looks=(6, 12))
-    controller = simulate([candidate("maybe")], Machine(speed={"maybe": 1.05}, noise=0.5, seed=4), config=config)
+    controller = simulate([candidate("maybe")], Machine(speed={"maybe": 1.2}, noise=0.5, seed=3), config=config)
 
     row = controller.rows["maybe"]
     assert row.status == "refused"

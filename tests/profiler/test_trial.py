@@ -37,7 +37,8 @@ def test_a_clear_gain_is_kept_at_the_first_look() -> None:
     outcome = run(1.5, 0.03).outcome()
 
     assert (outcome.verdict, outcome.pairs) == ("keep", 6)
-    assert outcome.low < 1.5 < outcome.high
+    assert outcome.low < outcome.gain < outcome.high
+    assert outcome.gain == pytest.approx(1.5, rel=0.03)
     assert outcome.before_ms == pytest.approx(20, rel=0.03)
     assert outcome.after_ms == pytest.approx(20 / 1.5, rel=0.03)
 

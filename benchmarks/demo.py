@@ -1,0 +1,181 @@
+"""`make demo`: train a small CNN on real images, plain and accelerated side by side, and show what it gave.
+
+    python -m benchmarks.demo [--seeds 3] [--data FOLDER] [--out runs/demo] [--record] [--check]
+
+Three variants of the same script run in turns: plain, `accel.optimize(model, loader, optimizer)` as it comes, and the
+same with `allow="reduced"`. Speed-ups are ratios of neighbouring turns after each search has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from accel.files import write_atomic
+from accel.report import Report
+from benchmarks.data import load
+from benchmarks.demo_loop import train
+from benchmarks.pairs import Racer, Ratio, racers, ratio
+
+TURN = 10
+BATCH, EPOCHS = 128, 2
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "default": {"allow": "reordered"},
+    "reduced": {"allow": "reduced"},
+}
+WANTED = {"default": 1.3, "reduced": 1.8}
+ACCURACY_BAND = 0.5
+
+
+@click.command()
+@click.option("--seeds", default=3, show_default=True, help="Trainings of each variant.")
+@click.option("--data", default=None, help="Folder with the four Fashion-MNIST files.")
+@click.option("--out", default="runs/demo", show_default=True, help="Where the report, its page and the plan go.")
+@click.option("--record", is_flag=True, help="Also write the figures to benchmarks/results/.")
+@click.option("--check", is_flag=True, help="Exit with 1 unless the speed-ups and accuracies are as promised.")
+def main(seeds: int, data: str | None, out: str, record: bool, check: bool) -> None:
+    """Train plainly and accelerated, side by side."""
+    console = Console(highlight=False, soft_wrap=True)
+    began = time.perf_counter()
+    found = load(data)
+    console.print(
+        f"data: {found.source}, {len(found.train):,} training images; {seeds} seeds of {len(VARIANTS)} variants"
+    )
+    runs = [_race(seed, data, out, console) for seed in range(seeds)]
+    summary = _summarise(runs, found.source)
+    _show(console, summary, runs, out)
+    console.print(f"demo took {time.perf_counter() - began:.0f} s")
+    if record:
+        target = Path(__file__).parent / "results" / f"demo-cpu-{date.today().isoformat()}.json"
+        write_atomic(target, json.dumps(summary, indent=1) + "\n")
+        console.print(f"recorded in {target.name}")
+    if check and not summary["passed"]:
+        sys.exit(1)
+
+
+def _race(seed: int, data: str | None, out: str, console: Console) -> dict[str, Racer]:
+    """Train all variants with one seed, each search first, then all in turns."""
+    variants = {}
+    for name, arguments in VARIANTS.items():
+        options = None if arguments is None else {**arguments, "report": str(Path(out) / name)}
+        variants[name] = (
+            train,
+            {"seed": seed, "accelerate": options, "folder": data, "batch_size": BATCH, "epochs": EPOCHS},
+        )
+    columns = (
+        TextColumn("seed {task.fields[seed]} {task.description:>8}"),
+        BarColumn(),
+        TextColumn("{task.fields[state]}"),
+    )
+    total = EPOCHS * (len(load(data).train) // BATCH)
+    with racers(variants) as field, Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        bars = {name: progress.add_task(name, total=total, seed=seed, state="waiting") for name in field}
+
+        def turn(name: str, state: str) -> None:
+            progress.update(bars[name], advance=len(field[name].run(TURN)), state=state)
+
+        for name in WANTED:  # a search alone on the machine: waiting for others' turns is no step time
+            while field[name].info != "done" and not field[name].done:
+                turn(name, "searching")
+            field[name].turns.clear()
+        order = list(field)
+        while not all(racer.done for racer in field.values()):
+            for name in order:
+                turn(name, "side by side" if not field[name].done else "done")
+            order.reverse()
+        return dict(field)
+
+
+def _summarise(runs: list[dict[str, Racer]], source: str) -> dict[str, Any]:
+    summary: dict[str, Any] = {
+        "what": "small CNN on 28x28 images, batch 128, two epochs, mean of interleaved pairs after the search",
+        "command": "make demo",
+        "data": source,
+        "date": date.today().isoformat(),
+        "machine": json.loads(runs[0]["default"].result["report"])["machine"],
+        "python": platform.python_version(),
+        "variants": {},
+    }
+    accuracies = {name: [run[name].result["accuracy"] for run in runs] for name in VARIANTS}
+    summary["variants"]["plain"] = {"accuracy": accuracies["plain"]}
+    passed = True
+    for name in WANTED:
+        figures = _figures(name, runs)
+        figures["accuracy"] = accuracies[name]
+        figures["accuracy_difference"] = statistics.fmean(accuracies[name]) - statistics.fmean(accuracies["plain"])
+        figures["wanted"] = WANTED[name]
+        summary["variants"][name] = figures
+        passed &= figures["speedup"] >= WANTED[name] and abs(figures["accuracy_difference"]) <= ACCURACY_BAND
+    summary["passed"] = bool(passed)
+    return summary
+
+
+def _figures(name: str, runs: list[dict[str, Racer]]) -> dict[str, Any]:
+    pairs = [pair for run in runs for pair in zip(run["plain"].turns, run[name].turns, strict=False)]
+    slow, fast = [a for a, _ in pairs], [b for _, b in pairs]
+    reports = [json.loads(run[name].result["report"]) for run in runs]
+    measured = ratio(slow, fast) if len(fast) > 1 else Ratio(1.0, 0.0, 0.0, 0)
+    return {
+        "speedup": measured.value,
+        "low": measured.low,
+        "high": measured.high,
+        "pairs": measured.pairs,
+        "plain_ms": statistics.median(t for turn in slow for t in turn) * 1e3 if slow else None,
+        "ms": statistics.median(t for turn in fast for t in turn) * 1e3 if fast else None,
+        "search_s": [report["search_s"] for report in reports],
+        "break_even_step": [report["break_even_step"] for report in reports],
+        "strategies": [_kept(report) for report in reports],
+    }
+
+
+def _kept(report: dict[str, Any]) -> dict[str, Any]:
+    keys = ("status", "setting", "gain", "gain_low", "gain_high", "gradient_error")
+    return {row["name"]: {key: row[key] for key in keys} for row in report["rows"] if row["gain"] is not None}
+
+
+def _show(console: Console, summary: dict[str, Any], runs: list[dict[str, Racer]], out: str) -> None:
+    for name in WANTED:
+        report_file = Path(out) / name / "report.json"
+        if report_file.exists():
+            console.rule(f"accel report, {name}, last seed")
+            print(Report.load(report_file))
+    console.rule("side by side")
+    table = Table("variant", "speed-up", "ms per step", "search", "test accuracy", "wanted", box=None)
+    plain = summary["variants"]["plain"]["accuracy"]
+    table.add_row("plain", "1", _ms(summary["variants"]["default"]["plain_ms"]), "", _percent(plain), "")
+    for name in WANTED:
+        found = summary["variants"][name]
+        table.add_row(
+            name,
+            str(Ratio(found["speedup"], found["low"], found["high"], found["pairs"])),
+            _ms(found["ms"]),
+            f"{statistics.fmean(found['search_s']):.1f} s",
+            f"{_percent(found['accuracy'])} ({found['accuracy_difference']:+.2f})",
+            f"{found['wanted']}x, ±{ACCURACY_BAND}",
+        )
+    console.print(table)
+    console.print(f"as promised: {'yes' if summary['passed'] else 'NO'}; reports in {out}/default and {out}/reduced")
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _percent(values: list[float]) -> str:
+    return f"{statistics.fmean(values):.2f} %"
+
+
+if __name__ == "__main__":
+    main()

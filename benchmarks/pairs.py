@@ -1,0 +1,133 @@
+"""Several training runs side by side: one process each, one at a time, in short turns.
+
+Each variant runs in a process of its own, so that what it changes (threads, precision switches, worker processes) can't
+touch the others. A variant trains only while it holds the turn; turns go round in the order A B C C B A …, so that a
+drift of the machine falls on all alike. Ratios come from neighbouring turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from accel.profiler.trial import interval, winsorised
+
+OnStep = Callable[[int], None]
+Train = Callable[..., Any]
+
+
+class Turn:
+    """The child's side: called after each step, it waits for its next turn when this one is over."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._left = 0
+        self._times: list[float] = []
+        self._mark = 0.0
+
+    def __call__(self, step: int, info: Callable[[], Any] = lambda: None) -> None:
+        """End a step; `info` is asked for what to tell the parent at the end of a turn."""
+        now = time.perf_counter()
+        self._times.append(now - self._mark)
+        self._left -= 1
+        if self._left <= 0:
+            self._pipe.send(("turn", self._times, info()))
+            self.wait()
+        self._mark = time.perf_counter()
+
+    def wait(self) -> None:
+        """Wait for the turn."""
+        self._left, self._times = self._pipe.recv(), []
+        self._mark = time.perf_counter()
+
+
+def _child(pipe: Connection, train: Train, options: dict[str, Any]) -> None:
+    turn = Turn(pipe)
+    turn.wait()
+    try:
+        pipe.send(("done", train(on_step=turn, **options), None))
+    except Exception:
+        pipe.send(("failed", traceback.format_exc(), None))
+
+
+@dataclass
+class Racer:
+    """The parent's side of one variant."""
+
+    name: str
+    process: Any
+    pipe: Connection
+    turns: list[list[float]] = field(default_factory=list)
+    """Step times of each turn, s."""
+    info: Any = None
+    result: Any = None
+    done: bool = False
+
+    def run(self, steps: int) -> list[float]:
+        """Give the turn for some steps and return their times; an empty list when the training is over."""
+        if self.done:
+            return []
+        self.pipe.send(steps)
+        kind, payload, info = self.pipe.recv()
+        if kind == "failed":
+            raise RuntimeError(f"variant {self.name} failed:\n{payload}")
+        if kind == "done":
+            self.done, self.result = True, payload
+            return []
+        self.info = info
+        self.turns.append(payload)
+        return list(payload)
+
+
+@contextlib.contextmanager
+def racers(variants: dict[str, tuple[Train, dict[str, Any]]]) -> Iterator[dict[str, Racer]]:
+    """Start one process per variant; `train(on_step=…, **options)` must be importable. Ends them all on leaving."""
+    context = multiprocessing.get_context("spawn")
+    started: dict[str, Racer] = {}
+    try:
+        for name, (train, options) in variants.items():
+            ours, theirs = context.Pipe()
+            # Not a daemon: a training process has loader workers of its own.
+            process = context.Process(target=_child, args=(theirs, train, options), name=f"accel-{name}")
+            process.start()
+            theirs.close()
+            started[name] = Racer(name, process, ours)
+        yield started
+    finally:
+        for racer in started.values():
+            racer.pipe.close()
+            racer.process.join(timeout=0.5)
+            if racer.process.is_alive():
+                racer.process.terminate()
+                racer.process.join()
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of step times with its 95 % interval, from pairs of neighbouring turns."""
+
+    value: float
+    low: float
+    high: float
+    pairs: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f}x [{self.low:.2f}, {self.high:.2f}]"
+
+
+def ratio(slow: Sequence[Sequence[float]], fast: Sequence[Sequence[float]]) -> Ratio:
+    """Return median(slow) ÷ median(fast) turn by turn: mean of the logarithms, Student's interval."""
+    pairs = list(zip(slow, fast, strict=False))
+    # The first steps of a turn find cold caches: they are left out.
+    pairs = [(a[2:] if len(a) > 5 else a, b[2:] if len(b) > 5 else b) for a, b in pairs]
+    logs = winsorised([math.log(statistics.median(a) / statistics.median(b)) for a, b in pairs if a and b])
+    low, high = interval(logs, 0.025)
+    return Ratio(math.exp(statistics.fmean(logs)), math.exp(low), math.exp(high), len(logs))

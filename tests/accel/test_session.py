@@ -1,0 +1,267 @@
+"""Strategies that go wrong in a real loop: each is caught, undone and reported, and the training is unharmed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel
+from accel import strategies
+from accel.report import Report
+from accel.run import Run
+from accel.strategies.base import Exactness, Strategy
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+class Injected(Strategy):
+    """A strategy whose call is the plain one with a fault."""
+
+    name = "injected"
+    summary = "a fault"
+    treats = frozenset()
+    exactness = Exactness.REORDERED
+    settle_steps = 0
+    calls: ClassVar[int] = 0
+
+    def refusal(self, run: Run) -> str:
+        return ""
+
+    def enable(self, run: Run, setting: Any) -> None:
+        run.gate.add(self.name, lambda call: lambda *args: self.faulty(call, *args))
+
+    def disable(self, run: Run) -> None:
+        run.gate.remove(self.name)
+
+    def faulty(self, call: Any, x: Tensor) -> Any:
+        return call(x)
+
+
+class Faster(Injected):
+    """Right, and faster than plain, because the plain call is slowed down (see `Slow`)."""
+
+    name = "faster"
+
+    def faulty(self, call: Any, x: Tensor) -> Any:
+        Slow.on = False
+        try:
+            return call(x)
+        finally:
+            Slow.on = True
+
+
+class Slow(nn.Sequential):
+    """A network that burns some time unless told not to."""
+
+    on: ClassVar[bool] = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Slow.on:
+            for _ in range(20):
+                torch.mm(_BURN, _BURN)
+        return super().forward(x)
+
+
+_BURN = torch.ones(64, 64)
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> list[type[Strategy]]:
+    kinds: list[type[Strategy]] = []
+    monkeypatch.setattr(strategies, "REGISTRY", kinds)
+    return kinds
+
+
+def train(
+    registry: list[type[Strategy]], kind: type[Strategy] | None, steps: int = 300
+) -> tuple[list[Tensor], list[float], Report | None]:
+    """Train a small net with `kind` as the only strategy; None trains plainly."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    x = torch.randn(256, 10)
+    data = TensorDataset(x, (x[:, 0] > 0).long())
+    model = Slow(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data, batch_size=16)
+    if kind is not None:
+        registry[:] = [kind]
+        model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
+    losses: list[float] = []
+    while len(losses) < steps:
+        for batch, target in loader:
+            loss = nn.functional.cross_entropy(model(batch), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    report = accel.explain(model) if kind is not None else None
+    accel.undo(model)
+    return [p.detach().clone() for p in model.parameters()], losses, report
+
+
+def assert_undone(registry: list[type[Strategy]], kind: type[Strategy], why: str, *, same: bool = True) -> Report:
+    plain, plain_losses, _ = train(registry, None)
+    weights, losses, report = train(registry, kind)
+    assert report is not None
+    row = report.rows[0]
+    assert row.status == "undone", row
+    assert why in row.why
+    assert report.plan == {}
+    assert all(math.isfinite(loss) for loss in losses)
+    if same:
+        assert all(torch.equal(a, b) for a, b in zip(plain, weights, strict=True))
+        assert losses == plain_losses
+    return report
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 1.05
+
+
+def test_a_gradient_scaled_by_five_percent_never_reaches_the_weights(registry: Any) -> None:
+    class Scaled(Injected):
+        def faulty(self, call: Any, x: Tensor) -> Any:
+            return _Scale.apply(call(x))
+
+    assert_undone(registry, Scaled, "wrong: its gradient")
+
+
+def test_a_dropped_bias_gradient_never_reaches_the_weights(registry: Any) -> None:
+    class Dropped(Injected):
+        def enable(self, run: Run, setting: Any) -> None:
+            self.bias: Any = run.model[2].bias  # type: ignore[index]
+            super().enable(run, setting)
+
+        def faulty(self, call: Any, x: Tensor) -> Any:
+            return call(x) - self.bias + self.bias.detach()
+
+    assert_undone(registry, Dropped, "2.bias")
+
+
+def test_a_stale_input_never_reaches_the_weights(registry: Any) -> None:
+    class Stale(Injected):
+        kept: Any = None
+
+        def faulty(self, call: Any, x: Tensor) -> Any:
+            self.kept = x if self.kept is None else self.kept
+            return call(self.kept)
+
+    assert_undone(registry, Stale, "wrong: its output is off")
+
+
+def test_an_output_that_turns_nan_is_made_again_plainly(registry: Any) -> None:
+    class Nan(Faster):
+        count = 0
+
+        def faulty(self, call: Any, x: Tensor) -> Any:
+            self.count += 1
+            return super().faulty(call, x) * (math.nan if self.count == 40 else 1.0)
+
+    report = assert_undone(registry, Nan, "its output is not finite")
+    assert any("faster undone" in event.text for event in report.events)
+
+
+def test_a_gradient_that_turns_nan_is_left_out(registry: Any) -> None:
+    class Poison(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return gradient * math.nan
+
+    class Nan(Faster):
+        count = 0
+
+        def faulty(self, call: Any, x: Tensor) -> Any:
+            self.count += 1
+            return Poison.apply(call(x)) if self.count == 40 else super().faulty(call, x)
+
+    assert_undone(registry, Nan, "a gradient is not finite", same=False)
+
+
+def test_a_call_that_raises_is_made_again_plainly(registry: Any) -> None:
+    class Raises(Faster):
+        count = 0
+
+        def faulty(self, call: Any, x: Tensor) -> Any:
+            self.count += 1
+            if self.count == 30:
+                raise MemoryError("no room for the workspace")
+            return super().faulty(call, x)
+
+    assert_undone(registry, Raises, "it raised MemoryError: no room for the workspace")
+
+
+@pytest.mark.parametrize("method", ["enable", "disable"])
+def test_a_strategy_that_cannot_be_switched_is_dropped(registry: Any, method: str) -> None:
+    class Stuck(Injected):
+        def enable(self, run: Run, setting: Any) -> None:
+            super().enable(run, setting)
+            if method == "enable":
+                raise OSError("no such device")
+
+        def disable(self, run: Run) -> None:
+            super().disable(run)
+            if method == "disable":
+                raise OSError("device is gone")
+
+    assert_undone(registry, Stuck, f"it could not be switched {'on' if method == 'enable' else 'off'}")
+
+
+def test_a_run_that_diverges_goes_back_to_plain(registry: Any) -> None:
+    class Grows(Faster):
+        name = "grows"
+        count = 0
+
+        def faulty(self, call: Any, x: Tensor) -> Any:
+            self.count += 1
+            # Fine in guard and trial; later its outputs grow without end.
+            return super().faulty(call, x) * (1.0 if self.count < 200 else 1e4)
+
+    _, _, report = train(registry, Grows, steps=600)
+
+    assert report is not None
+    assert "the run diverges" in report.rows[0].why
+    assert report.plan == {}
+
+
+def test_a_right_and_faster_strategy_is_kept_and_changes_nothing(registry: Any) -> None:
+    plain, plain_losses, _ = train(registry, None, 400)
+    weights, losses, report = train(registry, Faster, 400)
+
+    assert report is not None
+    assert report.rows[0].status == "kept"
+    assert report.speedup is not None
+    assert report.speedup > 1.1
+    assert losses == plain_losses
+    assert all(torch.equal(a, b) for a, b in zip(plain, weights, strict=True))
+    assert report.rows[0].gradient_error == 0
+
+
+def test_when_accel_itself_fails_the_loop_goes_on_plainly(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel.session import Session
+
+    def broken(self: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(Session, "_regime", broken)
+    plain, plain_losses, _ = train(registry, None)
+    weights, losses, report = train(registry, Faster)
+
+    assert losses == plain_losses
+    assert all(torch.equal(a, b) for a, b in zip(plain, weights, strict=True))
+    assert report is not None
+    assert any("ZeroDivisionError: a bug" in text for text in report.unseen)
