@@ -103,13 +103,13 @@ class Controller:
     def decisions(self) -> Decisions:
         """Yield actions for as long as the run lasts."""
         yield from self._observe()
-        if self._replay is not None:
-            yield from self._take_over(self._replay)
         while True:
-            if self._replay is None:
+            if self._replay is not None:
+                yield from self._take_over(self._replay)
+            else:
                 yield from self._search()
-            if self._replay is None and not self._regime_changed:
-                yield from self._close()
+                if not self._regime_changed:
+                    yield from self._close()
             if not self._regime_changed:
                 self.searching = False
                 self.searched_until = self.steps

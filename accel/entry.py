@@ -247,7 +247,7 @@ def _kind(thing: Any) -> str:
 
 
 def _check_allow(allow: Any) -> Exactness:
-    if allow not in _ALLOW:
+    if not isinstance(allow, str) or allow not in _ALLOW:
         raise InvalidArgument(f"allow must be one of {', '.join(map(repr, _ALLOW))}, got {allow!r}")
     return _ALLOW[allow]
 
@@ -255,6 +255,8 @@ def _check_allow(allow: Any) -> Exactness:
 def _check_plan(plan: Any, model: nn.Module) -> Plan | None:
     if plan is None:
         return None
+    if not isinstance(plan, Plan | str | os.PathLike):
+        raise InvalidArgument(f"plan must be a plan or the path of its file, got {_kind(plan)}")
     loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
     loaded.check(model)
     strategies.check_names("plan", loaded.strategies)

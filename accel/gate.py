@@ -58,7 +58,7 @@ class Gate:
         self._wraps: dict[str, Wrap] = {}
         self._user_compiled: Call | None = model._compiled_call_impl
         self._installed: Call | None = self._user_compiled
-        self._found = dict(_slot(model))
+        self._found = _slot(model)
         self._chain: Call = self.plain
         self.watcher: Watcher | None = None
 
@@ -90,6 +90,7 @@ class Gate:
     def watch(self, watcher: Watcher | None) -> None:
         """Let `watcher` see each call, or none."""
         self.watcher = watcher
+        self._adopt()
         self._install()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +118,6 @@ class Gate:
         self._chain = self._wrapped()
 
     def _install(self) -> None:
-        self._adopt()
         if self.watcher is not None:
             self._fill(_Slot(self._watched))
         elif self._wraps:

@@ -79,12 +79,18 @@ class Journal:
     def _write(self, report: Report) -> None:
         if self._target is None:
             return
-        if self._target.suffix in (".json", ".html"):
-            report.save(self._target)
+        try:
+            self._save(report, self._target)
+        except OSError as error:  # a full disk is no reason to give up the plan, or to raise from `undo`
+            print(f"accel: the report could not be written: {error}", file=sys.stderr, flush=True)
+
+    def _save(self, report: Report, target: Path) -> None:
+        if target.suffix in (".json", ".html"):
+            report.save(target)
             return
-        report.save(self._target / "report.json")
-        report.save(self._target / "report.html")
-        self.plan(report).save(self._target / "plan.json")
+        report.save(target / "report.json")
+        report.save(target / "report.html")
+        self.plan(report).save(target / "plan.json")
 
     def plan(self, report: Report) -> Plan:
         """Return the plan as it stands."""
@@ -159,7 +165,7 @@ class Journal:
 
 def _machine(run: Run) -> Machine:
     return Machine(
-        device=_device_name(run.device),
+        device=machine_name(run.device),
         cores=run.cores,
         threads=run.threads,
         platform=platform.platform(),
@@ -169,7 +175,8 @@ def _machine(run: Run) -> Machine:
     )
 
 
-def _device_name(device: torch.device) -> str:
+def machine_name(device: torch.device) -> str:
+    """Return the device in words, e.g. `cpu (AMD EPYC)`."""
     if device.type == "cuda":
         return f"cuda ({torch.cuda.get_device_name(device)})"
     if device.type != "cpu":

@@ -125,7 +125,8 @@ class Session:
         """Take note that worker processes failed; the proxy has gone back to plain fetching and lost nothing."""
         for name in [n for n in self._active if self.strategies[n].touches == {"input"}]:
             self._off(name)
-            self._result.trips[name] = f"fetching failed: {type(error).__name__}: {str(error).splitlines()[0]}"
+            first_line = next(iter(str(error).splitlines()), "")
+            self._result.trips[name] = f"fetching failed: {type(error).__name__}: {first_line}"
 
     @property
     def rank(self) -> int:
@@ -207,9 +208,15 @@ class Session:
 
     def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a plain call and record it."""
-        self._recording = guard.record(self.run.model, self.run.device, args, kwargs)
+        recording: Recording | None = None
+        try:
+            recording = guard.record(self.run.model, self.run.device, args, kwargs)
+        except Exception as error:  # inputs that can't be copied; what can't be compared is not tried
+            self._note_finding(Finding(f"the call can't be recorded: {type(error).__name__}: {error}"))
         outputs = self.run.gate.plain(*args, **kwargs)
-        self._recording.listen(outputs)
+        if recording is not None:
+            recording.listen(outputs)
+        self._recording = recording  # only now: a call that raised is no reference
         return outputs
 
     # -- the boundary --------------------------------------------------------------------------------------------------
@@ -244,7 +251,7 @@ class Session:
         self._sizes.append(measured.samples)
         if action.check is not None:
             self._check(action.check)
-        if measured.first or measured.samples != self._usual_size():
+        if measured.first or self._is_odd(measured.samples):
             pass  # the first step of an epoch holds the start of the loader; a smaller last batch is another job
         elif len(result.settling) < action.settle:
             result.settling.append(measured.seconds)
@@ -255,8 +262,11 @@ class Session:
         elif action.steps and len(result.settling) == action.settle and not result.measurements:
             self._synchronise()
 
-    def _usual_size(self) -> int:
-        return Counter(self._sizes).most_common(1)[0][0]
+    def _is_odd(self, samples: int) -> bool:
+        """Tell whether a step held another number of samples than most."""
+        # Ranks must end an action at the same step, and they may differ in which of their batches are odd.
+        alone = self._ranks is None or not self._ranks.distributed
+        return alone and samples != Counter(self._sizes).most_common(1)[0][0]
 
     def _synchronise(self) -> None:
         """On a device that runs ahead, let a block begin and end with an idle device."""

@@ -56,11 +56,12 @@ class Watch:
         try:
             outputs = call(*args, **kwargs)
         except Exception as error:
-            return self._again(before, f"it raised {type(error).__name__}: {error}", args, kwargs)
-        problem = self._problem(outputs)
-        if not problem:
-            return outputs
-        return self._again(before, problem, args, kwargs, outputs)
+            raised = f"it raised {type(error).__name__}: {error}"
+        else:
+            problem = self._problem(outputs)
+            return self._again(before, problem, args, kwargs, outputs) if problem else outputs
+        # Outside the handler: the user's own error must not carry this one as its context.
+        return self._again(before, raised, args, kwargs)
 
     def _again(self, before: Tensor | None, why: str, args: Any, kwargs: Any, outputs: Any = None) -> Any:
         """Make the call again along the plain path; the strategies are to blame only if that one is well."""
@@ -114,7 +115,9 @@ class Watch:
 
 
 def _norm(outputs: Any) -> Tensor | None:
-    found = [t.detach() for t in tensors(outputs) if t.is_floating_point() and t.numel()]
+    # Sparse and nested tensors have no norm to ask for.
+    dense = [t.detach() for t in tensors(outputs) if t.layout == torch.strided]
+    found = [t for t in dense if t.is_floating_point() and t.numel()]
     if not found:
         return None
     norms = [torch.linalg.vector_norm(t.float() if t.dtype != torch.float64 else t) for t in found]

@@ -51,9 +51,11 @@ class Turn:
 
 def _child(pipe: Connection, train: Train, options: dict[str, Any]) -> None:
     turn = Turn(pipe)
-    turn.wait()
     try:
+        turn.wait()
         pipe.send(("done", train(on_step=turn, **options), None))
+    except (EOFError, BrokenPipeError):
+        return  # the parent has seen enough
     except Exception:
         pipe.send(("failed", traceback.format_exc(), None))
 

@@ -83,6 +83,10 @@ class LoaderProxy:
     def __len__(self) -> int:
         return len(self._accel_loader)
 
+    def __bool__(self) -> bool:
+        # Without it Python would ask for a length, which a generator has not.
+        return bool(self._accel_loader)
+
     def __repr__(self) -> str:
         return f"accel({self._accel_loader!r})"
 

@@ -46,8 +46,10 @@ def check_names(argument: str, given: Iterable[str]) -> frozenset[str]:
         raise InvalidArgument(
             f"{argument} must be a tuple of strategy names, got the string {given!r}; write ({given!r},)"
         )
+    if not isinstance(given, Iterable):
+        raise InvalidArgument(f"{argument} must be a tuple of strategy names, got {given!r}")
     chosen = frozenset(given)
-    for name in sorted(chosen):
+    for name in sorted(chosen, key=str):
         if name not in names():
             near = difflib.get_close_matches(str(name), names(), n=1, cutoff=0.3)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names())}"

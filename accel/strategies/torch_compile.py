@@ -58,8 +58,17 @@ class TorchCompile(Strategy):
         # One compiled call per wrapped function; the innermost call is always the same bound method.
         key = hash(call)
         if key not in self._compiled:
-            self._compiled[key] = torch.compile(call)
+            self._compiled[key] = torch.compile(_framed(call))
         return self._compiled[key]
+
+
+def _framed(call: Call) -> Call:
+    """Return `call` in a frame of ours: torch leaves frames of its own files as they are, and so all of a Sequential."""
+
+    def run_call(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return run_call
 
 
 def _inner(run: Run) -> list[torch.nn.Module]:

@@ -1,0 +1,25 @@
+"""What each test of accel itself gets: nothing stays optimized after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import accel
+from accel import entry, strategies
+from tests.accel.loops import Quick
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_optimized() -> Iterator[None]:
+    yield
+    for model in list(entry._optimized):
+        accel.undo(model)
+    Quick.on = False
+
+
+@pytest.fixture
+def only_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `Quick` be the one registered strategy, so that a search is short and its outcome known."""
+    monkeypatch.setattr(strategies, "REGISTRY", [Quick])

@@ -1,0 +1,161 @@
+"""Small training loops, and a strategy that surely wins, for the tests of the public calls."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
+
+import accel
+from accel.run import Run
+from accel.strategies.base import Exactness, Strategy
+
+WAIT_S = 0.0015
+BATCH, SAMPLES = 8, 100  # 12 whole batches and one of 4
+
+
+class Quick(Strategy):
+    """The plain call, but `Net` does not wait in it: the same bits, several times as fast."""
+
+    name = "quick"
+    summary = "no waiting"
+    treats = frozenset()
+    exactness = Exactness.EXACT
+    settle_steps = 0
+    on: ClassVar[bool] = False
+
+    def refusal(self, run: Run) -> str:
+        return ""
+
+    def enable(self, run: Run, setting: Any) -> None:
+        Quick.on = True
+        run.gate.add(self.name, lambda call: call)
+
+    def disable(self, run: Run) -> None:
+        Quick.on = False
+        run.gate.remove(self.name)
+
+
+class Net(nn.Module):
+    """Dropout draws random numbers, BatchNorm keeps buffers, and each call waits unless `Quick` is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not Quick.on:
+            time.sleep(WAIT_S)
+        return self.head(self.drop(torch.relu(self.norm(self.inner(x)))))  # type: ignore[no-any-return]
+
+
+class KeepsItsSlot(Net):
+    """Copies by a `__getstate__` of its own, as classes with something unpicklable do."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+
+class CopiesByHand(Net):
+    """Copies by a `__deepcopy__` of its own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiesByHand:
+        new = type(self).__new__(type(self))
+        for name, value in self.__dict__.items():
+            new.__dict__[name] = copy.deepcopy(value, memo)
+        return new
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """Sample `i` is known from its index; the target tells which one it is."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(samples, 6, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], torch.tensor(index)
+
+
+def make_loader(data: Dataset[Any] | None = None, *, shuffle: bool = True, **options: Any) -> DataLoader[Any]:
+    data = data if data is not None else Samples()
+    sampler = RandomSampler(data) if shuffle else SequentialSampler(data)  # type: ignore[arg-type]
+    return DataLoader(data, batch_size=BATCH, sampler=sampler, **options)
+
+
+def make(seed: int = 0, kind: type[nn.Module] = Net) -> tuple[Any, DataLoader[Any], torch.optim.SGD]:
+    torch.set_num_threads(1)  # two threads wait for each other as soon as the machine has other work
+    torch.manual_seed(seed)
+    model = kind()
+    return model, make_loader(), torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def loss_of(outputs: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, target % 3)
+
+
+def training(
+    model: Any, loader: Any, optimizer: Optimizer, *, loss: Callable[[Tensor, Tensor], Tensor] = loss_of
+) -> Iterator[list[int]]:
+    """Train for ever; yields, after each step, the numbers of the samples in it."""
+    while True:
+        for x, target in loader:
+            optimizer.zero_grad()
+            loss(model(x), target).backward()
+            optimizer.step()
+            yield target.tolist()
+
+
+def advance(loop: Iterator[list[int]], steps: int) -> list[list[int]]:
+    return [next(loop) for _ in range(steps)]
+
+
+def advance_until(loop: Iterator[list[int]], condition: Callable[[], bool], limit: int = 3000) -> int:
+    """Train until `condition` holds after a step; returns the number of steps."""
+    for step in range(1, limit + 1):
+        next(loop)
+        if condition():
+            return step
+    raise AssertionError(f"the condition did not come to hold in {limit} steps")
+
+
+def in_trial() -> bool:
+    """True while the trial (or the plan) has `Quick` on."""
+    return Quick.on
+
+
+def settled(model: nn.Module) -> Callable[[], bool]:
+    """Return a condition: the search is over."""
+    return lambda: accel.explain(model).state in ("done", "replayed")
+
+
+def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Weights, buffers, momentum and random state: what a run leaves behind, bit for bit."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for number, kept in enumerate(optimizer.state.values()):
+        state |= {f"{number} {name}": v.clone() for name, v in kept.items() if isinstance(v, Tensor)}
+    return state | {"random": torch.get_rng_state()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def plain_run(steps: int, seed: int = 0, **options: Any) -> dict[str, Tensor]:
+    """What `steps` steps of the untouched loop leave behind."""
+    model, loader, optimizer = make(seed)
+    advance(training(model, loader, optimizer, **options), steps)
+    return everything(model, optimizer)

@@ -1,0 +1,196 @@
+"""Strategies for NVIDIA GPUs: their logic on a CPU, and, where there is a GPU, for real."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel.dataio import transfer
+from accel.dataio.proxy import Fetching
+from accel.gate import Gate
+from accel.run import Run
+from accel.strategies.async_copy import AsyncCopy
+from accel.strategies.autocast_bf16 import AutocastBf16
+from accel.strategies.base import Strategy
+from accel.strategies.cudnn_benchmark import CudnnBenchmark
+from accel.strategies.pin_memory import PinMemory
+from accel.strategies.tf32 import TF32
+
+CUDA = [TF32(), CudnnBenchmark(), PinMemory(), AsyncCopy()]
+
+
+def make_run(device: str = "cpu", **options: Any) -> Run:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(2))
+    model(torch.zeros(1, 3, 8, 8))
+    loader = DataLoader(TensorDataset(torch.randn(8, 3, 8, 8)), batch_size=4, **options)
+    return Run(model.to(device), loader, [], Gate(model, []), Fetching())
+
+
+@pytest.fixture
+def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let refusals believe in a GPU of compute capability 9.0; nothing is run on it."""
+    monkeypatch.setattr(Run, "cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+@pytest.mark.parametrize("strategy", CUDA, ids=lambda s: s.name)
+def test_without_a_gpu_it_says_so(strategy: Strategy) -> None:
+    assert strategy.refusal(make_run()) == "it needs a CUDA device; the model is on the CPU"
+
+
+@pytest.mark.parametrize("strategy", CUDA, ids=lambda s: s.name)
+def test_with_a_gpu_it_applies(strategy: Strategy, pretend_cuda: None) -> None:
+    assert strategy.refusal(make_run()) == ""
+
+
+def test_tf32_is_set_and_put_back(pretend_cuda: None) -> None:
+    run, strategy = make_run(), TF32()
+    before = [torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision]
+    strategy.enable(run, None)
+    during = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+    assert strategy.refusal(run) == "TF32 is on already"
+    strategy.disable(run)
+
+    assert during == ("tf32", "tf32")
+    assert [torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision] == before
+
+
+def test_tf32_needs_a_gpu_that_has_it(pretend_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))
+
+    assert "has no TF32" in TF32().refusal(make_run())
+
+
+def test_cudnn_benchmark_is_set_and_put_back(pretend_cuda: None) -> None:
+    run, strategy = make_run(), CudnnBenchmark()
+    assert torch.backends.cudnn.benchmark is False
+    strategy.enable(run, None)
+    assert torch.backends.cudnn.benchmark is True
+    assert strategy.refusal(run) == "it is on already"
+    strategy.disable(run)
+    assert torch.backends.cudnn.benchmark is False
+
+
+def test_cudnn_benchmark_respects_deterministic_algorithms(pretend_cuda: None) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "deterministic" in CudnnBenchmark().refusal(make_run())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_pinning_keeps_structure_and_leaves_other_things_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 0)
+    batch = {"x": [torch.ones(2), "name", 3], "y": (torch.zeros(1),)}
+
+    pinned = transfer.pin(batch)
+
+    assert pinned["x"][1:] == ["name", 3]
+    assert pinned["x"][0] is not batch["x"][0]
+    assert torch.equal(pinned["x"][0], torch.ones(2))
+    assert isinstance(pinned["y"], tuple)
+
+
+def test_pin_memory_acts_on_the_batches_of_the_loader(pretend_cuda: None) -> None:
+    run, strategy = make_run(), PinMemory()
+    strategy.enable(run, None)
+    assert run.fetching.transforms == {"pin_memory": transfer.pin}
+    strategy.disable(run)
+    assert run.fetching.transforms == {}
+
+
+def test_a_side_stream_copy_waits_by_event_and_records_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    current = SimpleNamespace(wait_stream=lambda stream: log.append("compute waits for copy"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: _logged(log, f"on {stream}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(transfer, "pin", lambda batch: batch)
+    monkeypatch.setattr(transfer, "_record", lambda tensor, stream: (log.append("recorded"), tensor)[1])
+
+    moved = transfer.SideStreamCopier(torch.device("cpu"))([torch.ones(2), "label"])
+
+    assert log == ["on side", "off side", "compute waits for copy", "recorded"]
+    assert moved[1] == "label"
+
+
+class _logged:  # noqa: N801  (reads as a function)
+    def __init__(self, log: list[str], text: str) -> None:
+        self.log, self.text = log, text
+
+    def __enter__(self) -> None:
+        self.log.append(self.text)
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append(self.text.replace("on ", "off "))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", [TF32(), CudnnBenchmark(), AutocastBf16()], ids=lambda s: s.name)
+def test_on_a_gpu_model_strategies_pass_the_guard(strategy: Strategy) -> None:
+    from accel import guard
+
+    run = make_run("cuda")
+    x = torch.randn(4, 3, 8, 8, device="cuda")
+    recording = guard.record(run.model, run.device, (x,), {})
+    out = run.model(x)
+    recording.listen(out)
+    out.square().mean().backward()
+    with guard.untouched(run.model, run.device):
+        plain = guard.replay(run.model, run.gate.plain, recording)
+        strategy.enable(run, None)
+        candidate = guard.replay(run.model, run.gate.call, recording)
+        strategy.disable(run)
+
+    assert guard.compare(plain, candidate, strategy.exactness).problem == ""
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_copied_batches_hold_the_same_bits() -> None:
+    copier = transfer.SideStreamCopier(torch.device("cuda"))
+    for size in (1, 1000, 1_000_003):
+        batch = [torch.randn(size), {"label": torch.arange(size)}]
+        moved = copier(batch)
+        assert moved[0].is_cuda
+        assert torch.equal(moved[0].cpu(), batch[0])
+        assert torch.equal(moved[1]["label"].cpu(), batch[1]["label"])  # type: ignore[call-overload]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_pinned_batches_are_pinned() -> None:
+    assert transfer.pin([torch.ones(3)])[0].is_pinned()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_search_ends_with_the_same_kind_of_model() -> None:
+    import accel
+
+    torch.manual_seed(0)
+    x = torch.randn(512, 3, 16, 16)
+    data = TensorDataset(x, (x.mean((1, 2, 3)) > 0).long())
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2)
+    ).cuda()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    keys = list(model.state_dict())
+    model, loader, optimizer = accel.optimize(
+        model, DataLoader(data, batch_size=32), optimizer, allow="reduced", budget=60, disable=("torch_compile",)
+    )
+    losses = []
+    for _ in range(80):
+        for images, labels in loader:
+            loss = nn.functional.cross_entropy(model(images.cuda()), labels.cuda())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+
+    assert list(model.state_dict()) == keys
+    assert sum(losses[-50:]) < sum(losses[:50])
+    assert accel.explain(model).state == "done"
+    accel.undo(model)
