@@ -425,8 +425,7 @@ class Controller:
         if self._told.get(name) == news:
             return
         self._told[name] = news
-        done = sum(row.status != "not tried" for row in self.rows.values())
-        self._announce(self.rows[name], done, len(self.rows))
+        self._announce(row, len(self._told), len(self.rows))
 
     def _note(self, text: str) -> None:
         self.events.append(Event(step=self.steps, text=text))
@@ -463,7 +462,9 @@ def _why_not(outcome: Outcome, drop_gain: float) -> tuple[Status, str]:
         return "refused", f"too noisy to tell after {outcome.pairs} pairs of blocks; left off"
     if outcome.high < 1:
         return "undone", "slower"
-    return "undone", f"gives less than {drop_gain:.0%}"
+    if outcome.high <= 1 + drop_gain:
+        return "undone", f"gives less than {drop_gain:.0%}"
+    return "undone", f"looks {'slower' if outcome.gain < 1 else 'no faster'} on a noisy machine"
 
 
 def _json(value: float) -> float | None:

@@ -140,6 +140,8 @@ def optimize(
     if chosen & refused:
         raise InvalidArgument(f"{sorted(chosen & refused)} stand in both enable and disable; leave them in one")
     wanted = _check_plan(plan, model)
+    if wanted is not None:  # whoever passes a plan has chosen what is in it
+        chosen |= frozenset(wanted.strategies) - refused
     limit = Budget.parse(budget)
     arguments = (level, chosen, refused, repr(plan), limit, str(report))
     inner = loader._accel_loader if is_proxy(loader) else loader

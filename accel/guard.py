@@ -201,9 +201,9 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
 def replay(model: nn.Module, call: Any, recording: Recording) -> Replayed:
     """Make the recorded call again through `call`, and send the recorded gradient back through it.
 
-    If no gradient arrived (the loop made none), a fixed random one is sent instead.
+    The modules must be in the recorded state (`recording.modules.restore()`); that is not done here, because a strategy
+    may have set attributes of its own since. If no gradient arrived (the loop made none), a fixed random one is sent.
     """
-    recording.modules.restore()
     recording.state.restore()
     args, kwargs = map_tensors(_copied, recording.args), map_tensors(_copied, recording.kwargs)
     named: list[tuple[str, Tensor]] = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -43,7 +43,7 @@ class Journal:
         self._controller: Controller | None = None
         self._report = Report(
             started=datetime.now().astimezone().isoformat(timespec="seconds"),
-            command=shlex.join(sys.argv),
+            command=shlex.join(["python", *sys.orig_argv[1:]]),
             machine=_machine(run),
             model=type(run.model).__name__,
             parameters=sum(p.numel() for p in run.model.parameters()),
@@ -198,6 +198,6 @@ def _training_same(report: Report) -> str:
         return ""
     errors = [max(row.output_error or 0.0, row.gradient_error or 0.0) for row in kept]
     worst = max(errors)
-    if worst == 0 and all(row.exactness == "exact" for row in kept):
-        return "same bits"
+    if worst == 0:
+        return "same bits" if all(row.exactness == "exact" for row in kept) else "the guard found the same bits"
     return f"outputs, gradients and updates agree to {worst:.1e}"

@@ -168,6 +168,8 @@ class Report:
 
     def verdict(self) -> str:
         """Say the outcome in one line, speed first."""
+        if self.state == "replayed" and self.speedup is None:
+            return f"replayed without a trial: {', '.join(self.plan) or 'nothing of the plan applies here'}"
         if self.speedup is None or self.plain_ms is None or self.accel_ms is None:
             return f"no verdict yet: {self.steps} steps seen, the search has not ended"
         if not self.plan:

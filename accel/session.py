@@ -77,7 +77,6 @@ class Session:
         self._decisions: Decisions | None = None
         self._ranks: Ranks | None = None
         self._clock = StepClock(clock)
-        self._now = clock
         self._active: Choices = {}
         self._watch = Watch(run.gate, run.device, self._trip)
         self._parameters = {id(p) for p in run.model.parameters()}
@@ -85,6 +84,7 @@ class Session:
         self._batches_without_step = 0
         self._recording: Recording | None = None
         self._sizes: deque[int] = deque(maxlen=64)
+        self._usual = 0
         self._action: Action | None = None
         self._result = Result()
         self._suspended = False
@@ -113,7 +113,7 @@ class Session:
     def batch_delivered(self, batch: Any) -> None:
         """Take note of the batch."""
         if not self._suspended and self._watching:
-            self._clock.batch(batches.size(batch), batches.signature(batch))
+            self._clock.batch(*batches.describe(batch))
             self._batches_without_step += 1
 
     def epoch_ended(self) -> None:
@@ -159,7 +159,7 @@ class Session:
         if self._suspended or not self._owns(optimizer):
             return
         self._clock.update()
-        if self._active and not self._watch.gradients_are_finite(optimizer):
+        if self._suspects() and not self._watch.gradients_are_finite(optimizer):
             self._trip("a gradient is not finite; that update was left out")
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -222,7 +222,7 @@ class Session:
     # -- the boundary --------------------------------------------------------------------------------------------------
 
     def _boundary(self) -> None:
-        began = self._now()
+        began = self._clock.last
         if self._decisions is None and self._action is None:
             self._begin()
         else:
@@ -230,8 +230,8 @@ class Session:
         self._stepped = False
         self._batches_without_step = 0
         # Work done here is the search's cost, not the step's time.
-        self._result.aside_s += self._now() - began
-        self._clock.restart()
+        now = self._clock.restart()
+        self._result.aside_s += now - began
 
     def _begin(self) -> None:
         """Meet the other ranks and take the first action; the steps until here only warmed up."""
@@ -266,7 +266,9 @@ class Session:
         """Tell whether a step held another number of samples than most."""
         # Ranks must end an action at the same step, and they may differ in which of their batches are odd.
         alone = self._ranks is None or not self._ranks.distributed
-        return alone and samples != Counter(self._sizes).most_common(1)[0][0]
+        if samples != self._usual or len(self._sizes) < 2:  # counting costs 5 µs: only when it may have changed
+            self._usual = Counter(self._sizes).most_common(1)[0][0]
+        return alone and samples != self._usual
 
     def _synchronise(self) -> None:
         """On a device that runs ahead, let a block begin and end with an idle device."""
@@ -346,11 +348,13 @@ class Session:
         except Exception as error:
             self._result.trips[name] = f"it could not be switched off: {type(error).__name__}: {error}"
 
+    def _suspects(self) -> list[str]:
+        """The strategies that are on and could make an output or a gradient wrong."""
+        return [n for n in self._active if self.strategies[n].touches & {"model", "optimizer"}]
+
     def _trip(self, why: str) -> None:
         """Switch off, now, every strategy that acts on the model or its update; the controller hears of it later."""
-        suspects = [n for n in self._active if self.strategies[n].touches & {"model", "optimizer"}] or list(
-            self._active
-        )
+        suspects = self._suspects()
         newest = suspects[-1:]
         for name in reversed(suspects):
             self._off(name)
@@ -385,9 +389,12 @@ class Session:
         gate, model = self.run.gate, self.run.model
         with guard.untouched(model, self.run.device), self._without_watch():
             self._switch({})
+            recording.modules.restore()
             plain = guard.replay(model, gate.plain, recording)
+            recording.modules.restore()
             self._switch(_acting_on_model(plan, self.strategies))
             candidate = guard.replay(model, gate.call, recording)
+            self._switch({})  # before attributes are put back: a strategy undoes its own
         return guard.compare(plain, candidate, exactness)
 
     @contextlib.contextmanager

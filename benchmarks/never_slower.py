@@ -3,7 +3,7 @@
     python -m benchmarks.never_slower [LOOP …] [--allow reordered] [--pairs 30] [--record]
 
 The search runs first, alone. Then plain and accelerated take turns of 20 steps. A loop passes if the accelerated step
-is at most 1.02 times the plain one, or at most 20 µs longer: the 95 % interval of the ratio must reach below that limit.
+is at most 1.02 times the plain one, or at most 20 µs longer: the 95 % interval of the ratio reaches below that.
 """
 
 from __future__ import annotations

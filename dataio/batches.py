@@ -72,17 +72,19 @@ def _rebuild_dataclass(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     return dataclasses.replace(batch, **changed) if changed else batch
 
 
-def size(batch: Any) -> int:
-    """Return the number of samples: the first dimension of the first tensor that has one, else 0."""
-    for leaf in leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
-    return 0
+def describe(batch: Any) -> tuple[int, Hashable]:
+    """Return the number of samples, 0 if unknown, and what two batches of the same kind share: their tensors' shapes.
 
-
-def signature(batch: Any) -> Hashable:
-    """Return what two batches of the same kind share: shapes and dtypes of their tensors."""
-    return tuple((tuple(t.shape), t.dtype) for t in tensors(batch))
+    The number of samples is the first dimension of the first tensor that has one. Called for every batch: 2 µs for a
+    pair of tensors.
+    """
+    if type(batch) in (tuple, list):
+        shapes = [leaf.shape for leaf in batch if type(leaf) is Tensor]
+        if len(shapes) != len(batch):
+            shapes = [tensor.shape for tensor in tensors(batch)]
+    else:
+        shapes = [tensor.shape for tensor in tensors(batch)]
+    return next((shape[0] for shape in shapes if shape), 0), tuple(shapes)
 
 
 def equal(one: Any, other: Any) -> bool:

@@ -121,7 +121,7 @@ def movable(loader: Any) -> str:
     if loader._dataset_kind != 0:
         return "the dataset is iterable: reading ahead would consume items that an early break leaves"
     if loader.num_workers > 0:
-        return f"the loader already has {loader.num_workers} workers of its own"
+        return f"the loader already has workers of its own ({loader.num_workers})"
     if loader.batch_sampler is None:
         return "the loader has no batch sampler (batch_size=None)"
     return ""

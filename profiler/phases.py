@@ -53,7 +53,7 @@ class StepClock:
     def _reset(self, now: float) -> None:
         self._opened = self._last = now
         self._after_forward = False
-        self._booked = dict.fromkeys(PHASES, 0.0)
+        self._booked = {"data": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0, "other": 0.0}
         self._samples = self._batches = 0
         self._shape: Hashable = None
         self._first = False
@@ -67,10 +67,17 @@ class StepClock:
         self._book("backward" if self._after_forward else "other")
         self._after_forward = False
 
-    def restart(self, *, first: bool = False) -> None:
-        """Forget what was booked and begin a step now; `first` marks the start of an epoch."""
-        self._reset(self.now())
+    @property
+    def last(self) -> float:
+        """When the last mark was made, s."""
+        return self._last
+
+    def restart(self, *, first: bool = False) -> float:
+        """Forget what was booked, begin a step now and return when that is; `first` marks the start of an epoch."""
+        now = self.now()
+        self._reset(now)
         self._first = first
+        return now
 
     def request(self) -> None:
         """Mark that the loop asks the loader for a batch."""

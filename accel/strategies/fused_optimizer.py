@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
@@ -31,6 +32,7 @@ class FusedOptimizer(Strategy):
 
     def __init__(self) -> None:
         self._before: list[tuple[dict[str, Any], Any, Any]] = []
+        self._hooks: list[RemovableHandle] = []
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no optimizer, or none with a path to switch."""
@@ -56,6 +58,16 @@ class FusedOptimizer(Strategy):
                     group["fused"] = setting == "fused"
             if setting == "fused":
                 _place_steps(optimizer, on_device=True)
+            # A checkpoint is the plain loop's: it says nothing of the path.
+            self._hooks.append(optimizer.register_state_dict_post_hook(self._plain_checkpoint))
+
+    def _plain_checkpoint(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        before = {id(group): values for group, *values in self._before}
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            if id(group) in before:
+                saved["foreach"] = before[id(group)][0]
+                if "fused" in saved:
+                    saved["fused"] = before[id(group)][1]
 
     def disable(self, run: Run) -> None:
         """Set the path that was set before."""
@@ -64,6 +76,9 @@ class FusedOptimizer(Strategy):
             if "fused" in group:
                 group["fused"] = fused
         self._before.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         for optimizer in run.optimizers:
             if not _refusal(optimizer):
                 _place_steps(optimizer, on_device=False)

@@ -63,7 +63,7 @@ class TorchCompile(Strategy):
 
 
 def _framed(call: Call) -> Call:
-    """Return `call` in a frame of ours: torch leaves frames of its own files as they are, and so all of a Sequential."""
+    """Return `call` in a frame of ours: torch doesn't compile frames of its own files, so nothing of a Sequential."""
 
     def run_call(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)

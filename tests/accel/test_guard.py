@@ -48,7 +48,9 @@ def checked(
     recording.listen(out)
     (out["logits"].square().mean() + out["hidden"].mean()).backward()
     with guard.untouched(model, CPU):
+        recording.modules.restore()
         plain = guard.replay(model, model, recording)
+        recording.modules.restore()
         candidate = guard.replay(model, wrap(model), recording)
     return guard.compare(plain, candidate, exactness)
 

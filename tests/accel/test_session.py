@@ -160,6 +160,35 @@ def test_a_stale_input_never_reaches_the_weights(registry: Any) -> None:
     assert_undone(registry, Stale, "wrong: its output is off")
 
 
+def test_a_wrong_forward_set_on_a_module_never_reaches_the_weights(registry: Any) -> None:
+    class Patched(Injected):
+        def enable(self, run: Run, setting: Any) -> None:
+            layer = run.model[0]  # type: ignore[index]
+            layer.forward = lambda x: nn.Linear.forward(layer, x) * 0
+
+        def disable(self, run: Run) -> None:
+            del run.model[0].forward  # type: ignore[index]
+
+    assert_undone(registry, Patched, "wrong: its output is off")
+
+
+def test_a_non_finite_gradient_of_the_users_own_is_left_alone(registry: Any) -> None:
+    class Harmless(Faster):
+        touches = frozenset({"input"})
+
+    registry[:] = [Harmless]
+    model = Slow(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, loader, optimizer = accel.optimize(model, [torch.ones(4, 3)] * 400, optimizer, budget=60)
+    for step, batch in enumerate(loader):
+        (model(batch).sum() * (math.inf if step == 390 else 1.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    accel.undo(model)
+
+    assert not all(p.isfinite().all() for p in model.parameters())  # as in the plain loop
+
+
 def test_an_output_that_turns_nan_is_made_again_plainly(registry: Any) -> None:
     class Nan(Faster):
         count = 0

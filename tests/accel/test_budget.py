@@ -1,0 +1,101 @@
+"""The budget: what it reads, and the laws of what it allows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.budget import Budget
+from accel.errors import InvalidArgument
+
+seconds = st.floats(min_value=0, max_value=1e9, allow_nan=False)
+positive = st.floats(min_value=1e-6, max_value=1e9, allow_nan=False)
+shares = st.floats(min_value=0.01, max_value=100).map(lambda percent: Budget.parse(f"{percent:.6f}%"))
+budgets = st.one_of(positive.map(Budget.parse), shares)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (60, 60.0),
+        (0.5, 0.5),
+        ("90s", 90.0),
+        ("2m", 120.0),
+        ("2 min", 120.0),
+        (" 1.5h ", 5400.0),
+        (".5s", 0.5),
+    ],
+)
+def test_times(text: float | str, wanted: float) -> None:
+    budget = Budget.parse(text)
+    assert budget.seconds == wanted
+    assert budget.share == 1.0
+    assert budget.text == (text.strip() if isinstance(text, str) else f"{text:g}s")
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("10%", 0.1), ("100%", 1.0), (" 2.5 % ", 0.025)])
+def test_shares(text: str, wanted: float) -> None:
+    budget = Budget.parse(text)
+    assert budget.share == pytest.approx(wanted)
+    assert budget.seconds == math.inf
+    assert budget.text == text.strip()
+
+
+@given(value=positive)
+def test_a_number_is_its_seconds_however_it_is_written(value: float) -> None:
+    assert Budget.parse(value).seconds == value
+    assert Budget.parse(f"{value:.9f}s").seconds == pytest.approx(value, abs=1e-9)
+    assert Budget.parse(f"{value:.9f}m").seconds == pytest.approx(60 * value, abs=1e-7)
+    assert Budget.parse(f"{value:.9f}h").seconds == pytest.approx(3600 * value, abs=1e-5)
+
+
+@given(
+    value=st.one_of(st.text(max_size=6), st.floats(), st.integers(), st.booleans(), st.none(), st.binary(max_size=3))
+)
+def test_anything_else_is_refused_with_the_remedy(value: object) -> None:
+    try:
+        budget = Budget.parse(value)  # type: ignore[arg-type]
+    except InvalidArgument as error:
+        assert 'write seconds (60), "90s", "2m" or a share of the run ("10%")' in str(error)  # noqa: PT017
+    else:
+        assert 0 < budget.seconds
+        assert 0 < budget.share <= 1
+
+
+@given(budget=budgets, spent=seconds, expected=seconds, elapsed=seconds)
+def test_a_cost_is_allowed_within_the_time_and_the_share(
+    budget: Budget, spent: float, expected: float, elapsed: float
+) -> None:
+    allowed = budget.allows(spent=spent, expected=expected, elapsed=elapsed)
+    assert allowed == (spent + expected <= budget.seconds and spent + expected <= budget.share * elapsed)
+
+
+@given(budget=budgets, spent=seconds, expected=seconds, elapsed=seconds, less=st.floats(0, 1), more=seconds)
+def test_what_is_allowed_stays_allowed_when_it_is_cheaper_or_later(
+    budget: Budget, spent: float, expected: float, elapsed: float, less: float, more: float
+) -> None:
+    if budget.allows(spent=spent, expected=expected, elapsed=elapsed):
+        assert budget.allows(spent=spent * less, expected=expected, elapsed=elapsed)
+        assert budget.allows(spent=spent, expected=expected * less, elapsed=elapsed)
+        assert budget.allows(spent=spent, expected=expected, elapsed=elapsed + more)
+
+
+@given(budget=budgets, spent=seconds, expected=seconds)
+def test_exhausted_means_that_no_waiting_helps(budget: Budget, spent: float, expected: float) -> None:
+    # Long enough for any share; a rounding of the product must not matter.
+    some_day = 2 * (spent + expected) / budget.share
+    assert budget.exhausted(spent, expected) != budget.allows(spent=spent, expected=expected, elapsed=some_day)
+
+
+@given(budget=shares, spent=seconds, expected=seconds)
+def test_a_share_is_never_exhausted(budget: Budget, spent: float, expected: float) -> None:
+    assert not budget.exhausted(spent, expected)
+
+
+@given(budget=budgets, cost=positive)
+def test_nothing_that_costs_is_allowed_before_the_run_has_begun(budget: Budget, cost: float) -> None:
+    assert not budget.allows(spent=0.0, expected=cost, elapsed=0.0)
+    assert budget.allows(spent=0.0, expected=0.0, elapsed=0.0)

@@ -1,0 +1,290 @@
+"""Errors and interrupts of the user's own code pass through accel as if it were not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+import accel
+from accel.plan import Plan, fingerprint
+from accel.report import Report
+from tests.accel.loops import (
+    Net,
+    Quick,
+    Samples,
+    advance,
+    advance_until,
+    assert_same,
+    everything,
+    in_trial,
+    loss_of,
+    make_loader,
+    plain_run,
+    settled,
+    training,
+)
+
+ROOT = Path(__file__).parents[2]
+PLACES = ("forward", "loss", "dataset", "collate")
+
+
+class BrokenSample(Exception):
+    """The user's own error, with arguments of its own."""
+
+    def __init__(self, where: str, number: int) -> None:
+        super().__init__(f"{where} is broken at {number}")
+        self.where = where
+
+
+class Fault:
+    """Where the user's code is to raise, and what."""
+
+    where: ClassVar[str] = ""
+    error: ClassVar[BaseException] = BrokenSample("nothing", 0)
+
+
+def fail_if(where: str) -> None:
+    if Fault.where == where:
+        raise Fault.error
+
+
+@pytest.fixture(autouse=True)
+def _no_fault_stays() -> Iterator[None]:
+    yield
+    Fault.where = ""
+
+
+class FaultyNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        fail_if("forward")
+        return super().forward(x)
+
+
+class FaultySamples(Samples):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        fail_if("dataset")
+        return super().__getitem__(index)
+
+
+def faulty_collate(samples: list[Any]) -> Any:
+    fail_if("collate")
+    return default_collate(samples)
+
+
+def faulty_loss(outputs: Tensor, target: Tensor) -> Tensor:
+    fail_if("loss")
+    return loss_of(outputs, target)
+
+
+def make_faulty() -> tuple[FaultyNet, Any, torch.optim.SGD]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = FaultyNet()
+    loader = make_loader(FaultySamples(), collate_fn=faulty_collate)
+    return model, loader, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def go_to(phase: str, loop: Iterator[list[int]], model: FaultyNet) -> int:
+    if phase == "observe":
+        return len(advance(loop, 3))
+    return advance_until(loop, in_trial if phase == "trial" else settled(model))
+
+
+@pytest.mark.parametrize("phase", ["observe", "trial", "hold"])
+@pytest.mark.parametrize("where", PLACES)
+def test_an_error_passes_through_as_it_is(only_quick: None, phase: str, where: str) -> None:
+    model, loader, optimizer = accel.optimize(*make_faulty(), allow="exact", budget=60)
+    loop = training(model, loader, optimizer, loss=faulty_loss)
+    steps = go_to(phase, loop, model)
+    Fault.where, Fault.error = where, BrokenSample(where, 3)
+
+    with pytest.raises(BrokenSample) as caught:
+        advance(loop, 1)
+
+    assert caught.value is Fault.error
+    assert str(caught.value) == f"{where} is broken at 3"
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None
+    frames = [Path(frame.filename) for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "fail_if"
+    assert frames[-1] == frames[-2] == Path(__file__)  # what raised, and the user's function that called it
+    assert accel.explain(model).rows[0].status in ("not tried", "kept")  # no strategy is to blame
+
+    # A loop that leaves the broken batch out goes on, and so does the search.
+    Fault.where = ""
+    loop = training(model, loader, optimizer, loss=faulty_loss)
+    advance_until(loop, settled(model), limit=600) if phase != "hold" else advance(loop, 20)
+    assert accel.explain(model).plan == {"quick": None}
+    assert steps > 0
+
+
+def test_an_error_in_a_worker_process_is_the_dataset_s_own() -> None:
+    """`loader_workers` fetches in other processes; the loop still sees the error where it belongs."""
+
+    class Broken(Samples):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            if index == 330:
+                raise BrokenSample("sample", index)
+            return super().__getitem__(index)
+
+    torch.set_num_threads(1)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    plan = Plan(fingerprint=fingerprint(model), model="Net", strategies={"loader_workers": 1})
+    model, loader, optimizer = accel.optimize(model, make_loader(Broken(400), shuffle=False), optimizer, plan=plan)
+    loop = training(model, loader, optimizer)
+    numbers = advance(loop, 40)
+    assert accel.explain(model).plan == {"loader_workers": 1}
+
+    with pytest.raises(BrokenSample, match="^sample is broken at 330$") as caught:
+        for _ in range(10):
+            numbers.append(next(loop))
+
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "__getitem__"
+    assert caught.value.__context__ is None
+    assert numbers == [list(range(i, i + 8)) for i in range(0, 328, 8)]
+
+
+def test_an_error_without_a_text_in_a_worker_process_is_no_trouble(only_quick: None) -> None:
+    class Silent(Exception):
+        def __init__(self, *args: Any) -> None:
+            super().__init__()
+
+    _, loader, _ = accel.optimize(*make_faulty(), budget=60)
+    assert loader._accel_listener is not None
+    loader._accel_listener.fetching_failed(Silent("anything"))
+
+
+# -- interrupts --------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_in_the_middle_of_a_trial_leaves_a_loop_that_goes_on(only_quick: None) -> None:
+    def run(optimized: bool, steps: int = 0) -> tuple[int, dict[str, Tensor]]:
+        model, loader, optimizer = make_faulty()
+        if optimized:
+            model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="exact", budget=60)
+        loop = training(model, loader, optimizer)
+        steps = len(advance(loop, steps)) or advance_until(loop, in_trial)
+        Fault.where, Fault.error = "forward", KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            next(loop)
+        Fault.where = ""
+        advance(training(model, loader, optimizer), 30)
+        accel.undo(model)
+        assert not Quick.on
+        advance(training(model, loader, optimizer), 30)
+        return steps, everything(model, optimizer)
+
+    steps, interrupted = run(True)
+    assert_same(interrupted, run(False, steps)[1])
+
+
+def test_an_interrupt_in_a_replay_leaves_no_trace(only_quick: None) -> None:
+    """The guard calls the model between two steps; an interrupt there must not leave a half-made replay behind."""
+    model, loader, optimizer = accel.optimize(*make_faulty(), allow="exact", budget=60)
+    steps = 0
+    interrupted = False
+    while not interrupted:
+        for x, target in loader:
+            Fault.where = ""
+            optimizer.zero_grad()
+            loss_of(model(x), target).backward()
+            optimizer.step()
+            steps += 1
+            Fault.where, Fault.error = "forward", KeyboardInterrupt()  # for calls that are not the loop's
+            before = everything(model, optimizer)
+            iterator_left = steps % len(loader) != 0
+            if not iterator_left:
+                continue
+            try:
+                accel_calls = loader._accel_listener
+                accel_calls.batch_requested()
+            except KeyboardInterrupt:
+                interrupted = True
+                Fault.where = ""
+                assert_same(everything(model, optimizer), before)
+                assert not Quick.on
+                break
+    assert steps < 100
+    accel.undo(model)
+    assert "_compiled_call_impl" not in vars(model)
+    advance(training(model, loader, optimizer), 20)
+
+
+_SCRIPT = """
+import sys, torch, accel
+from accel import strategies
+from tests.accel.loops import Net, Quick, Samples, in_trial, make, training
+strategies.REGISTRY[:] = [Quick]
+model, loader, optimizer = make()
+model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60, report=sys.argv[1])
+go_on = sys.argv[2] == "go on"
+try:
+    for _ in training(model, loader, optimizer):
+        if in_trial():
+            print("trial", flush=True)
+            while in_trial():
+                torch.nn.functional.mse_loss(model(torch.zeros(8, 6)), torch.ones(8, 3)).backward()
+except KeyboardInterrupt:
+    if not go_on:
+        raise
+before = model.head.weight.detach().clone()
+loop = training(model, loader, optimizer)
+for _ in range(20):
+    next(loop)
+print("trained" if model.head.weight.isfinite().all() and not torch.equal(before, model.head.weight) else "stuck")
+"""
+
+
+@pytest.mark.parametrize("way", ["end", "go on"])
+def test_a_run_that_is_interrupted_writes_its_report(tmp_path: Path, way: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT, str(tmp_path / "out"), way],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "trial\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+
+    if way == "go on":
+        assert process.returncode == 0, err
+        assert out == "trained\n"
+    else:
+        assert process.returncode == -signal.SIGINT, err
+        assert err.rstrip().endswith("KeyboardInterrupt")
+    assert "Exception ignored" not in err
+    folder = tmp_path / "out"
+    assert sorted(path.name for path in folder.iterdir()) == ["plan.json", "report.html", "report.json"]
+    report = Report.load(folder / "report.json")
+    assert report.state == "interrupted"
+    assert report.steps > 10
+    assert (folder / "report.html").read_text(encoding="utf-8").rstrip().endswith("</html>")
+    plan = Plan.load(folder / "plan.json")
+    assert plan.strategies == report.plan == {}
+    plan.check(Net())
+
+
+def test_a_plain_run_is_the_reference() -> None:
+    """The comparisons above could not fail if two runs of different length were the same."""
+    one, other = plain_run(5), plain_run(6)
+    with pytest.raises(AssertionError):
+        assert_same(one, other)
