@@ -7,6 +7,7 @@ import platform
 import shlex
 import sys
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -37,6 +38,9 @@ class Journal:
     ) -> None:
         self._run = run
         self._target = None if report is None else Path(report)
+        if self._target is not None and self._target.suffix != ".json":
+            # Now, not at exit: there it would make Python forget that Ctrl-C ended the run, and exit with 1, not 130.
+            import_module("accel.webpage")
         self._replayed = replayed
         self._finished = False
         self._session: Session | None = None
@@ -111,7 +115,7 @@ class Journal:
         report.machine.world_size = self._run.world_size
         report.rows = list(controller.rows.values())
         report.events = list(controller.events)
-        report.plan = dict(controller.plan)
+        report.plan = dict(controller.plan) if session.rank == 0 else session.active
         report.state = self._state(controller)
         report.steps, report.search_steps = session.steps, controller.search_steps
         report.search_s = controller.cost_s
@@ -158,6 +162,8 @@ class Journal:
             )
         if session.steps == 0:
             unseen.append("any training step: is the loader that accel.optimize returned the one the loop iterates?")
+        if session.rank != 0:
+            unseen.append(f"the search: rank 0 decides and holds the report, this is rank {session.rank}")
         if session.failed:
             unseen.append(f"anything after accel itself failed and left the loop as it was: {session.failed}")
         return unseen

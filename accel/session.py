@@ -134,6 +134,11 @@ class Session:
         return 0 if self._ranks is None else self._ranks.rank
 
     @property
+    def active(self) -> Choices:
+        """The strategies that are on in this process now."""
+        return dict(self._active)
+
+    @property
     def alive(self) -> bool:
         """False once everything has been taken back."""
         return self._watching

@@ -29,7 +29,7 @@ from benchmarks.demo_loop import train
 from benchmarks.pairs import Racer, Ratio, racers, ratio
 
 TURN = 10
-BATCH, EPOCHS = 128, 2
+BATCH, EPOCHS = 64, 1
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "default": {"allow": "reordered"},
@@ -100,7 +100,7 @@ def _race(seed: int, data: str | None, out: str, console: Console) -> dict[str, 
 
 def _summarise(runs: list[dict[str, Racer]], source: str) -> dict[str, Any]:
     summary: dict[str, Any] = {
-        "what": "small CNN on 28x28 images, batch 128, two epochs, mean of interleaved pairs after the search",
+        "what": "small CNN on 28x28 images, batch 64, one epoch, mean of interleaved pairs after the search",
         "command": "make demo",
         "data": source,
         "date": date.today().isoformat(),

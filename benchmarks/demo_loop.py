@@ -46,8 +46,8 @@ def train(
     accelerate: dict[str, Any] | None,
     on_step: Callable[..., None],
     folder: str | None = None,
-    batch_size: int = 128,
-    epochs: int = 2,
+    batch_size: int = 64,
+    epochs: int = 1,
 ) -> dict[str, Any]:
     """Train for some epochs, plainly or with `accel.optimize(…, **accelerate)`, and return what came of it."""
     torch.manual_seed(seed)

@@ -61,7 +61,7 @@ def test_anything_else_is_refused_with_the_remedy(value: object) -> None:
     except InvalidArgument as error:
         assert 'write seconds (60), "90s", "2m" or a share of the run ("10%")' in str(error)  # noqa: PT017
     else:
-        assert 0 < budget.seconds
+        assert budget.seconds > 0
         assert 0 < budget.share <= 1
 
 

@@ -427,8 +427,10 @@ def _compiled_run(way: str, optimized: bool, steps: int = 0) -> tuple[int, dict[
 
     done = 5 + advance_until(loop, lambda: Quick.on)
     runs = backend.runs
-    done += advance_until(loop, lambda: not Quick.on)
-    assert backend.runs > runs > 0  # compiled under a strategy, and compiled before it
+    measured = advance_until(loop, lambda: not Quick.on)
+    done += measured
+    assert backend.runs - runs >= measured  # compiled under the strategy
+    assert runs >= done - measured - 6  # and before it
     assert type(model).__name__ == ("OptimizedModule" if way == "wrapper" else "Small")
     accel.undo(model)
     assert vars(plain) == found
@@ -567,7 +569,7 @@ def test_explain_tells_how_the_search_stands(only_quick: None, capsys: pytest.Ca
     assert report.rows[0].status == "kept"
     assert report.speedup is not None
     assert report.speedup > 1.5
-    assert report.training_same == "same bits"
+    assert "same bits" in report.training_same
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "accel: " in printed.err

@@ -1,0 +1,112 @@
+"""Fill the marked blocks of README.md from committed results, so that no figure in it is typed by hand.
+
+    python -m benchmarks.readme [--check]
+
+The newest `demo-*.json` and `never-slower-*.json` under benchmarks/results/ are used; `--check` changes nothing and
+exits with 1 if the README is out of date.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from accel.files import write_atomic
+
+_ROOT = Path(__file__).resolve().parent.parent
+_RESULTS = _ROOT / "benchmarks" / "results"
+
+
+def newest(pattern: str) -> dict[str, Any] | None:
+    """Return the newest result file that matches, by its date."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(_RESULTS.glob(pattern))]
+    return max(found, key=lambda result: result["date"]) if found else None
+
+
+def demo_block(result: dict[str, Any]) -> str:
+    """Return the demo's table as Markdown."""
+    machine = result["machine"]
+    lines = [
+        f"`{result['command']}`, {result['date']}, {machine['device']}, {machine['cores']} cores, "
+        f"torch {machine['torch']}. {result['data']}; {result['what']}.",
+        "",
+        "| variant | speed-up [95 %] | ms per step | search cost | test accuracy (3 seeds) | promised |",
+        "|---|---|---|---|---|---|",
+    ]
+    variants = result["variants"]
+    plain = variants["plain"]["accuracy"]
+    lines.append(f"| plain | 1 | {variants['default']['plain_ms']:.1f} | | {statistics.fmean(plain):.2f} % | |")
+    for name in ("default", "reduced"):
+        v = variants[name]
+        lines.append(
+            f'| `allow="{"reordered" if name == "default" else name}"` | {v["speedup"]:.2f}x '
+            f"[{v['low']:.2f}, {v['high']:.2f}] | {v['ms']:.1f} | {statistics.fmean(v['search_s']):.1f} s | "
+            f"{statistics.fmean(v['accuracy']):.2f} % ({v['accuracy_difference']:+.2f}) | "
+            f"{v['wanted']}x, ±0.5 |"
+        )
+    return "\n".join([*lines, "", *_strategy_lines(variants)])
+
+
+def _strategy_lines(variants: dict[str, Any]) -> list[str]:
+    """One row per strategy that had a trial under `allow="reduced"`, over the seeds."""
+    seeds = variants["reduced"]["strategies"]
+    names = sorted({name for seed in seeds for name in seed})
+    lines = ["| strategy | gain in its own trial, per seed | verdict |", "|---|---|---|"]
+    for name in names:
+        rows = [seed[name] for seed in seeds if name in seed]
+        gains = ", ".join(f"{row['gain']:.2f}x [{row['gain_low']:.2f}, {row['gain_high']:.2f}]" for row in rows)
+        lines.append(f"| `{name}` | {gains} | {', '.join(row['status'] for row in rows)} |")
+    return lines
+
+
+def table_block(result: dict[str, Any]) -> str:
+    """Return the never-slower table as Markdown."""
+    lines = [
+        f"`{result['command']}`, {result['date']}, {result['machine']}, torch {result['torch']}. "
+        f"Accelerated ÷ plain step time after the search; below 1 is faster; limit {result['limit']}.",
+        "",
+        "| loop | plain ms | accelerated ÷ plain [95 %] |",
+        "|---|---|---|",
+    ]
+    for row in result["loops"]:
+        lines.append(
+            f"| {row['loop']} | {row['plain_ms']:.2f} | {row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}] |"
+        )
+    return "\n".join(lines)
+
+
+def filled(text: str) -> str:
+    """Return the README with its blocks filled; a block without results stays as it is."""
+    for name, pattern, make in (
+        ("demo", "demo-*.json", demo_block),
+        ("table", "never-slower-reordered-*.json", table_block),
+    ):
+        result = newest(pattern)
+        if result is not None:
+            block = f"<!-- {name}:begin -->\n{make(result)}\n<!-- {name}:end -->"
+            text = re.sub(
+                rf"<!-- {name}:begin -->.*?<!-- {name}:end -->", lambda _, block=block: block, text, flags=re.S
+            )
+    return text
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Exit with 1 if the README is out of date.")
+def main(check: bool) -> None:
+    """Fill the README's figures."""
+    readme = _ROOT / "README.md"
+    old = readme.read_text(encoding="utf-8")
+    new = filled(old)
+    if check:
+        sys.exit(old != new)
+    write_atomic(readme, new)
+
+
+if __name__ == "__main__":
+    main()

