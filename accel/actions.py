@@ -67,6 +67,7 @@ class Candidate:
     exactness: Exactness = Exactness.EXACT
     one_off_s: float = 0.0
     settling: Callable[[Any], int] = lambda setting: 1
+    host_dependent: bool = False
     phase: str = ""
     """The one phase of the step that it can shorten; '' if it acts on more."""
     ruled_out: tuple[str, str] | None = None

@@ -34,11 +34,9 @@ class Pace:
     """Plain steps before anything is tried."""
     guard: int = 2
     """Steps whose replays must agree before a candidate runs for real; two, so that a stale input shows."""
-    wait: int = 20
-    """Steps between two looks at a budget that does not yet allow the next trial."""
     hold: int = 50
     """Steps between two looks at a finished plan."""
-    recheck: int = 500
+    recheck: int = 250
     """Steps from the end of the search to the guard's next look; the gap then doubles."""
     reopenings: int = 3
     """How often the search may begin again; a batch shape that never settles would keep it searching."""
@@ -153,7 +151,7 @@ class Controller:
                 self._decide(name, "not applicable", why)
             elif too_little := self._too_little(candidate):
                 self._decide(name, "not tried", too_little)
-            elif candidate.one_off_s and not self._affordable(candidate.one_off_s):
+            elif not self._affordable(candidate.one_off_s):
                 self._decide(name, "not tried", self._too_dear(candidate.one_off_s))
                 waiting.append(name)
             else:
@@ -190,27 +188,19 @@ class Controller:
         return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=self.elapsed_s)
 
     def _too_dear(self, expected: float) -> str:
-        if self._budget.exhausted(self.cost_s, expected):
-            return f"the budget of {self._budget.text} has no room for about {expected:.0f} s of one-off work"
-        return f"about {expected:.0f} s of one-off work; tried once the run is long enough (budget {self._budget.text})"
-
-    def _wait_for_budget(self) -> Generator[Action, Result, bool]:
-        while not self._budget.allows(spent=self.cost_s, expected=0.0, elapsed=self.elapsed_s):
-            if self._budget.exhausted(self.cost_s, 0.0):
-                return False
-            result = yield from self._act(Action(plan=self.plan, steps=self._pace.wait))
-            if self._changed(result):
-                return False
-        return True
+        later = "" if self._budget.exhausted(self.cost_s, expected) else "; tried once the run is long enough"
+        if expected:
+            return (
+                f"about {expected:.0f} s of one-off work, more than the budget of {self._budget.text} allows now{later}"
+            )
+        return f"the budget of {self._budget.text} is spent{later}"
 
     def _try(self, candidate: Candidate) -> Decisions:
         """Try each setting of a candidate against the plan so far; a setting that wins becomes part of the plan."""
         name, row = candidate.name, self.rows[candidate.name]
         for setting in candidate.settings():
-            if not (yield from self._wait_for_budget()):
-                if not row.steps:
-                    self._decide(name, "not tried", f"the budget of {self._budget.text} is spent")
-                break
+            if row.steps and not self._affordable(0.0):
+                break  # the first setting has cost what there was; what it found stands
             row.setting = row.setting or candidate.describe(setting)
             trial_plan = {**self.plan, name: setting}
             cost, steps = self.cost_s, self.steps
@@ -331,6 +321,9 @@ class Controller:
             if check:
                 gap, next_check = 2 * gap, self.steps + 2 * gap
                 self._recheck_numbers(result)
+                # A machine that was busy during the search and is quiet now (or the reverse) shows in no step time.
+                yield from self._retry_kept([n for n in self.plan if self._candidates[n].host_dependent])
+                self._level_ms = None
                 continue
             if self._changed(result):
                 return
@@ -357,12 +350,12 @@ class Controller:
         if len(recent) == 3 and min(recent) > self._pace.slower * self._level_ms:
             self._note(f"the step became slower ({self._level_ms:.3g} → {min(recent):.3g} ms): trying the plan again")
             recent.clear()
-            yield from self._retry_kept()
+            yield from self._retry_kept(list(self.plan))
             self._level_ms = None
 
-    def _retry_kept(self) -> Decisions:
-        """Leave out one kept strategy at a time; one that no longer pays is undone."""
-        for name in list(self.plan):
+    def _retry_kept(self, names: Sequence[str]) -> Decisions:
+        """Leave out one of these kept strategies at a time; one that no longer pays is undone."""
+        for name in names:
             if name not in self.plan:
                 continue
             without = {n: s for n, s in self.plan.items() if n != name}
@@ -462,7 +455,7 @@ def _why_not(outcome: Outcome, drop_gain: float) -> tuple[Status, str]:
         return "refused", f"too noisy to tell after {outcome.pairs} pairs of blocks; left off"
     if outcome.high < 1:
         return "undone", "slower"
-    if outcome.high <= 1 + drop_gain:
+    if outcome.high <= 1 + 2 * drop_gain:
         return "undone", f"gives less than {drop_gain:.0%}"
     return "undone", f"looks {'slower' if outcome.gain < 1 else 'no faster'} on a noisy machine"
 

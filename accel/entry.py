@@ -200,6 +200,7 @@ def _candidate(
         one_off_s=0.0 if strategy.name in enable else strategy.one_off_s,
         settling=strategy.settling,
         phase=strategy.phase,
+        host_dependent=strategy.host_dependent,
         ruled_out=_ruled_out(strategy, level, enable, disable),
         refusal=lambda: strategy.refusal(run),
         settings=lambda: strategy.settings(run),

@@ -9,7 +9,6 @@ exits with 1 if the README is out of date.
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import sys
 from pathlib import Path
@@ -90,9 +89,8 @@ def filled(text: str) -> str:
         result = newest(pattern)
         if result is not None:
             block = f"<!-- {name}:begin -->\n{make(result)}\n<!-- {name}:end -->"
-            text = re.sub(
-                rf"<!-- {name}:begin -->.*?<!-- {name}:end -->", lambda _, block=block: block, text, flags=re.S
-            )
+            begin, end = text.index(f"<!-- {name}:begin -->"), text.index(f"<!-- {name}:end -->")
+            text = text[:begin] + block + text[end + len(f"<!-- {name}:end -->") :]
     return text
 
 

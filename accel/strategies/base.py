@@ -53,6 +53,8 @@ class Strategy(ABC):
     """What the guard must compare: `model` (outputs and gradients), `optimizer` (the update), `input` (the batch)."""
     phase: ClassVar[str] = ""
     """The one phase of the step that it can shorten (`data`, `optimizer`); not tried when that phase is negligible."""
+    host_dependent: ClassVar[bool] = False
+    """Its gain depends on what else the machine does: once kept, it is tried again from time to time."""
     opt_in: ClassVar[str] = ""
     """Why it runs only when named in `enable=`; empty for all others."""
     one_off_s: ClassVar[float] = 0.0

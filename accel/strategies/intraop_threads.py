@@ -22,6 +22,7 @@ class IntraopThreads(Strategy):
     summary = "fewer threads per operator"
     treats = frozenset({Bottleneck.COMPUTE, Bottleneck.INPUT, Bottleneck.LAUNCH})
     exactness = Exactness.REORDERED
+    host_dependent = True
 
     def __init__(self) -> None:
         self._before = 0

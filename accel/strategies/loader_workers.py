@@ -22,6 +22,7 @@ class LoaderWorkers(Strategy):
     summary = "batches fetched ahead by worker processes, across epochs"
     treats = frozenset({Bottleneck.INPUT})
     exactness = Exactness.EXACT
+    host_dependent = True
     touches = frozenset({"input"})
     phase = "data"
 

@@ -116,6 +116,21 @@ def test_a_strategy_that_was_faster_and_then_regresses_is_undone() -> None:
     assert any("became slower" in event.text for event in controller.events)
 
 
+def test_a_strategy_that_paid_only_on_a_busy_machine_is_undone_on_a_quiet_one() -> None:
+    class Quietens(Machine):
+        """One thread is faster while another process holds a core; the plan's own step never becomes slower."""
+
+        def seconds(self, plan: dict[str, object]) -> float:
+            busy = self.step < 600
+            return super().seconds(plan) * (1.0 if "threads" in plan else 1.5 if busy else 0.6)
+
+    threads = candidate("threads", host_dependent=True)
+    controller = simulate([threads, candidate("good")], Quietens(speed={"good": 1.3}), until_settled=False, steps=3000)
+
+    assert list(controller.plan) == ["good"]
+    assert "no longer pays" in controller.rows["threads"].why
+
+
 def test_a_machine_that_becomes_slower_costs_no_good_strategy() -> None:
     machine = Machine(speed={"good": 1.5}, noise=0.05, drift=lambda step: 1.0 if step < 1500 else 2.0)
 
@@ -166,7 +181,7 @@ def test_one_off_work_waits_until_the_run_is_long_enough() -> None:
 def test_one_off_work_beyond_an_absolute_budget_is_not_tried() -> None:
     controller = simulate([candidate("compile", one_off_s=30.0)], Machine(), budget="5s")
 
-    assert controller.rows["compile"].why == "the budget of 5s has no room for about 30 s of one-off work"
+    assert controller.rows["compile"].why == "about 30 s of one-off work, more than the budget of 5s allows now"
 
 
 def test_a_spent_budget_ends_the_search() -> None:

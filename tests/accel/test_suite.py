@@ -14,8 +14,8 @@ from benchmarks.loops import LOOPS, Outcome, run
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # accel warns when it fails: no loop may make it
 
-# Their loss is no yardstick: a GAN's two losses chase each other, and the recurrent loop's learning rate is so high that
-# ten plain seeds end between 0.004 and 1.13 (mean 0.27; reordered 0.15, reduced 0.17). Their bits are compared all the same.
+# Their loss is no yardstick: a GAN's two losses chase each other, and the recurrent loop's learning rate is so high
+# that ten plain seeds end between 0.004 and 1.13 (mean 0.27; reordered 0.15, reduced 0.17). Their bits are compared.
 _CHAOTIC = {"gan", "rnn"}
 # How far the mean loss of the last 50 of 200 steps may lie above the plain loop's, as a share of the first loss.
 BANDS = {"reordered": 0.05, "reduced": 0.15}
