@@ -27,7 +27,6 @@ class Observed:
     """Calls of the model seen."""
     fetch_finding: str = ""
     """Why fetching can't be moved elsewhere; '' if nothing was found."""
-    steps_in_epoch: int | None = None
 
 
 @dataclass

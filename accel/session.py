@@ -117,9 +117,7 @@ class Session:
             self._batches_without_step += 1
 
     def epoch_ended(self) -> None:
-        """Take note of the epoch's length."""
-        if self.run.observed.steps_in_epoch is None and self.steps:
-            self.run.observed.steps_in_epoch = self.steps
+        """Nothing to do: the request that found the epoch's end has closed its last step."""
 
     def fetching_failed(self, error: Exception) -> None:
         """Take note that worker processes failed; the proxy has gone back to plain fetching and lost nothing."""
