@@ -21,6 +21,8 @@ class Action:
     """Strategies that are on in these steps."""
     steps: int
     """Steps to count."""
+    rest: int = 0
+    """Steps to pass first, under the plan but with the clocks off; only the watch looks on."""
     settle: int = 0
     """Steps to run first and leave out."""
     check: Choices | None = None

@@ -35,7 +35,9 @@ class Pace:
     guard: int = 2
     """Steps whose replays must agree before a candidate runs for real; two, so that a stale input shows."""
     hold: int = 50
-    """Steps between two looks at a finished plan."""
+    """Steps of a look at a finished plan."""
+    rest: int = 150
+    """Steps between two such looks, in which nothing is measured."""
     recheck: int = 250
     """Steps from the end of the search to the guard's next look; the gap then doubles."""
     reopenings: int = 3
@@ -317,7 +319,10 @@ class Controller:
         while True:
             check = dict(self.plan) if self.plan and self.steps >= next_check else None
             steps = 1 if check else self._pace.hold
-            result = yield from self._act(Action(plan=self.plan, steps=steps, check=check, settled=True))
+            rest = 0 if check or self._alert(recent) else self._pace.rest
+            if self.plan:
+                rest = max(0, min(rest, next_check - self.steps - steps))
+            result = yield from self._act(Action(plan=self.plan, rest=rest, steps=steps, check=check, settled=True))
             if check:
                 gap, next_check = 2 * gap, self.steps + 2 * gap
                 self._recheck_numbers(result)
@@ -334,6 +339,12 @@ class Controller:
                 self._level_ms = None
             elif result.seconds and self.plan:
                 yield from self._watch_level(recent, statistics.median(result.seconds) * 1e3)
+
+    def _alert(self, recent: Sequence[float]) -> bool:
+        """Tell whether to look at every step: the usual step time is not known yet, or the last look was slow."""
+        if not self.plan:
+            return False
+        return self._level_ms is None or (bool(recent) and recent[-1] > self._pace.slower * self._level_ms)
 
     def _recheck_numbers(self, result: Result) -> None:
         if result.finding is not None and result.finding.problem:

@@ -85,6 +85,7 @@ class Session:
         self._recording: Recording | None = None
         self._sizes: deque[int] = deque(maxlen=64)
         self._usual = 0
+        self._resting = 0
         self._action: Action | None = None
         self._result = Result()
         self._suspended = False
@@ -106,6 +107,9 @@ class Session:
         """End the step if an optimizer has stepped since the last boundary; the place where everything is switched."""
         if self._suspended or not self._watching:
             return
+        if self._resting:
+            self._rest()
+            return
         self._clock.request()
         if self._is_boundary():
             self._safely(self._boundary)
@@ -113,8 +117,9 @@ class Session:
     def batch_delivered(self, batch: Any) -> None:
         """Take note of the batch."""
         if not self._suspended and self._watching:
-            self._clock.batch(*batches.describe(batch))
             self._batches_without_step += 1
+            if not self._resting:
+                self._clock.batch(*batches.describe(batch))
 
     def epoch_ended(self) -> None:
         """Nothing to do: the request that found the epoch's end has closed its last step."""
@@ -125,6 +130,7 @@ class Session:
             self._off(name)
             first_line = next(iter(str(error).splitlines()), "")
             self._result.trips[name] = f"fetching failed: {type(error).__name__}: {first_line}"
+        self._wake()
 
     @property
     def rank(self) -> int:
@@ -161,7 +167,8 @@ class Session:
     def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._suspended or not self._owns(optimizer):
             return
-        self._clock.update()
+        if not self._resting:
+            self._clock.update()
         if self._suspects() and not self._watch.gradients_are_finite(optimizer):
             self._trip("a gradient is not finite; that update was left out")
             for group in optimizer.param_groups:
@@ -171,7 +178,8 @@ class Session:
     def _optimizer_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._suspended or not self._owns(optimizer):
             return
-        self._clock.updated()
+        if not self._resting:
+            self._clock.updated()
         self._stepped = True
 
     # -- what the gate tells (gate.Watcher) ----------------------------------------------------------------------------
@@ -180,8 +188,7 @@ class Session:
         """Measure a call, record it for the guard if asked, and see that its outputs are well."""
         if self._suspended:
             return self.run.gate.plain(*args, **kwargs)
-        training = self.run.model.training and torch.is_grad_enabled()
-        if not training:
+        if self._resting or not (self.run.model.training and torch.is_grad_enabled()):
             return self._watch.call(call, args, kwargs)
         self._clock.call()
         try:
@@ -235,6 +242,24 @@ class Session:
         # Work done here is the search's cost, not the step's time.
         now = self._clock.restart()
         self._result.aside_s += now - began
+
+    def _rest(self) -> None:
+        """Count a step and measure nothing: 150 of 200 steps of a finished search cost 5 µs instead of 15."""
+        if not self._is_boundary():
+            return
+        self._stepped = False
+        self._batches_without_step = 0
+        self.steps += 1
+        self._result.steps += 1
+        self._resting -= 1
+        if self._resting == 0:
+            began = self._clock.last
+            self._result.elapsed_s += self._clock.restart() - began
+
+    def _wake(self) -> None:
+        """Rest no longer: the controller should hear of something. Ranks end an action together, so they sleep on."""
+        if self._resting and not (self._ranks is not None and self._ranks.distributed):
+            self._resting = 1
 
     def _begin(self) -> None:
         """Meet the other ranks and take the first action; the steps until here only warmed up."""
@@ -303,7 +328,7 @@ class Session:
         if self._decisions is not None:
             decision = next(self._decisions) if first else self._decisions.send(_merged(results))
         action: Action = self._ranks.decided(decision)
-        self._action, self._result = action, Result()
+        self._action, self._result, self._resting = action, Result(), action.rest
         self.run.fetching.witness = None if not action.anatomy else self.run.fetching.witness
         self._switch(action.plan)
         self._quieten(action)
@@ -361,6 +386,7 @@ class Session:
         newest = suspects[-1:]
         for name in reversed(suspects):
             self._off(name)
+        self._wake()
         # The strategy switched on last is the likeliest cause and is named; the others come back with the next action.
         for name in newest:
             self._result.trips[name] = why

@@ -1,4 +1,4 @@
-"""The machinery around a step, once the search is over: at most 20 µs."""
+"""The machinery around a step, once the search is over: at most 20 µs; under `disabled`, at most 5 µs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel import strategies
 
 
 def test_an_idle_session_costs_at_most_twenty_microseconds_a_step() -> None:
-    """Measured on a quiet core: 14 µs above a plain step of 55 µs; the fastest of interleaved rounds is compared."""
+    """Measured on a quiet core above a plain step of 56 µs: 9.5 µs idle, 2.1 µs disabled; the fastest rounds count."""
     torch.set_num_threads(1)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -27,12 +27,15 @@ def test_an_idle_session_costs_at_most_twenty_microseconds_a_step() -> None:
             optimizer.zero_grad()
         return (time.perf_counter() - began) / len(batches) * 1e6
 
-    plain, idle = [], []
+    plain, idle, disabled = [], [], []
     for _ in range(8):
         plain.append(microseconds(batches))
         _, loader, _ = accel.optimize(model, batches, optimizer, budget=60, disable=strategies.names())
         microseconds(loader)
         idle.append(microseconds(loader))
+        with accel.disabled():
+            disabled.append(microseconds(loader))
         accel.undo(model)
 
     assert min(idle) - min(plain) <= 20, (min(idle), min(plain))
+    assert min(disabled) - min(plain) <= 5, (min(disabled), min(plain))
