@@ -9,6 +9,7 @@ from typing import Any
 from accel.guard import Finding
 from accel.plan import Choices
 from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.evidence import Evidence
 from accel.profiler.phases import Measurement
 from accel.strategies.base import Exactness
 
@@ -28,7 +29,7 @@ class Action:
     check: Choices | None = None
     """A plan to compare with the plain path at the end of each of these steps; the steps themselves run `plan`."""
     anatomy: bool = False
-    """Measure the phases too."""
+    """Let the profiler look at the counted steps."""
     settled: bool = False
     """The search is over; what strategies that are off have kept may go."""
 
@@ -48,6 +49,8 @@ class Result:
     elapsed_s: float = 0.0
     trips: dict[str, str] = field(default_factory=dict)
     """Strategy → why it was switched off in the middle of the action."""
+    evidence: Evidence | None = None
+    """What the profiler saw of the counted steps, if it was asked to look."""
     finding: Finding | None = None
     """What the guard found, if it was asked and could look."""
     regime: Hashable = None

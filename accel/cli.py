@@ -8,12 +8,14 @@ from typing import Any
 
 import click
 
-from accel import __version__
-from accel.compare import compare
+from accel import __version__, compare, profile_compare, profile_terminal, terminal
 from accel.errors import AccelError, ReportError
 from accel.files import write_atomic
+from accel.profile_command import profile
+from accel.profiler.report import ProfileReport
 from accel.report import Report
-from accel.terminal import clean, render
+from accel.reports import load
+from accel.terminal import clean
 
 UNUSABLE = 2
 REGRESSED = 1
@@ -42,7 +44,7 @@ def _threshold(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.group(cls=_Group)
 @click.version_option(__version__, prog_name="accel")
 def main() -> None:
-    """Read and compare the reports of accelerated training runs."""
+    """Read and compare the reports of accelerated and of profiled training runs."""
 
 
 @main.command()
@@ -50,10 +52,10 @@ def main() -> None:
 @click.option("--html", "page", type=click.Path(path_type=Path), metavar="OUT", help="Also write it as a web page.")
 def report(file: Path, page: Path | None) -> None:
     """Print the report in FILE (JSON, as written by accel)."""
-    loaded = Report.load(file)
+    loaded = load(file)
     if page is not None:
         _write_page(loaded, file, page)
-    click.echo(render(loaded))
+    click.echo(profile_terminal.render(loaded) if isinstance(loaded, ProfileReport) else terminal.render(loaded))
 
 
 @main.command(name="compare")
@@ -66,19 +68,37 @@ def compare_command(ctx: click.Context, before: Path, after: Path, threshold: fl
 
     The exit status is 0 if B is no slower than the threshold allows, 1 if it is, and 2 if a report can't be used.
     """
-    comparison = compare(Report.load(before), Report.load(after), threshold=threshold)
+    comparison = _compare(load(before), load(after), threshold)
     click.echo(comparison.render())
     ctx.exit(REGRESSED if comparison.regressed else 0)
 
 
-def _write_page(loaded: Report, file: Path, page: Path) -> None:
-    # Imported here: jinja2 is of no use to the other commands.
-    from accel.webpage import render as render_page
+def _compare(
+    before: Report | ProfileReport, after: Report | ProfileReport, threshold: float
+) -> compare.Comparison | profile_compare.ProfileComparison:
+    if isinstance(before, ProfileReport) and isinstance(after, ProfileReport):
+        return profile_compare.compare(before, after, threshold=threshold)
+    if isinstance(before, Report) and isinstance(after, Report):
+        return compare.compare(before, after, threshold=threshold)
+    kinds = ["accel profile" if isinstance(report, ProfileReport) else "accel.optimize" for report in (before, after)]
+    raise ReportError(f"A and B must be reports of one kind, got one of {kinds[0]} and one of {kinds[1]}.")
 
+
+def _page(loaded: Report | ProfileReport) -> str:
+    # Imported here: jinja2 is of no use to the other commands.
+    from accel import profile_page, webpage
+
+    return profile_page.render(loaded) if isinstance(loaded, ProfileReport) else webpage.render(loaded)
+
+
+def _write_page(loaded: Report | ProfileReport, file: Path, page: Path) -> None:
     if page.resolve() == file.resolve():
         raise ReportError(f"--html must name another file than the report itself. Found: {page}")
     try:
-        write_atomic(page, render_page(loaded))
+        write_atomic(page, _page(loaded))
     except OSError as error:
         raise ReportError(f"{page} can't be written: {error.strerror or error}. Give --html another place.") from None
     click.echo(f"wrote {page}", err=True)
+
+
+main.add_command(profile)

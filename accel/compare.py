@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from accel.errors import InvalidArgument, ReportError
@@ -26,7 +27,7 @@ class StrategyChange:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseChange:
-    """One phase of the accelerated step in both reports, ms; None where a report lacks it."""
+    """One phase of the step in both reports, ms; None where a report lacks it."""
 
     name: str
     old_ms: float | None
@@ -34,23 +35,25 @@ class PhaseChange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Two reports side by side."""
+class StepChange:
+    """A step's time in two reports."""
 
     old_ms: float
-    """Accelerated step of the older report, ms."""
+    """Step of the older report, ms."""
     new_ms: float
-    """Accelerated step of the newer report, ms."""
-    ratio: float
-    """`new_ms` ÷ `old_ms`: above 1 the newer run is slower."""
+    """Step of the newer report, ms."""
     threshold: float
     """Slow-down that still counts as the same, as a fraction."""
-    regressed: bool
-    """Whether `new_ms` is above `old_ms` by more than `threshold`."""
-    strategies: tuple[StrategyChange, ...]
-    phases: tuple[PhaseChange, ...]
-    notes: tuple[str, ...]
-    """What makes the two runs hard to compare, one sentence each."""
+
+    @property
+    def ratio(self) -> float:
+        """`new_ms` ÷ `old_ms`: above 1 the newer run is slower."""
+        return self.new_ms / self.old_ms
+
+    @property
+    def regressed(self) -> bool:
+        """Whether `new_ms` is above `old_ms` by more than `threshold`."""
+        return self.new_ms > self.old_ms * (1 + self.threshold)
 
     def verdict(self) -> str:
         """Say the outcome in one line."""
@@ -61,6 +64,16 @@ class Comparison:
 
     def _allowed(self) -> str:
         return f" (threshold {100 * self.threshold:.3g} %)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(StepChange):
+    """Two reports side by side; the step is the accelerated one."""
+
+    strategies: tuple[StrategyChange, ...]
+    phases: tuple[PhaseChange, ...]
+    notes: tuple[str, ...]
+    """What makes the two runs hard to compare, one sentence each."""
 
     def render(self, width: int | None = None, color: bool | None = None) -> str:
         """Render the comparison as text, verdict first.
@@ -77,7 +90,7 @@ class Comparison:
         for note in self.notes:
             page.say(f"note: {note}", "yellow")
         _strategies(page, self.strategies)
-        _phases(page, self.phases)
+        phase_rows(page, "accelerated step in ms", self.phases)
         return page.text()
 
 
@@ -96,19 +109,21 @@ def compare(before: Report, after: Report, *, threshold: float = 0.05) -> Compar
         ReportError: if a report has no accelerated step time.
         InvalidArgument: if `threshold` is negative or not a number.
     """
-    if not (math.isfinite(threshold) and threshold >= 0):
-        raise InvalidArgument(f"threshold must be 0 or more, e.g. 0.05 for 5 %. Found: {threshold}")
-    old_ms, new_ms = _accel_ms(before, "first"), _accel_ms(after, "second")
+    check_threshold(threshold)
     return Comparison(
-        old_ms=old_ms,
-        new_ms=new_ms,
-        ratio=new_ms / old_ms,
+        old_ms=_accel_ms(before, "first"),
+        new_ms=_accel_ms(after, "second"),
         threshold=threshold,
-        regressed=new_ms > old_ms * (1 + threshold),
         strategies=_strategy_changes(before, after),
-        phases=_phase_changes(before, after),
+        phases=phase_changes(before.anatomy_after, after.anatomy_after),
         notes=tuple(_notes(before, after)),
     )
+
+
+def check_threshold(threshold: float) -> None:
+    """Raise `InvalidArgument` unless `threshold` is 0 or more."""
+    if not (math.isfinite(threshold) and threshold >= 0):
+        raise InvalidArgument(f"threshold must be 0 or more, e.g. 0.05 for 5 %. Found: {threshold}")
 
 
 def _accel_ms(report: Report, which: str) -> float:
@@ -128,8 +143,8 @@ def _strategy_changes(before: Report, after: Report) -> tuple[StrategyChange, ..
     return tuple(StrategyChange(name=name, old=old.get(name), new=new.get(name)) for name in names)
 
 
-def _phase_changes(before: Report, after: Report) -> tuple[PhaseChange, ...]:
-    old, new = before.anatomy_after, after.anatomy_after
+def phase_changes(old: Mapping[str, float], new: Mapping[str, float]) -> tuple[PhaseChange, ...]:
+    """Pair the phases of two steps, ms, by name."""
     names = dict.fromkeys([*old, *new])
     return tuple(PhaseChange(name=name, old_ms=old.get(name), new_ms=new.get(name)) for name in names)
 
@@ -172,10 +187,11 @@ def _strategies(page: Page, changes: tuple[StrategyChange, ...]) -> None:
         page.row([name, fate, Cell(text=f"{_gain(change.old)} → {_gain(change.new)}", width=40)])
 
 
-def _phases(page: Page, changes: tuple[PhaseChange, ...]) -> None:
+def phase_rows(page: Page, heading: str, changes: Sequence[PhaseChange]) -> None:
+    """Write the phases side by side with their difference."""
     if not changes:
         return
-    page.heading("accelerated step in ms")
+    page.heading(heading)
     for change in changes:
         known = change.old_ms is not None and change.new_ms is not None
         difference = f"{(change.new_ms or 0.0) - (change.old_ms or 0.0):+.3g}" if known else "-"

@@ -18,9 +18,14 @@ from dataclasses import dataclass
 from accel.actions import Action, Candidate, Result
 from accel.budget import Budget
 from accel.plan import Choices
-from accel.profiler import bottleneck
+from accel.profiler import anatomy, naming
+from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.evidence import Evidence
 from accel.profiler.trial import Outcome, Trial, TrialConfig
 from accel.report import Event, Status, StrategyRow
+
+_LOOK = 6
+"""Steps that are enough to order candidates by; a verdict for a reader needs more."""
 
 Decisions = Generator[Action, Result, None]
 Trying = Generator[Action, Result, "Outcome | None"]
@@ -40,6 +45,8 @@ class Pace:
     """Steps between two such looks, in which nothing is measured."""
     recheck: int = 250
     """Steps from the end of the search to the guard's next look; the gap then doubles."""
+    crowded_looks: int = 3
+    """How often the search waits for a crowded machine to become quiet, `recheck` steps each time."""
     reopenings: int = 3
     """How often the search may begin again; a batch shape that never settles would keep it searching."""
     slower: float = 1.10
@@ -87,6 +94,8 @@ class Controller:
         self.plain_ms = 0.0
         self.anatomy_before: dict[str, float] = {}
         self.anatomy_after: dict[str, float] = {}
+        self.diagnosis = naming.diagnose(Evidence())
+        """The profiler's verdict on the plan as it is now."""
         self.steps = self.search_steps = 0
         self.elapsed_s = self.cost_s = 0.0
         self.searched_until = 0
@@ -129,16 +138,33 @@ class Controller:
         return result
 
     def _observe(self) -> Decisions:
-        result = yield from self._act(Action(plan={}, steps=self._pace.observe, anatomy=True))
+        result = yield from self._uncrowded()
         self._regime = result.regime
-        self.anatomy_before = bottleneck.anatomy(result.measurements)
-        self.anatomy_after = dict(self.anatomy_before)
+        self._take_look(result)
+        self.anatomy_before = dict(self.anatomy_after)
         if result.seconds:
             self.plain_ms = statistics.median(result.seconds) * 1e3
 
         for name, candidate in self._candidates.items():
             if self.rows[name].status == "not allowed" and (why := _refusal(candidate)):
                 self._decide(name, "not applicable", why)
+
+    def _uncrowded(self) -> Generator[Action, Result, Result]:
+        """Look at the plain loop; while other processes hold the cores, wait, since every trial would be misled."""
+        for waits in range(self._pace.crowded_looks + 1):
+            look = Action(plan={}, rest=self._pace.recheck if waits else 0, steps=self._pace.observe, anatomy=True)
+            result = yield from self._act(look)
+            if not _is_crowded(_diagnosed(result)):
+                break
+            ends = waits == self._pace.crowded_looks
+            self._note(f"the machine is crowded: the search {'begins all the same' if ends else 'waits'}")
+        return result
+
+    def _take_look(self, result: Result) -> None:
+        """Take in where the time goes under the plan as it is now, and what that means."""
+        if result.measurements:
+            self.anatomy_after = anatomy.typical(result.measurements)
+            self.diagnosis = _diagnosed(result)
 
     # -- search ------------------------------------------------------------------------------------------------------
 
@@ -164,17 +190,16 @@ class Controller:
 
     def _next(self) -> str:
         """The next candidate: one that treats what limits the step now, the cheapest first."""
-        finding = bottleneck.name(self.anatomy_after)
-        limiting = finding.bottleneck if finding else None
+        named = [finding.strategy for finding in self.diagnosis.findings]
+        limits = [Bottleneck(finding.bottleneck) for finding in self.diagnosis.findings] + self.diagnosis.limits
         order = list(self._candidates)
-        return min(
-            self._pending,
-            key=lambda name: (
-                self._candidates[name].one_off_s > 0,
-                limiting not in self._candidates[name].treats,
-                order.index(name),
-            ),
-        )
+
+        def rank(name: str) -> tuple[bool, bool, int, int]:
+            candidate = self._candidates[name]
+            treated = (limits.index(limit) for limit in candidate.treats if limit in limits)
+            return candidate.one_off_s > 0, name not in named, min(treated, default=len(limits)), order.index(name)
+
+        return min(self._pending, key=rank)
 
     def _too_little(self, candidate: Candidate) -> str:
         """Say so if all of what a candidate could shorten is less than what a trial looks for."""
@@ -306,8 +331,7 @@ class Controller:
     def _look(self) -> Decisions:
         """Measure where the step's time goes under the plan as it is now."""
         result = yield from self._act(Action(plan=self.plan, steps=self._pace.observe, anatomy=True))
-        if result.measurements:
-            self.anatomy_after = bottleneck.anatomy(result.measurements)
+        self._take_look(result)
 
     # -- hold --------------------------------------------------------------------------------------------------------
 
@@ -440,6 +464,15 @@ class Controller:
             return None
         saved = (self.closing.before_ms - self.closing.after_ms) / 1e3
         return self.searched_until + int(self.cost_s / saved) + 1 if saved > 0 else None
+
+
+def _diagnosed(result: Result) -> naming.Diagnosis:
+    evidence = result.evidence or Evidence(steps=result.measurements)
+    return naming.diagnose(evidence, min_steps=_LOOK)
+
+
+def _is_crowded(diagnosis: naming.Diagnosis) -> bool:
+    return any(finding.cause == "host.oversubscribed" for finding in diagnosis.findings)
 
 
 def _row(candidate: Candidate) -> StrategyRow:

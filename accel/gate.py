@@ -12,29 +12,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from accel.profiler import callslot
+
 Call = Callable[..., Any]
 Wrap = Callable[[Call], Call]
-
-
-class _Slot:
-    """What lies in the model's slot. Copies of it are None, so that a copy of the model is plain.
-
-    `nn.Module` leaves the slot out of copies, but a class with a `__getstate__` or `__deepcopy__` of its own may not:
-    its copy would then go on calling the model it was copied from.
-    """
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
 
 
 class Watcher(Protocol):
@@ -58,7 +39,7 @@ class Gate:
         self._wraps: dict[str, Wrap] = {}
         self._user_compiled: Call | None = model._compiled_call_impl
         self._installed: Call | None = self._user_compiled
-        self._found = _slot(model)
+        self._found = callslot.held(model)
         self._chain: Call = self.plain
         self.watcher: Watcher | None = None
 
@@ -110,28 +91,27 @@ class Gate:
 
     def _adopt(self) -> None:
         """If the loop has called `model.compile()` meanwhile, take that for its plain path from now on."""
-        found = vars(self.model).get("_compiled_call_impl")
-        if found is None or found is self._installed:
-            return
+        found = vars(self.model).get(callslot.NAME)
+        if found is None or found is self._installed or isinstance(found, callslot.SlotCall):
+            return  # the profiler's marks are nobody's compiled call
         self._user_compiled = self._installed = found
-        self._found = _slot(self.model)
+        self._found = callslot.held(self.model)
         self._chain = self._wrapped()
 
     def _install(self) -> None:
         if self.watcher is not None:
-            self._fill(_Slot(self._watched))
+            self._fill(callslot.SlotCall(self._watched))
         elif self._wraps:
-            self._fill(_Slot(self._chain))
+            self._fill(callslot.SlotCall(self._chain))
         else:
             self._empty()
 
     def _fill(self, call: Call) -> None:
-        # The dictionary itself, because torch.compile's wrapper module passes attributes on to the module inside.
-        vars(self.model)["_compiled_call_impl"] = self._installed = call
+        self._installed = call
+        callslot.fill(self.model, call)
 
     def _empty(self) -> None:
-        vars(self.model).pop("_compiled_call_impl", None)
-        vars(self.model).update(self._found)
+        callslot.restore(self.model, self._found)
         self._installed = self._user_compiled
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,8 +123,3 @@ class Gate:
         self.watcher = None
         self._wraps.clear()
         self._rebuild()
-
-
-def _slot(model: nn.Module) -> dict[str, Any]:
-    """Return the slot as the model's own dictionary holds it: empty, or one entry."""
-    return {name: call for name, call in vars(model).items() if name == "_compiled_call_impl"}

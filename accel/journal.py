@@ -16,7 +16,6 @@ import accel
 from accel import terminal
 from accel.controller import Controller
 from accel.plan import Plan, fingerprint
-from accel.profiler import bottleneck
 from accel.report import Machine, Report, State, StrategyRow
 from accel.run import Run
 from accel.session import Session
@@ -147,10 +146,14 @@ class Journal:
             report.speedup = 1.0
 
     def _limit(self, report: Report, controller: Controller) -> None:
-        finding = bottleneck.name(controller.anatomy_after)
-        if finding is not None:
-            report.bottleneck, report.bottleneck_share = finding.bottleneck.value, finding.share
-            report.bottleneck_advice = finding.advice
+        found = controller.diagnosis
+        if found.findings:
+            finding = found.findings[0]
+            report.bottleneck, report.bottleneck_share = finding.bottleneck, finding.share
+            report.bottleneck_advice = f"{finding.title}: {finding.remedy}"
+        elif found.limits:
+            report.bottleneck, report.bottleneck_share = found.limits[0].value, found.share(found.limits[0])
+            report.bottleneck_advice = "the largest part; nothing else stands out"
 
     def _unseen(self, session: Session) -> list[str]:
         unseen = ["the loss: outputs, gradients and updates were compared instead"]

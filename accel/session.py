@@ -33,6 +33,7 @@ from accel.dataio import batches
 from accel.dataio.witness import Witness
 from accel.gate import Call
 from accel.guard import Finding, Recording
+from accel.observation import Observation
 from accel.plan import Choices
 from accel.profiler.phases import StepClock
 from accel.ranks import Ranks
@@ -86,6 +87,7 @@ class Session:
         self._sizes: deque[int] = deque(maxlen=64)
         self._usual = 0
         self._resting = 0
+        self._observation: Observation | None = None
         self._action: Action | None = None
         self._result = Result()
         self._suspended = False
@@ -111,6 +113,8 @@ class Session:
             self._rest()
             return
         self._clock.request()
+        if self._observation is not None:
+            self._observation.asked()
         if self._is_boundary():
             self._safely(self._boundary)
 
@@ -120,6 +124,8 @@ class Session:
             self._batches_without_step += 1
             if not self._resting:
                 self._clock.batch(*batches.describe(batch))
+                if self._observation is not None:
+                    self._observation.delivered()
 
     def epoch_ended(self) -> None:
         """Nothing to do: the request that found the epoch's end has closed its last step."""
@@ -305,6 +311,8 @@ class Session:
 
     def _finish_action(self) -> None:
         self._synchronise()
+        if self._observation is not None:
+            self._result.evidence = self._observation.evidence(self._result.measurements)
         self.samples_per_step = statistics.median(self._sizes) if self._sizes else None
         self._result.regime = self._regime()
         self.run.observed.fetch_finding = self._fetch_finding()
@@ -330,10 +338,16 @@ class Session:
         action: Action = self._ranks.decided(decision)
         self._action, self._result, self._resting = action, Result(), action.rest
         self.run.fetching.witness = None if not action.anatomy else self.run.fetching.witness
+        self._observe_steps(action.anatomy)
         self._switch(action.plan)
         self._quieten(action)
         if action.settled and not self._settled:
             self._settle()
+
+    def _observe_steps(self, wanted: bool) -> None:
+        if self._observation is not None:
+            self._observation.close()
+        self._observation = Observation(self._clock, self.run) if wanted else None
 
     def _settle(self) -> None:
         """The search is over: give up what strategies that are off have kept, and say so."""
@@ -479,6 +493,7 @@ class Session:
             hook.remove()
         self._hooks = []
         self._switch({})
+        self._observe_steps(False)
         self.run.fetching.witness = None
         self.run.gate.close()
         for strategy in self.strategies.values():

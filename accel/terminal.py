@@ -29,7 +29,9 @@ EVENTS_SHOWN = 20
 
 STATUS_STYLES = {"kept": "bold green", "undone": "red", "refused": "yellow"}
 
-_ASCII = str.maketrans({"→": "->", "±": "+-", "÷": "/", "×": "x", "…": "...", "–": "-", "—": "-", "≈": "~", "µ": "u"})
+_ASCII = str.maketrans(
+    {"→": "->", "±": "+-", "÷": "/", "×": "x", "…": "...", "–": "-", "—": "-", "≈": "~", "µ": "u", "█": "#", "▏": "|"}
+)
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -153,7 +155,7 @@ def machine_text(report: Report) -> str:
     machine = report.machine
     counts = [(machine.cores, "core"), (machine.threads, "thread"), (machine.world_size, "process")]
     versions = [("Python", machine.python), ("torch", machine.torch), ("accel", machine.accel)]
-    words = [machine.device or "device not known", *(_count(n, noun) for n, noun in counts if n), machine.platform]
+    words = [machine.device or "device not known", *(count_text(n, noun) for n, noun in counts if n), machine.platform]
     return ", ".join([word for word in words if word] + [f"{name} {version}" for name, version in versions if version])
 
 
@@ -164,7 +166,8 @@ def model_text(report: Report) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _count(number: int, noun: str) -> str:
+def count_text(number: int, noun: str) -> str:
+    """Say a number of things, e.g. `2 cores`."""
     plural = noun + ("es" if noun.endswith("s") else "s")
     return f"{number} {noun if number == 1 else plural}"
 
@@ -288,13 +291,13 @@ def _strategies(page: Page, report: Report) -> None:
         page.say("none was considered yet", "dim")
         return
     titles = {"strategy": 19, "status": 14, "gain": 18, "ms per step": 18, "numerics": 15, "cost": 6}
-    shown = _fitting(titles, page.width)
+    shown = fitting(titles, page.width)
     page.row([Cell(text=title, width=titles[title], style="dim") for title in shown])
     for row in report.rows:
         _strategy(page, row, titles, shown)
 
 
-def _fitting(titles: dict[str, int], width: int) -> list[str]:
+def fitting(titles: dict[str, int], width: int) -> list[str]:
     """List the leading columns that fit; the others go to the line below."""
     shown: list[str] = []
     for title, columns in titles.items():

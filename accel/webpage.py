@@ -19,7 +19,7 @@ from markupsafe import Markup
 from accel import terminal
 from accel.report import Report, StrategyRow
 
-SHADES = 8
+SHADES = 10
 """Number of fill classes in the style sheet; phases beyond it share them, told apart by their number."""
 LABEL_CHARS = 26
 """Longest text drawn inside a picture; the whole text is in its tooltip and in the tables."""
@@ -121,7 +121,7 @@ def render(report: Report) -> str:
         The page, which loads nothing: it can be mailed, or opened from a folder.
     """
     words = {name: getattr(terminal, f"{name}_text") for name in ("search", "limit", "machine", "model", "interval")}
-    return _environment().get_template("webpage.html.j2").render(
+    return environment().get_template("webpage.html.j2").render(
         report=report,
         shades=SHADES,
         words={name: say(report) for name, say in words.items()},
@@ -136,7 +136,8 @@ def render(report: Report) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Return the templates, which show any text literally and `-` for a missing value."""
     return Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -170,7 +171,8 @@ def _texts(row: StrategyRow) -> dict[str, str]:
     }
 
 
-def _label(text: str) -> str:
+def label(text: str) -> str:
+    """Return `text` short enough to be drawn inside a picture."""
     text = terminal.clean(text)
     return text if len(text) <= LABEL_CHARS else text[: LABEL_CHARS - 1] + "…"
 
@@ -249,9 +251,9 @@ def _whisker(row: StrategyRow, axis: Axis) -> Whisker:
     known = low is not None and high is not None
     name = f"{row.name} {row.setting}".strip()
     return Whisker(
-        label=_label(name),
+        label=label(name),
         name=name,
-        text=f"{terminal.gain_text(row.gain, low, high)} {_label(row.status)}",
+        text=f"{terminal.gain_text(row.gain, low, high)} {label(row.status)}",
         badge=_badge(row)[0],
         at=axis.place(row.gain or 0.0),
         low=axis.place(low) if known and low is not None else None,

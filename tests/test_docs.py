@@ -184,6 +184,17 @@ def test_the_controllers_numbers_are_those_of_the_code(kind: type[TrialConfig] |
     assert told == dataclasses.asdict(kind())
 
 
+def test_every_cause_and_phase_of_the_profiler_is_documented_in_its_own_words() -> None:
+    from accel.profiler.causes import CAUSES
+    from accel.profiler.phases import MEANING
+
+    told = {row[0].strip("`"): [cell.strip("`") for cell in row[1:]] for row in rows("docs/profiler.md")}
+    for phase, meaning in MEANING.items():
+        assert told[phase] == [meaning]
+    for cause in CAUSES.values():
+        assert (told[cause.name][0], told[cause.name][2]) == (cause.title, cause.strategy)
+
+
 def test_the_guards_tolerances_are_those_of_the_code() -> None:
     table = {cells[0].strip("`"): cells[1:] for cells in rows("docs/guard.md") if len(cells) == 4}
     for level in (Exactness.EXACT, Exactness.REORDERED, Exactness.REDUCED):

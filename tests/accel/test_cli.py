@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from accel import __version__
 from accel.cli import main
 from accel.report import Report
+from tests.accel import profile_reports
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,6 +111,73 @@ def test_unusable_file_is_one_line_on_stderr(tmp_path: Path, command: str, conte
     assert result.stderr.count("\n") == 1
 
 
+def _profile(path: Path, **fields: object) -> Path:
+    path.write_text(profile_reports.full(**fields).to_json(), encoding="utf-8")
+    return path
+
+
+def test_report_prints_a_profile(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = _run("report", _profile(tmp_path / "a.json"), "--html", page)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("accel profile: input-bound: reading files takes 67 % of the step")
+    assert "<h1>input-bound: reading files takes 67 % of the step" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("new_ms", "status", "verdict"), [(104.0, 0, "no regression"), (106.0, 1, "regression")])
+def test_compare_of_two_profiles(tmp_path: Path, new_ms: float, status: int, verdict: str) -> None:
+    old = _profile(tmp_path / "a.json", step_ms=100.0)
+    result = _run("compare", old, _profile(tmp_path / "b.json", step_ms=new_ms))
+    assert result.exit_code == status
+    assert result.stdout.startswith(f"{verdict}: 100 → {new_ms:.0f} ms per step")
+
+
+@pytest.mark.parametrize("profile_first", [True, False])
+def test_reports_of_two_kinds_are_not_compared(tmp_path: Path, profile_first: bool) -> None:
+    paths = [_profile(tmp_path / "a.json"), _save(tmp_path / "b.json", 10.0)]
+    kinds = ["accel profile", "accel.optimize"]
+    order = slice(None, None, 1 if profile_first else -1)
+    result = _run("compare", *paths[order])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    one, other = kinds[order]
+    assert result.stderr == f"error: A and B must be reports of one kind, got one of {one} and one of {other}.\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"kind": "profile", "schema": 99}', "its schema must be 1, got 99"),
+        ('{"kind": "profile", "schema": 1, "steps": "many"}', "report.steps must be int, got 'many'"),
+        ('{"kind": "profile", "schema": 1, "findings": [{"cause": "x"}]}', "report.findings[0] is incomplete"),
+        ('{"kind": "profile", "schema": 1, "surprise": 1}', "without ['surprise']"),
+        ('{"kind": "profile", "schema": 1, "step_ms": 1' + "0" * 400 + "}", "is not a whole profile report"),
+        ("[" * 100_000, "can't be read as a report"),
+        ('{"kind": "weather", "schema": 1}', "is not a whole report"),
+    ],
+    ids=["schema", "type", "lack", "surplus", "number", "depth", "kind"],
+)
+def test_profile_that_is_not_whole_is_one_line_with_a_remedy(tmp_path: Path, content: str, reason: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(content, encoding="utf-8")
+    result = _run("report", path)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"error: {path} ")
+    assert reason in result.stderr
+    assert "ake" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_profile_with_endless_parts_is_unusable(tmp_path: Path) -> None:
+    node = '{"name": "part", "ms": 1, "share": 1, "children": ['
+    path = tmp_path / "a.json"
+    path.write_text(f'{{"kind": "profile", "schema": 1, "evidence": {node * 400}{"]}" * 400}}}', encoding="utf-8")
+    result = _run("report", path)
+    assert result.exit_code == 2
+    assert "is not a whole profile report" in result.stderr
+
+
 def test_version() -> None:
     result = _run("--version")
     assert result.exit_code == 0
@@ -129,6 +197,21 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_import_loads_no_torch() -> None:
     done = _python("-c", "import sys, accel.cli; print('torch' in sys.modules, 'jinja2' in sys.modules)")
     assert done.stdout == "False False\n", done.stderr
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_profile_is_read_without_torch(tmp_path: Path, command: str) -> None:
+    path = str(_profile(tmp_path / "a.json"))
+    arguments = (
+        [command, path, path] if command == "compare" else [command, path, "--html", str(tmp_path / "page.html")]
+    )
+    code = (
+        "import sys; from accel.cli import main; main(sys.argv[1:], standalone_mode=False);"
+        "print('torch' in sys.modules)"
+    )
+    done = _python("-c", code, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("False\n")
 
 
 def test_module_runs_and_survives_an_ascii_stream(tmp_path: Path) -> None:

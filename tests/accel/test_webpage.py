@@ -9,8 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from accel.profiler.phases import PHASES
 from accel.report import Event, Machine, Report, StrategyRow
-from accel.webpage import Axis, render
+from accel.webpage import SHADES, Axis, render
 
 VOID = {"meta", "br", "line", "rect", "circle"}
 HOSTILE = [
@@ -196,6 +197,11 @@ def test_page_has_both_schemes() -> None:
     style = text[text.index("<style>") : text.index("</style>")]
     used, defined = set(re.findall(r"var\((--\w+)\)", style)), set(re.findall(r"(--\w+):", style))
     assert used == defined
+
+
+def test_each_phase_has_a_colour_of_its_own() -> None:
+    shades = re.findall(r"\.s\d \{ fill: (#\w{6});", render(_report()))
+    assert len(shades) == len(set(shades)) == SHADES >= len(PHASES)
 
 
 def test_page_loads_nothing_and_runs_nothing() -> None:

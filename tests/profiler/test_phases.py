@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.profiler.bottleneck import Bottleneck, anatomy, name
 from accel.profiler.phases import PHASES, Measurement, StepClock
 
 
@@ -24,7 +21,11 @@ class FakeClock:
         return self
 
 
+MARKS = ["request", "batch", "call", "returned", "backward", "backwarded", "update", "updated"]
+
+
 def step(fake: FakeClock, clock: StepClock) -> Measurement:
+    clock.backward_is_seen = True
     clock.request()
     fake.after(3)
     clock.batch(32, "shape")
@@ -32,7 +33,11 @@ def step(fake: FakeClock, clock: StepClock) -> Measurement:
     clock.call()
     fake.after(5)
     clock.returned()
-    fake.after(7)
+    fake.after(1)
+    clock.backward()
+    fake.after(6)
+    clock.backwarded()
+    fake.after(2)
     clock.update()
     fake.after(2)
     clock.updated()
@@ -47,16 +52,13 @@ def test_an_ordinary_step() -> None:
 
     measured = step(fake, clock)
 
-    assert measured.phases == {"data": 3, "other": 5, "forward": 5, "backward": 7, "optimizer": 2}
-    assert measured.seconds == 22
+    spent = {phase: seconds for phase, seconds in measured.phases.items() if seconds}
+    assert spent == {"data": 3, "host": 3, "forward": 5, "loss": 1, "backward": 6, "optimizer": 2, "outside": 4}
+    assert measured.seconds == 24
     assert (measured.samples, measured.batches, measured.shape) == (32, 1, "shape")
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["request", "batch", "call", "returned", "update", "updated"]), st.floats(0, 10))
-    )
-)
+@given(st.lists(st.tuples(st.sampled_from(MARKS), st.floats(0, 10))))
 def test_any_order_of_marks_books_every_moment(marks: list[tuple[str, float]]) -> None:
     fake = FakeClock()
     clock = StepClock(fake)
@@ -99,33 +101,72 @@ def test_restart_forgets() -> None:
     assert (measured.seconds, measured.first) == (1, True)
 
 
-def measurements(**phases: float) -> Iterator[Measurement]:
-    for number in range(5):
-        yield Measurement(step=number, seconds=sum(phases.values()), phases=dict(phases))
+def test_without_marks_of_the_backward_pass_the_loss_belongs_to_it() -> None:
+    fake = FakeClock()
+    clock = StepClock(fake)
+    clock.call()
+    clock.returned()
+    fake.after(3)
+    clock.update()
+
+    assert clock.close(0).phases["backward"] == 3
 
 
-def test_anatomy_adds_up_to_the_median_step() -> None:
-    parts = anatomy(list(measurements(data=1.0, forward=2.0, backward=3.0)))
+def test_a_closure_belongs_to_the_update() -> None:
+    fake = FakeClock()
+    clock = StepClock(fake)
+    clock.backward_is_seen = True
+    clock.update()
+    clock.call()
+    fake.after(1)
+    clock.returned()
+    clock.backward()
+    fake.after(2)
+    clock.backwarded()
+    fake.after(4)
+    clock.updated()
+    phases = clock.close(0).phases
 
-    assert sum(parts.values()) == pytest.approx(6.0)
-    assert anatomy([]) == {}
-
-
-@pytest.mark.parametrize(
-    ("phases", "expected"),
-    [
-        ({"data": 6, "forward": 2, "backward": 3, "optimizer": 1}, Bottleneck.INPUT),
-        ({"data": 4, "forward": 2, "backward": 3, "optimizer": 1}, Bottleneck.COMPUTE),
-        ({"data": 1, "forward": 1, "backward": 1, "optimizer": 9}, Bottleneck.OPTIMIZER),
-    ],
-)
-def test_the_largest_part_is_named(phases: dict[str, float], expected: Bottleneck) -> None:
-    finding = name(phases)
-
-    assert finding is not None
-    assert finding.bottleneck == expected
-    assert 0 < finding.share <= 1
+    assert (phases["forward"], phases["backward"], phases["optimizer"], phases["host"]) == (1, 2, 4, 0)
 
 
-def test_nothing_measured_names_nothing() -> None:
-    assert name({}) is None
+def test_skipped_time_is_in_no_step() -> None:
+    fake = FakeClock()
+    clock = StepClock(fake)
+    clock.request()
+    fake.after(9)
+
+    clock.skip()
+    fake.after(1)
+    clock.batch(1, None)
+    measured = clock.close(0)
+
+    assert (measured.seconds, measured.phases["data"], clock.aside_s) == (1, 1, 9)
+
+
+def test_a_tape_read_late_holds_the_same_steps() -> None:
+    def taped(late: bool) -> list[Measurement]:
+        fake, found = FakeClock(), []
+        clock = StepClock(fake)
+        for number in range(5):
+            for mark in ("request", "batch", "call", "returned", "update", "updated"):
+                fake.after(number + 1)
+                clock.batch(8, None) if mark == "batch" else getattr(clock, mark)()
+            clock.cut()
+            fake.after(3)
+            clock.resume()
+            found += [] if late else clock.read()
+        return found + clock.read()
+
+    assert taped(late=True) == taped(late=False)
+    assert [m.step for m in taped(late=True)] == list(range(5))
+
+
+def test_the_open_phase_can_be_asked_at_any_time() -> None:
+    clock = StepClock(FakeClock())
+    assert clock.phase == "outside"
+    clock.request()
+    clock.count(3)
+    assert clock.phase == "data"
+    clock.read()
+    assert clock.phase == "data"

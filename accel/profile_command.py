@@ -1,0 +1,132 @@
+"""`accel profile`: run an unmodified script, name its bottleneck, and write the report."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from accel import __version__
+from accel.errors import InvalidArgument
+from accel.files import write_atomic
+
+if TYPE_CHECKING:
+    from accel.profiler.gather import Exchange
+    from accel.profiler.report import ProfileReport
+    from accel.profiler.script import Ending
+    from accel.profiler.session import ProfileSession
+
+_DIAGNOSING = (
+    "accel: profiling. Suspects are tried on real steps; what that changes in the training is put back. "
+    "This is a diagnosing run: --no-confirm leaves the training as it is."
+)
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as with python -m.")
+@click.option(
+    "--json",
+    "target",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("accel-profile.json"),
+    show_default=True,
+    help="The report; its web page and its trace are written beside it.",
+)
+@click.option("--confirm/--no-confirm", default=True, help="Try the suspects on real steps.  [default: confirm]")
+def profile(script: str, arguments: tuple[str, ...], module: bool, target: Path, confirm: bool) -> None:
+    """Run SCRIPT with its own ARGUMENTS and name what holds its training back.
+
+    \b
+        accel profile train.py -- --epochs 1
+        torchrun --nproc-per-node 2 -m accel profile train.py -- --epochs 1
+
+    The script runs to its end, unmodified; its output and its exit status are its own. The report goes to stderr.
+    """
+    _check(script, module, target)
+    given = list(arguments[1:] if arguments[:1] == ("--",) else arguments)
+
+    from accel.profiler import script as runner
+    from accel.profiler.gather import Exchange
+    from accel.profiler.session import ProfileSession
+
+    exchange = Exchange()
+    trace = target.with_suffix(".trace.json")
+    session = ProfileSession(confirm=confirm, trace_file=trace, exchange=exchange)
+    if confirm and exchange.rank == 0:
+        click.echo(_DIAGNOSING, err=True)
+    started = datetime.now(timezone.utc)
+    session.start()
+    ending = runner.run(script, given, module=module)
+    session.stop()
+    line = shlex.join(["accel", "profile", *(["-m"] if module else []), script, *given])
+    _conclude(session, exchange, ending, target, line, started)
+    sys.stdout.flush()
+    click.get_current_context().exit(ending.status)
+
+
+def _check(script: str, module: bool, target: Path) -> None:
+    if not module and not os.path.isfile(script):
+        raise InvalidArgument(
+            f"SCRIPT must be a Python file, got {script!r}, which is not there; -m takes a module name"
+        )
+    if not target.parent.is_dir():
+        raise InvalidArgument(f"--json must lie in a directory that exists, got {str(target)!r}; make it first")
+
+
+def _conclude(
+    session: ProfileSession, exchange: Exchange, ending: Ending, target: Path, line: str, started: datetime
+) -> None:
+    """Make the report of all ranks and write it, or say why there is none."""
+    from accel.profiler import verdict
+
+    recorder = session.recorder
+    wall_s = time.perf_counter() - session.begun
+    evidence = session.finish()
+    diagnosis = session.judged(evidence)
+    everyone = {}
+    if exchange.launched:
+        try:
+            exchange.post("rank", verdict.posted(evidence, diagnosis))
+            everyone = exchange.collect("rank") if exchange.rank == 0 else {}
+        except OSError as error:
+            session.unseen.append(f"other ranks: {error}")
+    if exchange.rank != 0:
+        return
+    if recorder.steps == 0:
+        click.echo(f"accel: no optimizer step seen in {wall_s:.1f} s ({recorder.seen()}); nothing to report", err=True)
+        return
+    evidence.unseen = list(dict.fromkeys([*evidence.unseen, *session.unseen]))
+    report = verdict.report(evidence, diagnosis)
+    report.experiments = list(session.experiments.values())
+    report.unattributed = recorder.unattributed()
+    report.wall_s, report.command, report.ended = wall_s, line, ending.text
+    report.started = started.isoformat(timespec="seconds")
+    report.host.accel = __version__
+    report.samples_per_s = session.samples / session.counted_s if session.counted_s else None
+    if exchange.launched:
+        verdict.merge(report, everyone, diagnosis.anatomy, exchange.size)
+    _write(report, target)
+
+
+def _write(report: ProfileReport, target: Path) -> None:
+    from accel.profile_page import render as render_page
+    from accel.profile_terminal import render
+
+    page = target.with_suffix(".html")
+    click.echo(render(report), err=True)
+    try:
+        write_atomic(target, report.to_json())
+        write_atomic(page, render_page(report))
+    except OSError as error:
+        # The script's own exit status matters more than the report's.
+        click.echo(f"accel: the report could not be written: {error}", err=True)
+        return
+    click.echo(f"accel: wrote {target}, {page}" + (f", {report.trace_file}" if report.trace_file else ""), err=True)

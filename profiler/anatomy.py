@@ -1,0 +1,69 @@
+"""The mean step and its parts, from the steps' phases."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from accel.profiler.phases import PHASES, Measurement
+
+_AROUND = ("evaluation", "outside")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anatomy:
+    """Shares of the steps' wall time, 0…1."""
+
+    steps: int
+    step_s: float
+    """Mean."""
+    shares: dict[str, float]
+    """Phase → share; they add up to 1."""
+    epoch_start: float = 0.0
+    """Of the data phase: what first steps of epochs waited longer than others."""
+    each: float = 0.0
+    """Of `outside`: what each step has."""
+    stalls: float = 0.0
+    """Of `outside` and `evaluation`: what only some steps have."""
+    stall_every: float = 0.0
+    """Mean number of steps from stall to stall, 0 if there are fewer than two."""
+
+    @property
+    def computing(self) -> float:
+        """Forward pass, loss and backward pass."""
+        return sum(self.shares.get(phase, 0.0) for phase in ("forward", "loss", "backward"))
+
+
+def of(steps: Sequence[Measurement]) -> Anatomy:
+    """Take the steps apart; means, because a stall every twenty steps is time too."""
+    total = sum(m.seconds for m in steps)
+    if total <= 0:
+        return Anatomy(steps=len(steps), step_s=0.0, shares=dict.fromkeys(PHASES, 0.0))
+    shares = {phase: sum(m.phases.get(phase, 0.0) for m in steps) / total for phase in PHASES}
+    usual_data = statistics.median([m.phases.get("data", 0.0) for m in steps if not m.first] or [0.0])
+    late = sum(max(0.0, m.phases.get("data", 0.0) - usual_data) for m in steps if m.first)
+    around = [sum(m.phases.get(phase, 0.0) for phase in _AROUND) for m in steps]
+    usual = statistics.median(around)
+    limit = usual + 0.5 * statistics.median(m.seconds for m in steps)
+    stalled = [number for number, seconds in enumerate(around) if seconds > limit]
+    stalls = sum(around[number] - usual for number in stalled)
+    return Anatomy(
+        steps=len(steps),
+        step_s=total / len(steps),
+        shares=shares,
+        epoch_start=late / total,
+        each=max(0.0, (sum(around) - stalls) / total),
+        stalls=stalls / total,
+        stall_every=(stalled[-1] - stalled[0]) / (len(stalled) - 1) if len(stalled) > 1 else 0.0,
+    )
+
+
+def typical(steps: Sequence[Measurement]) -> dict[str, float]:
+    """Return the median seconds of each phase, scaled so that they add up to the median step."""
+    if not steps:
+        return {}
+    medians = {phase: statistics.median(m.phases.get(phase, 0.0) for m in steps) for phase in PHASES}
+    total = sum(medians.values())
+    step = statistics.median(m.seconds for m in steps)
+    return {phase: value * step / total for phase, value in medians.items()} if total > 0 else medians

@@ -1,0 +1,53 @@
+"""The slot in which a module's own call can be wrapped, without a hook, a subclass or another object.
+
+It is the slot that `nn.Module.compile()` uses for its compiled call: class, hooks, `state_dict` and `forward` stay as
+they are, and copies and pickles of the module are plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Call = Callable[..., Any]
+NAME = "_compiled_call_impl"
+
+
+class SlotCall:
+    """What lies in the slot. Copies of it are None, so that a copy of the module is plain.
+
+    `nn.Module` leaves the slot out of copies, but a class with a `__getstate__` or `__deepcopy__` of its own may not:
+    its copy would then go on calling the module it was copied from.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+def held(module: nn.Module) -> dict[str, Any]:
+    """Return the slot as the module's own dictionary holds it: empty, or one entry."""
+    return {name: call for name, call in vars(module).items() if name == NAME}
+
+
+def fill(module: nn.Module, call: Call) -> None:
+    """Put a call into the slot."""
+    # The dictionary itself, because torch.compile's wrapper module passes attributes on to the module inside.
+    vars(module)[NAME] = call
+
+
+def restore(module: nn.Module, found: dict[str, Any]) -> None:
+    """Put back what `held` returned."""
+    vars(module).pop(NAME, None)
+    vars(module).update(found)

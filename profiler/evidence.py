@@ -1,0 +1,205 @@
+"""What was seen of a run, as plain numbers: the only thing that naming looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from accel.profiler.phases import Measurement
+
+
+@dataclass(kw_only=True)
+class ThreadShare:
+    """How a thread spent its time, as shares that add up to 1."""
+
+    run: float
+    """On a core."""
+    wait: float
+    """Ready to run, but every core was taken."""
+    blocked: float
+    """Asleep: storage, network, a lock, another process."""
+
+
+@dataclass(kw_only=True)
+class LineTime:
+    """Where the loop's own source was while one phase was open, by sampling."""
+
+    phase: str
+    file: str
+    line: int
+    source: str
+    """The text of the line, '' if the file can't be read."""
+    seconds: float
+    """Sampled time, s."""
+    share: float
+    """Of all sampled time in the phase."""
+    blocked: float = 0.0
+    """Share of these seconds the thread was asleep."""
+    tags: list[str] = field(default_factory=list)
+    """What the line was doing, as far as the stack tells: `next batch`, `collate`, `checkpoint`, `read`."""
+
+
+@dataclass(kw_only=True)
+class LoaderFacts:
+    """The loader that feeds the training steps."""
+
+    kind: str = "none seen"
+    """`DataLoader`, `own iterator` or `none seen`."""
+    workers: int = 0
+    persistent: bool = False
+    pinned: bool = False
+    prefetch: int = 0
+    """Batches each worker fetches ahead."""
+
+
+@dataclass(kw_only=True)
+class WorkerShare:
+    """One loader worker process, while the loop waited for it and otherwise."""
+
+    pid: int
+    share: ThreadShare
+
+
+@dataclass(kw_only=True)
+class OptimizerFacts:
+    """The optimizer that ends the steps."""
+
+    name: str = ""
+    tensors: int = 0
+    elements: int = 0
+    multi_tensor: bool = True
+    """False if it updates parameter by parameter in Python."""
+    fused: bool = False
+
+
+@dataclass(kw_only=True)
+class OpTime:
+    """One operator or kernel in the trace window, per step."""
+
+    name: str
+    calls: float
+    ms: float
+    """Time in it alone, without what it calls."""
+    share: float
+    """Of the time of all operators."""
+    kind: str = "other"
+    """`matmul` (matrix products, convolutions, attention), `elementwise` (and other memory-bound work) or `other`."""
+    small: bool = False
+    """True if a call is so short that launching it costs more than doing it."""
+    gflops: float | None = None
+    """Achieved, GFLOP/s."""
+    gb_per_s: float | None = None
+    """Achieved, GB/s."""
+    intensity: float | None = None
+    """FLOP per byte."""
+
+
+@dataclass(kw_only=True)
+class SyncPoint:
+    """A call in which the host waited for the device, in the trace window."""
+
+    name: str
+    file: str
+    line: int
+    calls: float
+    """Per step."""
+    ms: float
+    """Per step."""
+
+
+@dataclass(kw_only=True)
+class TraceSummary:
+    """What a window of two or three traced steps held."""
+
+    steps: int
+    ops: list[OpTime]
+    """The largest first."""
+    ops_per_step: float
+    small_share: float
+    """Share of operator time spent in calls too short for their launch."""
+    matmul_share: float
+    elementwise_share: float
+    dtypes: dict[str, float] = field(default_factory=dict)
+    """Share of matmul time by dtype."""
+    device_busy: float | None = None
+    """Share of the window in which the device ran a kernel; None without a GPU."""
+    launch_gap: float | None = None
+    """Share of the window in which the device waited for its next launch."""
+    copy_share: float | None = None
+    """Share of the window in host-to-device copies that nothing hid."""
+    syncs: list[SyncPoint] = field(default_factory=list)
+    file: str = ""
+    """Chrome trace, relative to the report."""
+
+
+@dataclass(kw_only=True)
+class Roofline:
+    """The device's measured limits."""
+
+    gflops: dict[str, float]
+    """dtype → GFLOP/s of a large matrix product."""
+    gb_per_s: float
+    """Of a large copy, read plus written."""
+
+
+@dataclass(kw_only=True)
+class GpuShare:
+    """One GPU as NVML showed it, medians over the run."""
+
+    index: int
+    name: str
+    utilisation: float
+    """Share of time with a kernel resident; says nothing about how full the device was."""
+    memory_used_gib: float
+    memory_total_gib: float
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    clock_mhz: float | None = None
+    clock_max_mhz: float | None = None
+    pcie_rx_mb_per_s: float | None = None
+    pcie_tx_mb_per_s: float | None = None
+    throttled: list[str] = field(default_factory=list)
+    """Reasons seen in more than a tenth of the samples."""
+
+
+@dataclass(kw_only=True)
+class Evidence:
+    """One rank's run."""
+
+    steps: list[Measurement] = field(default_factory=list)
+    """Observed steps, warm-up and trace window left out."""
+    cores: int = 1
+    """Cores this process may use."""
+    threads: int = 1
+    """Intra-op threads."""
+    device: str = "cpu"
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    """Ranks on this host."""
+    host: str = ""
+    thread: ThreadShare | None = None
+    """The training thread."""
+    data_thread: ThreadShare | None = None
+    """The training thread while it waited for data."""
+    foreign_cores: float | None = None
+    """Cores kept busy by other processes than this run's."""
+    lines: list[LineTime] = field(default_factory=list)
+    loader: LoaderFacts = field(default_factory=LoaderFacts)
+    workers: list[WorkerShare] = field(default_factory=list)
+    collate_share: float = 0.0
+    """Of the time spent waiting for data in this process."""
+    gc_share: float = 0.0
+    """Of the steps' time in Python's garbage collector."""
+    optimizer: OptimizerFacts = field(default_factory=OptimizerFacts)
+    dtype: str = "float32"
+    """Most common dtype of the parameters."""
+    anomaly_mode: bool = False
+    """torch.autograd.set_detect_anomaly is on."""
+    ddp_wait_share: float | None = None
+    """Share of the steps' time in DDP's all-reduce that the backward pass did not hide; None without DDP."""
+    trace: TraceSummary | None = None
+    roofline: Roofline | None = None
+    gpus: list[GpuShare] = field(default_factory=list)
+    model_name: str = ""
+    unseen: list[str] = field(default_factory=list)
+    """What could not be looked at, one sentence each."""

@@ -1,0 +1,52 @@
+"""What a loader, an optimizer and its parameters are, as plain facts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accel.profiler.evidence import LoaderFacts, OptimizerFacts
+
+
+def of_loader(loader: Any) -> LoaderFacts:
+    """Describe a loader."""
+    workers = getattr(loader, "num_workers", None)
+    if workers is None:
+        return LoaderFacts(kind="own iterator")
+    return LoaderFacts(
+        kind="DataLoader",
+        workers=workers,
+        persistent=bool(getattr(loader, "persistent_workers", False)),
+        pinned=bool(getattr(loader, "pin_memory", False)),
+        prefetch=getattr(loader, "prefetch_factor", None) or 0,
+    )
+
+
+def of_optimizers(optimizers: Iterable[Optimizer]) -> OptimizerFacts:
+    """Describe the optimizer with the most tensors."""
+    largest = max(optimizers, key=lambda o: sum(len(g["params"]) for g in o.param_groups), default=None)
+    if largest is None:
+        return OptimizerFacts()
+    groups = largest.param_groups
+    parameters = [p for group in groups for p in group["params"]]
+    others = not type(largest).__module__.startswith("torch.optim")
+    # Unset means foreach on a GPU and a loop on a CPU.
+    default = bool(parameters) and parameters[0].device.type == "cuda"
+    at_once = all(g.get("fused") or (default if g.get("foreach") is None else g["foreach"]) for g in groups)
+    return OptimizerFacts(
+        name=type(largest).__name__,
+        tensors=len(parameters),
+        elements=sum(p.numel() for p in parameters),
+        multi_tensor=others or at_once,
+        fused=all(bool(g.get("fused")) for g in groups),
+    )
+
+
+def dtype(parameters: Iterable[Tensor]) -> str:
+    """Return the dtype of most parameters, e.g. `float32`."""
+    seen = Counter(str(p.dtype).removeprefix("torch.") for p in parameters)
+    return seen.most_common(1)[0][0] if seen else "float32"

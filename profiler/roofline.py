@@ -1,0 +1,168 @@
+"""The device's limits as this process can reach them: a large matrix product per dtype, a large copy.
+
+Measured and not looked up: a container's cores, a power limit or a slow BLAS are part of the machine. The best of a few
+repetitions counts, for other processes can only make one slower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accel.profiler.evidence import Roofline
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scale:
+    """How large a kind of device makes the measurement."""
+
+    sides: tuple[int, ...]
+    """Of the square products: they grow until the next is expected to take longer than `product_s`."""
+    product_s: float
+    copy_bytes: int
+    """Of each of the copy's two buffers; larger than the cache."""
+
+
+# float16 has no fast product on most CPUs (3 GFLOP/s) and ends with a side of 256. A core complex has 32 MiB of cache.
+_CPU = _Scale(sides=(128, 256, 512, 1024, 2048), product_s=0.02, copy_bytes=64 * _MIB)
+# An H200 has 50 MiB of cache. Not run on a GPU.
+_GPU = _Scale(sides=(1024, 2048, 4096, 8192), product_s=0.05, copy_bytes=512 * _MIB)
+
+# On a CPU with another process on its cores, single copies take 1 to 9 times the shortest.
+_LEAST, _MOST, _ENOUGH_S = 3, 12, 0.03
+
+_products: dict[tuple[str, torch.dtype, int], float] = {}
+_copies: dict[tuple[str, int], float] = {}
+
+
+def measure(device: torch.device, dtypes: Sequence[torch.dtype], *, threads: int | None = None) -> Roofline:
+    """Return the achieved GFLOP/s of a large product in each dtype, and the GB/s of a large copy.
+
+    Takes 0.3 s for one dtype on two cores and 0.1 s for another; what the process has measured before is not measured
+    again. On a GPU, float32 is measured with TF32 as it is set at the first call. Random state, default dtype and
+    autocast are left alone, the number of threads is put back, and the memory is given back.
+
+    Args:
+        device: what to measure.
+        dtypes: which products; one that the device can't multiply is left out.
+        threads: intra-op threads to measure a CPU with, default as many as are set.
+
+    Raises:
+        ValueError: if `threads` is less than 1.
+        torch.OutOfMemoryError: if the device has no room for the matrices.
+    """
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    device = torch.device(device)
+    count = (threads or torch.get_num_threads()) if device.type == "cpu" else 0
+    name = str(device)
+    with _undisturbed(device):
+        for dtype in dtypes:
+            if (name, dtype, count) not in _products:
+                _products[name, dtype, count] = _product(device, dtype, count)
+        if (name, count) not in _copies:
+            _copies[name, count] = _copy(device, count)
+    rates = {str(dtype).removeprefix("torch."): _products[name, dtype, count] for dtype in dtypes}
+    return Roofline(gflops={dtype: rate for dtype, rate in rates.items() if rate > 0}, gb_per_s=_copies[name, count])
+
+
+def _product(device: torch.device, dtype: torch.dtype, threads: int) -> float:
+    """Return the GFLOP/s of a square product, 0 if the device can't multiply this dtype."""
+    scale = _scale(device)
+    try:
+        for side in scale.sides:
+            run = _multiply(device, dtype, side)
+            _set_threads(min(threads, 1))
+            took = _shortest(run, device, least=1)
+            if 8 * took > scale.product_s:
+                break
+        return 2 * side**3 / min(took, *_with_threads(run, device, threads)) / 1e9
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # no such product
+        return 0.0
+
+
+def _scale(device: torch.device) -> _Scale:
+    return _CPU if device.type == "cpu" else _GPU
+
+
+def _multiply(device: torch.device, dtype: torch.dtype, side: int) -> Callable[[], object]:
+    # No random numbers, but no constant either: a GPU multiplies those with less power, and faster.
+    values = torch.arange(side * side, dtype=torch.float32, device=device).remainder_(17).sub_(8).div_(8)
+    left = values.reshape(side, side).to(dtype)
+    right, out = left.clone(), torch.empty_like(left)
+    return lambda: torch.mm(left, right, out=out)
+
+
+def _copy(device: torch.device, threads: int) -> float:
+    size = _scale(device).copy_bytes
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * size / min(_with_threads(lambda: target.copy_(source), device, threads)) / 1e9
+
+
+def _with_threads(run: Callable[[], object], device: torch.device, threads: int) -> list[float]:
+    """Return the shortest times with one thread and with all, s.
+
+    Threads wait for each other: where another process has one of the cores, a product of two threads takes two time
+    slices, 16 ms, even if it is 0.1 ms of work, and one thread alone reaches more.
+    """
+    took = []
+    for count in sorted({min(threads, 1), threads}):
+        _set_threads(count)
+        took.append(_shortest(run, device, _LEAST))
+    return took
+
+
+def _set_threads(count: int) -> None:
+    if count and count != torch.get_num_threads():
+        torch.set_num_threads(count)
+
+
+def _shortest(run: Callable[[], object], device: torch.device, least: int) -> float:
+    """Return the shortest time of a few repetitions after a first one, s."""
+    run()
+    took: list[float] = []
+    while len(took) < least or (len(took) < _MOST and sum(took) < _ENOUGH_S * least / _LEAST):
+        took.append(_timed(run, device))
+    return min(took)
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    make: Any = torch.cuda.Event
+    first, last = make(enable_timing=True), make(enable_timing=True)
+    first.record()
+    run()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Shut out autocast and gradients; put the threads back and give back the memory."""
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        reserved = 0
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+            reserved = torch.cuda.memory_reserved(device)
+        try:
+            yield
+        finally:
+            # Only if this took memory from the driver: it gives back the script's free blocks, too.
+            if device.type == "cuda" and torch.cuda.memory_reserved(device) > reserved:
+                torch.cuda.empty_cache()

@@ -1,0 +1,280 @@
+"""From evidence and findings to the report: the verdict's words, the tree that adds up, one report from all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from accel.profiler import naming
+from accel.profiler.anatomy import Anatomy
+from accel.profiler.causes import CAUSES
+from accel.profiler.evidence import Evidence, ThreadShare
+from accel.profiler.naming import Diagnosis
+from accel.profiler.phases import MEANING
+from accel.profiler.report import Finding, HostFacts, Node, ProfileReport, RankRow, Saving, StepRow
+
+_TIMELINE = 120
+_LINES = 12
+
+
+def report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
+    """Write the report of one rank.
+
+    Args:
+        evidence: what was seen.
+        diagnosis: what it means, experiments included.
+    """
+    found = diagnosis.anatomy
+    trace = evidence.trace
+    told = ProfileReport(
+        findings=diagnosis.findings,
+        refused=diagnosis.refused,
+        evidence=tree(evidence, found) if found.steps else None,
+        steps=found.steps,
+        step_ms=found.step_s * 1e3,
+        ranks=[row(evidence, found)],
+        timeline=[
+            StepRow(step=m.step, ms=m.seconds * 1e3, phases_ms={k: v * 1e3 for k, v in m.phases.items() if v})
+            for m in evidence.steps[-_TIMELINE:]
+        ],
+        lines=[line for line in evidence.lines if line.file][:_LINES],
+        ops=trace.ops if trace else [],
+        syncs=trace.syncs if trace else [],
+        roofline=evidence.roofline,
+        gpus=evidence.gpus,
+        host=_host(evidence),
+        trace_file=trace.file if trace else "",
+        unseen=evidence.unseen,
+    )
+    conclude(told, found)
+    return told
+
+
+def conclude(told: ProfileReport, found: Anatomy) -> None:
+    """Put the verdict and what to do next into words."""
+    told.bottleneck = "" if told.refused else told.findings[0].bottleneck if told.findings else "none"
+    told.verdict = _verdict(told, found)
+    told.next = [f"{f.remedy}{_by_itself(f)}" for f in told.findings] or _nothing_to_do(told)
+
+
+def _by_itself(finding: Finding) -> str:
+    return f" (accel.optimize tries it: {finding.strategy})" if finding.strategy else ""
+
+
+def _verdict(told: ProfileReport, found: Anatomy) -> str:
+    if told.refused:
+        return f"no verdict: {told.refused}"
+    if not told.findings:
+        parts = {"forward and backward": found.computing, **{k: found.shares[k] for k in ("optimizer", "data")}}
+        largest = max(parts, key=lambda part: parts[part])
+        return f"nothing holds the run back: {largest} take {parts[largest]:.0%} of the step, and no cause stands out"
+    first = told.findings[0]
+    if first.bottleneck == "host" and first.cause.startswith("host.o"):
+        return f"{first.cause}: {first.title}; nothing else can be said until that is gone"
+    return f"{first.cause}: {first.title}; {saves(first)}"
+
+
+def saves(finding: Finding) -> str:
+    """Say what removing a cause gives, and how that is known."""
+    known = finding.measured or finding.predicted
+    if known is None:
+        return f"it is part of {finding.share:.0%} of the step"
+    how = "confirmed by experiment" if finding.confirmed else "not confirmed" if finding.measured else "predicted"
+    return f"removing it saves {known.value:.0%} [{known.low:.0%}, {known.high:.0%}] of the step, {how}"
+
+
+def _nothing_to_do(told: ProfileReport) -> list[str]:
+    if told.refused:
+        return ["run it for longer: --steps in the script's own terms, or more epochs"] if told.steps < 20 else []
+    return ["accel.optimize(model, loader) tries faster kernels, memory formats and compilation on the real steps"]
+
+
+# -- the tree ----------------------------------------------------------------------------------------------------------
+
+
+def tree(evidence: Evidence, found: Anatomy) -> Node:
+    """Take the mean step apart; the children of each node add up to it."""
+
+    def node(name: str, share: float, note: str = "", children: list[Node] | None = None) -> Node:
+        return Node(name=name, ms=share * found.step_s * 1e3, share=share, note=note, children=children or [])
+
+    children = []
+    for phase, share in found.shares.items():
+        if share <= 0:
+            continue
+        parts: list[Node] = []
+        if phase == "data":
+            parts = _data_parts(evidence, found, node)
+        elif phase in ("forward", "backward") and evidence.trace is not None:
+            parts = _computing_parts(evidence, share, node)
+        elif phase == "outside":
+            parts = _outside_parts(evidence, found, node)
+        children.append(node(phase, share, MEANING[phase], parts))
+    return node("step", 1.0, f"mean of {found.steps} steps", children)
+
+
+def _data_parts(evidence: Evidence, found: Anatomy, node: Any) -> list[Node]:
+    ordinary = found.shares["data"] - found.epoch_start
+    parts = [node("start of epochs", found.epoch_start)] if found.epoch_start else []
+    thread = evidence.data_thread
+    if thread is None:
+        return [*parts, node("ordinary wait", ordinary)] if parts else []
+    return [
+        *parts,
+        node("on a core", ordinary * thread.run, "computing the batch"),
+        node("waiting for a core", ordinary * thread.wait, "the machine is crowded"),
+        node("asleep", ordinary * thread.blocked, "storage, network or worker processes"),
+    ]
+
+
+def _computing_parts(evidence: Evidence, share: float, node: Any) -> list[Node]:
+    assert evidence.trace is not None
+    trace = evidence.trace
+    rest = max(0.0, 1.0 - trace.matmul_share - trace.elementwise_share)
+    return [
+        node("matrix products and convolutions", share * trace.matmul_share, "by the trace of two steps"),
+        node("element-wise work", share * trace.elementwise_share),
+        node("other operators", share * rest),
+    ]
+
+
+def _outside_parts(evidence: Evidence, found: Anatomy, node: Any) -> list[Node]:
+    share = found.shares["outside"]
+    own = min(share, naming.iterator_share(evidence, found))
+    stalls = min(share - own, max(0.0, found.stalls - found.shares["evaluation"]))
+    parts = [
+        node("the loop's own iterator", own, "by sampled lines"),
+        node("stalls", stalls, f"every {found.stall_every:.0f} steps" if found.stall_every else ""),
+        node("after each step", share - own - stalls),
+    ]
+    return parts if own or stalls else []
+
+
+# -- facts -------------------------------------------------------------------------------------------------------------
+
+
+def row(evidence: Evidence, found: Anatomy) -> RankRow:
+    """Return a rank's line."""
+    return RankRow(
+        rank=evidence.rank,
+        host=platform.node(),
+        steps=found.steps,
+        step_ms=found.step_s * 1e3,
+        phases_ms={phase: share * found.step_s * 1e3 for phase, share in found.shares.items()},
+        thread=evidence.thread,
+    )
+
+
+def _host(evidence: Evidence) -> HostFacts:
+    loader, optimizer = evidence.loader, evidence.optimizer
+    workers = f", {loader.workers} workers" if loader.kind == "DataLoader" else ""
+    path = "fused" if optimizer.fused else "multi-tensor" if optimizer.multi_tensor else "parameter by parameter"
+    return HostFacts(
+        cores=evidence.cores,
+        threads=evidence.threads,
+        device=_device_name(evidence.device),
+        platform=platform.platform(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        foreign_cores=evidence.foreign_cores,
+        thread=evidence.thread,
+        workers=[worker.share for worker in evidence.workers],
+        loader=f"{loader.kind}{workers}",
+        optimizer=f"{optimizer.name}, {optimizer.tensors} tensors, {path}" if optimizer.name else "",
+        model=evidence.model_name,
+    )
+
+
+def _device_name(kind: str) -> str:
+    return torch.cuda.get_device_name() if kind == "cuda" and torch.cuda.is_available() else kind
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def posted(evidence: Evidence, diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return what a rank tells rank 0, as plain JSON."""
+    found = diagnosis.anatomy
+    waiting = (evidence.ddp_wait_share or 0.0) + found.shares.get("communication", 0.0)
+    return {
+        "row": dataclasses.asdict(row(evidence, found)),
+        "wait_s": waiting * found.step_s,
+        "findings": [dataclasses.asdict(f) for f in diagnosis.findings],
+    }
+
+
+def merge(told: ProfileReport, ranks: Mapping[int, Mapping[str, Any]], found: Anatomy, size: int) -> None:
+    """Take the other ranks into rank 0's report: who is slow, and who waits."""
+    for missing in sorted(set(range(size)) - set(ranks)):
+        told.unseen.append(f"rank {missing}: it posted nothing before the report was made")
+    told.ranks = [_row_of(ranks[rank]) for rank in sorted(ranks)]
+    if len(ranks) < 2 or found.step_s <= 0:
+        return
+    waits = {rank: float(told_by["wait_s"]) for rank, told_by in ranks.items()}
+    own = {r.rank: r.step_ms / 1e3 - waits[r.rank] for r in told.ranks}
+    slowest = max(own, key=lambda rank: own[rank])
+    others = statistics.median(seconds for rank, seconds in own.items() if rank != slowest)
+    behind = (own[slowest] - others) / found.step_s
+    _reduce_exchange(told, min(waits.values()) / found.step_s)
+    if behind >= naming.WORTH:
+        told.findings.append(_straggler(told, slowest, behind, found))
+        told.ranks[sorted(ranks).index(slowest)].straggler = True
+        told.findings = naming.ordered(told.findings)
+    if not told.refused or told.refused.startswith("two causes"):
+        told.refused = naming.too_close(told.findings)
+    conclude(told, found)
+
+
+def _reduce_exchange(told: ProfileReport, share: float) -> None:
+    """What even the slowest rank waits is the exchange; the rest is waiting for the slowest rank."""
+    for finding in list(told.findings):
+        if finding.cause != "communication.exposed":
+            continue
+        if share < naming.WORTH:
+            told.findings.remove(finding)
+        elif share < 0.8 * finding.share:
+            finding.share, finding.measured = share, None
+            finding.predicted = Saving(value=share, low=0.7 * share, high=min(1.0, 1.1 * share))
+            finding.why = [f"the rank that waits least spends {share:.0%} of the step exchanging gradients"]
+
+
+def _straggler(told: ProfileReport, slowest: int, behind: float, found: Anatomy) -> Finding:
+    slow = next(r for r in told.ranks if r.rank == slowest)
+    rest = [r for r in told.ranks if r.rank != slowest]
+    differences = {
+        # Waiting for gradients is booked to the backward pass of those who wait.
+        phase: ms - statistics.median(r.phases_ms.get(phase, 0.0) for r in rest)
+        for phase, ms in slow.phases_ms.items()
+        if phase not in ("backward", "communication")
+    }
+    phase = max(differences, key=lambda name: differences[name])
+    why = [
+        f"rank {slowest} ({slow.host}) computes {behind * found.step_s * 1e3:.3g} ms a step longer than the median of "
+        f"the others, which wait for it"
+    ]
+    if differences[phase] > 0.3 * behind * found.step_s * 1e3:
+        why.append(f"{differences[phase]:.3g} ms of that in {phase}: {MEANING[phase]}")
+    else:
+        why.append("most of that in its backward pass")
+    cause = CAUSES["straggler.rank"]
+    return Finding(
+        cause=cause.name,
+        bottleneck=cause.bottleneck.value,
+        title=cause.title,
+        why=why,
+        remedy=cause.remedy,
+        share=behind,
+        predicted=Saving(value=behind, low=0.8 * behind, high=min(1.0, 1.1 * behind)),
+        experiment="a rank's slowness can't be switched off; the figure is from the clocks of all ranks",
+    )
+
+
+def _row_of(held: Mapping[str, Any]) -> RankRow:
+    fields = dict(held["row"])
+    thread = fields.pop("thread")
+    return RankRow(**fields, thread=ThreadShare(**thread) if thread else None)

@@ -1,0 +1,265 @@
+"""Counterfactuals: run real steps without the suspected cause, interleaved with ordinary ones, and see what it gives.
+
+A share of the time says where the time is, not what would be won: work may overlap, and what is removed may uncover
+another wait. So a suspicion is tried. Each counterfactual switches one thing at a step boundary; blocks with and
+without it are interleaved and judged as a trial is.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from accel.profiler.phases import Measurement
+from accel.profiler.recorder import Recorder
+from accel.profiler.report import Experiment, Saving
+from accel.profiler.trial import Outcome, Trial, TrialConfig
+
+ALONE = TrialConfig(block_steps=4, looks=(6, 12), min_pairs=4)
+TOGETHER = TrialConfig(block_steps=4, looks=(8,), min_pairs=8)
+"""For several ranks: always eight pairs, since all must switch at the same steps."""
+_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+
+
+class Counterfactual(Protocol):
+    """One thing that can be switched between two steps."""
+
+    name: str
+    what: str
+    changes_learning: bool
+
+    def enable(self) -> None:
+        """Remove the suspected cause."""
+
+    def disable(self) -> None:
+        """Put it back."""
+
+
+class FetchedAhead:
+    """The batch is fetched while the step's clock stands: what a loader that is never late would give."""
+
+    name = "batch fetched ahead"
+    what = "each batch was fetched between two steps, off the clock"
+    changes_learning = False
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def enable(self) -> None:
+        """Fetch off the clock."""
+        self._recorder.ahead = True
+
+    def disable(self) -> None:
+        """Fetch on the clock."""
+        self._recorder.ahead = False
+
+
+class NoCollector:
+    """`gc.collect` does nothing and the collector is off."""
+
+    name = "no garbage collection"
+    what = "the garbage collector was off and gc.collect() did nothing"
+    changes_learning = False
+
+    def __init__(self) -> None:
+        self._found: Callable[..., int] = gc.collect
+        self._was_on = True
+
+    def enable(self) -> None:
+        """Switch it off."""
+        self._was_on = gc.isenabled()
+        gc.disable()
+        gc.collect = lambda *args, **kwargs: 0
+
+    def disable(self) -> None:
+        """Switch it on again."""
+        gc.collect = self._found
+        if self._was_on:
+            gc.enable()
+
+
+class NoAnomalyMode:
+    """Anomaly detection is off."""
+
+    name = "no anomaly detection"
+    what = "torch.autograd.set_detect_anomaly was False"
+    changes_learning = False
+
+    def enable(self) -> None:
+        """Switch it off."""
+        torch.autograd.set_detect_anomaly(False)
+
+    def disable(self) -> None:
+        """Switch it on."""
+        torch.autograd.set_detect_anomaly(True)
+
+
+class AllThreads:
+    """Computation uses all usable cores."""
+
+    changes_learning = False
+
+    def __init__(self, cores: int) -> None:
+        self.name = f"{cores} threads"
+        self.what = f"torch.set_num_threads({cores})"
+        self._cores = cores
+        self._found = torch.get_num_threads()
+
+    def enable(self) -> None:
+        """Use all."""
+        torch.set_num_threads(self._cores)
+
+    def disable(self) -> None:
+        """Use as many as before."""
+        torch.set_num_threads(self._found)
+
+
+class OneUpdate:
+    """The optimizer updates all parameters in one fused or foreach call."""
+
+    name = "multi-tensor optimizer"
+    what = "the optimizer took its fused path, or foreach where it has none"
+    changes_learning = False
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = [optimizer for optimizer in optimizers if can_update_at_once(optimizer)]
+        self._found = [(group, dict(group)) for o in self._optimizers for group in o.param_groups]
+
+    def enable(self) -> None:
+        """Take the other path."""
+        for optimizer in self._optimizers:
+            fused = _has_fused(optimizer)
+            for group in optimizer.param_groups:
+                group["foreach"] = not fused
+                if "fused" in group:
+                    group["fused"] = fused
+            _place_steps(optimizer, on_device=fused)
+
+    def disable(self) -> None:
+        """Take the loop's own path."""
+        for group, before in self._found:
+            for key in ("foreach", "fused"):
+                if key in group:
+                    group[key] = before[key]
+        for optimizer in self._optimizers:
+            _place_steps(optimizer, on_device=False)
+
+
+def can_update_at_once(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer is torch's own, has another path, and is not on it."""
+    groups = optimizer.param_groups
+    return type(optimizer).__module__.startswith("torch.optim") and all(
+        "foreach" in g and not g["foreach"] and not g.get("fused") and not g.get("capturable") for g in groups
+    )
+
+
+def _has_fused(optimizer: Optimizer) -> bool:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return type(optimizer).__name__ in _FUSED and all(p.is_floating_point() for p in parameters)
+
+
+def _place_steps(optimizer: Optimizer, *, on_device: bool) -> None:
+    """Move the step counters: the fused path wants them on the parameter's device, the others on the CPU."""
+    for parameter, state in optimizer.state.items():
+        step = state.get("step")
+        if isinstance(step, Tensor) and isinstance(parameter, Tensor):
+            state["step"] = step.to(parameter.device if on_device else "cpu")
+
+
+class NoExchange:
+    """Gradients are not exchanged between ranks; the state from before is put back afterwards."""
+
+    name = "no gradient exchange"
+    what = "the ranks did not exchange gradients (no_sync)"
+    changes_learning = True
+
+    def __init__(self, models: Sequence[DistributedDataParallel]) -> None:
+        self._models = list(models)
+
+    def enable(self) -> None:
+        """Exchange nothing."""
+        for model in self._models:
+            model.require_backward_grad_sync = False
+
+    def disable(self) -> None:
+        """Exchange."""
+        for model in self._models:
+            model.require_backward_grad_sync = True
+
+
+class Snapshot:
+    """Parameters, buffers and optimizer state, to put back in place.
+
+    Args:
+        models: what is trained.
+        optimizers: their state comes back too.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+        tensors += [v for o in optimizers for state in o.state.values() for v in state.values() if _is_tensor(v)]
+        self._pairs = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        with torch.no_grad():
+            for tensor, saved in self._pairs:
+                tensor.copy_(saved)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def experiment(
+    counterfactual: Counterfactual, *, config: TrialConfig, snapshot: Callable[[], Snapshot]
+) -> Generator[None, Measurement, Experiment]:
+    """Run one counterfactual; each `yield` lets one step pass.
+
+    Args:
+        counterfactual: what is switched.
+        config: statistics of the trial.
+        snapshot: saves what is put back afterwards; asked only of one that changes what the model learns.
+    """
+    before = snapshot() if counterfactual.changes_learning else None
+    # The mean of a block, not its median: workers deliver in bursts, and a burst is time too.
+    trial = Trial(config, reduce=statistics.fmean)
+    on = False
+    try:
+        while trial.verdict is None:
+            wanted = trial.arm == "B"
+            if wanted != on:
+                counterfactual.enable() if wanted else counterfactual.disable()
+                on = wanted
+                yield  # the first step after a switch finds what the one before it left
+            block: list[float] = []
+            while len(block) < config.block_steps:
+                measured = yield
+                block.append(measured.seconds)
+            trial.record(block)
+    finally:
+        if on:
+            counterfactual.disable()
+        if before is not None:
+            before.restore()
+    return _told(counterfactual, trial.outcome())
+
+
+def _told(counterfactual: Counterfactual, outcome: Outcome) -> Experiment:
+    return Experiment(
+        name=counterfactual.name,
+        what=counterfactual.what,
+        before_ms=outcome.before_ms,
+        after_ms=outcome.after_ms,
+        saving=Saving(value=1 - 1 / outcome.gain, low=1 - 1 / outcome.low, high=1 - 1 / outcome.high),
+        pairs=outcome.pairs,
+        verdict=outcome.verdict,
+        changes_learning=counterfactual.changes_learning,
+    )

@@ -1,0 +1,378 @@
+"""`accel profile` on whole scripts, each in a process of its own: what they print and how they end is their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel.profiler import report as schema
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TRAIN = """\
+import sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = TensorDataset(torch.randn(320, 64), torch.zeros(320, dtype=torch.long))
+loader = DataLoader(data, batch_size=8)
+
+def step(x, y):
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+"""
+
+
+def script(folder: Path, body: str) -> Path:
+    target = folder / "train.py"
+    target.write_text(TRAIN + textwrap.dedent(body))
+    return target
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def accel_profile(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "accel", "profile", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def report(folder: Path, name: str = "accel-profile.json") -> schema.ProfileReport:
+    return schema.from_json((folder / name).read_text())
+
+
+def causes(found: schema.ProfileReport) -> list[str]:
+    return [finding.cause for finding in found.findings]
+
+
+def test_a_slow_loader_is_named_tried_and_written_down(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        def slow(samples):
+            time.sleep(0.004)
+            return torch.utils.data.default_collate(samples)
+
+        loader.collate_fn = slow
+        for epoch in range(6):
+            for x, y in loader:
+                loss = step(x, y)
+        print("the script's own", sys.argv[1:], __name__, epoch)
+        """,
+    )
+    done = accel_profile(tmp_path, "train.py", "--", "--lr", "3", "--json", "x")
+
+    assert done.stdout == "the script's own ['--lr', '3', '--json', 'x'] __main__ 5\n"
+    assert done.returncode == 0
+    found = report(tmp_path)
+    assert found.ended == "completed"
+    assert found.steps >= 100
+    assert found.unattributed <= 0.02
+    if found.bottleneck == "host":
+        pytest.skip("the machine is crowded, and the report says so")
+    assert causes(found) == ["input.collate"]
+    finding = found.findings[0]
+    assert finding.predicted is not None and finding.measured is not None
+    assert finding.measured.low <= finding.predicted.value + 0.1
+    assert finding.measured.high >= finding.predicted.value - 0.1
+    assert finding.measured.value > 0.7
+    assert found.experiments[0].verdict == "keep"
+    assert found.evidence is not None
+    assert sum(child.share for child in found.evidence.children) == pytest.approx(1.0)
+    assert "input.collate" in done.stderr
+    assert (tmp_path / "accel-profile.html").read_text().startswith("<!DOCTYPE html>")
+    assert json.loads((tmp_path / "accel-profile.trace.json").read_text())["traceEvents"]
+
+
+def test_no_confirm_changes_nothing(tmp_path: Path) -> None:
+    """The same weights as without the profiler, to the bit."""
+    body = """
+    for epoch in range(4):
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            step(x, y)
+    print(sum(p.double().sum().item() for p in model.parameters()), torch.rand(1).item())
+    """
+    script(tmp_path, body)
+    done = accel_profile(tmp_path, "--no-confirm", "train.py")
+    plain = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == plain.stdout
+    assert report(tmp_path).experiments == []
+
+
+def test_experiments_leave_the_training_as_it_was_too(tmp_path: Path) -> None:
+    """Fetching ahead and the like change nothing the model learns."""
+    body = """
+    def slow(samples):
+        time.sleep(0.003)
+        return torch.utils.data.default_collate(samples)
+
+    for epoch in range(5):
+        for x, y in DataLoader(data, batch_size=8, shuffle=True, collate_fn=slow):
+            step(x, y)
+    print(sum(p.double().sum().item() for p in model.parameters()), torch.rand(1).item())
+    """
+    script(tmp_path, body)
+    done = accel_profile(tmp_path, "train.py")
+    plain = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == plain.stdout
+
+
+def test_a_crash_is_shown_as_python_shows_it_and_reported(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        for epoch in range(3):
+            for x, y in loader:
+                step(x, y)
+        def last():
+            raise KeyError("gone")
+        last()
+        """,
+    )
+    done = accel_profile(tmp_path, "train.py")
+    plain = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+
+    assert done.returncode == plain.returncode == 1
+    shown = done.stderr[done.stderr.index("Traceback") :]
+    assert shown.startswith(plain.stderr.strip().replace(str(tmp_path) + "/", ""))
+    assert report(tmp_path).ended == "raised KeyError"
+    assert report(tmp_path).steps > 50
+
+
+@pytest.mark.parametrize(
+    ("leave", "status", "ended"), [("sys.exit(7)", 7, "exited with 7"), ("sys.exit()", 0, "completed")]
+)
+def test_the_exit_status_is_the_script_s(tmp_path: Path, leave: str, status: int, ended: str) -> None:
+    script(tmp_path, f"\nfor x, y in loader:\n    step(x, y)\n{leave}\n")
+    done = accel_profile(tmp_path, "train.py")
+
+    assert done.returncode == status
+    assert report(tmp_path).ended == ended
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "ended"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_an_interrupted_script_leaves_a_report(tmp_path: Path, number: int, status: int, ended: str) -> None:
+    script(
+        tmp_path,
+        """
+        count = 0
+        while True:
+            for x, y in loader:
+                step(x, y)
+                count += 1
+                if count == 100:
+                    print("ready", flush=True)
+        """,
+    )
+    command = [sys.executable, "-m", "accel", "profile", "train.py"]
+    running = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline() == "ready\n"
+    time.sleep(0.2)
+    running.send_signal(number)
+    _, told = running.communicate(timeout=60)
+
+    assert running.returncode == status, told
+    assert report(tmp_path).ended == ended
+    assert report(tmp_path).steps > 50
+
+
+def test_a_script_without_a_training_step(tmp_path: Path) -> None:
+    script(tmp_path, "\nfor x, y in loader:\n    model(x)\n")
+    done = accel_profile(tmp_path, "train.py")
+
+    assert done.returncode == 0
+    assert "no optimizer step seen in" in done.stderr
+    assert "40 batches from a DataLoader, 0 backward passes" in done.stderr
+    assert not (tmp_path / "accel-profile.json").exists()
+
+
+def test_too_few_steps_refuse_a_verdict(tmp_path: Path) -> None:
+    script(tmp_path, "\nfor number, (x, y) in zip(range(12), loader):\n    step(x, y)\n")
+    done = accel_profile(tmp_path, "train.py")
+
+    assert done.returncode == 0
+    assert "steps were seen, 20 are needed" in report(tmp_path).refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["gone.py"], "SCRIPT must be a Python file, got 'gone.py'"),
+        (["--json", "nowhere/x.json", "train.py"], "--json must lie in a directory that exists"),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+    script(tmp_path, "")
+    done = accel_profile(tmp_path, *arguments)
+
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_module_and_a_plain_iterator(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        def batches():
+            for number in range(400):
+                until = time.perf_counter() + 0.004
+                while time.perf_counter() < until:
+                    pass
+                yield torch.randn(8, 64), torch.zeros(8, dtype=torch.long)
+
+        for x, y in batches():
+            step(x, y)
+        """,
+    )
+    done = accel_profile(tmp_path, "--json", "out.json", "-m", "train")
+
+    found = report(tmp_path, "out.json")
+    assert done.returncode == 0, done.stderr
+    if found.bottleneck == "host":
+        pytest.skip("the machine is crowded, and the report says so")
+    assert causes(found) == ["input.iterator"]
+    assert any("train.py:" in sentence for sentence in found.findings[0].why)
+
+
+def test_classes_of_the_script_pickle_for_spawned_workers(tmp_path: Path) -> None:
+    target = tmp_path / "train.py"
+    target.write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from torch import nn
+            from torch.utils.data import DataLoader, Dataset
+
+            class Mine(Dataset):
+                def __len__(self):
+                    return 64
+                def __getitem__(self, index):
+                    return torch.randn(4), index % 2
+
+            if __name__ == "__main__":
+                model = nn.Linear(4, 2)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                loader = DataLoader(Mine(), batch_size=4, num_workers=1, multiprocessing_context="spawn",
+                                    persistent_workers=True)
+                for epoch in range(2):
+                    for x, y in loader:
+                        nn.functional.cross_entropy(model(x), y).backward()
+                        optimizer.step()
+                print("ended")
+            """
+        )
+    )
+    done = accel_profile(tmp_path, "train.py")
+
+    assert done.stdout == "ended\n", done.stderr
+    assert report(tmp_path).host.loader == "DataLoader, 1 workers"
+
+
+def ranks(folder: Path, count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    return subprocess.run(
+        [*command, "-m", "accel", "profile", *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+DISTRIBUTED = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = nn.parallel.DistributedDataParallel(model)
+"""
+
+
+def test_ranks_make_one_report(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        DISTRIBUTED
+        + """
+for epoch in range(5):
+    for x, y in loader:
+        if rank == 1:
+            time.sleep(0.01)
+        step(x, y)
+dist.destroy_process_group()
+""",
+    )
+    done = ranks(tmp_path, 2, "--no-confirm", "train.py")
+
+    assert done.returncode == 0, done.stderr
+    found = report(tmp_path)
+    assert [row.rank for row in found.ranks] == [0, 1]
+    if found.bottleneck == "host":
+        pytest.skip("the machine is crowded, and the report says so")
+    assert "straggler.rank" in causes(found)
+    assert [row.straggler for row in found.ranks] == [False, True]
+    straggler: Any = next(f for f in found.findings if f.cause == "straggler.rank")
+    assert "rank 1" in straggler.why[0]
+    assert "in host" in straggler.why[1]
+
+
+def test_ranks_try_the_exchange_and_put_the_weights_back(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)], nn.Linear(512, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = TensorDataset(torch.randn(1600, 512), torch.zeros(1600, dtype=torch.long))
+loader = DataLoader(data, batch_size=2)
+"""
+        + DISTRIBUTED
+        + """
+for number, (x, y) in zip(range(220), loader):
+    step(x, y)
+total = torch.stack([p.detach().double().sum() for p in model.parameters()])
+totals = [torch.empty_like(total) for _ in range(2)]
+dist.all_gather(totals, total)
+if rank == 0:
+    print("ranks agree:", bool(torch.equal(*totals)))
+dist.destroy_process_group()
+""",
+    )
+    done = ranks(tmp_path, 2, "train.py")
+
+    assert "ranks agree: True" in done.stdout, done.stderr
+    found = report(tmp_path)
+    if found.bottleneck == "host":
+        pytest.skip("the machine is crowded, and the report says so")
+    assert [e.name for e in found.experiments] == ["no gradient exchange"]
+    assert found.experiments[0].changes_learning

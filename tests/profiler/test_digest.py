@@ -1,0 +1,164 @@
+"""The summary of windows written by hand: GPUs, waits, interrupted calls. Times in µs."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel.profiler.digest import digest
+from accel.profiler.events import Call, Trace, Wait, Work
+from accel.profiler.groups import call_groups
+
+GEMM = "ampere_sgemm_128x64_nn"
+ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
+
+
+def mm(id: int, start: float, end: float, **more: object) -> Call:
+    shapes, dtypes = [[512, 512], [512, 512]], ["float", "float"]
+    return Call(name="aten::mm", id=id, start=start, end=end, shapes=shapes, dtypes=dtypes, **more)  # type: ignore[arg-type]
+
+
+def test_a_gpus_window() -> None:
+    """Two products, an addition that the host launched late, a copy half hidden by the second product."""
+    calls = [mm(1, 0, 10), mm(2, 10, 20), Call(name="aten::add", id=3, start=290, end=300)]
+    works = [
+        Work(name=GEMM, start=20, end=120, launch=5, operator=1),
+        Work(name=GEMM, start=130, end=230, launch=15, operator=2),
+        Work(name="splitKreduce_kernel", start=230, end=240, launch=16, operator=2),
+        Work(name=ADD, start=300, end=304, launch=295, operator=3),
+        Work(name="Memcpy HtoD (Pinned -> Device)", start=220, end=280, launch=21, kind="copy in"),
+    ]
+    summary = digest(Trace(window=(0.0, 400.0), calls=calls, works=works), steps=2)
+
+    assert summary.ops_per_step == 2.0  # four kernels in two steps
+    assert summary.device_busy == pytest.approx((100 + 100 + 10 + 4) / 400)
+    assert summary.launch_gap == pytest.approx((20 + 20) / 400)  # before the first launch, and from 280 to 300
+    assert summary.copy_share == pytest.approx(40 / 400)  # from 240 to 280
+    assert [row.name for row in summary.ops[:2]] == [GEMM, "Memcpy HtoD (Pinned -> Device)"]
+    gemm = summary.ops[0]
+    assert (gemm.calls, gemm.ms, gemm.kind, gemm.small) == (1.0, 0.1, "matmul", False)
+    assert gemm.gflops == pytest.approx(2 * 512**3 / 100e-6 / 1e9)
+    add = next(row for row in summary.ops if row.name == ADD)
+    assert (add.kind, add.small) == ("elementwise", True)
+    assert summary.matmul_share == pytest.approx(200 / 274)
+    assert summary.small_share == pytest.approx(4 / 274)
+    assert summary.dtypes == {"float32": 1.0}
+
+
+def test_kernels_that_are_shorter_than_their_launch() -> None:
+    works = [Work(name=ADD, start=10.0 * i, end=10.0 * i + 3, launch=10.0 * i - 5) for i in range(1, 31)]
+    summary = digest(Trace(window=(0.0, 310.0), calls=[], works=works), steps=1)
+
+    assert summary.small_share == 1.0
+    assert summary.launch_gap == pytest.approx((10 + 29 * 7) / 310)
+
+
+def test_work_is_clipped_to_the_window() -> None:
+    works = [Work(name=GEMM, start=-50, end=50, launch=-60), Work(name=GEMM, start=90, end=150, launch=20)]
+    summary = digest(Trace(window=(0.0, 100.0), calls=[], works=works), steps=1)
+
+    assert summary.device_busy == pytest.approx(0.6)
+    assert summary.launch_gap == 0.0
+
+
+def test_waits_are_named_by_the_operator_that_the_line_calls() -> None:
+    """`item` calls _local_scalar_dense, which copies and then synchronises: one wait of one call."""
+    calls = [
+        Call(name="aten::item", id=1, start=0, end=100),
+        Call(name="aten::_local_scalar_dense", id=2, start=1, end=99),
+        Call(name="aten::nonzero", id=3, start=200, end=300),
+    ]
+    waits = [
+        Wait(name="cudaMemcpyAsync", start=10, end=20, operator=2, file="train.py", line=7),
+        Wait(name="cudaStreamSynchronize", start=20, end=90, operator=2, file="train.py", line=7),
+        Wait(name="cudaStreamSynchronize", start=210, end=230, operator=3, file="train.py", line=9),
+        Wait(name="cudaDeviceSynchronize", start=400, end=410),
+        Wait(name="cudaDeviceSynchronize", start=500, end=510),
+    ]
+    summary = digest(Trace(window=(0.0, 600.0), calls=calls, works=[], waits=waits), steps=2)
+
+    told = [(sync.name, sync.file, sync.line, sync.calls, sync.ms) for sync in summary.syncs]
+    assert told == [
+        ("item", "train.py", 7, 0.5, pytest.approx(0.04)),
+        ("nonzero", "train.py", 9, 0.5, pytest.approx(0.01)),
+        ("cudaDeviceSynchronize", "", 0, 1.0, pytest.approx(0.01)),
+    ]
+
+
+def test_a_call_that_was_interrupted_does_not_count_as_slow() -> None:
+    calls = [mm(i, 1000.0 * i, 1000.0 * i + 100) for i in range(4)] + [mm(9, 9000, 17000)]
+    row = digest(Trace(window=(0.0, 2e4), calls=calls), steps=1).ops[0]
+
+    assert (row.calls, row.ms) == (5.0, pytest.approx(0.5))
+
+
+def test_what_does_little_work_is_small_on_a_slow_host_too() -> None:
+    relu = Call(name="aten::clamp_min", start=0, end=500, shapes=[[8, 32]], dtypes=["float"])
+    large = Call(name="aten::clamp_min", start=1000, end=1500, shapes=[[512, 512]], dtypes=["float"])
+    unknown = Call(name="mine::op", start=2000, end=2500, shapes=[[8, 32]], dtypes=["float"])
+
+    assert [group.small for group in call_groups([relu, large, unknown])] == [True, False, False]
+
+
+def test_an_operators_time_is_its_own() -> None:
+    calls = [
+        Call(name="aten::linear", start=0, end=100),
+        Call(name="aten::addmm", start=10, end=90, shapes=[[4], [8, 2], [2, 4]], dtypes=["float"] * 3),
+        Call(name="aten::copy_", start=20, end=25, shapes=[[8, 4], [4]], dtypes=["float"] * 2),
+        Call(name="aten::linear", start=0, end=100, thread=2),  # of another thread, and nobody's child
+    ]
+    ms = {row.name: row.ms * 1e3 for row in digest(Trace(window=(0.0, 100.0), calls=calls), steps=1).ops}
+
+    # The profiler's 0.25 µs for each call inside is no work of the caller. The two linear count at their median.
+    assert ms == {"linear": pytest.approx(2 * (19.75 + 100) / 2), "addmm": 74.75, "copy_": 5.0}
+
+
+def test_flops_count_where_the_product_is_done() -> None:
+    shapes, dtypes = [[8, 2], [4, 2], [4]], ["float"] * 3
+    calls = [
+        Call(name="aten::linear", start=0, end=100, shapes=shapes, dtypes=dtypes),
+        Call(name="aten::addmm", start=10, end=90, shapes=[[4], [8, 2], [2, 4]], dtypes=dtypes),
+        Call(name="aten::linear", start=200, end=300, shapes=shapes, dtypes=dtypes),  # one that does it itself
+    ]
+    flops = [group.flops for group in call_groups(calls)]
+
+    assert flops == [2 * 8 * 2 * 4, 2 * 8 * 2 * 4]
+
+
+def test_bytes_count_where_the_work_is_done() -> None:
+    inputs = {"shapes": [[512, 512]], "dtypes": ["float"]}
+    calls = [
+        Call(name="aten::relu", start=0, end=100, **inputs),  # type: ignore[arg-type]
+        Call(name="aten::clamp_min", start=1, end=99, **inputs),  # type: ignore[arg-type]
+        Call(name="aten::sum", start=200, end=300, **inputs),  # type: ignore[arg-type]
+        Call(name="aten::fill_", start=201, end=202, shapes=[[1]], dtypes=["float"]),
+    ]
+    bytes = {group.name: group.bytes for group in call_groups(calls)}
+
+    assert bytes == {"aten::relu": None, "aten::clamp_min": 2 * 4 * 512**2, "aten::sum": 4 * 512**2, "aten::fill_": 4}
+
+
+def test_what_a_product_launches_beside_it_moves_none_of_its_bytes() -> None:
+    works = [
+        Work(name=GEMM, start=0, end=100, operator=1),
+        Work(name="splitKreduce_kernel", start=100, end=110, operator=1),
+        Work(name=ADD, start=120, end=125, operator=2),
+        Work(name=ADD, start=125, end=145, operator=2),
+    ]
+    calls = [mm(1, 0, 10), Call(name="aten::add", id=2, start=10, end=20, shapes=[[1000]] * 2, dtypes=["float"] * 2)]
+    rows = {row.name: row for row in digest(Trace(window=(0.0, 200.0), calls=calls, works=works), steps=1).ops}
+
+    assert rows["splitKreduce_kernel"].gb_per_s is None
+    assert rows[ADD].gb_per_s == pytest.approx(12_000 / 25e-6 / 1e9)  # counted once, over both kernels
+    assert rows[GEMM].intensity == pytest.approx(512 / 6)
+
+
+def test_the_engines_call_and_its_gradient_function_are_one_row() -> None:
+    calls = [
+        Call(name="autograd::engine::evaluate_function: ReluBackward0", start=0, end=10),
+        Call(name="ReluBackward0", start=1, end=9),
+        Call(name="aten::threshold_backward", start=2, end=8),
+    ]
+    summary = digest(Trace(window=(0.0, 10.0), calls=calls), steps=1)
+
+    assert {row.name: row.calls for row in summary.ops} == {"ReluBackward0": 2, "threshold_backward": 1}
+    assert summary.ops_per_step == 1

@@ -1,0 +1,228 @@
+"""From evidence to causes: each rule fires on its evidence, and none on a healthy run."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from accel.profiler.causes import CAUSES
+from accel.profiler.evidence import (
+    Evidence,
+    LineTime,
+    LoaderFacts,
+    OptimizerFacts,
+    Roofline,
+    SyncPoint,
+    ThreadShare,
+    TraceSummary,
+    WorkerShare,
+)
+from accel.profiler.naming import diagnose, saving
+from accel.profiler.phases import PHASES, Measurement
+from accel.profiler.report import Saving
+
+RUNNING = ThreadShare(run=0.98, wait=0.01, blocked=0.01)
+ASLEEP = ThreadShare(run=0.04, wait=0.01, blocked=0.95)
+LOADER = LoaderFacts(kind="DataLoader")
+HEALTHY = {"data": 0.2, "forward": 3.0, "loss": 0.1, "backward": 6.0, "optimizer": 0.5, "outside": 0.1}
+
+
+def steps(count: int = 100, noise: float = 0.02, stall_every: int = 0, stall: float = 0.0, **phases: float) -> Any:
+    """Steps with these phases, ms."""
+    dice = random.Random(1)
+    made = []
+    for number in range(count):
+        held = {p: phases.get(p, 0.0) * 1e-3 * (1 + dice.gauss(0, noise)) for p in PHASES}
+        if stall_every and number % stall_every == stall_every - 1:
+            held["outside"] += stall * 1e-3
+        made.append(Measurement(step=number, seconds=sum(held.values()), phases=held, samples=32))
+    return made
+
+
+def evidence(*, without: tuple[str, ...] = (), **given: Any) -> Evidence:
+    phases = given.pop("phases", {})
+    given.setdefault("steps", steps(**{**HEALTHY, **phases}))
+    given.setdefault("loader", LOADER)
+    given.setdefault("thread", RUNNING)
+    return Evidence(cores=8, threads=given.pop("threads", 8), **given)
+
+
+def line(phase: str, seconds: float, *tags: str, source: str = "x", blocked: float = 0.0) -> LineTime:
+    return LineTime(
+        phase=phase,
+        file="train.py",
+        line=7,
+        source=source,
+        seconds=seconds,
+        share=1.0,
+        blocked=blocked,
+        tags=list(tags),
+    )
+
+
+def trace(**given: Any) -> TraceSummary:
+    options: dict[str, Any] = {"small_share": 0.1, "matmul_share": 0.7, "elementwise_share": 0.2}
+    return TraceSummary(steps=2, ops=[], ops_per_step=300, **{**options, **given})
+
+
+def worker(share: ThreadShare) -> WorkerShare:
+    return WorkerShare(pid=1, share=share)
+
+
+def causes(found: Evidence) -> list[str]:
+    return [finding.cause for finding in diagnose(found).findings]
+
+
+def test_a_healthy_run_has_no_cause() -> None:
+    found = diagnose(evidence(trace=trace()))
+
+    assert (found.findings, found.refused) == ([], "")
+    assert found.limits[0].value == "compute"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"phases": {"data": 20}, "data_thread": RUNNING}, "input.cpu"),
+        ({"phases": {"data": 20}, "data_thread": ASLEEP}, "input.storage"),
+        ({"phases": {"data": 20}, "data_thread": RUNNING, "collate_share": 0.8}, "input.collate"),
+        (
+            {"phases": {"data": 20}, "loader": LoaderFacts(kind="DataLoader", workers=2), "workers": [worker(RUNNING)]},
+            "input.workers",
+        ),
+        (
+            {"phases": {"data": 20}, "loader": LoaderFacts(kind="DataLoader", workers=2), "workers": [worker(ASLEEP)]},
+            "input.worker_storage",
+        ),
+        (
+            {
+                "phases": {"data": 0, "outside": 20},
+                "loader": LoaderFacts(kind="own iterator"),
+                "lines": [line("outside", 0.9, "next batch"), line("outside", 0.1)],
+            },
+            "input.iterator",
+        ),
+        ({"phases": {"outside": 15}, "lines": [line("outside", 1.0)]}, "outside.step"),
+        ({"phases": {"evaluation": 15}}, "outside.evaluation"),
+        ({"phases": {"optimizer": 8}, "optimizer": OptimizerFacts(name="Mine", tensors=3)}, "optimizer.update"),
+        (
+            {"phases": {"optimizer": 8}, "optimizer": OptimizerFacts(name="AdamW", tensors=300, multi_tensor=False)},
+            "optimizer.per_parameter",
+        ),
+        ({"phases": {"host": 6}}, "host.step_code"),
+        ({"phases": {"outside": 6}, "gc_share": 0.3}, "host.gc"),
+        ({"anomaly_mode": True}, "compute.anomaly"),
+        ({"dtype": "float64"}, "compute.float64"),
+        ({"threads": 1}, "compute.threads"),
+        ({"trace": trace(small_share=0.9)}, "launch.small_ops"),
+        ({"trace": trace(elementwise_share=0.8)}, "memory.bound"),
+        ({"world_size": 2, "ddp_wait_share": 0.4}, "communication.exposed"),
+        ({"device": "cuda", "trace": trace(device_busy=0.6, copy_share=0.3)}, "transfer.pageable"),
+        (
+            {
+                "device": "cuda",
+                "trace": trace(device_busy=0.6, syncs=[SyncPoint(name="item", file="train.py", line=9, calls=1, ms=4)]),
+            },
+            "sync.read",
+        ),
+    ],
+)
+def test_each_cause_is_named_from_its_evidence(given: dict[str, Any], expected: str) -> None:
+    found = diagnose(evidence(**given))
+
+    assert [finding.cause for finding in found.findings] == [expected]
+    finding = found.findings[0]
+    assert finding.title == CAUSES[expected].title
+    assert finding.why
+    assert finding.bottleneck == expected.split(".")[0]
+
+
+def test_checkpoints_are_told_from_other_stalls() -> None:
+    stalled = steps(**HEALTHY, stall_every=20, stall=200)
+
+    assert causes(evidence(steps=stalled, lines=[line("outside", 1.0, "checkpoint")])) == ["outside.checkpoint"]
+    assert causes(evidence(steps=stalled, lines=[line("outside", 1.0)])) == ["outside.periodic"]
+    assert "every 20 steps" in diagnose(evidence(steps=stalled)).findings[0].why[0]
+
+
+def test_a_start_of_epochs_is_not_the_ordinary_wait() -> None:
+    slow = steps(**HEALTHY)
+    for measured in slow[::10]:
+        measured.first = True
+        measured.phases["data"] += 0.2
+        measured.seconds += 0.2
+
+    assert causes(evidence(steps=slow, loader=LoaderFacts(kind="DataLoader", workers=2))) == ["input.epoch_start"]
+
+
+def test_a_device_that_is_busy_anyway_makes_a_read_free() -> None:
+    point = SyncPoint(name="item", file="train.py", line=9, calls=1, ms=4)
+
+    assert causes(evidence(device="cuda", trace=trace(device_busy=0.99, syncs=[point]))) == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"thread": ThreadShare(run=0.5, wait=0.45, blocked=0.05), "foreign_cores": 4.0},
+        {"foreign_cores": 6.0},
+    ],
+)
+def test_a_crowded_machine_is_the_finding(given: dict[str, Any]) -> None:
+    """A script that seems input-bound on a machine that others hold is not blamed."""
+    assert causes(evidence(phases={"data": 20}, data_thread=RUNNING, **given)) == ["host.oversubscribed"]
+
+
+def test_own_processes_that_crowd_the_machine_are_told_from_others() -> None:
+    crowded = ThreadShare(run=0.5, wait=0.45, blocked=0.05)
+
+    assert causes(evidence(thread=crowded, foreign_cores=0.1)) == ["host.own_processes"]
+
+
+def test_too_few_steps_are_refused() -> None:
+    found = diagnose(evidence(steps=steps(count=19, data=20)))
+
+    assert found.refused == "19 steps were seen, 20 are needed"
+    assert found.findings == []
+
+
+def test_two_causes_of_one_size_are_refused_and_both_told() -> None:
+    both = evidence(phases={"data": 20, "outside": 20}, data_thread=RUNNING)
+    both.steps = steps(**{**HEALTHY, "data": 20, "outside": 20.35}, noise=0.05)  # the means drawn are equal
+
+    found = diagnose(both)
+
+    assert {finding.cause for finding in found.findings} == {"input.cpu", "outside.step"}
+    assert found.refused.startswith("two causes overlap within noise: ")
+
+
+def test_two_causes_of_clearly_different_size_are_ordered() -> None:
+    found = diagnose(evidence(phases={"data": 30, "outside": 10}, data_thread=RUNNING))
+
+    assert [finding.cause for finding in found.findings] == ["input.cpu", "outside.step"]
+    assert found.refused == ""
+
+
+def test_double_precision_is_predicted_from_the_measured_roof() -> None:
+    roof = Roofline(gflops={"float32": 100.0, "float64": 40.0}, gb_per_s=10.0)
+
+    finding = diagnose(evidence(dtype="float64", roofline=roof)).findings[0]
+
+    assert finding.predicted is not None
+    assert finding.predicted.value == pytest.approx(0.6 * finding.share)
+
+
+def test_a_saving_has_an_interval_that_holds_it() -> None:
+    found = saving(steps(data=5, forward=5, noise=0.2), lambda m: m.phases["data"])
+
+    assert isinstance(found, Saving)
+    assert 0 <= found.low < found.value < found.high <= 1
+    assert found.value == pytest.approx(0.5, abs=0.05)
+
+
+def test_every_cause_belongs_to_a_class() -> None:
+    for cause in CAUSES.values():
+        assert cause.bottleneck.value == cause.name.split(".")[0]
+    assert len(CAUSES) >= 14

@@ -1,0 +1,262 @@
+"""NVML through a stand-in for pynvml: what is read, which GPUs, and why nothing is."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from accel.profiler.nvml import Nvml, reasons, visible
+
+GIB = 1024**3
+UUIDS = [f"GPU-{i}a5d{i}e3c-0000-1111-2222-3333444455{i}{i}" for i in range(4)]
+
+
+class NVMLError(Exception):
+    def __init__(self, value: int) -> None:
+        super().__init__(f"code {value}")
+        self.value = value
+
+
+class FakePynvml(ModuleType):
+    """As much of pynvml as is used: four GPUs, and a code for each function that is to fail."""
+
+    NVMLError = NVMLError
+
+    def __init__(self, *, gpus: int = 4, fails: dict[str, int] | None = None, masks: list[int] | None = None) -> None:
+        super().__init__("pynvml")
+        self.gpus, self.fails = gpus, fails or {}
+        self.masks = iter(masks or [])
+        self.calls: list[str] = []
+        self.sampled = threading.Semaphore(0)
+        answers: dict[str, Callable[..., Any]] = {
+            "nvmlInit": lambda: None,
+            "nvmlShutdown": lambda: None,
+            "nvmlDeviceGetCount": lambda: self.gpus,
+            "nvmlDeviceGetHandleByIndex": lambda index: index,
+            "nvmlDeviceGetUUID": lambda gpu: UUIDS[gpu],
+            "nvmlDeviceGetName": lambda gpu: b"NVIDIA H200" if gpu else "NVIDIA H100",
+            "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=80 + gpu, memory=5),
+            "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=3 * GIB, total=80 * GIB),
+            "nvmlDeviceGetPowerUsage": lambda gpu: 650_000,
+            "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: 700_000,
+            "nvmlDeviceGetClockInfo": lambda gpu, clock: {1: 1755}[clock],
+            "nvmlDeviceGetMaxClockInfo": lambda gpu, clock: {1: 1980}[clock],
+            "nvmlDeviceGetPcieThroughput": lambda gpu, counter: {0: 2_000, 1: 12_000}[counter],
+            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: next(self.masks, 0),
+        }
+        for name, answer in answers.items():
+            setattr(self, name, self._call(name, answer))
+
+    def _call(self, name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.calls.append(name)
+            if name == "nvmlDeviceGetCurrentClocksThrottleReasons":  # the last query of a sample
+                self.sampled.release()
+            if name in self.fails:
+                raise NVMLError(self.fails[name])
+            return answer(*args)
+
+        return call
+
+
+@pytest.fixture(autouse=True)
+def _all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def sampled(pynvml: FakePynvml, monkeypatch: pytest.MonkeyPatch, samples: int = 1, **options: Any) -> tuple[Nvml, Any]:
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+    nvml = Nvml(interval_s=0.001, **options)
+    nvml.start()
+    for _ in range(samples):
+        assert pynvml.sampled.acquire(timeout=10)
+    return nvml, nvml.stop()
+
+
+def test_medians_in_the_units_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml, gpus = sampled(FakePynvml(gpus=1), monkeypatch, samples=3)
+
+    (gpu,) = gpus
+    assert (gpu.index, gpu.name, gpu.utilisation) == (0, "NVIDIA H100", 0.8)
+    assert (gpu.memory_used_gib, gpu.memory_total_gib) == (3, 80)
+    assert (gpu.power_w, gpu.power_limit_w, gpu.clock_mhz, gpu.clock_max_mhz) == (650, 700, 1755, 1980)
+    assert (gpu.pcie_rx_mb_per_s, gpu.pcie_tx_mb_per_s) == (12, 2)
+    assert (gpu.throttled, nvml.unseen) == ([], "")
+
+
+def test_every_gpu_is_numbered_as_cuda_numbers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"3,{UUIDS[1]}")
+    _, gpus = sampled(FakePynvml(), monkeypatch, samples=2)
+
+    assert [(gpu.index, gpu.name, gpu.utilisation) for gpu in gpus] == [
+        (0, "NVIDIA H200", 0.83),
+        (1, "NVIDIA H200", 0.81),
+    ]
+
+
+def test_a_rank_samples_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, gpus = sampled(FakePynvml(), monkeypatch, devices=[2])
+
+    assert [(gpu.index, gpu.utilisation) for gpu in gpus] == [(2, 0.82)]
+
+
+def test_nvml_is_shut_down_and_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = FakePynvml()
+    sampled(pynvml, monkeypatch)
+
+    assert pynvml.calls[-1] == "nvmlShutdown"
+    assert "accel-nvml" not in {thread.name for thread in threading.enumerate()}
+
+
+# -- what cannot be seen -----------------------------------------------------------------------------------------------
+
+
+def unseen(pynvml: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return why nothing is seen; `pynvml` is the module, or None for no such module."""
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+    nvml = Nvml()
+    nvml.start()
+    assert nvml.stop() == []
+    return nvml.unseen
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "nvidia-ml-py is not installed (pip install 'accel-train[gpu]'" in unseen(None, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (12, "no NVIDIA driver is installed"),
+        (9, "no NVIDIA driver is loaded"),
+        (4, "this user has no permission"),
+        (18, "the driver and its library have different versions"),
+        (999, "NVML failed (code 999)"),
+    ],
+)
+def test_without_a_driver_that_answers(code: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unseen(FakePynvml(fails={"nvmlInit": code}), monkeypatch) == f"GPU telemetry is missing: {why}."
+
+
+def test_a_driver_that_fails_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = FakePynvml(fails={"nvmlDeviceGetCount": 4, "nvmlShutdown": 1})
+
+    assert unseen(pynvml, monkeypatch) == "GPU telemetry is missing: this user has no permission."
+    assert pynvml.calls[-1] == "nvmlShutdown"
+
+
+def test_no_gpu_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "NVML shows none of this process's GPUs (CUDA_VISIBLE_DEVICES is not set)" in unseen(
+        FakePynvml(gpus=0), monkeypatch
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-6e2f")
+    assert "(CUDA_VISIBLE_DEVICES is 'MIG-6e2f')" in unseen(FakePynvml(), monkeypatch)
+
+
+def test_queries_that_are_refused_are_named_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = {"nvmlDeviceGetPowerUsage": 3, "nvmlDeviceGetMemoryInfo": 3, "nvmlDeviceGetPcieThroughput": 4}
+    pynvml = FakePynvml(gpus=1, fails=fails)
+    nvml, gpus = sampled(pynvml, monkeypatch, samples=3)
+
+    (gpu,) = gpus
+    assert (gpu.power_w, gpu.power_limit_w, gpu.pcie_rx_mb_per_s, gpu.memory_total_gib) == (None, 700, None, 0)
+    assert pynvml.calls.count("nvmlDeviceGetPowerUsage") == 1
+    assert nvml.unseen == (
+        "NVML does not show memory in use, memory, power (this GPU or driver does not support it) and PCIe receipt, "
+        "PCIe sending (this user has no permission)."
+    )
+
+
+def test_a_query_that_fails_for_a_moment_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = FakePynvml(gpus=1)
+    codes = iter([15, 999])
+    answer = pynvml.nvmlDeviceGetPowerUsage
+
+    def shaky(gpu: int) -> Any:
+        code = next(codes, 0)
+        if code:
+            raise NVMLError(code)
+        return answer(gpu)
+
+    pynvml.nvmlDeviceGetPowerUsage = shaky
+    nvml, gpus = sampled(pynvml, monkeypatch, samples=4)
+
+    assert (gpus[0].power_w, nvml.unseen) == (650, "")
+
+
+def test_a_driver_that_hangs_does_not_hang_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = FakePynvml(gpus=1)
+    release = threading.Event()
+    pynvml.nvmlInit = lambda: release.wait(30)
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+    monkeypatch.setattr("accel.profiler.nvml._PATIENCE_S", 0.05)
+    nvml = Nvml()
+    nvml.start()
+    try:
+        assert nvml.stop() == []
+        assert re.search(r"did not answer within 0\.05 s", nvml.unseen)
+    finally:
+        release.set()
+
+
+def test_a_sampler_starts_once_and_may_stop_unstarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Nvml().stop() == []
+    monkeypatch.setitem(sys.modules, "pynvml", FakePynvml())
+    nvml = Nvml()
+    nvml.start()
+    with pytest.raises(RuntimeError, match="this sampler has been started"):
+        nvml.start()
+    nvml.stop()
+
+
+# -- pure parts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        pytest.param(None, [0, 1, 2, 3], id="not set: all"),
+        pytest.param("", [], id="empty: none"),
+        pytest.param("2,0", [2, 0], id="in the order given"),
+        pytest.param(" 1 , 3", [1, 3], id="blanks"),
+        pytest.param("1,-1,2", [1], id="the list ends at what is no GPU"),
+        pytest.param("0,7,1", [0], id="and at a number too high"),
+        pytest.param("1,1", [], id="a GPU named twice leaves none"),
+        pytest.param(UUIDS[2], [2], id="a UUID"),
+        pytest.param("gpu-1", [], id="no UUID by its first letters"),
+        pytest.param("GPU-3A5D", [3], id="the beginning of a UUID, in any case"),
+        pytest.param("GPU-", [], id="a beginning that several have"),
+        pytest.param("MIG-1234", [], id="a slice"),
+        pytest.param("NoDevFiles", [], id="what a container without GPUs sets"),
+    ],
+)
+def test_which_gpus_cuda_shows(setting: str | None, expected: list[int]) -> None:
+    assert visible(UUIDS, setting) == expected
+
+
+@pytest.mark.parametrize(
+    ("masks", "expected"),
+    [
+        pytest.param([], [], id="no sample"),
+        pytest.param([0x1, 0x2, 0x10, 0x100], [], id="idle, set clocks and the like are no trouble"),
+        pytest.param([0x4] * 10, ["power limit"], id="power"),
+        pytest.param([0x4] + [0] * 9, [], id="no more than a tenth"),
+        pytest.param([0x4] * 2 + [0x24] * 3 + [0] * 5, ["power limit", "heat (driver)"], id="the most frequent first"),
+        pytest.param([0x48] * 10, ["heat (hardware)"], id="the general bit adds nothing to its cause"),
+        pytest.param([0x8] * 10, ["hardware slowdown"], id="the general bit alone"),
+    ],
+)
+def test_reasons_for_throttling(masks: list[int], expected: list[str]) -> None:
+    assert reasons(masks) == expected
+
+
+def test_throttling_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, gpus = sampled(FakePynvml(gpus=1, masks=[0x4] * 1000), monkeypatch, samples=3)
+
+    assert gpus[0].throttled == ["power limit"]

@@ -1,0 +1,251 @@
+"""An unmodified loop, recorded: which steps, which phases, which loader, and everything put back."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from accel.profiler.phases import Measurement
+from accel.profiler.recorder import Recorder
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    made = Recorder()
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def seen(recorder: Recorder) -> list[Measurement]:
+    steps: list[Measurement] = []
+    recorder.on_step = steps.append
+    return steps
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    data = TensorDataset(torch.randn(40, 8), torch.zeros(40, dtype=torch.long))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=4)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, after: Callable[[], None] = lambda: None
+) -> None:
+    for x, y in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        after()
+
+
+def test_a_loop_with_a_loader(recorder: Recorder, seen: list[Measurement]) -> None:
+    model, optimizer, loader = parts()
+    for _ in range(3):
+        train(model, optimizer, loader)
+
+    assert recorder.steps == len(seen) == 30  # the request that finds the epoch over ends its last step
+    assert [m.first for m in seen] == [n % 10 == 0 for n in range(30)]
+    assert {m.samples for m in seen} == {4}
+    assert recorder.loader is loader
+    assert recorder.roots.modules == [model]
+    for measured in seen[3:]:
+        for phase in ("data", "forward", "loss", "backward", "optimizer"):
+            assert measured.phases[phase] > 0, phase
+        assert sum(measured.phases.values()) == pytest.approx(measured.seconds)
+    assert recorder.unattributed() < 0.02
+
+
+def test_a_plain_iterator(recorder: Recorder, seen: list[Measurement]) -> None:
+    model, optimizer, _ = parts()
+    train(model, optimizer, [(torch.randn(4, 8), torch.zeros(4, dtype=torch.long))] * 20)
+
+    # A step ends where the next forward pass begins, once the model is known.
+    assert recorder.steps == len(seen) >= 17
+    assert recorder.loader_facts().kind == "own iterator"
+    assert all(m.phases["forward"] > 0 and m.phases["backward"] > 0 for m in seen[2:])
+
+
+def test_evaluation_between_steps_is_its_own_phase(recorder: Recorder, seen: list[Measurement]) -> None:
+    model, optimizer, loader = parts()
+    other = DataLoader(TensorDataset(torch.randn(8, 8)), batch_size=4)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            for (x,) in other:
+                model(x)
+                time.sleep(0.002)
+
+    for _ in range(2):
+        train(model, optimizer, loader, evaluate)
+
+    assert recorder.loader is loader
+    assert {m.samples for m in seen[1:]} == {4}
+    for measured in seen[3:]:
+        assert measured.phases["evaluation"] > 0.7 * 0.004
+        assert measured.phases["evaluation"] > measured.phases["data"] + measured.phases["outside"]
+
+
+def test_accumulation_is_one_step_of_several_batches(recorder: Recorder, seen: list[Measurement]) -> None:
+    model, optimizer, loader = parts()
+    for _ in range(3):
+        for number, (x, y) in enumerate(loader):
+            nn.functional.cross_entropy(model(x), y).backward()
+            if number % 5 == 4:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert [(m.batches, m.samples) for m in seen] == [(5, 20)] * 6
+
+
+def test_two_optimizers_are_one_step(recorder: Recorder, seen: list[Measurement]) -> None:
+    one, first, loader = parts()
+    other, second, _ = parts()
+    for x, y in loader:
+        for model, optimizer in ((one, first), (other, second)):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    assert recorder.steps == 10
+    assert len(recorder.roots.modules) == 2
+
+
+def test_a_container_that_is_never_called_gives_way_to_its_children(
+    recorder: Recorder, seen: list[Measurement]
+) -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(8, 2)
+
+    holder = Holder()
+    optimizer = torch.optim.SGD(holder.parameters(), lr=0.1)
+    _, _, loader = parts()
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(holder.net(x), y).backward()
+            optimizer.step()
+
+    assert recorder.roots.modules == [holder.net]
+    assert seen[-1].phases["forward"] > 0
+
+
+def test_fetching_ahead_stands_outside_the_step(recorder: Recorder, seen: list[Measurement]) -> None:
+    model, optimizer, loader = parts()
+
+    def slow(samples: Any) -> Any:
+        time.sleep(0.01)
+        return torch.utils.data.default_collate(samples)
+
+    loader.collate_fn = slow
+    got: list[int] = []
+
+    def switch(measured: Measurement) -> None:
+        seen.append(measured)
+        recorder.ahead = len(seen) >= 5
+
+    recorder.on_step = switch
+    for x, y in loader:
+        got.append(x.shape[0])
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    assert got == [4] * 10  # no batch is lost or seen twice
+    assert all(m.phases["data"] >= 0.01 for m in seen[1:5])
+    assert [m.phases["data"] for m in seen[5:]] == pytest.approx([0.0] * 5, abs=2e-3)
+
+
+def test_another_thread_s_loader_and_backward_pass_are_not_the_loop_s(
+    recorder: Recorder, seen: list[Measurement]
+) -> None:
+    model, optimizer, loader = parts()
+    other, other_optimizer, other_loader = parts()
+    thread = threading.Thread(target=lambda: train(other, other_optimizer, other_loader))
+    thread.start()
+    thread.join()
+
+    assert (recorder.steps, recorder.fetched, recorder.backwards) == (0, 0, 0)
+    train(model, optimizer, loader)
+    assert recorder.steps == 10
+
+
+def test_a_raising_batch_passes_through(recorder: Recorder) -> None:
+    class Broken(TensorDataset):
+        def __getitem__(self, index: Any) -> Any:
+            if index == 9:
+                raise KeyError("nine")
+            return super().__getitem__(index)
+
+    model, optimizer, _ = parts()
+    loader: DataLoader[Any] = DataLoader(Broken(torch.randn(40, 8), torch.zeros(40, dtype=torch.long)), batch_size=4)
+
+    with pytest.raises(KeyError, match="nine"):
+        train(model, optimizer, loader)
+    assert recorder.clock.phase == "host"
+
+
+def test_everything_is_put_back() -> None:
+    before = (
+        DataLoader.__iter__,
+        _BaseDataLoaderIter.__next__,
+        torch.autograd.backward,
+        torch.autograd.grad,
+        torch.distributed.all_reduce,
+        list(gc.callbacks),
+        dict(_global_optimizer_pre_hooks),
+        dict(_global_optimizer_post_hooks),
+    )
+    recorder = Recorder()
+    recorder.start()
+    model, optimizer, loader = parts()
+    train(model, optimizer, loader)
+    assert "_compiled_call_impl" in vars(model)
+    recorder.stop()
+
+    after = (
+        DataLoader.__iter__,
+        _BaseDataLoaderIter.__next__,
+        torch.autograd.backward,
+        torch.autograd.grad,
+        torch.distributed.all_reduce,
+        list(gc.callbacks),
+        dict(_global_optimizer_pre_hooks),
+        dict(_global_optimizer_post_hooks),
+    )
+    assert after == before
+    assert "_compiled_call_impl" not in vars(model)
+
+
+def test_a_watched_model_pickles_as_a_plain_one(recorder: Recorder) -> None:
+    model, optimizer, loader = parts()
+    train(model, optimizer, loader)
+
+    copy = pickle.loads(pickle.dumps(model))
+    assert "_compiled_call_impl" not in vars(copy)
+
+
+def test_training_is_bit_for_bit_the_same(recorder: Recorder) -> None:
+    def trained() -> torch.Tensor:
+        model, optimizer, loader = parts()
+        torch.manual_seed(3)
+        train(model, optimizer, DataLoader(loader.dataset, batch_size=4, shuffle=True))
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    watched = trained()
+    recorder.stop()
+    assert torch.equal(watched, trained())

@@ -1,0 +1,117 @@
+"""The measured limits: plausible, cached, and nothing else in the process moves."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from accel.profiler import roofline
+from accel.profiler.roofline import measure
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _measured_afresh_and_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "_products", {})
+    monkeypatch.setattr(roofline, "_copies", {})
+    monkeypatch.setattr(roofline, "_CPU", replace(roofline._CPU, sides=(64, 128), copy_bytes=1 << 20))
+    monkeypatch.setattr(roofline, "_GPU", replace(roofline._GPU, sides=(1024, 2048), copy_bytes=64 << 20))
+
+
+def test_each_dtype_has_its_rate() -> None:
+    limits = measure(CPU, [torch.float32, torch.float64])
+
+    assert limits.gflops.keys() == {"float32", "float64"}
+    assert all(0.001 < rate < 1e6 for rate in limits.gflops.values())
+    assert 0.01 < limits.gb_per_s < 1e5
+
+
+def test_a_product_is_no_faster_than_its_time_says() -> None:
+    """The rate is 2·n³ over a time that a stopwatch around the same product can't beat by much."""
+    torch.set_num_threads(1)
+    run = roofline._multiply(CPU, torch.float32, 128)
+    run()
+    watched = []
+    for _ in range(200):
+        start = time.perf_counter()
+        run()
+        watched.append(time.perf_counter() - start)
+
+    assert measure(CPU, [torch.float32]).gflops["float32"] < 3 * 2 * 128**3 / min(watched) / 1e9
+
+
+def test_a_dtype_that_cannot_be_multiplied_is_left_out() -> None:
+    assert measure(CPU, [torch.bool, torch.float32]).gflops.keys() == {"float32"}
+
+
+def test_what_was_measured_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = measure(CPU, [torch.float32], threads=1)
+    monkeypatch.setattr(roofline, "_timed", lambda run, device: 1.0)
+
+    assert measure(CPU, [torch.float32], threads=1) == first
+    assert measure(torch.device("cpu"), [], threads=1) == replace(first, gflops={})
+    assert measure(CPU, [torch.float64], threads=1).gflops == {"float64": pytest.approx(2 * 64**3 / 1e9)}
+    assert measure(CPU, [torch.float32], threads=2).gb_per_s == pytest.approx(2 * (1 << 20) / 1e9)
+
+
+def test_sides_grow_until_the_next_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "_CPU", replace(roofline._CPU, sides=(16, 32, 64)))
+    sides: list[int] = []
+    make = roofline._multiply
+    monkeypatch.setattr(
+        roofline, "_multiply", lambda device, dtype, side: sides.append(side) or make(device, dtype, side)
+    )
+    times = iter([0.001, 0.003] + [0.003] * 100)
+    monkeypatch.setattr(roofline, "_timed", lambda run, device: next(times))
+    monkeypatch.setattr(roofline, "_ENOUGH_S", 0.0)
+    measure(CPU, [torch.float32], threads=1)
+
+    assert sides == [16, 32]  # 64 would take 8 · 3 ms, more than 20
+
+
+def test_nothing_in_the_process_moves() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(2)
+    state = torch.get_rng_state()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        limits = measure(CPU, [torch.float32], threads=1)
+        assert torch.is_autocast_enabled("cpu")
+
+    assert limits.gflops.keys() == {"float32"}
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()) == (torch.float64, 2, True)
+
+
+def test_the_threads_are_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(2)
+
+    def fail(*_: object) -> float:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(roofline, "_timed", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        measure(CPU, [torch.float32], threads=1)
+    assert torch.get_num_threads() == 2
+
+
+def test_threads_must_be_some() -> None:
+    with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
+        measure(CPU, [torch.float32], threads=0)
+
+
+@pytest.mark.gpu
+def test_a_gpus_limits() -> None:
+    device = torch.device("cuda")
+    torch.empty(1, device=device)
+    before = torch.cuda.memory_allocated(device)
+    state = torch.cuda.get_rng_state(device)
+    limits = measure(device, [torch.float32, torch.bfloat16])
+
+    assert limits.gflops["bfloat16"] > limits.gflops["float32"] > 100
+    assert limits.gb_per_s > 50
+    assert torch.cuda.memory_allocated(device) == before
+    assert torch.equal(torch.cuda.get_rng_state(device), state)
