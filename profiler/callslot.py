@@ -6,6 +6,7 @@ they are, and copies and pickles of the module are plain.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,18 +16,13 @@ Call = Callable[..., Any]
 NAME = "_compiled_call_impl"
 
 
-class SlotCall:
-    """What lies in the slot. Copies of it are None, so that a copy of the module is plain.
+class SlotCall(functools.partial):  # type: ignore[type-arg]
+    """What lies in the slot: a partial, because calling one costs 30 ns, a class of our own ten times that.
 
-    `nn.Module` leaves the slot out of copies, but a class with a `__getstate__` or `__deepcopy__` of its own may not:
-    its copy would then go on calling the module it was copied from.
+    Copies of it are None, so that a copy of the module is plain. `nn.Module` leaves the slot out of copies, but a class
+    with a `__getstate__` or `__deepcopy__` of its own may not: its copy would then go on calling the module it was
+    copied from.
     """
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing, ()

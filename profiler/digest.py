@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from accel.profiler import intervals
-from accel.profiler.events import Trace, Wait, Work
+from accel.profiler.events import Call, Trace, Wait, Work
 from accel.profiler.evidence import OpTime, SyncPoint, TraceSummary
 from accel.profiler.groups import Group, call_groups, callers, kernel_groups
 from accel.profiler.operators import base
@@ -19,21 +19,30 @@ def digest(trace: Trace, steps: int) -> TraceSummary:
     parents = callers(trace.calls)
     groups = call_groups(trace.calls, parents) if trace.works is None else kernel_groups(trace.calls, trace.works)
     total = sum(group.us for group in groups) or 1.0
+    model = (
+        groups if trace.works is not None or not trace.updates else call_groups(_outside(trace.calls, trace.updates))
+    )
+    computing = sum(group.us for group in model) or 1.0
     # Autocast's own call of an operator has the dtype before the cast; what it calls computes.
     products = [group for group in groups if group.kind == "matmul" and group.dtype and group.computing]
     summary = TraceSummary(
         steps=steps,
         ops=_rows(groups, total, steps)[:LARGEST],
         ops_per_step=_operations(trace, parents) / steps,
-        small_share=sum(group.us for group in groups if group.small) / total,
-        matmul_share=sum(group.us for group in groups if group.kind == "matmul") / total,
-        elementwise_share=sum(group.us for group in groups if group.kind == "elementwise") / total,
+        small_share=sum(group.us for group in model if group.small) / computing,
+        matmul_share=sum(group.us for group in model if group.kind == "matmul") / computing,
+        elementwise_share=sum(group.us for group in model if group.kind == "elementwise") / computing,
         dtypes=_shares((group.dtype, group.us) for group in products),
     )
     if trace.works is not None:
         _add_device(summary, trace.works, trace.window)
         summary.syncs = _syncs(trace, parents, steps)
     return summary
+
+
+def _outside(calls: Sequence[Call], updates: Sequence[tuple[float, float]]) -> list[Call]:
+    """Return the calls that no optimizer's step made."""
+    return [call for call in calls if not any(start <= call.start < end for start, end in updates)]
 
 
 def _rows(groups: Sequence[Group], total: float, steps: int) -> list[OpTime]:

@@ -61,3 +61,5 @@ class Trace:
     works: list[Work] | None = None
     """None without a GPU."""
     waits: list[Wait] = field(default_factory=list)
+    updates: list[intervals.Interval] = field(default_factory=list)
+    """When the host was in an optimizer's step."""

@@ -70,6 +70,11 @@ class OptimizerFacts:
     """False if it updates parameter by parameter in Python."""
     fused: bool = False
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether it updates so many tensors one by one that this shows."""
+        return not self.multi_tensor and self.tensors >= 20
+
 
 @dataclass(kw_only=True)
 class OpTime:
@@ -115,8 +120,9 @@ class TraceSummary:
     """The largest first."""
     ops_per_step: float
     small_share: float
-    """Share of operator time spent in calls too short for their launch."""
+    """Share of the model's operator time, on a CPU without the optimizer's, in calls too short for their launch."""
     matmul_share: float
+    """Of the same time."""
     elementwise_share: float
     dtypes: dict[str, float] = field(default_factory=dict)
     """Share of matmul time by dtype."""

@@ -52,6 +52,9 @@ def read(results: Any, *, window_ns: tuple[int, int], closing_ns: int, gpu: int 
     for event in results.events():
         name = event.name()
         if event.is_user_annotation() or name in _NO_OPERATORS:
+            if name.startswith("Optimizer.step#") and event.device_type() == DeviceType.CPU:
+                start = (event.start_ns() - zero) / 1e3
+                trace.updates.append((start, start + event.duration_ns() / 1e3))
             continue
         if event.device_type() != DeviceType.CPU:
             device.append(event)

@@ -34,6 +34,8 @@ PHASES = tuple(MEANING)
 # What else stands on the tape; the entry after it is a time, or what the name says.
 _STEP, _RESUME, _SKIP = ".step", ".resume", ".skip"
 _FIRST, _BATCH = ".first", ".batch"
+CUT = (_STEP, None)
+"""What `cut` writes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,7 +148,7 @@ class StepClock:
 
     def cut(self) -> None:
         """End the step at the last mark, and begin the next one there."""
-        self.write((_STEP, None))
+        self.write(CUT)
 
     def resume(self) -> None:
         """Begin the open step only now: what came since its beginning was none of the loop's."""
@@ -181,6 +183,11 @@ class StepClock:
         self.read()
         return self._last
 
+    @property
+    def read_to(self) -> float:
+        """Up to when the tape has been read, s."""
+        return self._last
+
     def close(self, step: int) -> Measurement:
         """End the step at the mark just made, begin the next one there, and return what was booked."""
         self.cut()
@@ -188,9 +195,21 @@ class StepClock:
         measured.step = step
         return measured
 
-    def read(self) -> list[Measurement]:
-        """Return the steps that were ended since the last reading, and clear the tape: 3 µs a step."""
-        tape, ended = self._tape, []
+    def tear(self) -> list[Any]:
+        """Return what stands on the tape, to be read later, and begin the open step anew on an empty one."""
+        phase, torn = self.phase, self._tape[:]
+        del self._tape[:]
+        self.resume()
+        self.enter(phase)
+        return torn
+
+    def read(self, torn: list[Any] | None = None) -> list[Measurement]:
+        """Return the steps that were ended since the last reading, and clear the tape: 4 µs a step.
+
+        Args:
+            torn: read this piece instead; pieces are read in order, before what came after them.
+        """
+        tape, ended = self._tape if torn is None else torn, []
         length = len(tape)
         booked, opened, last, phase = self._booked, self._opened, self._last, self._open
         for place in range(0, length, 2):

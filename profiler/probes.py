@@ -20,7 +20,6 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import (
-    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -69,11 +68,8 @@ class Ear(Protocol):
     def copying(self, original: Function) -> Function:
         """Return a method that may copy a tensor to the device, marked."""
 
-    def update_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer's step begins."""
-
-    def update_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """It is done; not told if it raised."""
+    def updating(self) -> tuple[Function, Function]:
+        """Return the hooks before and after an optimizer's step."""
 
     def collected(self, seconds: float) -> None:
         """The garbage collector ran for so long."""
@@ -156,10 +152,8 @@ class Probes:
         replace(_BaseDataLoaderIter, "__next__", ear.fetching)
         for name in ("backward", "grad"):
             replace(torch.autograd, name, ear.differentiating)
-        self._hooks = [
-            register_optimizer_step_pre_hook(ear.update_begins),
-            register_optimizer_step_post_hook(ear.update_ended),
-        ]
+        before, after = ear.updating()
+        self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         if torch.distributed.is_available():
             for name in _COLLECTIVES:
                 if hasattr(torch.distributed, name):

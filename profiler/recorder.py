@@ -17,15 +17,30 @@ from torch.optim import Optimizer
 
 from accel.profiler import facts
 from accel.profiler.evidence import LoaderFacts
-from accel.profiler.phases import Measurement, StepClock
+from accel.profiler.phases import CUT, Measurement, StepClock
 from accel.profiler.probes import Function, Probes
 from accel.profiler.roots import Roots
 
 _KEPT_STEPS = 20_000
 _LEARNING_STEPS = 12
 """Steps in which a module that is never called is replaced by its children."""
-_COUNT_ALL, _COUNT_EVERY = 64, 16
-"""Batches are counted in the first steps, then in every sixteenth: the rest are alike."""
+_LATE_STEPS = 64
+_COUNT_EVERY = 16
+"""While the tape is not read, batches are counted in one piece of sixteen: the rest are alike."""
+
+
+class _Hot:
+    """What the marked functions look at in every step: slots, since the recorder has too many attributes to be fast."""
+
+    __slots__ = ("inside", "inside_backward", "iterator", "learning", "left", "stepped", "updating")
+
+    def __init__(self) -> None:
+        self.iterator: Any = None
+        """The loop's iterator, unless its batches take the slow way."""
+        self.stepped = self.updating = self.inside = self.inside_backward = False
+        self.learning = True
+        self.left = 1
+        """Steps until the tape is handed over."""
 
 
 class Recorder:
@@ -35,9 +50,9 @@ class Recorder:
         clock: seconds, monotonic.
 
     Attributes:
-        on_step: called between two steps with each step ended since the last call; its time belongs to no step.
-        every: steps from call to call.
-        on_update: called within each update, for as long as it is set.
+        on_step: called between two steps with the step just ended; its time belongs to no step.
+        on_look: called between two steps in place of `on_step` while `late` is set, every 64 steps.
+        late: True keeps the tape unread: reading it costs 4 µs a step. `catch_up` tells `on_step` of these steps.
         ahead: True fetches the batches of the open step while its clock stands.
         step_s: seconds in steps, the first left out.
     """
@@ -47,27 +62,28 @@ class Recorder:
         self.clock = clock or StepClock()
         self.clock.backward_is_seen = True
         self.on_step: Callable[[Measurement], None] = lambda measured: None
-        self.every = 1
-        self.on_update: Callable[[Optimizer], None] | None = None
+        self.on_look: Callable[[], None] = lambda: None
+        self.late = False
+        self._on_update: Callable[[Optimizer], None] | None = None
         self.ahead = False
         self.steps = self.fetched = self.backwards = 0
         self.step_s = 0.0
         self.first_boundary = self.last_boundary = 0.0
-        self.gc_s = self.collate_s = 0.0
+        self.gc_s = self.collate_s = self.fetch_s = 0.0
         self.optimizers: list[Optimizer] = []
         self.loader: Any = None
         """The loader of the last training step."""
         self.iterator: Any = None
         self.probes = Probes(self)
-        self._write, self._now = self.clock.write, self.clock.now
         self._training: set[int] = set()
         self._recent: list[int] = []
-        self._stepped = False
+        self._hot = _Hot()
+        self._torn: deque[list[Any]] = deque(maxlen=_KEPT_STEPS // _LATE_STEPS)
+        self._piece = 1
+        self._dropped = False
         self._new = False
         self._counting = True
-        self._waiting = 0
         self._optimizer: Optimizer | None = None
-        self._update = self._inside = self._inside_backward = False
         self.roots = Roots(self.calling, self.call_hooks)
 
     def start(self) -> None:
@@ -93,7 +109,7 @@ class Recorder:
     def _iterate(self, loader: Any, original: Function) -> Any:
         training = self._is_training(loader)
         self.clock.enter("data" if training else "evaluation")
-        if training and self._stepped:
+        if training and self._hot.stepped:
             self._boundary()
         try:
             iterator = original(loader)
@@ -101,25 +117,24 @@ class Recorder:
             self.clock.enter("host" if training else "evaluation")
         iterator._accel_loader = loader
         if training and iterator is self.iterator:  # persistent workers come with the same iterator
-            self.iterator = None
-        fetcher = getattr(iterator, "_dataset_fetcher", None)
-        if fetcher is not None and getattr(fetcher, "collate_fn", None) is not None:
-            fetcher.collate_fn = self._timed(fetcher.collate_fn)
+            self.iterator = self._hot.iterator = None
         return iterator
 
     def fetching(self, original: Function) -> Function:
         """Mark the fetching of a batch."""
-        write, now, thread = self.clock.write, self.clock.now, self.thread
+        write, now, hot = self.clock.write, self.clock.now, self._hot
 
         @functools.wraps(original)
         def marked(iterator: Any) -> Any:
-            if get_ident() != thread:
-                return original(iterator)
-            if iterator is not self.iterator or self.ahead or self._counting:
-                return self._fetch(iterator, original)
+            if iterator is not hot.iterator:
+                return original(iterator) if get_ident() != self.thread else self._fetch(iterator, original)
             write(("data", now()))
-            if self._stepped:
-                self._boundary()
+            if hot.stepped:
+                hot.stepped = False
+                write(CUT)
+                hot.left -= 1
+                if hot.left <= 0:
+                    self._deliver()
             try:
                 batch = original(iterator)
             finally:
@@ -138,18 +153,17 @@ class Recorder:
                 self._recent.append(id(iterator._accel_loader))
             return batch
         clock.enter("data")
-        if self._stepped:
+        if self._hot.stepped:
             self._boundary()
+        self._hot.iterator = None if self.ahead or self._counting else iterator
         if self._new:
             self._new = False
             clock.mark_first()
-        collate_s = self.collate_s
         try:
-            batch = original(iterator)
+            batch = self._taken_apart(iterator, original)
         finally:
             if self.ahead:
                 clock.skip()
-                self.collate_s = collate_s
             clock.enter("host")
         clock.count(_samples(batch))
         self.fetched += 1
@@ -168,7 +182,13 @@ class Recorder:
         # Before the first backward pass nothing is known; what is fetched without gradients is for an evaluation.
         return id(loader) in self._training if self._training else torch.is_grad_enabled()
 
-    def _timed(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _taken_apart(self, iterator: Any, original: Function) -> Any:
+        """Fetch a batch and see how much of that, in this process, is the collate function."""
+        fetcher = getattr(iterator, "_dataset_fetcher", None)
+        collate = getattr(fetcher, "collate_fn", None)
+        if fetcher is None or collate is None:
+            return original(iterator)
+
         def timed(samples: Any) -> Any:
             began = self.clock.now()
             try:
@@ -176,28 +196,41 @@ class Recorder:
             finally:
                 self.collate_s += self.clock.now() - began
 
-        return timed
+        began = self.clock.now()
+        fetcher.collate_fn = timed
+        try:
+            return original(iterator)
+        finally:
+            fetcher.collate_fn = collate
+            self.fetch_s += self.clock.now() - began
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
     def calling(self, target: Function, calls: list[int]) -> Function:
         """Mark an outermost call of a model, and count it in `calls[0]`."""
-        write, now, training, thread = self.clock.write, self.clock.now, torch.is_grad_enabled, self.thread
+        write, now, training, thread, hot = (
+            self.clock.write,
+            self.clock.now,
+            torch.is_grad_enabled,
+            self.thread,
+            self._hot,
+        )
 
         def marked(*args: Any, **kwargs: Any) -> Any:
-            if self._inside or get_ident() != thread:
+            if hot.inside or get_ident() != thread:
                 return target(*args, **kwargs)
-            self._inside = True
+            hot.inside = True
             calls[0] += 1
-            if self._stepped or not training():
+            trains = training()
+            if hot.stepped or not trains:
                 self._call()
             else:
                 write(("forward", now()))
             try:
                 return target(*args, **kwargs)
             finally:
-                self._inside = False
-                if training():
+                hot.inside = False
+                if trains:
                     write(("loss", now()))
 
         return marked
@@ -207,18 +240,18 @@ class Recorder:
         marking = [False]
 
         def before(module: Any, args: Any) -> None:
-            if self._inside or get_ident() != self.thread:
+            if self._hot.inside or get_ident() != self.thread:
                 return
-            self._inside = marking[0] = True
+            self._hot.inside = marking[0] = True
             calls[0] += 1
-            if self._stepped or not torch.is_grad_enabled():
+            if self._hot.stepped or not torch.is_grad_enabled():
                 self._call()
             else:
                 self.clock.enter("forward")
 
         def after(module: Any, args: Any, output: Any) -> None:
             if marking[0] and get_ident() == self.thread:
-                self._inside = marking[0] = False
+                self._hot.inside = marking[0] = False
                 if torch.is_grad_enabled():
                     self.clock.enter("loss")
 
@@ -237,54 +270,70 @@ class Recorder:
 
     def differentiating(self, original: Function) -> Function:
         """Mark a backward pass; the loaders that were asked since the last one feed the training."""
-        write, now, thread = self.clock.write, self.clock.now, self.thread
+        write, now, thread, hot, recent = self.clock.write, self.clock.now, self.thread, self._hot, self._recent
 
         @functools.wraps(original)
         def marked(*args: Any, **kwargs: Any) -> Any:
             # A backward pass within one (checkpointing) belongs to it.
-            if self._inside_backward or get_ident() != thread:
+            if hot.inside_backward or get_ident() != thread:
                 return original(*args, **kwargs)
-            if self._recent:
-                self._training.update(self._recent)
-                self._recent.clear()
-            self._inside_backward = True
-            self.backwards += 1
+            if recent or hot.learning:
+                self._differentiated()
+            hot.inside_backward = True
             write(("backward", now()))
             try:
                 return original(*args, **kwargs)
             finally:
-                self._inside_backward = False
-                write(("optimizer" if self._update else "host", now()))
+                hot.inside_backward = False
+                write(("optimizer" if hot.updating else "host", now()))
 
         return marked
 
+    def _differentiated(self) -> None:
+        self.backwards += 1
+        self._training.update(self._recent)
+        self._recent.clear()
+
     # -- the update ----------------------------------------------------------------------------------------------------
 
-    def update_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Mark it."""
-        if get_ident() == self.thread:
-            self._update = True
-            self._write(("optimizer", self._now()))
+    def updating(self) -> tuple[Function, Function]:
+        """Return the hooks before and after an optimizer's step; the second is not called if it raised."""
+        write, now, thread, hot = self.clock.write, self.clock.now, self.thread, self._hot
 
-    def update_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Mark it, and learn about an optimizer that is new."""
-        if get_ident() != self.thread:
-            return
-        self._update = False
-        self._stepped = True
-        self._write(("outside", self._now()))
-        if self.on_update is not None or optimizer is not self._optimizer or self.steps < _LEARNING_STEPS:
-            self._learn(optimizer)
+        def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if get_ident() == thread:
+                hot.updating = True
+                write(("optimizer", now()))
+
+        def ended(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if hot.updating:  # only the training thread's own
+                hot.updating = False
+                hot.stepped = True
+                write(("outside", now()))
+                if hot.learning or optimizer is not self._optimizer:
+                    self._learn(optimizer)
+
+        return begins, ended
 
     def _learn(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        if self.on_update is not None:
-            self.on_update(optimizer)
+        if self._on_update is not None:
+            self._on_update(optimizer)
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
             self.roots.learn(optimizer, self.steps)
         elif self.steps < _LEARNING_STEPS:
             self.roots.descend(self.steps)
+
+    @property
+    def on_update(self) -> Callable[[Optimizer], None] | None:
+        """Called within each update, for as long as it is set."""
+        return self._on_update
+
+    @on_update.setter
+    def on_update(self, look: Callable[[Optimizer], None] | None) -> None:
+        self._on_update = look
+        self._hot.learning = look is not None or self.steps < _LEARNING_STEPS
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
@@ -323,26 +372,50 @@ class Recorder:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _boundary(self) -> None:
-        self.clock.cut()
-        self.steps += 1
-        self._stepped = False
-        self._waiting += 1
-        if self._waiting >= self.every:
+        hot = self._hot
+        hot.stepped = False
+        self.clock.write(CUT)
+        hot.left -= 1
+        if hot.left <= 0:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Hand over the steps that have ended since the last time."""
-        self._waiting = 0
-        self._counting = self.steps < _COUNT_ALL or self.steps // self.every % _COUNT_EVERY == 0
-        ended = self.clock.read()
-        self.last_boundary = self.clock.last
-        for measured in ended:
-            if measured.step == 0:
-                self.first_boundary = self.last_boundary
-            else:
-                self.step_s += measured.seconds
-            self.on_step(measured)
+        """Hand over what has ended since the last time, or put it by."""
+        hot = self._hot
+        if self.late:
+            self._dropped = self._dropped or len(self._torn) == self._torn.maxlen
+            self._torn.append(self.clock.tear())
+            self.steps += self._piece
+            self.on_look()
+        else:
+            for measured in self.clock.read():
+                self.steps += 1
+                self._ended(measured)
+        hot.left = self._piece = _LATE_STEPS if self.late else 1
+        hot.learning = self.on_update is not None or self.steps < _LEARNING_STEPS
+        self._counting = not self.late or self.steps // _LATE_STEPS % _COUNT_EVERY == 0
+        if self._counting or self.ahead:
+            hot.iterator = None
         self.clock.resume()
+
+    def _ended(self, measured: Measurement) -> None:
+        self.last_boundary = self.clock.read_to
+        if measured.step == 0:
+            self.first_boundary = self.last_boundary
+        else:
+            self.step_s += measured.seconds
+        self.on_step(measured)
+
+    def catch_up(self) -> None:
+        """Tell of the steps that were put by, once the loop is over."""
+        if self._dropped:  # what came before is out of the account
+            self.first_boundary, self.step_s, self.clock.aside_s = self._torn[0][1], 0.0, 0.0
+        for torn in self._torn:
+            for measured in self.clock.read(torn):
+                self._ended(measured)
+        self._torn.clear()
+        for measured in self.clock.read():
+            self._ended(measured)
 
     def seen(self) -> str:
         """Say what of a training loop was seen."""

@@ -13,18 +13,18 @@ import dataclasses
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from accel.profiler import facts, naming, roofline, roots
-from accel.profiler.evidence import Evidence, ThreadShare, TraceSummary, WorkerShare
+from accel.profiler import facts, naming, roofline, roots, suspects
+from accel.profiler.evidence import Evidence, TraceSummary
+from accel.profiler.findings import WORTH
 from accel.profiler.gather import Exchange
-from accel.profiler.host import CrowdMeter, ThreadMeter, ThreadTime, usable_cores
+from accel.profiler.host import usable_cores
+from accel.profiler.meters import Crowd, Exposed, Span, Workers
 from accel.profiler.naming import Diagnosis
 from accel.profiler.nvml import Nvml
 from accel.profiler.phases import Measurement
@@ -32,28 +32,13 @@ from accel.profiler.recorder import Recorder, kept_steps
 from accel.profiler.report import Experiment, Finding
 from accel.profiler.sampler import Sampler
 from accel.profiler.trace import Window, WindowTaken
-from accel.profiler.whatif import (
-    ALONE,
-    TOGETHER,
-    AllThreads,
-    Counterfactual,
-    FetchedAhead,
-    NoAnomalyMode,
-    NoCollector,
-    NoExchange,
-    OneUpdate,
-    Snapshot,
-    can_update_at_once,
-    experiment,
-)
+from accel.profiler.whatif import ALONE, TOGETHER, Counterfactual, Snapshot, Unchanged, experiment
 
 WARM_UP = 3
 OBSERVE_STEPS, OBSERVE_S, ENOUGH_S = 50, 0.6, 20.0
 TRACED = 2
-EXPERIMENTS = 3
-PASSIVE_EVERY = 16
-"""Steps from reading to reading of the tape, once nothing depends on the very step."""
-_AHEAD = ("input.cpu", "input.storage", "input.workers", "input.worker_storage", "input.collate")
+_LOOK_EVERY = 16
+"""Steps from look to look at workers and gradient buckets."""
 
 Course = Generator[None, Measurement, None]
 
@@ -72,8 +57,6 @@ class ProfileSession:
         self.exchange = exchange
         self.experiments: dict[str, Experiment] = {}
         """By the cause they were made for."""
-        self.untried: dict[str, str] = {}
-        """Cause → why there was no experiment."""
         self.steps = kept_steps()
         self.samples = 0
         self.counted_s = 0.0
@@ -85,14 +68,10 @@ class ProfileSession:
         self._trace: TraceSummary | None = None
         self._sampler = Sampler(self.recorder.clock, self.recorder.thread, threading.get_native_id())
         self._sampler.pause(True)
-        self._crowd = CrowdMeter(launched=exchange.launched)
-        self._crowds: list[tuple[float, float]] = []
+        self._crowd = Crowd(launched=exchange.launched)
         local = int(os.environ.get("LOCAL_RANK", "0"))
         self._nvml = Nvml([local] if exchange.launched else None)
-        self._workers: dict[int, tuple[ThreadMeter, ThreadTime, ThreadTime]] = {}
-        self._ddp_wait: list[float] = []
-        self._gc = _Span()
-        self._collate = _Span()
+        self._workers, self._exposed, self._gc = Workers(), Exposed(), Span()
         self._watched_s = 0.0
         self._course = self._run()
 
@@ -100,6 +79,7 @@ class ProfileSession:
         """Begin; the loop may start now."""
         next(self._course)
         self.recorder.on_step = self._step
+        self.recorder.on_look = self._look
         self.recorder.start()
         self._sampler.start()
         if torch.cuda.is_available():
@@ -107,6 +87,7 @@ class ProfileSession:
 
     def stop(self) -> None:
         """End, and leave torch and the script's objects as they were."""
+        self.recorder.catch_up()
         self._course.close()
         self.recorder.stop()
         self._sampler.stop()
@@ -139,7 +120,7 @@ class ProfileSession:
         self.stage = "watching"
         yield  # the first step after an experiment is not like the others
         self._watch(True)
-        self.recorder.every = PASSIVE_EVERY
+        self.recorder.late = True
         while True:
             self._keep((yield))
 
@@ -155,31 +136,25 @@ class ProfileSession:
             self.samples += measured.samples
             self.counted_s += measured.seconds
         self._watched_s += measured.seconds
-        if measured.step <= 8 or not self._sampler.batch_lines:
+        if measured.step <= 8 or not (self._sampler.batch_lines or self.recorder.late):
             self._learn_loop()
-        if measured.step % PASSIVE_EVERY == 0:
-            self._look_at_workers()
-            self._look_at_ddp()
+        if measured.step % _LOOK_EVERY == 0 and not self.recorder.late:
+            self._look()
+
+    def _look(self) -> None:
+        self._workers.look(self.recorder.worker_pids())
+        self._exposed.look(self.recorder.roots.modules)
 
     def _watch(self, on: bool) -> None:
         """Switch what is only meant for ordinary steps."""
         self._sampler.pause(not on)
-        recorder = self.recorder
+        self._workers.look(self.recorder.worker_pids())
         if on:
-            self._gc.begin(recorder.gc_s)
-            self._collate.begin(recorder.collate_s)
-            self._crowd.cores()
-            self._crowd_began = time.perf_counter()
-            self._look_at_workers()
-            return
-        self._gc.end(recorder.gc_s)
-        self._collate.end(recorder.collate_s)
-        self._look_at_workers()
-        others = self._crowd.cores()
-        if others is not None:
-            self._crowds.append((time.perf_counter() - self._crowd_began, others))
-        for meter, _, _ in self._workers.values():
-            meter.close()
+            self._gc.begin(self.recorder.gc_s)
+            self._crowd.begin()
+        else:
+            self._gc.end(self.recorder.gc_s)
+            self._crowd.end()
 
     def _learn_loop(self) -> None:
         """See, in the next update, which lines of the script ask for batches."""
@@ -241,51 +216,21 @@ class ProfileSession:
     def _try(self) -> Course:
         # The roofline is needed by no experiment, and it heats the caches: it is measured at the end.
         for cause in self._suspects():
-            counterfactual = self._counterfactual(cause)
-            if counterfactual is None:
-                continue
+            switch = self._counterfactual(cause) or Unchanged()
             config = TOGETHER if self.exchange.launched else ALONE
             yield
-            self.experiments[cause] = yield from experiment(counterfactual, config=config, snapshot=self._snapshot)
+            self.experiments[cause] = yield from experiment(switch, config=config, snapshot=self._snapshot)
 
     def _suspects(self) -> list[str]:
-        """Return the causes to try, the same on all ranks."""
         found = [finding.cause for finding in naming.diagnose(self.evidence()).findings]
-        mine = [cause for cause in found if self._counterfactual(cause) is not None][:EXPERIMENTS]
-        if not self.exchange.launched:
-            return mine
         try:
-            self.exchange.post("suspects", mine)
-            everyone = self.exchange.collect("suspects") if self.exchange.rank == 0 else {}
-            votes = Counter(cause for causes in everyone.values() for cause in causes)
-            # Only what all ranks can switch at the same step; they must run the same number of steps.
-            shared = [c for c, _ in votes.most_common(EXPERIMENTS)] if len(everyone) == self.exchange.size else []
-            decided = self.exchange.decided("experiments", shared)
+            return suspects.agreed([cause for cause in found if self._counterfactual(cause) is not None], self.exchange)
         except OSError as error:
             self.unseen.append(f"no experiments: {error}")
             return []
-        return [str(cause) for cause in decided or []]
 
     def _counterfactual(self, cause: str) -> Counterfactual | None:
-        """Return what to switch for a cause; None, with the reason kept, if there is nothing."""
-        recorder = self.recorder
-        if cause in _AHEAD and recorder.loader is not None:
-            return FetchedAhead(recorder)
-        if cause == "host.gc":
-            return NoCollector()
-        if cause == "compute.anomaly":
-            return NoAnomalyMode()
-        if cause == "compute.threads":
-            return AllThreads(max(1, usable_cores() // self.exchange.local_size))
-        if cause.startswith("optimizer.") and any(can_update_at_once(o) for o in recorder.optimizers):
-            return OneUpdate(recorder.optimizers)
-        ddp = [module for module in recorder.roots.modules if isinstance(module, DistributedDataParallel)]
-        if cause == "communication.exposed" and ddp:
-            return NoExchange(ddp)
-        if cause.startswith("host."):
-            return None
-        self.untried[cause] = "no experiment removes it from a running script; the figure is from the clocks"
-        return None
+        return suspects.counterfactual(cause, self.recorder, self.exchange.local_size)
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(self.recorder.roots.modules, self.recorder.optimizers)
@@ -299,33 +244,12 @@ class ProfileSession:
                     return torch.device(parameter.device)
         return torch.device("cpu")
 
-    def _look_at_workers(self) -> None:
-        for pid in self.recorder.worker_pids():
-            if pid in self._workers:
-                meter, first, last = self._workers[pid]
-                self._workers[pid] = (meter, first, meter.read() or last)
-                continue
-            meter = ThreadMeter(pid)
-            now = meter.read()
-            if now is not None:
-                self._workers[pid] = (meter, now, now)
-
-    def _look_at_ddp(self) -> None:
-        for module in self.recorder.roots.modules:
-            if isinstance(module, DistributedDataParallel):
-                module._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]
-                told = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-                times = [told.get(f"backward_{part}", 0) for part in ("comm_time", "compute_comm_overlap_time")]
-                if times[0]:
-                    self._ddp_wait.append(max(0, times[0] - times[1]) * 1e-9)
-
     def evidence(self) -> Evidence:
         """Return what was seen so far."""
         recorder, exchange = self.recorder, self.exchange
         watched = self._watched_s or 1.0
         parameters = [p for o in recorder.optimizers for g in o.param_groups for p in g["params"]]
-        fetching = sum(m.phases.get("data", 0.0) for m in self.steps)
-        waited = sum(self._ddp_wait) / len(self._ddp_wait) if self._ddp_wait else None
+        waited = self._exposed.mean()
         step_s = watched / max(1, len(self.steps))
         return Evidence(
             steps=list(self.steps),
@@ -337,11 +261,11 @@ class ProfileSession:
             local_world_size=exchange.local_size,
             thread=self._sampler.thread(),
             data_thread=self._sampler.thread("data"),
-            foreign_cores=self._foreign(),
+            foreign_cores=self._crowd.cores(),
             lines=self._sampler.lines(),
             loader=recorder.loader_facts(),
-            workers=[WorkerShare(pid=pid, share=share) for pid, share in self._worker_shares().items()],
-            collate_share=self._collate.total(recorder.collate_s) / fetching if fetching else 0.0,
+            workers=self._workers.shares(),
+            collate_share=recorder.collate_s / recorder.fetch_s if recorder.fetch_s else 0.0,
             gc_share=self._gc.total(recorder.gc_s) / watched,
             optimizer=facts.of_optimizers(recorder.optimizers),
             dtype=facts.dtype(parameters),
@@ -351,14 +275,6 @@ class ProfileSession:
             model_name=roots.name(recorder.roots.modules),
             unseen=list(self.unseen),
         )
-
-    def _foreign(self) -> float | None:
-        total = sum(seconds for seconds, _ in self._crowds)
-        return sum(seconds * cores for seconds, cores in self._crowds) / total if total else None
-
-    def _worker_shares(self) -> dict[int, ThreadShare]:
-        shares = {pid: first.share_until(last) for pid, (_, first, last) in self._workers.items()}
-        return {pid: share for pid, share in shares.items() if share is not None}
 
     def finish(self) -> Evidence:
         """Take the last looks, and return what was seen in all."""
@@ -392,14 +308,21 @@ class ProfileSession:
             found.refused = naming.too_close(found.findings)
         return found
 
+    def _why_untried(self, finding: Finding) -> str:
+        if finding.cause in ("host.oversubscribed", "host.own_processes"):
+            return ""
+        if not self._confirm:
+            return "not tried: --no-confirm"
+        if self._counterfactual(finding.cause) is None:
+            return "nothing switches it off in a running script; the figure is from the clocks"
+        return "not tried: the run ended before, or it showed only later"
+
     def _with_experiment(self, finding: Finding) -> Finding | None:
         """Add an experiment's result; None if it shows that nothing is won."""
         tried = self.experiments.get(finding.cause)
         if tried is None:
-            late = "" if finding.bottleneck == "host" else "the run ended before it could be tried"
-            reason = self.untried.get(finding.cause, late)
-            return dataclasses.replace(finding, experiment=reason if self._confirm else "not tried: --no-confirm")
-        if tried.verdict == "drop" and tried.saving.high < naming.WORTH:
+            return dataclasses.replace(finding, experiment=self._why_untried(finding))
+        if tried.verdict == "drop" and tried.saving.high < WORTH:
             self.unseen.append(
                 f"{finding.cause} looked like a cause ({finding.share:.0%} of the step); the experiment says removing "
                 f"it gives {tried.saving.value:.1%}"
@@ -407,23 +330,3 @@ class ProfileSession:
             return None
         shown = tried.verdict == "keep" and tried.saving.low > 0
         return dataclasses.replace(finding, measured=tried.saving, confirmed=shown, experiment=tried.what)
-
-
-class _Span:
-    """A counter's growth while it was looked at."""
-
-    def __init__(self) -> None:
-        self._sum = 0.0
-        self._from: float | None = None
-
-    def begin(self, value: float) -> None:
-        self._from = value
-
-    def end(self, value: float) -> None:
-        if self._from is not None:
-            self._sum += value - self._from
-        self._from = None
-
-    def total(self, value: float) -> float:
-        """Return the growth so far."""
-        return self._sum + (value - self._from if self._from is not None else 0.0)

@@ -14,9 +14,11 @@ from accel.profiler import naming
 from accel.profiler.anatomy import Anatomy
 from accel.profiler.causes import CAUSES
 from accel.profiler.evidence import Evidence, ThreadShare
+from accel.profiler.findings import WORTH
 from accel.profiler.naming import Diagnosis
 from accel.profiler.phases import MEANING
 from accel.profiler.report import Finding, HostFacts, Node, ProfileReport, RankRow, Saving, StepRow
+from accel.profiler.rules_input import iterator_share
 
 _TIMELINE = 120
 _LINES = 12
@@ -145,7 +147,7 @@ def _computing_parts(evidence: Evidence, share: float, node: Any) -> list[Node]:
 
 def _outside_parts(evidence: Evidence, found: Anatomy, node: Any) -> list[Node]:
     share = found.shares["outside"]
-    own = min(share, naming.iterator_share(evidence, found))
+    own = min(share, iterator_share(evidence, found))
     stalls = min(share - own, max(0.0, found.stalls - found.shares["evaluation"]))
     parts = [
         node("the loop's own iterator", own, "by sampled lines"),
@@ -221,7 +223,7 @@ def merge(told: ProfileReport, ranks: Mapping[int, Mapping[str, Any]], found: An
     others = statistics.median(seconds for rank, seconds in own.items() if rank != slowest)
     behind = (own[slowest] - others) / found.step_s
     _reduce_exchange(told, min(waits.values()) / found.step_s)
-    if behind >= naming.WORTH:
+    if behind >= WORTH:
         told.findings.append(_straggler(told, slowest, behind, found))
         told.ranks[sorted(ranks).index(slowest)].straggler = True
         told.findings = naming.ordered(told.findings)
@@ -235,7 +237,7 @@ def _reduce_exchange(told: ProfileReport, share: float) -> None:
     for finding in list(told.findings):
         if finding.cause != "communication.exposed":
             continue
-        if share < naming.WORTH:
+        if share < WORTH:
             told.findings.remove(finding)
         elif share < 0.8 * finding.share:
             finding.share, finding.measured = share, None

@@ -92,13 +92,30 @@ class NoAnomalyMode:
     what = "torch.autograd.set_detect_anomaly was False"
     changes_learning = False
 
+    def __init__(self) -> None:
+        self._found = torch.is_anomaly_enabled()
+
     def enable(self) -> None:
         """Switch it off."""
         torch.autograd.set_detect_anomaly(False)
 
     def disable(self) -> None:
-        """Switch it on."""
-        torch.autograd.set_detect_anomaly(True)
+        """Leave it as it was."""
+        torch.autograd.set_detect_anomaly(self._found)
+
+
+class Unchanged:
+    """Nothing is switched: what a rank does while the others try something that it has not."""
+
+    name = "nothing"
+    what = "nothing"
+    changes_learning = False
+
+    def enable(self) -> None:
+        """Do nothing."""
+
+    def disable(self) -> None:
+        """Do nothing."""
 
 
 class AllThreads:

@@ -19,7 +19,8 @@ from accel.profiler.evidence import (
     TraceSummary,
     WorkerShare,
 )
-from accel.profiler.naming import diagnose, saving
+from accel.profiler.findings import saving
+from accel.profiler.naming import diagnose
 from accel.profiler.phases import PHASES, Measurement
 from accel.profiler.report import Saving
 

@@ -249,3 +249,34 @@ def test_training_is_bit_for_bit_the_same(recorder: Recorder) -> None:
     watched = trained()
     recorder.stop()
     assert torch.equal(watched, trained())
+
+
+def test_steps_put_by_are_the_same_steps(recorder: Recorder, seen: list[Measurement]) -> None:
+    model, optimizer, loader = parts()
+    train(model, optimizer, loader)
+    recorder.late = True
+    for _ in range(20):
+        train(model, optimizer, loader)
+    assert recorder.steps < 210  # the last piece is still on the tape
+    recorder.catch_up()
+
+    assert [m.step for m in seen] == list(range(210))
+    assert [m.first for m in seen] == [n % 10 == 0 for n in range(210)]
+    for measured in seen[3:]:
+        assert sum(measured.phases.values()) == pytest.approx(measured.seconds)
+        assert min(measured.phases[phase] for phase in ("data", "forward", "backward", "optimizer")) > 0
+    assert recorder.unattributed() < 0.02
+
+
+def test_steps_put_by_are_dropped_from_the_front(recorder: Recorder, seen: list[Measurement]) -> None:
+    recorder._torn = type(recorder._torn)(maxlen=2)
+    model, optimizer, loader = parts()
+    recorder.late = True
+    for _ in range(40):
+        train(model, optimizer, loader)
+    recorder.catch_up()
+
+    assert 128 <= len(seen) <= 200
+    assert recorder.unattributed() < 0.02
+    assert all(m.seconds < 1.0 for m in seen)
+    assert sum(m.phases["data"] for m in seen) < sum(m.seconds for m in seen) / 2

@@ -1,0 +1,88 @@
+"""Rules: the step waits for its batches."""
+
+from __future__ import annotations
+
+from accel.profiler.anatomy import Anatomy
+from accel.profiler.evidence import Evidence, ThreadShare
+from accel.profiler.findings import (
+    WORTH,
+    finding,
+    ms_of,
+    of_phases,
+    scaled,
+    tagged,
+    thread_text,
+    top_lines,
+)
+from accel.profiler.report import Finding, Saving
+
+
+def epoch_start(evidence: Evidence, found: Anatomy) -> Finding | None:
+    if found.epoch_start < WORTH:
+        return None
+    firsts = sum(m.first for m in evidence.steps)
+    why = [
+        f"{firsts} of {found.steps} steps begin an epoch; beyond an ordinary wait they wait "
+        f"{ms_of(found, found.epoch_start)} of the mean step",
+        f"the loader has {evidence.loader.workers} workers"
+        + ("" if evidence.loader.persistent else ", started anew for each epoch"),
+    ]
+    predicted = Saving(value=found.epoch_start, low=0.9 * found.epoch_start, high=found.epoch_start)
+    return finding("input.epoch_start", found.epoch_start, why, predicted)
+
+
+def loader(evidence: Evidence, found: Anatomy) -> Finding | None:
+    share = found.shares["data"] - found.epoch_start
+    if share < WORTH:
+        return None
+    whole = of_phases(evidence, "data")
+    predicted = scaled(whole, share / whole.value)
+    why = [f"the loop waits for its loader for {ms_of(found, share)}"]
+    if evidence.loader.workers:
+        return _from_workers(evidence, share, why, predicted)
+    thread = evidence.data_thread
+    if evidence.collate_share >= 0.5:
+        why.append(f"{evidence.collate_share:.0%} of that is the collate function")
+        return finding("input.collate", share, why, predicted)
+    if thread is not None:
+        why.append(f"meanwhile the training thread is {thread_text(thread)}")
+    why += top_lines(evidence, ["data"])
+    blocked = thread is not None and thread.blocked >= 0.5
+    return finding("input.storage" if blocked else "input.cpu", share, why, predicted)
+
+
+def _from_workers(evidence: Evidence, share: float, why: list[str], predicted: Saving) -> Finding:
+    shares = [worker.share for worker in evidence.workers]
+    if not shares:
+        why.append("what the workers do could not be seen")
+        return finding("input.workers", share, why, predicted)
+    mean = ThreadShare(
+        run=sum(s.run for s in shares) / len(shares),
+        wait=sum(s.wait for s in shares) / len(shares),
+        blocked=sum(s.blocked for s in shares) / len(shares),
+    )
+    why.append(f"{len(shares)} workers are {thread_text(mean)}")
+    # A loop that waits has handed out all the work there is, so a worker that sleeps sleeps in its work.
+    return finding("input.worker_storage" if mean.blocked >= 0.5 else "input.workers", share, why, predicted)
+
+
+def iterator_share(evidence: Evidence, found: Anatomy) -> float:
+    """Return the share of the step in which the loop's own iterator makes a batch, by sampled lines."""
+    if evidence.loader.kind != "own iterator":
+        return 0.0
+    return found.each * tagged(evidence, ["outside"], "next batch")
+
+
+def iterator(evidence: Evidence, found: Anatomy) -> Finding | None:
+    share = iterator_share(evidence, found)
+    if share < WORTH:
+        return None
+    rows = [row for row in evidence.lines if row.phase == "outside" and "next batch" in row.tags]
+    seconds = sum(row.seconds for row in rows)
+    asleep = sum(row.seconds * row.blocked for row in rows) / seconds
+    why = [
+        f"the loop waits for its own iterator for {ms_of(found, share)}, {asleep:.0%} of it asleep",
+        *top_lines(evidence, ["outside"], "next batch"),
+    ]
+    whole = of_phases(evidence, "outside")
+    return finding("input.iterator", share, why, scaled(whole, share / whole.value))

@@ -1,0 +1,70 @@
+"""Ranks leave what they saw in the launcher's store, and rank 0 reads it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from accel.profiler.gather import Exchange
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
+    made = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(made.port))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    return made
+
+
+def rank(number: int, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 5.0) -> Exchange:
+    monkeypatch.setenv("RANK", str(number))
+    return Exchange(timeout_s)
+
+
+def test_what_all_ranks_post_is_collected(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = rank(0, monkeypatch), rank(1, monkeypatch)
+    assert first.launched
+    first.post("seen", {"steps": 3})
+    second.post("seen", {"steps": 4})
+
+    assert first.collect("seen") == {0: {"steps": 3}, 1: {"steps": 4}}
+
+
+def test_a_rank_that_posts_nothing_is_left_out(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = rank(0, monkeypatch, timeout_s=0.3)
+    first.post("seen", 1)
+
+    assert first.collect("seen") == {0: 1}
+
+
+def test_rank_0_decides(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = rank(0, monkeypatch), rank(1, monkeypatch, timeout_s=0.3)
+    assert second.decided("tried", None) is None
+
+    assert first.decided("tried", ["input.cpu"]) == ["input.cpu"]
+    assert second.decided("tried", None) == ["input.cpu"]
+
+
+def test_a_restarted_run_reads_nothing_of_the_one_before(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank(0, monkeypatch).post("seen", 1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+
+    assert rank(0, monkeypatch, timeout_s=0.2).collect("seen") == {}
+
+
+def test_without_a_store_there_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    with pytest.raises(OSError, match="the launcher's store can't be reached"):
+        rank(0, monkeypatch).post("seen", 1)
+
+
+def test_one_process_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    assert not Exchange().launched
