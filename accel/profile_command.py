@@ -67,7 +67,10 @@ def profile(script: str, arguments: tuple[str, ...], module: bool, target: Path,
     ending = runner.run(script, given, module=module)
     session.stop()
     line = shlex.join(["accel", "profile", *(["-m"] if module else []), script, *given])
-    _conclude(session, exchange, ending, target, line, started)
+    try:
+        _conclude(session, exchange, ending, target, line, started)
+    except Exception as error:  # the script has run; that its report fails must not change how it ended
+        click.echo(f"accel: the report could not be made: {type(error).__name__}: {error}", err=True)
     sys.stdout.flush()
     click.get_current_context().exit(ending.status)
 

@@ -42,14 +42,14 @@ def users_frames(frame: FrameType | None) -> list[tuple[str, int]]:
     while frame is not None:
         file = frame.f_code.co_filename
         if is_users(file):
-            found.append((file, frame.f_lineno))
+            found.append((file, frame.f_lineno or 0))  # None within code that has no line of its own
         frame = frame.f_back
     return found
 
 
 def source(file: str, line: int) -> str:
     """Return a line's text without its indentation, '' if there is none."""
-    return linecache.getline(file, line).strip()
+    return linecache.getline(file, line).strip() if line > 0 else ""
 
 
 @lru_cache(maxsize=64)

@@ -116,7 +116,7 @@ class Sampler:
         while frame is not None and depth < _DEEPEST:
             file = frame.f_code.co_filename
             if is_users(file):
-                here = (file, frame.f_lineno)
+                here = (file, frame.f_lineno or 0)
                 place = place or here
                 if "collate" in frame.f_code.co_name:
                     tags.add("collate")

@@ -13,6 +13,7 @@ from accel.budget import Budget
 from accel.controller import Controller, Pace
 from accel.guard import Finding
 from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.phases import Measurement
 
 PLAIN_S = 0.020
@@ -33,6 +34,8 @@ class Machine:
     """Factor on every step time, by step."""
     regime: Callable[[int], Any] = lambda step: "shape"
     data_share: float = 0.1
+    thread: Callable[[int], ThreadShare | None] = lambda step: None
+    """How the training thread spends its time, by step."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -46,6 +49,10 @@ class Machine:
     def answer(self, action: Action) -> Result:
         self.actions.append(action)
         result = Result(regime=self.regime(self.step))
+        for _ in range(action.rest):
+            result.elapsed_s += self.seconds(action.plan)
+            self.step += 1
+            result.steps += 1
         for number in range(action.settle + action.steps):
             seconds = self.seconds(action.plan)
             self.step += 1
@@ -56,6 +63,8 @@ class Machine:
             else:
                 phases = {"data": seconds * self.data_share, "forward": seconds * (1 - self.data_share)}
                 result.measurements.append(Measurement(step=self.step, seconds=seconds, phases=phases, samples=32))
+        if action.anatomy:
+            result.evidence = Evidence(steps=result.measurements, thread=self.thread(self.step))
         for name in action.plan:
             if self.step >= self.trips_at.get(name, 10**9):
                 result.trips[name] = "its output is not finite"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.evidence import ThreadShare
 from accel.profiler.trial import TrialConfig
 from tests.accel.simulation import FAST, Machine, candidate, simulate
 
@@ -164,6 +165,48 @@ def test_what_treats_the_bottleneck_is_tried_first() -> None:
 
     tried = [name for action in machine.actions if action.check for name in action.check]
     assert tried[0] == "input"
+
+
+CROWDED, QUIET = ThreadShare(run=0.5, wait=0.45, blocked=0.05), ThreadShare(run=0.98, wait=0.01, blocked=0.01)
+
+
+def test_the_search_waits_for_a_crowded_machine() -> None:
+    machine = Machine(speed={"good": 1.5}, noise=0.02, thread=lambda step: CROWDED if step < 300 else QUIET)
+
+    controller = simulate([candidate("good")], machine, pace=FAST)
+
+    assert [event.text for event in controller.events] == ["the machine is crowded: the search waits"] * 2
+    assert next(action for action in machine.actions if action.check).plan == {}
+    assert machine.actions[1].rest == FAST.recheck
+    assert list(controller.plan) == ["good"]
+
+
+def test_a_machine_that_stays_crowded_is_searched_all_the_same() -> None:
+    controller = simulate([candidate("good")], Machine(speed={"good": 1.5}, thread=lambda step: CROWDED), pace=FAST)
+
+    assert controller.events[-1].text == "the machine is crowded: the search begins all the same"
+    assert len(controller.events) == FAST.crowded_looks + 1
+    assert list(controller.plan) == ["good"]
+
+
+def test_what_a_finding_names_comes_before_what_treats_its_class() -> None:
+    candidates = [candidate("other", treats=INPUT), candidate("loader_workers", treats=INPUT)]
+    machine = Machine(data_share=0.8, thread=lambda step: QUIET)
+
+    simulate(candidates, machine)
+
+    tried = [name for action in machine.actions if action.check for name in action.check]
+    assert tried[0] == "loader_workers"
+
+
+def test_a_finished_plan_is_looked_at_now_and_then_only() -> None:
+    machine = Machine(speed={"good": 1.5})
+    simulate([candidate("good")], machine, until_settled=False, steps=4000, pace=FAST)
+    held = [action for action in machine.actions if action.settled and action.check is None]
+
+    assert {action.rest for action in held[:3]} == {0}  # the usual step time is learnt first
+    rested = sum(action.rest for action in held)
+    assert rested > 0.7 * sum(action.rest + action.steps for action in held)
 
 
 def test_one_off_work_waits_until_the_run_is_long_enough() -> None:

@@ -1,0 +1,48 @@
+"""What the controller's look is told: where a real loop spends its time, and that the loop is left as it was."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel
+from accel import entry
+
+
+def test_a_loader_that_sleeps_is_named_and_the_marks_are_taken_out() -> None:
+    class Slow(TensorDataset):
+        def __getitem__(self, index: Any) -> Any:
+            time.sleep(0.001)
+            return super().__getitem__(index)
+
+    backward, gradient = torch.autograd.backward, torch.autograd.grad
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = DataLoader(Slow(torch.randn(160, 4), torch.zeros(160, dtype=torch.long)), batch_size=4)
+    _, loader, _ = accel.optimize(model, plain, optimizer, disable=accel_names(), budget=60)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    session = entry._optimized[model].session
+    assert (torch.autograd.backward, torch.autograd.grad) == (backward, gradient)
+    report = accel.explain(model)
+    accel.undo(model)
+
+    assert session.failed == ""
+    assert report.bottleneck in ("input", "host")  # the machine may be crowded, and that is told then
+    if report.bottleneck == "input":
+        assert "waits for storage" in report.bottleneck_advice
+        assert report.anatomy_before["data"] > 4.0
+    assert report.anatomy_before["loss"] > 0
+    assert report.anatomy_before["backward"] > 0
+
+
+def accel_names() -> tuple[str, ...]:
+    from accel import strategies
+
+    return strategies.names()
