@@ -3,7 +3,8 @@
     python3 -m benchmarks.gpu [--out benchmarks/results/gpu-<device>-<date>.json]
 
 Runs `pytest -m gpu` first; figures are taken only if that is green. Then one convolutional network is trained under
-`accel.optimize(…, allow="reduced")` and the figure of each CUDA strategy is read from its report.
+`accel.optimize(…, allow="reduced")` and the figure of each CUDA strategy is read from its report, and the profiler is
+asked about scripts with one fault each that only a GPU shows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import platform
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.files import write_atomic
+from benchmarks.fault_matrix import Plan, summarise
+from benchmarks.faults.table import CUDA_CASES
 
 _RESULTS = Path(__file__).parent / "results"
 
@@ -89,6 +93,8 @@ def main(out: str | None) -> None:
     }
     if green:
         summary["search"] = {f"batch {n}": searched(n, 1500, 60) for n in (64, 256)}
+        rows = [Plan(steps=400).examine(case) for case in CUDA_CASES.values()]
+        summary["faults"] = {"summary": summarise(rows), "cases": [asdict(row) for row in rows]}
     summary["seconds"] = time.perf_counter() - began
     name = f"gpu-{device.split()[-1].lower()}-{summary['date']}.json"
     target = Path(out) if out else Path(os.environ.get("OUT") or _RESULTS) / name

@@ -2,8 +2,8 @@
 
     python -m benchmarks.readme [--check]
 
-The newest `demo-*.json` and `never-slower-*.json` under benchmarks/results/ are used; `--check` changes nothing and
-exits with 1 if the README is out of date.
+The newest `demo-*`, `never-slower-*` and `fault-matrix-*` files under benchmarks/results/ are used; `--check` changes
+nothing and exits with 1 if the README is out of date.
 """
 
 from __future__ import annotations
@@ -80,11 +80,48 @@ def table_block(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def faults_block(result: dict[str, Any]) -> str:
+    """Return the fault matrix as Markdown."""
+    summary, rivals = result["summary"], result["summary"]["rivals"]
+    names = list(rivals)
+    lines = [
+        f"`{result['command']}`, {result['date']}, {result['machine']}, torch {result['torch']}. Saved: share of a "
+        f"step's (or sample's) time, as predicted or found by experiment, and by the remedy itself, "
+        f"{result['pairs']} interleaved pairs of fresh processes.",
+        "",
+        f"| | right | false alarms on {summary['controls']} healthy scripts |",
+        "|---|---|---|",
+        f"| accel | {summary['right']} of {summary['cases']} | {summary['false_alarms']} |",
+        *(f"| {n} | {r['right']} of {r['cases']} | {r['false_alarms']} |" for n, r in rivals.items()),
+        "",
+        f"| script | accel says | accel: saves | the remedy saved | {' | '.join(names)}{' |' if names else ''}",
+        "|---|---|---|---|" + "---|" * len(names),
+    ]
+    return "\n".join(lines + [_fault_row(case, names) for case in result["cases"]])
+
+
+def _fault_row(case: dict[str, Any], rivals: list[str]) -> str:
+    answer = case["answer"]
+    told = answer["predicted"] or answer["measured"]
+    said = f"`{answer['cause']}`" if answer["cause"] else "no verdict"
+    remedy = f"{case['remedy']['saving']:.0%} ({case['case']['remedy']})" if case["remedy"] else ""
+    others = [case["rivals"][name] for name in rivals]
+    cells = [
+        case["case"]["name"],
+        said + ("" if case["right"] else " ✗"),
+        f"{told['value']:.0%}" if told else "",
+        remedy,
+        *(f"{(found['verdict'] or 'nothing')[:60]}{'' if found['right'] else ' ✗'}" for found in others),
+    ]
+    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+
+
 def filled(text: str) -> str:
     """Return the README with its blocks filled; a block without results stays as it is."""
     for name, pattern, make in (
         ("demo", "demo-*.json", demo_block),
         ("table", "never-slower-reordered-*.json", table_block),
+        ("faults", "fault-matrix-cpu-*.json", faults_block),
     ):
         result = newest(pattern)
         if result is not None:

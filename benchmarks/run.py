@@ -8,6 +8,8 @@ import sys
 SUITES = (
     ["benchmarks.never_slower", "--record"],
     ["benchmarks.demo", "--record"],
+    ["benchmarks.profiler_overhead", "--record"],
+    ["benchmarks.fault_matrix", "--record"],
     ["benchmarks.readme"],
 )
 

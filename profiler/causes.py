@@ -50,6 +50,11 @@ _ALL = (
         "more workers (they sleep, so more than cores is right), larger reads, a faster or nearer store",
     ),
     Cause(
+        "input.handover",
+        "taking batches over from the loader's workers costs the training process",
+        "fewer and larger tensors in a batch; for cheap samples, no workers",
+    ),
+    Cause(
         "input.epoch_start",
         "each epoch begins with a wait for the loader's workers",
         "persistent_workers=True, or a loader that reads ahead across epochs",

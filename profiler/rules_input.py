@@ -53,6 +53,10 @@ def loader(evidence: Evidence, found: Anatomy) -> Finding | None:
 
 def _from_workers(evidence: Evidence, share: float, why: list[str], predicted: Saving) -> Finding:
     shares = [worker.share for worker in evidence.workers]
+    thread = evidence.data_thread
+    if thread is not None and thread.run >= 0.5:
+        why.append(f"meanwhile the training thread is {thread_text(thread)}: it does not wait for a worker")
+        return finding("input.handover", share, why, predicted)
     if not shares:
         why.append("what the workers do could not be seen")
         return finding("input.workers", share, why, predicted)

@@ -37,6 +37,8 @@ from accel.profiler.whatif import ALONE, TOGETHER, Counterfactual, Snapshot, Unc
 WARM_UP = 3
 OBSERVE_STEPS, OBSERVE_S, ENOUGH_S = 50, 0.6, 20.0
 TRACED = 2
+WATCH_S = 0.1
+"""From look to look at the stack after the experiments; 0.01 before."""
 _LOOK_EVERY = 16
 """Steps from look to look at workers and gradient buckets."""
 
@@ -121,6 +123,7 @@ class ProfileSession:
         yield  # the first step after an experiment is not like the others
         self._watch(True)
         self.recorder.late = True
+        self._sampler.interval_s = WATCH_S
         while True:
             self._keep((yield))
 

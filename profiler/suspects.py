@@ -23,7 +23,7 @@ from accel.profiler.whatif import (
 
 MOST = 3
 """Suspects tried in a run."""
-_AHEAD = ("input.cpu", "input.storage", "input.workers", "input.worker_storage", "input.collate")
+_AHEAD = ("input.cpu", "input.storage", "input.workers", "input.worker_storage", "input.handover", "input.collate")
 
 
 def counterfactual(cause: str, recorder: Recorder, local_ranks: int) -> Counterfactual | None:

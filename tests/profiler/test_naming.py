@@ -99,6 +99,15 @@ def test_a_healthy_run_has_no_cause() -> None:
         ),
         (
             {
+                "phases": {"data": 20},
+                "data_thread": RUNNING,
+                "loader": LoaderFacts(kind="DataLoader", workers=2),
+                "workers": [worker(ASLEEP)],
+            },
+            "input.handover",
+        ),
+        (
+            {
                 "phases": {"data": 0, "outside": 20},
                 "loader": LoaderFacts(kind="own iterator"),
                 "lines": [line("outside", 0.9, "next batch"), line("outside", 0.1)],

@@ -1,0 +1,77 @@
+"""How long the device works in each phase: an event at each mark, read some steps late, so that nothing waits for it.
+
+The host runs ahead of the device, so its marks say when work was issued. An event recorded beside each mark says when
+the device got there. Events are read once the device has passed them, and used again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accel.profiler.phases import CUT, MEANING
+
+LATE = 8
+"""Steps after which events are read; by then the device has passed them, or is so far behind that one step is left out."""
+
+
+def _cuda_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)
+
+
+class DeviceEvents:
+    """Record an event at each mark of a step clock.
+
+    Args:
+        write: the clock's own `write`; each pair goes there too.
+        make: makes an event with `record`, `query` and `elapsed_time`; default a CUDA event on the current stream.
+
+    Attributes:
+        on: False records nothing. Recording costs the host some microseconds a mark.
+        steps: steps read.
+    """
+
+    def __init__(self, write: Callable[[Any], None], make: Callable[[], Any] = _cuda_event) -> None:
+        self.on = False
+        self.steps = 0
+        self._write, self._make = write, make
+        self._free: list[Any] = []
+        self._step: list[tuple[str, Any]] = []
+        self._pending: deque[list[tuple[str, Any]]] = deque()
+        self._ms: defaultdict[str, float] = defaultdict(float)
+
+    def write(self, pair: Any) -> None:
+        """Take a pair for the tape; a phase is marked on the device too."""
+        self._write(pair)
+        if not self.on:
+            return
+        if pair is CUT:
+            self._cut()
+        elif pair[0] in MEANING:
+            event = self._free.pop() if self._free else self._make()
+            event.record()
+            self._step.append((pair[0], event))
+
+    def _cut(self) -> None:
+        """End a step: the mark before it belongs to both."""
+        if self._step:
+            self._pending.append(self._step)
+            begin = self._free.pop() if self._free else self._make()
+            begin.record()
+            self._step = [(self._step[-1][0], begin)]
+        if len(self._pending) > LATE:
+            self._read(self._pending.popleft())
+
+    def _read(self, marks: list[tuple[str, Any]]) -> None:
+        if marks[-1][1].query():
+            for (phase, begins), (_, ends) in zip(marks, marks[1:], strict=False):
+                self._ms[phase] += begins.elapsed_time(ends)
+            self.steps += 1
+        self._free += [event for _, event in marks]
+
+    def ms(self) -> dict[str, float]:
+        """Return phase → ms per step on the device, for the steps read; {} if there are none."""
+        return {phase: total / self.steps for phase, total in self._ms.items()} if self.steps else {}

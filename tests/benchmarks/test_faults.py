@@ -1,0 +1,377 @@
+"""The fault matrix: its scripts are what the table says, and answers are judged as its rules say."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from accel.profiler.report import Finding, ProfileReport, Saving, from_json
+from benchmarks import fault_matrix
+from benchmarks.fault_matrix import Answer, Plan, Remedy, Row, RunFailed, Timing
+from benchmarks.faults.table import CASES, CUDA_CASES, HEALTHY, Case
+from benchmarks.rivals_profile import (
+    RIVALS,
+    RivalAnswer,
+    gpuprof_answer,
+    gpuprof_command,
+    instrument,
+    traceml_answer,
+    traceml_command,
+)
+
+FOLDER = Path(fault_matrix.__file__).parent / "faults"
+NOT_SCRIPTS = {"__init__", "common", "table"}
+QUICK = {"input_iterator", "outside_periodic"}
+"""Scripts that run in every test run: one of either form, with and without a main()."""
+
+FAULT = CASES["input_storage"]
+CONTROL = CASES["healthy_mlp"]
+
+
+def train(case: Case, *options: str) -> str:
+    return fault_matrix.run([*fault_matrix.launch(case), str(case.script), *options])
+
+
+def timing(seconds: float, samples: int = 8) -> Timing:
+    return Timing(steps=20, seconds_per_step=seconds, samples_per_second=samples / seconds)
+
+
+def finding(cause: str, **fields: Any) -> Finding:
+    return Finding(cause=cause, bottleneck=cause.partition(".")[0], title="", why=[], remedy="", **fields)
+
+
+def report(*causes: str, **fields: Any) -> ProfileReport:
+    bottleneck = causes[0].partition(".")[0] if causes else fields.pop("bottleneck", HEALTHY)
+    return ProfileReport(bottleneck=bottleneck, findings=[finding(cause) for cause in causes], **fields)
+
+
+# The table and the scripts
+
+
+def test_every_script_is_in_the_table_and_vice_versa() -> None:
+    scripts = {path.stem for path in FOLDER.glob("*.py")} - NOT_SCRIPTS
+    assert scripts == set(CASES) | set(CUDA_CASES)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_fault_has_a_remedy_and_control_has_none(case: Case) -> None:
+    assert bool(case.remedy) is not case.healthy
+    assert case.healthy or "." in case.cause
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_script_shadows_no_module_and_imports_nothing_of_ours(case: Case) -> None:
+    assert case.name not in sys.stdlib_module_names  # a script's folder comes first on sys.path
+    nodes = list(ast.walk(ast.parse(case.script.read_text("utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert not {name.partition(".")[0] for name in names} & {"accel", "benchmarks", *CASES}
+
+
+RUNS = [(case, fixed) for case in CASES.values() for fixed in (False, True) if not (fixed and case.healthy)]
+
+
+@pytest.mark.parametrize(
+    ("case", "fixed"),
+    [
+        pytest.param(
+            case,
+            fixed,
+            id=f"{case.name}{'-fixed' if fixed else ''}",
+            marks=() if case.name in QUICK else pytest.mark.slow,
+        )
+        for case, fixed in RUNS
+    ],
+)
+def test_script_prints_one_line_of_figures(case: Case, fixed: bool) -> None:
+    printed = train(case, "--steps", "12", *(["--fixed"] if fixed else []))
+    assert len(printed.splitlines()) == 1
+    assert set(json.loads(printed)) == {"steps", "seconds_per_step", "samples_per_second"}
+    found = fault_matrix.timing_of(printed)
+    assert found.steps == 12
+    assert found.seconds_per_step > 0
+    assert found.samples_per_second > 0
+
+
+def test_script_refuses_fewer_steps_than_its_warm_up() -> None:
+    with pytest.raises(RunFailed, match=r"--steps must be larger than 10\. Found: 10"):
+        train(CASES["input_iterator"], "--steps", "10")
+
+
+# Commands
+
+
+def test_single_process_is_profiled_by_a_plain_interpreter() -> None:
+    command = fault_matrix.profile_command(FAULT, 50, Path("out.json"))
+    script = str(FAULT.script)
+    assert command == [sys.executable, *["-m", "accel", "profile", "--json", "out.json"], script, "--", "--steps", "50"]
+
+
+def test_ranks_are_started_by_torchrun_with_the_profiler_inside() -> None:
+    command = fault_matrix.profile_command(CASES["slow_link"], 50, Path("out.json"))
+    assert command[1:7] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    assert command[7:9] == ["accel", "profile"]
+
+
+def test_remedy_is_asked_for_with_fixed() -> None:
+    command = fault_matrix.script_command(FAULT, 50, fixed=True)
+    assert command == [sys.executable, str(FAULT.script), "--steps", "50", "--fixed"]
+    assert fault_matrix.script_command(FAULT, 50, fixed=False) == command[:-1]
+
+
+def test_failing_command_says_why() -> None:
+    with pytest.raises(RunFailed, match="exit status 3: gone wrong"):
+        fault_matrix.run([sys.executable, "-c", "import sys; print('gone wrong', file=sys.stderr); sys.exit(3)"])
+
+
+def test_hanging_command_is_ended() -> None:
+    with pytest.raises(RunFailed, match=r"took longer than 0 s"):
+        fault_matrix.run([sys.executable, "-c", "import time; time.sleep(60)"], limit_s=0.1)
+
+
+def test_figures_are_the_last_line_of_json() -> None:
+    line = '{"steps": 12, "seconds_per_step": 0.5, "samples_per_second": 4.0}'
+    assert fault_matrix.timing_of(f"[W] a warning\n{line}\nbye\n") == Timing(12, 0.5, 4.0)
+    with pytest.raises(RunFailed, match="printed no line of figures: bye"):
+        fault_matrix.timing_of("bye\n")
+
+
+def test_busy_processes_end_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+
+    class Counted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            begun.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Counted)
+    with fault_matrix.busy(1):
+        assert [process.poll() for process in begun] == [None]
+    assert all(process.poll() is not None for process in begun)
+
+
+# Judging
+
+
+@pytest.mark.parametrize(
+    ("case", "found", "right"),
+    [
+        pytest.param(FAULT, report("input.storage"), True, id="the-cause"),
+        pytest.param(FAULT, report("input.storage", "optimizer.update"), True, id="the-cause-first"),
+        pytest.param(FAULT, report("optimizer.update", "input.storage"), False, id="the-cause-second"),
+        pytest.param(FAULT, report("input.cpu"), False, id="the-class-alone"),
+        pytest.param(FAULT, report(), False, id="a-fault-missed"),
+        pytest.param(FAULT, report(bottleneck="", refused="too few steps"), False, id="a-fault-refused"),
+        pytest.param(CONTROL, report(), True, id="healthy"),
+        pytest.param(CONTROL, report("compute.bound"), False, id="a-false-alarm"),
+        pytest.param(CONTROL, report(bottleneck="", refused="too few steps"), False, id="healthy-refused"),
+    ],
+)
+def test_answer_is_right_if_the_first_cause_is_the_expected_one(case: Case, found: ProfileReport, right: bool) -> None:
+    read = from_json(found.to_json())
+    assert fault_matrix.is_right(case, fault_matrix.answer_of(read)) is right
+
+
+@pytest.mark.parametrize(
+    ("found", "right"),
+    [
+        (report("host.oversubscribed"), True),
+        (report("host.oversubscribed", "input.storage"), True),
+        (report(bottleneck="", refused="the host is oversubscribed: 2.0 of 2 cores are taken"), True),
+        (report("input.storage"), False),
+        (report("host.gc"), False),
+        (report(), False),
+    ],
+)
+@pytest.mark.parametrize("case", [FAULT, CONTROL], ids=lambda case: case.name)
+def test_on_a_busy_host_the_host_is_the_answer(case: Case, found: ProfileReport, right: bool) -> None:
+    assert fault_matrix.is_right(case, fault_matrix.answer_of(found), loaded=True) is right
+
+
+def test_no_report_is_never_right() -> None:
+    assert not fault_matrix.is_right(CONTROL, Answer(HEALTHY, HEALTHY, failed="exit status 1"))
+
+
+def test_answer_holds_the_first_findings_savings() -> None:
+    predicted, measured = Saving(value=0.5, low=0.4, high=0.6), Saving(value=0.55, low=0.5, high=0.6)
+    first = finding("input.storage", predicted=predicted, measured=measured)
+    answer = fault_matrix.answer_of(ProfileReport(bottleneck="input", findings=[first, finding("host.gc")]))
+    assert (answer.predicted, answer.measured, answer.others) == (predicted, measured, ["host.gc"])
+    assert fault_matrix.prediction(answer) == predicted
+
+
+def test_saving_is_of_the_step_or_of_the_sample() -> None:
+    plain, fixed = [timing(0.010)], [timing(0.020, samples=64)]
+    assert fault_matrix.saving(plain, fixed, "seconds_per_step") == pytest.approx(-1)
+    assert fault_matrix.saving(plain, fixed, "samples_per_second") == pytest.approx(0.75)
+
+
+def test_remedy_spans_its_pairs() -> None:
+    found = fault_matrix.remedy_of([timing(0.010), timing(0.020)], [timing(0.005), timing(0.005)], "seconds_per_step")
+    assert (found.saving, found.low, found.high) == pytest.approx((1 - 10 / 30, 0.5, 0.75))
+
+
+def test_error_is_that_of_a_right_answer_only() -> None:
+    remedy = Remedy([], [], 0.6, 0.5, 0.7)
+    answer = Answer("input.storage", predicted=Saving(value=0.55, low=0.5, high=0.6))
+    assert fault_matrix.error_of(answer, remedy, right=True) == pytest.approx(-0.05)
+    assert fault_matrix.error_of(answer, remedy, right=False) is None
+    assert fault_matrix.error_of(answer, None, right=True) is None
+    assert fault_matrix.error_of(Answer("input.storage"), remedy, right=True) is None
+
+
+def test_turns_alternate_so_that_a_drift_falls_on_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+
+    def time_script(case: Case, steps: int, *, fixed: bool) -> Timing:
+        order.append(fixed)
+        return timing(0.005 if fixed else 0.010)
+
+    monkeypatch.setattr(fault_matrix, "time_script", time_script)
+    assert fault_matrix.race(FAULT, 50).saving == pytest.approx(0.5)
+    assert order == [False, True, True, False]
+
+
+def row(name: str, cause: str, error: float | None = None, **rivals: bool) -> Row:
+    case = CASES[name]
+    answer = Answer(cause, cause.partition(".")[0])
+    told = {rival: RivalAnswer("words", right) for rival, right in rivals.items()}
+    return Row(case, answer, fault_matrix.is_right(case, answer), None, error, told)
+
+
+def test_summary_counts_faults_alarms_and_predictions() -> None:
+    rows = [
+        row("input_cpu", "input.cpu", 0.04, traceml=True),
+        row("gc_collect", "outside.step", None, traceml=False),
+        row("float64", "compute.float64", -0.2),
+        row("healthy_mlp", "none", traceml=False),
+        row("healthy_cnn", "memory.bound"),
+    ]
+    found = fault_matrix.summarise(rows)
+    assert (found["cases"], found["right"]) == (5, 3)
+    assert (found["faults"], found["faults_named"]) == (3, 2)
+    assert (found["controls"], found["false_alarms"]) == (2, 1)
+    assert (found["predictions"], found["predictions_within"]) == (2, 1)
+    assert found["worst_prediction"] == {"case": "float64", "error": -0.2}
+    assert found["rivals"] == {"traceml": {"cases": 3, "right": 1, "controls": 1, "false_alarms": 1, "failed": 0}}
+    words = fault_matrix.sentence(found)
+    assert words.startswith("accel: 3 of 5 right; 1 false alarms on 2 controls; 1 of 2 predictions within 0.10")
+
+
+def test_profiler_that_fails_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any) -> str:
+        raise RunFailed("exit status 2: no such command")
+
+    monkeypatch.setattr(fault_matrix, "run", run)
+    monkeypatch.setattr(fault_matrix, "settle", lambda: None)
+    found = Plan(remedy=False).examine(FAULT)
+    assert found.right is False
+    assert found.answer is not None
+    assert found.answer.failed == "exit status 2: no such command"
+    assert "FAIL" in fault_matrix.one_line(found)
+
+
+def test_report_is_read_from_where_the_profiler_was_told_to_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str]) -> str:
+        Path(command[command.index("--json") + 1]).write_text(report("input.storage").to_json(), "utf-8")
+        return ""
+
+    monkeypatch.setattr(fault_matrix, "run", run)
+    monkeypatch.setattr(fault_matrix, "settle", lambda: None)
+    assert Plan(remedy=False).examine(FAULT).right is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing"], "no such case: nothing"),
+        (["--tools", "accel,perf"], "--tools must be of accel, traceml, gpuprof. Found: perf"),
+        (["--tools", "traceml"], "give it with --rivals-python PATH"),
+    ],
+)
+def test_command_line_says_what_is_wrong(arguments: list[str], words: str) -> None:
+    done = CliRunner().invoke(fault_matrix.main, arguments)
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.replace("│", " ").split())
+
+
+# Rivals
+
+
+@pytest.mark.parametrize("tool", RIVALS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_copy_for_a_rival_adds_what_its_readme_asks_for(case: Case, tool: str) -> None:
+    source = case.script.read_text("utf-8")
+    copy = ast.parse(instrument(source, tool))
+    blocks = [node for node in ast.walk(copy) if isinstance(node, ast.With)]
+    added = [node for node in blocks if ast.unparse(node.items[0].context_expr).startswith(("traceml.", "gpuprof."))]
+    assert len(added) == 1
+    assert "optimizer.step()" in ast.unparse(added[0])
+    assert ("for " in ast.unparse(added[0].body[0])) is (tool == "gpuprof")
+    assert len(ast.unparse(copy)) < len(ast.unparse(ast.parse(source))) * 1.4
+
+
+def test_copy_wraps_an_iterator_that_is_no_loader() -> None:
+    source = CASES["input_iterator"].script.read_text("utf-8")
+    assert "traceml.wrap_dataloader_fetch(list(batches(" in instrument(source, "traceml")
+    assert "wrap_dataloader_fetch" not in instrument(CASES["input_cpu"].script.read_text("utf-8"), "traceml")
+
+
+def test_rivals_start_ranks_as_they_document() -> None:
+    case = CASES["slow_link"]
+    assert traceml_command(case, "env/bin/python", 50)[:3] == ["env/bin/traceml", "run", "slow_link.py"]
+    assert "--nproc-per-node=2" in traceml_command(case, "env/bin/python", 50)
+    assert "torch.distributed.run" in gpuprof_command(case, "env/bin/python", 50)
+    assert gpuprof_command(FAULT, "env/bin/python", 50) == ["env/bin/python", "input_storage.py", "--steps", "50"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "severity", "summary", "right"),
+    [
+        ("input_cpu", "INPUT_BOUND", "crit", "Input wait is 70%", True),
+        ("outside_periodic", "INPUT_BOUND", "crit", "Input wait is 70%", False),
+        ("step_code", "RESIDUAL_HEAVY", "crit", "Residual time is 40%", True),
+        ("one_thread", "COMPUTE_BOUND", "info", "Compute-bound; backward is the largest phase.", True),
+        ("optimizer_update", "COMPUTE_BOUND", "info", "Compute-bound; optimizer is the largest phase.", True),
+        ("optimizer_update", "COMPUTE_BOUND", "info", "Compute-bound; backward is the largest phase.", False),
+        ("straggler", "COMPUTE_STRAGGLER", "crit", "", True),
+        ("healthy_mlp", "COMPUTE_BOUND", "info", "Compute-bound; backward is the largest phase.", True),
+        ("healthy_mlp", "INPUT_BOUND", "warn", "Input wait is 11%", False),
+        ("healthy_mlp", "NO_CLEAR_PERFORMANCE_BOTTLENECK", "info", "", True),
+    ],
+)
+def test_traceml_is_judged_by_its_class(name: str, kind: str, severity: str, summary: str, right: bool) -> None:
+    told = {"primary_diagnosis": {"kind": kind, "status": kind, "severity": severity, "summary": summary}}
+    assert traceml_answer(CASES[name], told).right is right
+
+
+@pytest.mark.parametrize(
+    ("name", "insights", "right"),
+    [
+        ("input_cpu", [("high", "69% of step time waiting on the loader (inter-step gap)")], True),
+        ("outside_logging", [("high", "145% of step time waiting on the loader (inter-step gap)")], False),
+        ("outside_checkpoint", [("low", "Step-time p99/p50 = 9.0× — high tail latency")], True),
+        ("small_ops", [("low", "12% of step unaccounted (kernel-launch / Python overhead)")], True),
+        ("input_cpu", [("low", "Estimated cost: $0.14"), ("low", "No major bottlenecks detected")], False),
+        ("healthy_mlp", [("low", "First step 90 ms vs steady-state 9 ms — warmup / JIT compile")], True),
+        ("healthy_mlp", [("low", "backward/forward = 2.9× — possible gradient checkpointing recompute")], True),
+        ("healthy_mlp", [("low", "Step-time p99/p50 = 3.0×"), ("medium", "Rank skew: rank 1 slower")], False),
+    ],
+)
+def test_gpuprof_is_judged_by_its_first_insight(name: str, insights: list[tuple[str, str]], right: bool) -> None:
+    told = [{"severity": severity, "title": title} for severity, title in insights]
+    assert gpuprof_answer(CASES[name], told).right is right
+
+
+def test_rival_that_fails_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_matrix, "settle", lambda: None)
+    told = fault_matrix.consult("gpuprof", FAULT, "no-such-python", 12)
+    assert not told.right
+    assert told.failed.startswith("FileNotFoundError")
