@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,8 @@ def is_right(case: Case, answer: Answer, *, loaded: bool = False) -> bool:
 
 
 def prediction(answer: Answer) -> Saving | None:
-    """Return the saving that the report foretells: the predicted one, else the one its experiment gave."""
-    return answer.predicted or answer.measured
+    """Return the saving that the report foretells: the one its experiment gave, else the one from the clocks."""
+    return answer.measured or answer.predicted
 
 
 def saving(plain: Sequence[Timing], fixed: Sequence[Timing], compare: Compare) -> float:
@@ -405,7 +405,13 @@ def main(
     console.print(sentence(summary), markup=False)
     if record:
         target = Path(__file__).parent / "results" / f"{_title(loaded)}-cpu-{date.today().isoformat()}.json"
-        write_atomic(target, json.dumps(_record(rows, summary, plan), indent=1) + "\n")
+        found = _record(rows, summary, plan)
+        if cases and target.exists():
+            held = json.loads(target.read_text(encoding="utf-8"))
+            rows = merged(held["cases"], rows)
+            again = sorted({*held.get("again", []), *cases})
+            found = {**_record(rows, summarise(rows), plan), "command": held["command"], "again": again}
+        write_atomic(target, json.dumps(found, indent=1) + "\n")
         console.print(f"recorded in {target.name}")
     if any(row.right is False for row in rows):
         sys.exit(1)
@@ -495,6 +501,31 @@ def sentence(summary: dict[str, Any]) -> str:
 
 def _title(loaded: bool) -> str:
     return "fault-matrix-loaded" if loaded else "fault-matrix"
+
+
+def merged(recorded: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[Row]:
+    """Return recorded rows with those of the cases that were run again in their places; rivals not asked again stay."""
+    new = {row.case.name: row for row in rows}
+    result = []
+    for held in recorded:
+        old = _row_of(held)
+        row = new.pop(old.case.name, old)
+        result.append(row if row.rivals else replace(row, rivals=old.rivals))
+    return [*result, *new.values()]
+
+
+def _row_of(held: dict[str, Any]) -> Row:
+    """Build a row from its JSON; the error is worked out anew."""
+    answer, remedy = held["answer"], held["remedy"]
+    if answer is not None:
+        known = {name: Saving(**answer[name]) if answer[name] else None for name in ("predicted", "measured")}
+        answer = Answer(**{**answer, **known})
+    if remedy is not None:
+        turns = {side: [Timing(**timing) for timing in remedy[side]] for side in ("plain", "fixed")}
+        remedy = Remedy(**{**remedy, **turns})
+    rivals = {name: RivalAnswer(**told) for name, told in held["rivals"].items()}
+    error = error_of(answer, remedy, right=held["right"])
+    return Row(Case(**held["case"]), answer, held["right"], remedy, error, rivals, held.get("remedy_failed", ""))
 
 
 def _record(rows: Sequence[Row], summary: dict[str, Any], plan: Plan) -> dict[str, Any]:

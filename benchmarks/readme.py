@@ -102,7 +102,7 @@ def faults_block(result: dict[str, Any]) -> str:
 
 def _fault_row(case: dict[str, Any], rivals: list[str]) -> str:
     answer = case["answer"]
-    told = answer["predicted"] or answer["measured"]
+    told = answer["measured"] or answer["predicted"]
     said = f"`{answer['cause']}`" if answer["cause"] else "no verdict"
     remedy = f"{case['remedy']['saving']:.0%} ({case['case']['remedy']})" if case["remedy"] else ""
     others = [case["rivals"][name] for name in rivals]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from accel.profiler.phases import PHASES, Measurement
 
 _AROUND = ("evaluation", "outside")
+_STARTING = 4
+"""Steps that belong to the start of an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,10 @@ class Anatomy:
     shares: dict[str, float]
     """Phase → share; they add up to 1."""
     epoch_start: float = 0.0
-    """Of the data phase: what first steps of epochs waited longer than others."""
+    """Of the data phase: what the first steps of epochs waited longer than others."""
+    epoch_slow: float = 0.0
+    """Of the model's phases and the update: what these steps take longer. Starting a process makes its parent slow for
+    a while: its memory is shared, and each page is copied when it is next written."""
     each: float = 0.0
     """Of `outside`: what each step has."""
     stalls: float = 0.0
@@ -42,7 +47,8 @@ def of(steps: Sequence[Measurement]) -> Anatomy:
         return Anatomy(steps=len(steps), step_s=0.0, shares=dict.fromkeys(PHASES, 0.0))
     shares = {phase: sum(m.phases.get(phase, 0.0) for m in steps) / total for phase in PHASES}
     usual_data = statistics.median([m.phases.get("data", 0.0) for m in steps if not m.first] or [0.0])
-    late = sum(max(0.0, m.phases.get("data", 0.0) - usual_data) for m in steps if m.first)
+    late = sum(max(0.0, steps[n].phases.get("data", 0.0) - usual_data) for n in _starting(steps))
+    slow = _excess(steps, ("forward", "loss", "backward", "optimizer"))
     around = [sum(m.phases.get(phase, 0.0) for phase in _AROUND) for m in steps]
     usual = statistics.median(around)
     limit = usual + 0.5 * statistics.median(m.seconds for m in steps)
@@ -53,10 +59,25 @@ def of(steps: Sequence[Measurement]) -> Anatomy:
         step_s=total / len(steps),
         shares=shares,
         epoch_start=late / total,
+        epoch_slow=slow / total,
         each=max(0.0, (sum(around) - stalls) / total),
         stalls=stalls / total,
         stall_every=(stalled[-1] - stalled[0]) / (len(stalled) - 1) if len(stalled) > 1 else 0.0,
     )
+
+
+def _starting(steps: Sequence[Measurement]) -> list[int]:
+    """Return the places of each epoch's first steps: one worker after the other delivers its first batch."""
+    firsts = [n for n, m in enumerate(steps) if m.first]
+    return sorted({n + k for n in firsts for k in range(_STARTING) if n + k < len(steps)})
+
+
+def _excess(steps: Sequence[Measurement], phases: Sequence[str]) -> float:
+    """Return the seconds that some phases take longer in the first steps of epochs than in the others."""
+    starting = set(_starting(steps))
+    spent = [sum(m.phases.get(phase, 0.0) for phase in phases) for m in steps]
+    usual = statistics.median([s for n, s in enumerate(spent) if n not in starting] or [0.0])
+    return sum(max(0.0, spent[n] - usual) for n in starting) if usual else 0.0
 
 
 def typical(steps: Sequence[Measurement]) -> dict[str, float]:

@@ -6,6 +6,7 @@ the device got there. Events are read once the device has passed them, and used 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,11 @@ import torch
 from accel.profiler.phases import CUT, MEANING
 
 LATE = 8
-"""Steps after which events are read; by then the device has passed them, or is so far behind that one step is left out."""
+"""Steps after which events are read; by then the device has passed them, or the step is left out."""
 
 
 def _cuda_event() -> Any:
-    return torch.cuda.Event(enable_timing=True)
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class DeviceEvents:
@@ -67,7 +68,7 @@ class DeviceEvents:
 
     def _read(self, marks: list[tuple[str, Any]]) -> None:
         if marks[-1][1].query():
-            for (phase, begins), (_, ends) in zip(marks, marks[1:], strict=False):
+            for (phase, begins), (_, ends) in itertools.pairwise(marks):
                 self._ms[phase] += begins.elapsed_time(ends)
             self.steps += 1
         self._free += [event for _, event in marks]

@@ -203,6 +203,8 @@ class Evidence:
     """torch.autograd.set_detect_anomaly is on."""
     ddp_wait_share: float | None = None
     """Share of the steps' time in DDP's all-reduce that the backward pass did not hide; None without DDP."""
+    device_ms: dict[str, float] = field(default_factory=dict)
+    """Phase → ms per step on the GPU, by events; {} without one."""
     trace: TraceSummary | None = None
     roofline: Roofline | None = None
     gpus: list[GpuShare] = field(default_factory=list)

@@ -65,6 +65,7 @@ class StepClock:
         now: the clock.
         write: writes a pair to the tape: a phase and a time. For those who mark every step and count nanoseconds.
         aside_s: seconds left out by `skip` and `resume`.
+        cut_at: when the last step that was read ended, s.
         backward_is_seen: True while `backward` and `backwarded` are called; without them, the loss counts as backward.
 
     Example:
@@ -76,7 +77,7 @@ class StepClock:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.now = clock
-        self.aside_s = 0.0
+        self.aside_s = self.cut_at = 0.0
         self.backward_is_seen = False
         self._tape: list[Any] = ["outside", clock()]
         self.write = self._tape.extend
@@ -183,11 +184,6 @@ class StepClock:
         self.read()
         return self._last
 
-    @property
-    def read_to(self) -> float:
-        """Up to when the tape has been read, s."""
-        return self._last
-
     def close(self, step: int) -> Measurement:
         """End the step at the mark just made, begin the next one there, and return what was booked."""
         self.cut()
@@ -222,6 +218,7 @@ class StepClock:
             elif code == _STEP:
                 ended.append(self._ended(last - opened))
                 booked, opened = self._booked, last
+                self.cut_at = last
             elif code == _FIRST:
                 self._first = True
             else:

@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from accel.profiler import facts
+from accel.profiler.device_events import DeviceEvents
 from accel.profiler.evidence import LoaderFacts
 from accel.profiler.phases import CUT, Measurement, StepClock
 from accel.profiler.probes import Function, Probes
@@ -61,6 +62,10 @@ class Recorder:
         self.thread = get_ident()
         self.clock = clock or StepClock()
         self.clock.backward_is_seen = True
+        self.events: DeviceEvents | None = None
+        if torch.cuda.is_available():
+            self.events = DeviceEvents(self.clock.write)
+            self.clock.write = self.events.write  # before the marked functions take it
         self.on_step: Callable[[Measurement], None] = lambda measured: None
         self.on_look: Callable[[], None] = lambda: None
         self.late = False
@@ -399,7 +404,7 @@ class Recorder:
         self.clock.resume()
 
     def _ended(self, measured: Measurement) -> None:
-        self.last_boundary = self.clock.read_to
+        self.last_boundary = self.clock.cut_at
         if measured.step == 0:
             self.first_boundary = self.last_boundary
         else:

@@ -40,7 +40,7 @@ TRACED = 2
 WATCH_S = 0.1
 """From look to look at the stack after the experiments; 0.01 before."""
 _LOOK_EVERY = 16
-"""Steps from look to look at workers and gradient buckets."""
+"""Steps from look to look at workers."""
 
 Course = Generator[None, Measurement, None]
 
@@ -141,8 +141,10 @@ class ProfileSession:
         self._watched_s += measured.seconds
         if measured.step <= 8 or not (self._sampler.batch_lines or self.recorder.late):
             self._learn_loop()
-        if measured.step % _LOOK_EVERY == 0 and not self.recorder.late:
-            self._look()
+        if not self.recorder.late:
+            self._exposed.look(self.recorder.roots.modules)
+            if measured.step % _LOOK_EVERY == 0:
+                self._workers.look(self.recorder.worker_pids())
 
     def _look(self) -> None:
         self._workers.look(self.recorder.worker_pids())
@@ -154,10 +156,16 @@ class ProfileSession:
         self._workers.look(self.recorder.worker_pids())
         if on:
             self._gc.begin(self.recorder.gc_s)
+            self._mark_device(self.stage == "observing")
             self._crowd.begin()
         else:
             self._gc.end(self.recorder.gc_s)
+            self._mark_device(False)
             self._crowd.end()
+
+    def _mark_device(self, on: bool) -> None:
+        if self.recorder.events is not None:
+            self.recorder.events.on = on
 
     def _learn_loop(self) -> None:
         """See, in the next update, which lines of the script ask for batches."""
@@ -274,6 +282,7 @@ class ProfileSession:
             dtype=facts.dtype(parameters),
             anomaly_mode=torch.is_anomaly_enabled(),
             ddp_wait_share=waited / step_s if waited is not None and step_s else None,
+            device_ms=recorder.events.ms() if recorder.events is not None else {},
             trace=self._trace,
             model_name=roots.name(recorder.roots.modules),
             unseen=list(self.unseen),

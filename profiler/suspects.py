@@ -18,6 +18,7 @@ from accel.profiler.whatif import (
     NoCollector,
     NoExchange,
     OneUpdate,
+    StaleReads,
     can_update_at_once,
 )
 
@@ -30,6 +31,8 @@ def counterfactual(cause: str, recorder: Recorder, local_ranks: int) -> Counterf
     """Return what switches a cause off in this run, None if nothing does."""
     if cause in _AHEAD and recorder.loader is not None:
         return FetchedAhead(recorder)
+    if cause == "sync.read":
+        return StaleReads()
     if cause == "host.gc":
         return NoCollector()
     if cause == "compute.anomaly":

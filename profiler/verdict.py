@@ -116,7 +116,9 @@ def tree(evidence: Evidence, found: Anatomy) -> Node:
             parts = _computing_parts(evidence, share, node)
         elif phase == "outside":
             parts = _outside_parts(evidence, found, node)
-        children.append(node(phase, share, MEANING[phase], parts))
+        on_device = evidence.device_ms.get(phase)
+        told = f"; the device works {on_device:.3g} ms in it" if on_device else ""
+        children.append(node(phase, share, MEANING[phase] + told, parts))
     return node("step", 1.0, f"mean of {found.steps} steps", children)
 
 
@@ -223,13 +225,22 @@ def merge(told: ProfileReport, ranks: Mapping[int, Mapping[str, Any]], found: An
     others = statistics.median(seconds for rank, seconds in own.items() if rank != slowest)
     behind = (own[slowest] - others) / found.step_s
     _reduce_exchange(told, min(waits.values()) / found.step_s)
-    if behind >= WORTH:
+    # Ranks that fill a host disturb each other: two healthy ones on two cores differed by up to 15 % of the step. And a
+    # straggler hardly waits at all.
+    limit = 2 * WORTH if told.host.threads * _ranks_on(told, slowest) >= told.host.cores else WORTH
+    if behind >= limit and waits[slowest] <= 0.4 * max(waits.values()):
         told.findings.append(_straggler(told, slowest, behind, found))
         told.ranks[sorted(ranks).index(slowest)].straggler = True
         told.findings = naming.ordered(told.findings)
     if not told.refused or told.refused.startswith("two causes"):
         told.refused = naming.too_close(told.findings)
     conclude(told, found)
+
+
+def _ranks_on(told: ProfileReport, rank: int) -> int:
+    """Return how many ranks share a rank's host."""
+    host = next(r.host for r in told.ranks if r.rank == rank)
+    return sum(r.host == host for r in told.ranks)
 
 
 def _reduce_exchange(told: ProfileReport, share: float) -> None:

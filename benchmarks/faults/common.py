@@ -44,10 +44,6 @@ class Stopwatch:
             self._began = self._last
 
     def stop(self) -> None:
-        """End the last step later than its lap: for a script that has waited for its device since."""
-        self._last = time.perf_counter()
-
-    def stop(self) -> None:
         """Let the last step end now: a device may have been at work still."""
         self._last = time.perf_counter()
 

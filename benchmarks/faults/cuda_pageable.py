@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from common import Stopwatch, arguments
 from torch import nn
@@ -20,7 +22,7 @@ def main() -> None:
     batches = [(torch.randn(BATCH, 3, SIDE, SIDE), torch.randint(10, (BATCH,))) for _ in range(4)] * 16
     if options.fixed:
         batches = [(x.pin_memory(), y.pin_memory()) for x, y in batches[:4]] * 16
-    loader = DataLoader(batches, batch_size=None)
+    loader: DataLoader[Any] = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     model = nn.Sequential(
         nn.Conv2d(3, 32, 3, stride=2),
         nn.ReLU(),

@@ -61,7 +61,7 @@ _LISTED = (
     Case(name="float64", cause="compute.float64", remedy="float32"),
     Case(name="anomaly", cause="compute.anomaly", remedy="anomaly detection off"),
     Case(name="gc_collect", cause="host.gc", remedy="no gc.collect()"),
-    Case(name="step_code", cause="host.step_code", remedy="augmentation of the whole batch at once"),
+    Case(name="step_code", cause="host.step_code", remedy="images augmented before the training"),
     Case(name="memory_bound", cause="memory.bound", remedy="nn.GELU in one operation"),
     Case(name="slow_link", cause="communication.exposed", remedy="local SGD: average every 100 steps", ranks=2),
     Case(name="straggler", cause="straggler.rank", remedy="no quantiles on the last rank", ranks=2),

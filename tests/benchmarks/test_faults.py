@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import subprocess
 import sys
@@ -204,7 +205,7 @@ def test_answer_holds_the_first_findings_savings() -> None:
     first = finding("input.storage", predicted=predicted, measured=measured)
     answer = fault_matrix.answer_of(ProfileReport(bottleneck="input", findings=[first, finding("host.gc")]))
     assert (answer.predicted, answer.measured, answer.others) == (predicted, measured, ["host.gc"])
-    assert fault_matrix.prediction(answer) == predicted
+    assert fault_matrix.prediction(answer) == measured
 
 
 def test_saving_is_of_the_step_or_of_the_sample() -> None:
@@ -375,3 +376,18 @@ def test_rival_that_fails_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     told = fault_matrix.consult("gpuprof", FAULT, "no-such-python", 12)
     assert not told.right
     assert told.failed.startswith("FileNotFoundError")
+
+
+def test_cases_run_again_replace_their_recorded_rows_and_keep_the_rivals() -> None:
+    timing = fault_matrix.Timing(260, 0.02, 100.0)
+    fixed = fault_matrix.Timing(260, 0.01, 200.0)
+    remedy = fault_matrix.remedy_of([timing] * 2, [fixed] * 2, "seconds_per_step")
+    told = fault_matrix.Answer("input.storage", "input", predicted=Saving(value=0.45, low=0.4, high=0.5))
+    rivals = {"traceml": RivalAnswer("INPUT-BOUND", True)}
+    old = fault_matrix.Row(FAULT, told, True, remedy, fault_matrix.error_of(told, remedy, right=True), rivals)
+    control = fault_matrix.Row(CONTROL, fault_matrix.Answer("none", "none"), True, None, None, {})
+    again = fault_matrix.Row(FAULT, told, False, None, None, {})
+    recorded = json.loads(json.dumps([dataclasses.asdict(row) for row in (old, control)]))
+
+    assert fault_matrix.merged(recorded, []) == [old, control]
+    assert fault_matrix.merged(recorded, [again]) == [dataclasses.replace(again, rivals=rivals), control]

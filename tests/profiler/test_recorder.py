@@ -99,6 +99,20 @@ def test_evaluation_between_steps_is_its_own_phase(recorder: Recorder, seen: lis
         assert measured.phases["evaluation"] > measured.phases["data"] + measured.phases["outside"]
 
 
+def test_what_follows_the_last_step_is_in_no_account(recorder: Recorder, seen: list[Measurement]) -> None:
+    model, optimizer, loader = parts()
+    recorder.late = True
+    batches = iter(loader)
+    for _ in range(8):
+        train(model, optimizer, [next(batches)])
+    time.sleep(0.3)
+    recorder.clock.enter("evaluation")
+    recorder.catch_up()
+
+    assert len(seen) == 7
+    assert recorder.unattributed() < 0.02
+
+
 def test_accumulation_is_one_step_of_several_batches(recorder: Recorder, seen: list[Measurement]) -> None:
     model, optimizer, loader = parts()
     for _ in range(3):

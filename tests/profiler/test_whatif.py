@@ -20,6 +20,7 @@ from accel.profiler.whatif import (
     NoCollector,
     OneUpdate,
     Snapshot,
+    StaleReads,
     can_update_at_once,
     experiment,
 )
@@ -187,3 +188,20 @@ def test_a_snapshot_restores_parameters_buffers_and_optimizer_state_in_place() -
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(map(torch.equal, moments, [v for s in optimizer.state.values() for v in s.values()]))
     assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+def test_a_read_that_waits_is_answered_from_memory_line_by_line() -> None:
+    switch = StaleReads(waits=lambda tensor: tensor.dim() == 0)
+    original = torch.Tensor.item
+
+    def first(value: float) -> object:
+        return torch.tensor(value).item()
+
+    switch.enable()
+    assert [first(1.0), first(2.0)] == [1.0, 1.0]
+    assert torch.tensor(3.0).item() == 3.0  # another line
+    assert torch.tensor([4.0]).item() == 4.0  # one that does not wait
+    switch.disable()
+
+    assert torch.Tensor.item is original
+    assert first(2.0) == 2.0
