@@ -7,6 +7,7 @@ measured on a step of 60 µs. What is rare (a new iterator, a new optimizer, an 
 from __future__ import annotations
 
 import functools
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from threading import get_ident
@@ -72,6 +73,8 @@ class Recorder:
         self._on_update: Callable[[Optimizer], None] | None = None
         self.ahead = False
         self.steps = self.fetched = self.backwards = 0
+        self.failed = ""
+        """Why it records no more, '' while it does."""
         self.step_s = 0.0
         self.first_boundary = self.last_boundary = 0.0
         self.gc_s = self.collate_s = self.fetch_s = 0.0
@@ -385,7 +388,14 @@ class Recorder:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Hand over what has ended since the last time, or put it by."""
+        """Hand over what has ended since the last time; a fault of the profiler's own must not end the script."""
+        try:
+            self._hand_over()
+        except Exception as error:
+            self.failed = f"the recorder stopped at step {self.steps}: {type(error).__name__}: {error}"
+            self._hot.left = sys.maxsize
+
+    def _hand_over(self) -> None:
         hot = self._hot
         if self.late:
             self._dropped = self._dropped or len(self._torn) == self._torn.maxlen

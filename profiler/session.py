@@ -298,6 +298,7 @@ class ProfileSession:
             evidence.unseen += [self._nvml.unseen] if self._nvml.unseen else []
         else:
             evidence.unseen.append("GPUs: torch sees none")
+        evidence.unseen += [self.recorder.failed] if self.recorder.failed else []
         if evidence.thread is None:
             evidence.unseen.append("what the training thread did by line: the run was too short, or /proc is not there")
         if self._trace is None:

@@ -213,6 +213,17 @@ def test_a_raising_batch_passes_through(recorder: Recorder) -> None:
     assert recorder.clock.phase == "host"
 
 
+def test_a_fault_of_its_own_does_not_reach_the_loop(recorder: Recorder) -> None:
+    def broken(measured: Measurement) -> None:
+        raise RuntimeError("mine")
+
+    recorder.on_step = broken
+    model, optimizer, loader = parts()
+    train(model, optimizer, loader)
+
+    assert recorder.failed == "the recorder stopped at step 1: RuntimeError: mine"
+
+
 def test_everything_is_put_back() -> None:
     before = (
         DataLoader.__iter__,
