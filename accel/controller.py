@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from accel.actions import Action, Candidate, Result
 from accel.budget import Budget
 from accel.plan import Choices
-from accel.profiler import anatomy, naming
+from accel.profiler import anatomy, causes, naming
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.evidence import Evidence
 from accel.profiler.trial import Outcome, Trial, TrialConfig
@@ -472,7 +472,7 @@ def _diagnosed(result: Result) -> naming.Diagnosis:
 
 
 def _is_crowded(diagnosis: naming.Diagnosis) -> bool:
-    return any(finding.cause == "host.oversubscribed" for finding in diagnosis.findings)
+    return any(finding.cause == causes.OVERSUBSCRIBED for finding in diagnosis.findings)
 
 
 def _row(candidate: Candidate) -> StrategyRow:

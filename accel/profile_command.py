@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import shlex
 import sys
@@ -51,6 +52,7 @@ def profile(script: str, arguments: tuple[str, ...], module: bool, target: Path,
     The script runs to its end, unmodified; its output and its exit status are its own. The report goes to stderr.
     """
     _check(script, module, target)
+    target = target.absolute()  # the script may change its directory
     given = list(arguments[1:] if arguments[:1] == ("--",) else arguments)
 
     from accel.profiler import script as runner
@@ -63,11 +65,13 @@ def profile(script: str, arguments: tuple[str, ...], module: bool, target: Path,
     if confirm and exchange.rank == 0:
         click.echo(_DIAGNOSING, err=True)
     started = datetime.now(timezone.utc)
+    if not module:
+        linecache.getlines(script)  # lines of the script are shown, and looked for by the name it has now
     session.start()
     ending = runner.run(script, given, module=module)
-    session.stop()
     line = shlex.join(["accel", "profile", *(["-m"] if module else []), script, *given])
     try:
+        session.stop()
         _conclude(session, exchange, ending, target, line, started)
     except Exception as error:  # the script has run; that its report fails must not change how it ended
         click.echo(f"accel: the report could not be made: {type(error).__name__}: {error}", err=True)

@@ -29,8 +29,7 @@ def load(path: str | os.PathLike[str]) -> Report | ProfileReport:
         return Report.load(path)
     try:
         return from_json(text)
-    # A number too large for a float, or parts nested too deep: neither is the work of accel.
-    except (UnreadableReport, OverflowError, RecursionError) as error:
+    except UnreadableReport as error:
         raise ReportError(
             f"{path} is not a whole profile report: {error}. Make it again with `accel profile`."
         ) from None

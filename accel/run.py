@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from accel.profiler.host import usable_cores
 
 if TYPE_CHECKING:
     from accel.dataio.proxy import Fetching
@@ -40,7 +41,7 @@ class Run:
     fetching: Fetching
     world_size: int = 1
     observed: Observed = field(default_factory=Observed)
-    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    cores: int = field(default_factory=usable_cores)
     threads: int = field(default_factory=torch.get_num_threads)
     """Intra-op threads when the run began."""
 

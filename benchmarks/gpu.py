@@ -26,7 +26,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.files import write_atomic
-from benchmarks.fault_matrix import Plan, summarise
+from benchmarks.fault_rows import summarise
+from benchmarks.fault_runs import Plan
 from benchmarks.faults.table import CUDA_CASES
 
 _RESULTS = Path(__file__).parent / "results"

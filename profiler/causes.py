@@ -176,3 +176,6 @@ _ALL = (
 
 CAUSES = {cause.name: cause for cause in _ALL}
 """By name."""
+OVERSUBSCRIBED = "host.oversubscribed"
+CROWDS = (OVERSUBSCRIBED, "host.own_processes")
+"""Beside one of these nothing else can be said."""

@@ -11,6 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.profiler.evidence import WorkerShare
 from accel.profiler.host import CrowdMeter, ThreadMeter, ThreadTime
 
+_DDP_TIMES_EVERY = 100
+"""Steps from one that DDP times to the next; torch's default."""
+
 
 class Span:
     """A counter's growth while it was looked at."""
@@ -67,17 +70,25 @@ class Exposed:
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
+        self._timed: list[DistributedDataParallel] = []
 
     def look(self, modules: Sequence[nn.Module]) -> None:
         """Read the last backward pass: 40 µs a model."""
         for module in modules:
             if isinstance(module, DistributedDataParallel):
-                # It times only every hundredth step unless told to.
-                module._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]
+                if not any(module is known for known in self._timed):
+                    module._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]
+                    self._timed.append(module)
                 told = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
                 exchange, hidden = (told.get(f"backward_{n}", 0) for n in ("comm_time", "compute_comm_overlap_time"))
                 if exchange:
                     self._seconds.append(max(0, exchange - hidden) * 1e-9)
+
+    def stop(self) -> None:
+        """Let DDP time as rarely as it does by itself."""
+        for module in self._timed:
+            module._set_ddp_runtime_logging_sample_rate(_DDP_TIMES_EVERY)  # type: ignore[no-untyped-call]
+        self._timed.clear()
 
     def mean(self) -> float | None:
         """Return the mean, s; None without DDP."""

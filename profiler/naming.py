@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from accel.profiler import anatomy, rules_compute, rules_input, rules_loop
 from accel.profiler.anatomy import Anatomy
 from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.causes import CROWDS
 from accel.profiler.evidence import Evidence
 from accel.profiler.findings import finding, thread_text
 from accel.profiler.report import Finding
@@ -22,6 +23,7 @@ CROWDED_WAIT = 0.25
 """Share of the time the training thread waits for a core, from which on nothing else is believed."""
 CROWDED_CORES = 0.3
 """Cores kept busy by others, of all, from which on nothing else is believed."""
+OVERLAP = "two causes overlap within noise"
 _PHASES_OF = {
     Bottleneck.INPUT: ("data",),
     Bottleneck.TRANSFER: ("copy",),
@@ -95,8 +97,7 @@ def too_close(findings: Sequence[Finding]) -> str:
     if first is None or second is None or second.high < first.low:
         return ""
     return (
-        f"two causes overlap within noise: {findings[0].cause} ({first.value:.0%} of the step) and "
-        f"{findings[1].cause} ({second.value:.0%})"
+        f"{OVERLAP}: {findings[0].cause} ({first.value:.0%} of the step) and {findings[1].cause} ({second.value:.0%})"
     )
 
 
@@ -112,7 +113,7 @@ def _crowded(evidence: Evidence) -> Finding | None:
     if others is not None:
         why.append(f"processes outside this run kept {others:.2g} of {evidence.cores} cores busy")
     own = not taken and (others is not None or evidence.loader.workers > 0)
-    name = "host.own_processes" if own else "host.oversubscribed"
+    name = CROWDS[own]
     return finding(name, thread.wait if thread is not None else 0.0, why, None)
 
 

@@ -36,6 +36,8 @@ _STEP, _RESUME, _SKIP = ".step", ".resume", ".skip"
 _FIRST, _BATCH = ".first", ".batch"
 CUT = (_STEP, None)
 """What `cut` writes."""
+LONG = 4096
+"""Length of a tape that is read early: a loop whose steps never end would fill the memory."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +85,8 @@ class StepClock:
         self.write = self._tape.extend
         self._open = "outside"
         self._steps = 0
+        self._early: list[Measurement] = []
+        self._is_torn = False
         self._updating = False
         self._opened: float = self._tape[1]
         self._last: float = self._tape[1]
@@ -99,6 +103,8 @@ class StepClock:
     def enter(self, phase: str) -> None:
         """Book the time since the last mark to the open phase, and open `phase`."""
         self.write((phase, self.now()))
+        if len(self._tape) > LONG and not self._is_torn:  # torn pieces come first
+            self._early = self.read()
 
     def request(self) -> None:
         """Mark that the loop asks the loader for a batch."""
@@ -195,6 +201,7 @@ class StepClock:
         """Return what stands on the tape, to be read later, and begin the open step anew on an empty one."""
         phase, torn = self.phase, self._tape[:]
         del self._tape[:]
+        self._is_torn = True
         self.resume()
         self.enter(phase)
         return torn
@@ -205,7 +212,8 @@ class StepClock:
         Args:
             torn: read this piece instead; pieces are read in order, before what came after them.
         """
-        tape, ended = self._tape if torn is None else torn, []
+        tape, ended = self._tape if torn is None else torn, self._early
+        self._early = []
         length = len(tape)
         booked, opened, last, phase = self._booked, self._opened, self._last, self._open
         for place in range(0, length, 2):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import threading
 import time
 from collections.abc import Generator
@@ -20,10 +21,12 @@ from typing import Any
 import torch
 
 from accel.profiler import facts, naming, roofline, roots, suspects
+from accel.profiler.causes import CROWDS
 from accel.profiler.evidence import Evidence, TraceSummary
 from accel.profiler.findings import WORTH
 from accel.profiler.gather import Exchange
 from accel.profiler.host import usable_cores
+from accel.profiler.loop_source import batch_lines, users_frames
 from accel.profiler.meters import Crowd, Exposed, Span, Workers
 from accel.profiler.naming import Diagnosis
 from accel.profiler.nvml import Nvml
@@ -93,6 +96,7 @@ class ProfileSession:
         self._course.close()
         self.recorder.stop()
         self._sampler.stop()
+        self._exposed.stop()
 
     def _step(self, measured: Measurement) -> None:
         try:
@@ -171,10 +175,6 @@ class ProfileSession:
         """See, in the next update, which lines of the script ask for batches."""
 
         def look(optimizer: Any) -> None:
-            import sys
-
-            from accel.profiler.loop_source import batch_lines, users_frames
-
             self.recorder.on_update = None
             self._sampler.batch_lines |= batch_lines(users_frames(sys._getframe(1)))
 
@@ -317,12 +317,12 @@ class ProfileSession:
             if told is not None:
                 kept.append(told)
         found.findings = naming.ordered(kept)
-        if not found.refused or found.refused.startswith("two causes"):
+        if not found.refused or found.refused.startswith(naming.OVERLAP):
             found.refused = naming.too_close(found.findings)
         return found
 
     def _why_untried(self, finding: Finding) -> str:
-        if finding.cause in ("host.oversubscribed", "host.own_processes"):
+        if finding.cause in CROWDS:
             return ""
         if not self._confirm:
             return "not tried: --no-confirm"

@@ -12,7 +12,7 @@ import torch
 
 from accel.profiler import naming
 from accel.profiler.anatomy import Anatomy
-from accel.profiler.causes import CAUSES
+from accel.profiler.causes import CAUSES, CROWDS
 from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.findings import WORTH
 from accel.profiler.naming import Diagnosis
@@ -76,7 +76,7 @@ def _verdict(told: ProfileReport, found: Anatomy) -> str:
         largest = max(parts, key=lambda part: parts[part])
         return f"nothing holds the run back: {largest} take {parts[largest]:.0%} of the step, and no cause stands out"
     first = told.findings[0]
-    if first.bottleneck == "host" and first.cause.startswith("host.o"):
+    if first.cause in CROWDS:
         return f"{first.cause}: {first.title}; nothing else can be said until that is gone"
     return f"{first.cause}: {first.title}; {saves(first)}"
 
@@ -92,7 +92,7 @@ def saves(finding: Finding) -> str:
 
 def _nothing_to_do(told: ProfileReport) -> list[str]:
     if told.refused:
-        return ["run it for longer: --steps in the script's own terms, or more epochs"] if told.steps < 20 else []
+        return ["let it train for longer: more epochs, or a larger part of the data"] if told.steps < 20 else []
     return ["accel.optimize(model, loader) tries faster kernels, memory formats and compilation on the real steps"]
 
 
@@ -208,7 +208,7 @@ def posted(evidence: Evidence, diagnosis: Diagnosis) -> dict[str, Any]:
     return {
         "row": dataclasses.asdict(row(evidence, found)),
         "wait_s": waiting * found.step_s,
-        "findings": [dataclasses.asdict(f) for f in diagnosis.findings],
+        "crowded": any(finding.cause in CROWDS for finding in diagnosis.findings),
     }
 
 
@@ -217,7 +217,12 @@ def merge(told: ProfileReport, ranks: Mapping[int, Mapping[str, Any]], found: An
     for missing in sorted(set(range(size)) - set(ranks)):
         told.unseen.append(f"rank {missing}: it posted nothing before the report was made")
     told.ranks = [_row_of(ranks[rank]) for rank in sorted(ranks)]
-    if len(ranks) < 2 or found.step_s <= 0:
+    crowded = [rank for rank in sorted(ranks) if ranks[rank]["crowded"]]
+    if crowded:
+        named = ", ".join(map(str, crowded))
+        told.unseen.append(f"which rank is slow: other processes crowd the cores of rank {named}")
+    too_few = bool(told.refused) and not told.refused.startswith(naming.OVERLAP)
+    if len(ranks) < 2 or found.step_s <= 0 or crowded or too_few:
         return
     waits = {rank: float(told_by["wait_s"]) for rank, told_by in ranks.items()}
     own = {r.rank: r.step_ms / 1e3 - waits[r.rank] for r in told.ranks}
@@ -232,8 +237,7 @@ def merge(told: ProfileReport, ranks: Mapping[int, Mapping[str, Any]], found: An
         told.findings.append(_straggler(told, slowest, behind, found))
         told.ranks[sorted(ranks).index(slowest)].straggler = True
         told.findings = naming.ordered(told.findings)
-    if not told.refused or told.refused.startswith("two causes"):
-        told.refused = naming.too_close(told.findings)
+    told.refused = naming.too_close(told.findings)
     conclude(told, found)
 
 

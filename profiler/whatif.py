@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from accel.profiler import update_path
 from accel.profiler.phases import Measurement
 from accel.profiler.probes import Patches
 from accel.profiler.recorder import Recorder
 from accel.profiler.report import Experiment, Saving
 from accel.profiler.trial import Outcome, Trial, TrialConfig
+from accel.profiler.update_path import Paths
 
 ALONE = TrialConfig(block_steps=4, looks=(6, 12), min_pairs=4)
 TOGETHER = TrialConfig(block_steps=4, looks=(8,), min_pairs=8)
 """For several ranks: always eight pairs, since all must switch at the same steps."""
-_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 
 
 class Counterfactual(Protocol):
@@ -149,47 +150,21 @@ class OneUpdate:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = [optimizer for optimizer in optimizers if can_update_at_once(optimizer)]
-        self._found = [(group, dict(group)) for o in self._optimizers for group in o.param_groups]
+        self._paths = Paths()
 
     def enable(self) -> None:
         """Take the other path."""
         for optimizer in self._optimizers:
-            fused = _has_fused(optimizer)
-            for group in optimizer.param_groups:
-                group["foreach"] = not fused
-                if "fused" in group:
-                    group["fused"] = fused
-            _place_steps(optimizer, on_device=fused)
+            self._paths.switch([optimizer], fused=update_path.has_fused(optimizer))
 
     def disable(self) -> None:
         """Take the loop's own path."""
-        for group, before in self._found:
-            for key in ("foreach", "fused"):
-                if key in group:
-                    group[key] = before[key]
-        for optimizer in self._optimizers:
-            _place_steps(optimizer, on_device=False)
+        self._paths.restore()
 
 
 def can_update_at_once(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer is torch's own, has another path, and is not on it."""
-    groups = optimizer.param_groups
-    return type(optimizer).__module__.startswith("torch.optim") and all(
-        "foreach" in g and not g["foreach"] and not g.get("fused") and not g.get("capturable") for g in groups
-    )
-
-
-def _has_fused(optimizer: Optimizer) -> bool:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return type(optimizer).__name__ in _FUSED and all(p.is_floating_point() for p in parameters)
-
-
-def _place_steps(optimizer: Optimizer, *, on_device: bool) -> None:
-    """Move the step counters: the fused path wants them on the parameter's device, the others on the CPU."""
-    for parameter, state in optimizer.state.items():
-        step = state.get("step")
-        if isinstance(step, Tensor) and isinstance(parameter, Tensor):
-            state["step"] = step.to(parameter.device if on_device else "cpu")
+    """Tell whether an optimizer has another path, and is not on it."""
+    return not update_path.refusal(optimizer) and not update_path.updates_at_once(optimizer)
 
 
 class StaleReads:

