@@ -13,6 +13,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Triton reads it when a kernel is defined. With a GPU the kernels are compiled, without one they are interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # A busy machine is no failure. All else stays as Hypothesis chose it: where CI is set, the same examples every time.
 settings.register_profile("accel", settings(deadline=None))
 settings.load_profile("accel")

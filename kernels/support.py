@@ -1,0 +1,80 @@
+"""Which path a call takes, and what an op costs: the two things every op of this folder asks.
+
+An op stands in `<op>.py` (formula, reference in plain torch, public function) and its kernels in `<op>_triton.py`, which
+is imported on first use: without triton everything still runs, on the reference.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+_interpreted = False
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an op must do at least, whatever computes it; for rooflines.
+
+    Attributes:
+        flops: floating-point operations.
+        bytes: bytes read from and written to device memory.
+    """
+
+    flops: float
+    bytes: float
+
+    def seconds(self, flops_per_s: float, bytes_per_s: float) -> float:
+        """Return the least time on a device: the larger of both limits."""
+        return max(self.flops / flops_per_s, self.bytes / bytes_per_s)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Tell whether triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """Tell whether an op on `tensor` runs its Triton kernels: on CUDA, or within `interpreted`."""
+    if _interpreted:
+        return True
+    if not tensor.is_cuda:
+        return False
+    if not has_triton():
+        _warn_once()
+        return False
+    return True
+
+
+@functools.cache
+def _warn_once() -> None:
+    warnings.warn(
+        "accel.kernels: triton is not installed, the plain torch path is used; pip install 'accel-train[gpu]'",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Run Triton kernels on CPU tensors, in Triton's interpreter: for tests.
+
+    Raises:
+        RuntimeError: unless TRITON_INTERPRET=1 was set before the kernels were imported.
+    """
+    global _interpreted
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("TRITON_INTERPRET must be 1 before a kernel is imported; found it unset")
+    before, _interpreted = _interpreted, True
+    try:
+        yield
+    finally:
+        _interpreted = before
