@@ -3,8 +3,8 @@
     python3 -m benchmarks.gpu [--out benchmarks/results/gpu-<device>-<date>.json]
 
 Runs `pytest -m gpu` first; figures are taken only if that is green. Then one convolutional network is trained under
-`accel.optimize(…, allow="reduced")` and the figure of each CUDA strategy is read from its report, and the profiler is
-asked about scripts with one fault each that only a GPU shows.
+`accel.optimize(…, allow="reduced")` and the figure of each CUDA strategy is read from its report, the kernels are timed
+against their rivals, and the profiler is asked about scripts with one fault each that only a GPU shows.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.files import write_atomic
+from benchmarks import window_attention
 from benchmarks.fault_rows import summarise
 from benchmarks.fault_runs import Plan
 from benchmarks.faults.table import CUDA_CASES
@@ -94,6 +95,7 @@ def main(out: str | None) -> None:
     }
     if green:
         summary["search"] = {f"batch {n}": searched(n, 1500, 60) for n in (64, 256)}
+        summary["window_attention"] = window_attention.everything()
         rows = [Plan(steps=400).examine(case) for case in CUDA_CASES.values()]
         summary["faults"] = {"summary": summarise(rows), "cases": [asdict(row) for row in rows]}
     summary["seconds"] = time.perf_counter() - began

@@ -17,6 +17,7 @@ from accel.strategies.loader_workers import LoaderWorkers
 from accel.strategies.pin_memory import PinMemory
 from accel.strategies.tf32 import TF32
 from accel.strategies.torch_compile import TorchCompile
+from accel.strategies.window_attention import WindowAttention
 
 __all__ = ["REGISTRY", "Exactness", "Strategy", "check_names", "names"]
 
@@ -27,6 +28,7 @@ REGISTRY: list[type[Strategy]] = [
     AutocastBf16,
     TF32,
     CudnnBenchmark,
+    WindowAttention,
     FusedOptimizer,
     LoaderWorkers,
     IntraopThreads,

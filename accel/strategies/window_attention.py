@@ -1,0 +1,52 @@
+"""window_attention: run the window attention of Swin models on one fused kernel each way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel.kernels import support
+from accel.kernels.window_dropins import Fused, candidates, fuse_window_attention
+from accel.profiler.bottleneck import Bottleneck
+from accel.run import Run
+from accel.strategies.base import Exactness, Strategy
+
+
+class WindowAttention(Strategy):
+    """Switch the attention modules of timm, torchvision, Hugging Face and official Swin models to the fused op.
+
+    Source: https://arxiv.org/abs/2103.14030.
+    """
+
+    name = "window_attention"
+    summary = "Swin's window attention as one fused kernel each way"
+    treats = frozenset({Bottleneck.LAUNCH, Bottleneck.MEMORY, Bottleneck.COMPUTE})
+    exactness = Exactness.REORDERED
+    one_off_s = 10.0  # the kernels are compiled; 1 to 2 s for each kind of layer
+
+    def __init__(self) -> None:
+        self._fused: Fused | None = None
+
+    def refusal(self, run: Run) -> str:
+        """Say why it does not apply: no GPU, no triton, or no window attention that is known."""
+        if run.device.type != "cuda":
+            return "its kernels need a CUDA device"
+        if not support.has_triton():
+            return "triton is not installed; pip install 'accel-train[gpu]'"
+        if not candidates(run.model):
+            return "the model has no window attention of a known library"
+        return ""
+
+    def enable(self, run: Run, setting: Any) -> None:
+        """Switch the modules; they are compared with their own results the first time."""
+        if self._fused is not None:
+            self._fused.redo()
+            return
+        fused = fuse_window_attention(run.model)
+        if not fused.names:
+            raise ValueError("; ".join(f"{name}: {why}" for name, why in fused.refused.items()))
+        self._fused = fused
+
+    def disable(self, run: Run) -> None:
+        """Let the modules compute as they did."""
+        if self._fused is not None:
+            self._fused.undo()

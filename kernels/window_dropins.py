@@ -1,0 +1,228 @@
+"""Find the window attention of a Swin model and switch it to the fused op: no parameter changes.
+
+A module that is recognised gets another class, made from its own. So isinstance, `state_dict`, hooks, parameters and
+attributes stay; copies and pickles are of the class it had. Each recognised module is first compared with itself on
+random inputs, so that a variant under a known name is left alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel.kernels.window_hosts import (
+    DropIn,
+    HuggingFaceCosineWindows,
+    HuggingFaceLayer,
+    HuggingFaceWindows,
+    PackedCosineWindows,
+    PackedWindows,
+    TimmBlock,
+    TorchvisionMap,
+    dropin_class,
+)
+
+
+@dataclass(frozen=True)
+class Known:
+    """How a module is recognised and tried out."""
+
+    dropin: type[DropIn]
+    names: frozenset[str]
+    """Class names it goes by."""
+    attributes: tuple[str, ...]
+    """It must have these."""
+    absent: tuple[str, ...] = ()
+    """And none of these."""
+    inputs: Callable[[Any], list[tuple[Any, ...]]] | None = None
+    """Make the arguments it is tried out with; None: it computes nothing itself."""
+    method: str = "forward"
+
+    def fits(self, module: nn.Module) -> bool:
+        """Tell whether a module looks like this one."""
+        return (
+            type(module).__name__ in self.names
+            and all(hasattr(module, name) for name in self.attributes)
+            and not any(hasattr(module, name) for name in self.absent)
+        )
+
+
+def _windows(module: Any) -> list[tuple[Any, ...]]:
+    """Return windows without a mask, and with one that parts their first tokens from the rest."""
+    weight = next(p for p in module.parameters() if p.dim() == 2 and p.shape[0] >= 16)
+    side = getattr(module, "window_size", None) or module.relative_position_bias.window_size
+    tokens = side[0] * side[1]
+    linear = getattr(module, "qkv", None) or getattr(module, "q_proj", None) or module.query
+    x = torch.randn(4, tokens, linear.in_features, device=weight.device, dtype=weight.dtype)
+    part = torch.arange(tokens, device=weight.device) < tokens // 2
+    mask = torch.where(part[:, None] == part[None, :], 0.0, -100.0).to(weight.dtype)
+    return [(x, None), (x, torch.stack([torch.zeros_like(mask), mask]))]
+
+
+def _maps(module: Any) -> list[tuple[Any, ...]]:
+    linear = (module.attn if hasattr(module, "attn") else module).qkv
+    tall, wide = getattr(module, "input_resolution", None) or (2 * side for side in module.window_size)
+    x = torch.randn(1, tall, wide, linear.in_features, device=linear.weight.device, dtype=linear.weight.dtype)
+    return [(x,)]
+
+
+_V1 = ("qkv", "proj", "proj_drop", "attn_drop", "softmax", "scale", "num_heads", "window_size")
+_V2 = (
+    "qkv",
+    "proj",
+    "proj_drop",
+    "attn_drop",
+    "softmax",
+    "num_heads",
+    "window_size",
+    "cpb_mlp",
+    "logit_scale",
+    "q_bias",
+)
+KNOWN = (
+    Known(
+        PackedWindows,
+        frozenset({"WindowAttention", "WindowMSA"}),
+        (*_V1, "relative_position_bias_table"),
+        ("logit_scale",),
+        _windows,
+    ),
+    Known(PackedCosineWindows, frozenset({"WindowAttention"}), (*_V2, "relative_coords_table"), (), _windows),
+    Known(
+        TorchvisionMap,
+        frozenset({"ShiftedWindowAttention", "ShiftedWindowAttentionV2"}),
+        ("qkv", "proj", "shift_size", "window_size", "num_heads", "attention_dropout", "dropout"),
+        (),
+        _maps,
+    ),
+    Known(
+        HuggingFaceWindows,
+        frozenset({"SwinAttention"}),
+        ("q_proj", "k_proj", "v_proj", "o_proj", "scaling", "relative_position_bias", "config"),
+        (),
+        _windows,
+    ),
+    Known(
+        HuggingFaceCosineWindows,
+        frozenset({"Swinv2SelfAttention"}),
+        ("query", "key", "value", "logit_scale", "continuous_position_bias_mlp", "window_size"),
+        (),
+        _windows,
+    ),
+    Known(HuggingFaceLayer, frozenset({"SwinLayer", "Swinv2Layer"}), ("get_attn_mask", "shift_size", "window_size")),
+)
+"""In the order in which they are looked for."""
+_TIMM_BLOCK = Known(
+    TimmBlock,
+    frozenset({"SwinTransformerBlock", "SwinTransformerV2Block"}),
+    ("_attn", "attn", "window_size", "shift_size"),
+    (),
+    _maps,
+    "_attn",
+)
+
+
+@dataclass
+class Fused:
+    """The modules of a model that run on the fused op."""
+
+    names: list[str] = field(default_factory=list)
+    """Names of the modules."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Name → why a module that looks like window attention was left alone."""
+    _switched: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = field(default_factory=list)
+
+    def undo(self) -> None:
+        """Give all modules their own classes again."""
+        for module, host, _ in self._switched:
+            module.__dict__.pop("_accel_masks", None)
+            module.__class__ = host
+
+    def redo(self) -> None:
+        """Switch them to the fused op again."""
+        for module, _, fused in self._switched:
+            module.__class__ = fused
+
+    def take(self, name: str, module: nn.Module, known: Known) -> None:
+        """Switch one module, if it computes the same then."""
+        why = differs(module, known)
+        if why:
+            self.refused[name] = why
+            return
+        host, fused = type(module), dropin_class(known.dropin, type(module))
+        self._switched.append((module, host, fused))
+        module.__class__ = fused
+        if known.inputs is not None:
+            self.names.append(name)
+
+
+def candidates(model: nn.Module) -> list[tuple[str, nn.Module, Known]]:
+    """Return the modules that look like window attention, or belong to it, with their names."""
+    found = []
+    for name, module in model.named_modules():
+        known = next((known for known in KNOWN if known.fits(module)), None)
+        if known is not None and not isinstance(module, DropIn):
+            found.append((name, module, known))
+    return found
+
+
+def fuse_window_attention(model: nn.Module) -> Fused:
+    """Let the window attention of a Swin model run on the fused op; parameters and `state_dict` stay.
+
+    Args:
+        model: any; modules of timm, torchvision, Hugging Face, mmdetection and the official repository are recognised
+            by their names and attributes, and compared with themselves before they are switched.
+
+    Returns:
+        What was switched and what was left alone; its `undo()` puts everything back, `redo()` switches again.
+
+    Example:
+        >>> fused = fuse_window_attention(nn.Linear(3, 3))
+        >>> fused.names
+        []
+    """
+    fused = Fused()
+    for name, module, known in candidates(model):
+        fused.take(name, module, known)
+    for name, module in model.named_modules():
+        if _TIMM_BLOCK.fits(module) and isinstance(module.attn, DropIn) and not isinstance(module, DropIn):
+            fused.take(name, module, _TIMM_BLOCK)
+    return fused
+
+
+def differs(module: nn.Module, known: Known) -> str:
+    """Say how a module's own result differs from the drop-in's on random inputs, '' if it doesn't."""
+    if known.inputs is None:
+        return ""
+    plain, other = _unheard(module), _unheard(module)
+    other.__class__ = dropin_class(known.dropin, type(other))
+    devices = {p.device for p in module.parameters() if p.is_cuda}
+    with torch.no_grad(), torch.random.fork_rng(list(devices)):
+        for arguments in known.inputs(module):
+            try:
+                expected, found = (_first(getattr(m, known.method)(*arguments)) for m in (plain, other))
+            except Exception as error:  # a namesake with other arguments
+                return f"it can't be tried: {type(error).__name__}: {error}"
+            bound = 16 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
+            if expected.shape != found.shape or not float((expected - found).abs().max()) <= bound:
+                return "it computes something else than window attention with a relative position bias"
+    return ""
+
+
+def _unheard(module: nn.Module) -> nn.Module:
+    """Return a copy for inference whose hooks are gone: nobody is told that it is tried."""
+    twin = copy.deepcopy(module).eval()
+    for part in twin.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+            hooks.clear()
+    return twin
+
+
+def _first(result: Any) -> Tensor:
+    first: Tensor = result[0] if isinstance(result, tuple) else result
+    return first

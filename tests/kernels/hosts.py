@@ -1,0 +1,130 @@
+"""Swin modules of the libraries that have them, as oracles."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+_library: Any = None
+
+
+def need(name: str) -> None:
+    """Skip without a package; torchvision's models load beside any build of torch."""
+    global _library
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"needs {name}, which is not installed")
+    try:
+        torch.ops.torchvision.nms  # noqa: B018
+    except (AttributeError, RuntimeError):
+        # The index's wheel of torchvision is built for CUDA; beside a CPU build of torch its compiled operators don't
+        # load, and its Python code wants these two to be known. No Swin model calls them.
+        if _library is None and importlib.util.find_spec("torchvision") is not None:
+            try:
+                __import__("torchvision")
+            except RuntimeError:
+                _library = torch.library.Library("torchvision", "FRAGMENT")
+                for operator in ("nms", "qnms"):
+                    _library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+class OfficialWindowAttention(nn.Module):
+    """Attributes and results of the official repository's module, which no package holds."""
+
+    def __init__(self, dim: int, window_size: tuple[int, int], num_heads: int, attn_drop: float = 0.0) -> None:
+        super().__init__()
+        self.dim, self.window_size, self.num_heads = dim, window_size, num_heads
+        self.scale = (dim // num_heads) ** -0.5
+        tall, wide = window_size
+        self.relative_position_bias_table = nn.Parameter(torch.randn((2 * tall - 1) * (2 * wide - 1), num_heads))
+        y, x = torch.arange(tall).repeat_interleave(wide), torch.arange(wide).repeat(tall)
+        index = (y[:, None] - y + tall - 1) * (2 * wide - 1) + x[:, None] - x + wide - 1
+        self.register_buffer("relative_position_index", index)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.attn_drop, self.proj_drop, self.softmax = nn.Dropout(attn_drop), nn.Dropout(0.0), nn.Softmax(dim=-1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        windows, tokens, channels = x.shape
+        qkv = self.qkv(x).reshape(windows, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv[0] * self.scale, qkv[1], qkv[2]
+        attention = q @ k.transpose(-2, -1)
+        attention = attention + self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)
+        if mask is not None:
+            attention = attention.view(-1, mask.shape[0], self.num_heads, tokens, tokens) + mask[None, :, None]
+            attention = attention.view(-1, self.num_heads, tokens, tokens)
+        out = self.attn_drop(self.softmax(attention)) @ v
+        out = out.transpose(1, 2).reshape(windows, tokens, channels)
+        return self.proj_drop(self.proj(out))  # type: ignore[no-any-return]
+
+
+OfficialWindowAttention.__name__ = "WindowAttention"
+
+
+def _timm(version: int, size: int, window: int) -> nn.Module:
+    need("timm")
+    from timm.models import swin_transformer, swin_transformer_v2
+
+    kind = swin_transformer_v2.SwinTransformerV2 if version == 2 else swin_transformer.SwinTransformer
+    return kind(
+        img_size=size, patch_size=4, embed_dim=32, depths=(2, 2), num_heads=(2, 4), window_size=window, num_classes=5,
+        drop_path_rate=0.0,
+    )  # fmt: skip
+
+
+def _torchvision(version: int, size: int, window: int) -> nn.Module:
+    need("torchvision")
+    from torchvision.models import swin_transformer as tv
+
+    block = tv.SwinTransformerBlockV2 if version == 2 else tv.SwinTransformerBlock
+    merging = tv.PatchMergingV2 if version == 2 else tv.PatchMerging
+    return tv.SwinTransformer(
+        [4, 4], 32, [2, 2], [2, 4], [window, window], stochastic_depth_prob=0.0, num_classes=5, block=block,
+        downsample_layer=merging,
+    )  # fmt: skip
+
+
+class _Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).logits  # type: ignore[no-any-return]
+
+
+def _hugging_face(version: int, size: int, window: int) -> nn.Module:
+    need("transformers")
+    import transformers
+
+    name = "Swinv2" if version == 2 else "Swin"
+    config = getattr(transformers, f"{name}Config")(
+        image_size=size, patch_size=4, embed_dim=32, depths=[2, 2], num_heads=[2, 4], window_size=window, num_labels=5,
+        drop_path_rate=0.0,
+    )  # fmt: skip
+    return _Logits(getattr(transformers, f"{name}ForImageClassification")(config))
+
+
+MODELS: dict[str, Callable[[int, int], nn.Module]] = {
+    f"{library} v{version}": (lambda size, window, make=make, version=version: make(version, size, window))  # type: ignore[misc]
+    for library, make in (("timm", _timm), ("torchvision", _torchvision), ("Hugging Face", _hugging_face))
+    for version in (1, 2)
+}
+"""Name → function of image size and window that returns a small classifier of two stages with shifted blocks."""
+
+
+def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Give every parameter a value that matters: tables and biases start at zero in most models."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                noise = torch.randn(parameter.shape, generator=draw)
+                parameter.copy_(noise if "table" in name else noise / math.sqrt(parameter[0].numel()))
+            elif "logit_scale" not in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
+    return model
