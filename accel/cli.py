@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from accel import __version__, compare, profile_compare, profile_terminal, terminal
+from accel.doctor_command import doctor
 from accel.errors import AccelError, ReportError
 from accel.files import write_atomic
 from accel.profile_command import profile
@@ -102,3 +103,4 @@ def _write_page(loaded: Report | ProfileReport, file: Path, page: Path) -> None:
 
 
 main.add_command(profile)
+main.add_command(doctor)

@@ -67,8 +67,7 @@ def compiled(name: str, architecture: int) -> Row:
     aligned = {(order.index(argument),): [["tt.divisibility", 16]] for argument in variant.pointers}
     constants = {(order.index(argument),): value for argument, value in variant.constants.items()}
     source = ASTSource(variant.kernel, signature, constants, aligned)
-    options = {"num_warps": variant.warps, "num_stages": variant.stages}
-    kernel = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    kernel = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=variant.options)
     usage = _resources(kernel.asm["cubin"])
     found = next((word for word in _TENSOR_CORES if word in kernel.asm["ptx"]), "")
     return Row(name, architecture, usage["REG"], usage["STACK"], kernel.metadata.shared, found)

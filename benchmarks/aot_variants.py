@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ class Variant:
     """Kernel, layer and dtype: the key of the table."""
     kernel: Any
     pointers: dict[str, str]
-    """Argument → what it points to; scalars are 32-bit integers."""
+    """Argument → what it points to."""
     constants: dict[str, Any]
-    warps: int
-    stages: int = 3
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the launcher asks of the compiler beside them: warps, stages, fusion."""
+    scalars: dict[str, str] = field(default_factory=dict)
+    """Argument → its type; all others are 32-bit integers."""
 
     def signature(self) -> dict[str, str]:
         """Return the types of all arguments, in order."""
@@ -34,12 +36,15 @@ class Variant:
     def _type(self, name: str) -> str:
         if name in self.constants:
             return "constexpr"
-        return f"*{self.pointers[name]}" if name in self.pointers else "i32"
+        return f"*{self.pointers[name]}" if name in self.pointers else self.scalars.get(name, "i32")
 
 
 def variants() -> Iterator[Variant]:
     """Yield all."""
     yield from _window_attention()
+    yield from _simota()
+    yield from _fcos()
+    yield from _rows()
 
 
 @dataclass(frozen=True)
@@ -100,8 +105,7 @@ def _window_attention() -> Iterator[Variant]:
             kernels._fwd_kernel,
             {**given, "out": data},
             fixed,
-            tiles.warps,
-            tiles.stages,
+            _options(tiles),
         )
         tiles = kernels.tiles_of(spec, layer.channels, layer.dtype, backward=True)
         fixed = {**kernels.constants(spec, layer.channels, layer.dtype, tiles), **flags, "BLOCKS": tiles.blocks}
@@ -111,14 +115,76 @@ def _window_attention() -> Iterator[Variant]:
         else:
             fixed["dscale"] = None
         yield Variant(
-            f"window_attention backward {layer.name}",
-            kernels._bwd_kernel,
-            {**given, **outputs},
-            fixed,
-            tiles.warps,
-            tiles.stages,
+            f"window_attention backward {layer.name}", kernels._bwd_kernel, {**given, **outputs}, fixed, _options(tiles)
         )
     for window, columns in ((7, 64), (12, 256)):
         fixed = {"H": 3, "WH": window, "WW": window, "NP": columns, "BP": 16}
         pointers = {"dbias": "fp32", "dtable": "fp32"}
-        yield Variant(f"window_attention table {window}x{window}", kernels._table_kernel, pointers, fixed, 4)
+        yield Variant(f"window_attention table {window}x{window}", kernels._table_kernel, pointers, fixed)
+
+
+def _options(tiles: Any) -> dict[str, Any]:
+    return {"num_warps": tiles.warps, "num_stages": tiles.stages}
+
+
+def _simota() -> Iterator[Variant]:
+    from accel.kernels import simota_triton as kernels
+
+    weights = dict.fromkeys(("cls_weight", "iou_weight", "log_eps", "union_eps"), "fp32")
+    for data in ("fp16", "bf16", "fp32"):
+        shared = {"boxes_ptr": "fp32", "cls_ptr": data, "obj_ptr": data, "absent_ptr": "fp32", "cells_ptr": "fp32"}
+        shared |= {"gts_ptr": "fp32", "labels_ptr": "i64", "takers_ptr": "i32", "taker_ptr": "i32"}
+        form = {"C": 80, "HAS_OBJ": True, "REGION": 0, "BLOCK": 256}
+        lists = {"list_ptr": "i32", "length_ptr": "i32"}
+        yield Variant(
+            f"simota match {data}", kernels._match_kernel, {**shared, **lists}, {**form, "TOPK": 10}, {}, weights
+        )
+        results = {"fg_ptr": "i1", "matched_ptr": "i64", "iou_ptr": "fp32", "class_ptr": "i64"}
+        yield Variant(f"simota resolve {data}", kernels._resolve_kernel, {**shared, **results}, form, {}, weights)
+        absent = {"cls_ptr": data, "obj_ptr": data, "absent_ptr": "fp32", **lists}
+        constants = {"C": 80, "HAS_OBJ": True, "ROWS": 16, "BLOCK_C": 128}
+        yield Variant(f"simota absent {data}", kernels._absent_kernel, absent, constants)
+    near = {"cells_ptr": "fp32", "gts_ptr": "fp32", "near_ptr": "i8"}
+    yield Variant("simota near", kernels._near_kernel, near, {"REGION": 0, "BLOCK": 256})
+    listed = {"near_ptr": "i8", "list_ptr": "i32", "length_ptr": "i32"}
+    yield Variant("simota list", kernels._list_kernel, listed, {"BLOCK": 1024})
+
+
+def _fcos() -> Iterator[Variant]:
+    import triton.language as tl
+
+    from accel.kernels import fcos_targets_triton as kernels
+
+    exact = {"enable_fp_fusion": False}
+    points = {
+        "xy": "fp32",
+        "regress_range": "fp32",
+        "stride": "fp32",
+        "boxes": "fp32",
+        "gt_labels": "i64",
+        "valid": "i1",
+    }
+    form = {"BACKGROUND": 10, "RADIUS": 1.5, "NORMALIZE": True, "WORK": tl.float32, "BLOCK": 256}
+    outputs = {"labels": "i64", "sides": "fp32", "centerness": "fp32"}
+    yield Variant("fcos targets", kernels._fcos_kernel, {**points, **outputs}, {**form, "CENTER": True}, exact)
+    outputs = {"labels": "i64", "targets": "fp32", "centerness": "fp32", "attributes": "i64"}
+    pointers = {**points, **outputs, "code": "fp32", "gt_attributes": "i64"}
+    form = {**form, "C": 9, "ATTR_BACKGROUND": 9, "ALPHA": 2.5}
+    yield Variant("fcos3d targets", kernels._fcos3d_kernel, pointers, form, exact)
+
+
+def _rows() -> Iterator[Variant]:
+    from accel.kernels import compact_triton, gather_rows_triton
+
+    for data in ("fp16", "bf16", "fp32"):
+        pointers = {"x": data, "index": "i64", "out": data}
+        block = {"ROWS": 64, "COLUMNS": 16}
+        yield Variant(f"gather_rows {data}", gather_rows_triton._gather_kernel, pointers, block)
+        pointers = {"rows": data, "index": "i64", "out": data}
+        yield Variant(f"gather_rows backward {data}", gather_rows_triton._scatter_kernel, pointers, {"SIZE": 512})
+        pointers = {"x": data, "source": "i64", "out": data, "pad": data}
+        yield Variant(f"compact {data}", compact_triton._take_kernel, pointers, block)
+        pointers = {"rows": data, "source": "i64", "out": data}
+        yield Variant(f"compact backward {data}", compact_triton._put_kernel, pointers, block)
+    pointers = {"mask": "i1", "ends": "i64", "source": "i64"}
+    yield Variant("compact sources", compact_triton._sources_kernel, pointers, {"BLOCK": 1024})

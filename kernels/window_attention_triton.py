@@ -346,24 +346,25 @@ def forward(
     sizes = _sizes(qkv, spec)
     tiles = tiles_of(spec, sizes.channels, qkv.dtype, backward=False)
     out = qkv.new_empty((*qkv.shape[:-1], spec.heads * sizes.channels))
-    _fwd_kernel[(_programs(sizes.windows, spec.heads, qkv.device), spec.heads, tiles.blocks)](
-        qkv,
-        table,
-        head_scale,
-        regions,
-        seed,
-        out,
-        sizes.windows,
-        1 if regions is None else regions.shape[0],
-        qkv.shape[1],
-        qkv.shape[2],
-        WIDE=qkv.numel() >= 2**31,
-        MASKED=regions is not None,
-        COSINE=head_scale is not None,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        **constants(spec, sizes.channels, qkv.dtype, tiles),
-    )
+    with torch.cuda.device_of(qkv):
+        _fwd_kernel[(_programs(sizes.windows, spec.heads, qkv.device), spec.heads, tiles.blocks)](
+            qkv,
+            table,
+            head_scale,
+            regions,
+            seed,
+            out,
+            sizes.windows,
+            1 if regions is None else regions.shape[0],
+            qkv.shape[1],
+            qkv.shape[2],
+            WIDE=qkv.numel() >= 2**31,
+            MASKED=regions is not None,
+            COSINE=head_scale is not None,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+            **constants(spec, sizes.channels, qkv.dtype, tiles),
+        )
     return out
 
 
@@ -386,31 +387,32 @@ def backward(
     dscale = None
     if head_scale is not None:
         dscale = torch.empty((programs, spec.heads), dtype=torch.float32, device=qkv.device)
-    _bwd_kernel[(programs, spec.heads)](
-        qkv,
-        table,
-        head_scale,
-        regions,
-        seed,
-        dout.contiguous(),
-        dqkv,
-        dbias,
-        dscale,
-        sizes.windows,
-        1 if regions is None else regions.shape[0],
-        qkv.shape[1],
-        qkv.shape[2],
-        WIDE=qkv.numel() >= 2**31,
-        MASKED=regions is not None,
-        COSINE=head_scale is not None,
-        BLOCKS=tiles.blocks,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        **constants(spec, sizes.channels, qkv.dtype, tiles),
-    )
-    _table_kernel[(spec.entries, spec.heads)](
-        dbias, dtable, programs, H=spec.heads, WH=spec.window[0], WW=spec.window[1], NP=tiles.columns, BP=16
-    )
+    with torch.cuda.device_of(qkv):
+        _bwd_kernel[(programs, spec.heads)](
+            qkv,
+            table,
+            head_scale,
+            regions,
+            seed,
+            dout.contiguous(),
+            dqkv,
+            dbias,
+            dscale,
+            sizes.windows,
+            1 if regions is None else regions.shape[0],
+            qkv.shape[1],
+            qkv.shape[2],
+            WIDE=qkv.numel() >= 2**31,
+            MASKED=regions is not None,
+            COSINE=head_scale is not None,
+            BLOCKS=tiles.blocks,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+            **constants(spec, sizes.channels, qkv.dtype, tiles),
+        )
+        _table_kernel[(spec.entries, spec.heads)](
+            dbias, dtable, programs, H=spec.heads, WH=spec.window[0], WW=spec.window[1], NP=tiles.columns, BP=16
+        )
     if head_scale is None or dscale is None:
         return dqkv, dtable, None
     return dqkv, dtable, dscale.sum(0).to(head_scale.dtype).view_as(head_scale)

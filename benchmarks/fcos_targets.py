@@ -1,0 +1,170 @@
+"""FCOS and FCOS3D targets on a CPU at nuScenes size: published index, tensor index, ours.
+
+    python -m benchmarks.fcos_targets [--rounds 15] [--threads 2] [--record]
+
+Points of five levels at 928 x 1600: 30,929. Two things are timed: picking a row of each point's [G, C] table, and the
+assignment of a batch of 8 images. `range` is the published index, x[range(P), index]; `arange` the same with a tensor,
+all else image by image as published. Each baseline is timed against ours in turns, A B B A, so that a machine that
+slows down slows both: a round gives one ratio, and the median of them is shown with the middle half.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from accel.files import write_atomic
+from accel.kernels.fcos_targets import Fcos3dGts, FcosConfig, FcosPoints, fcos3d_targets, fcos_targets
+from accel.kernels.gather_rows import gather_rows
+from tests.kernels.fcos_oracle import Index, fcos3d_batch, fcos_batch
+
+SIZES = [(116, 200), (58, 100), (29, 50), (15, 25), (8, 13)]
+STRIDES = [8, 16, 32, 64, 128]
+RANGES = [(-1.0, 48.0), (48.0, 96.0), (96.0, 192.0), (192.0, 384.0), (384.0, 1e8)]
+IMAGES = 8
+CONFIG = FcosConfig(background=10, attr_background=9)
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as long a baseline takes."""
+
+    baseline_ms: float
+    ours_ms: float
+    ratio: float
+    low: float
+    """First quartile."""
+    high: float
+    """Third quartile."""
+    rounds: int
+
+
+def batch(boxes: int) -> Fcos3dGts:
+    """Return a batch of so many boxes an image, none of them padding."""
+    draw = torch.Generator().manual_seed(boxes)
+    centers = torch.rand(IMAGES, boxes, 2, generator=draw) * torch.tensor([1600.0, 928.0])
+    sizes = torch.rand(IMAGES, boxes, 2, generator=draw) ** 2 * 400 + 4
+    return Fcos3dGts(
+        boxes=torch.cat((centers - sizes / 2, centers + sizes / 2), -1),
+        labels=torch.randint(0, 10, (IMAGES, boxes), generator=draw),
+        valid=torch.ones(IMAGES, boxes, dtype=torch.bool),
+        boxes_3d=torch.randn(IMAGES, boxes, 9, generator=draw),
+        centers=centers + torch.randn(IMAGES, boxes, 2, generator=draw) * 4,
+        depths=torch.rand(IMAGES, boxes, generator=draw) * 60,
+        attr_labels=torch.randint(0, 9, (IMAGES, boxes), generator=draw),
+    )
+
+
+def calls(points: FcosPoints, boxes: int) -> dict[str, tuple[Call, dict[str, Call]]]:
+    """Return what is timed: name → (ours, baselines)."""
+    gts = batch(boxes)
+    listed = FcosPoints(points.xy, points.regress_range, points.stride)
+
+    def published(assign: Callable[..., Any], how: Index) -> Call:
+        return lambda: assign(points, gts, CONFIG, how)
+
+    return {
+        "FCOS3D": (
+            lambda: fcos3d_targets(points, gts, CONFIG),
+            {"range": published(fcos3d_batch, "range"), "arange": published(fcos3d_batch, "arange")},
+        ),
+        "FCOS": (
+            lambda: fcos_targets(points, gts, CONFIG),
+            {"range": published(fcos_batch, "range"), "arange": published(fcos_batch, "arange")},
+        ),
+        "FCOS3D, any points": (
+            lambda: fcos3d_targets(listed, gts, CONFIG),
+            {"arange": published(fcos3d_batch, "arange")},
+        ),
+        "index of 4 columns": indexing(len(points.xy), boxes, 4),
+        "index of 9 columns": indexing(len(points.xy), boxes, 9),
+    }
+
+
+def indexing(total: int, boxes: int, columns: int) -> tuple[Call, dict[str, Call]]:
+    """Return gather_rows and what it replaces."""
+    x, index = torch.randn(total, boxes, columns), torch.randint(0, boxes, (total,))
+    return lambda: gather_rows(x, index), {
+        "range": lambda: x[range(total), index],
+        "arange": lambda: x[torch.arange(total), index],
+    }
+
+
+def milliseconds(call: Call, repeats: int) -> float:
+    """Return the mean of one call, ms."""
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - began) / repeats * 1e3
+
+
+def compared(baseline: Call, ours: Call, rounds: int) -> Ratio:
+    """Time both in turns, A B B A."""
+    milliseconds(baseline, 1)
+    repeats = max(1, round(5 / max(milliseconds(ours, 3), 1e-3)))  # 5 ms at least: no round is a single short call
+    pairs = []
+    for _ in range(rounds):
+        first, one = milliseconds(baseline, 1), milliseconds(ours, repeats)
+        two, last = milliseconds(ours, repeats), milliseconds(baseline, 1)
+        pairs.append(((first + last) / 2, (one + two) / 2))
+    ratios = [a / b for a, b in pairs]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    baselines, own = zip(*pairs, strict=True)
+    return Ratio(statistics.median(baselines), statistics.median(own), middle, low, high, rounds)
+
+
+@click.command()
+@click.option("--rounds", default=15, show_default=True, type=click.IntRange(min=2))
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(min=1))
+@click.option("--boxes", "counts", default=(10, 50), show_default=True, multiple=True, type=click.IntRange(min=1))
+@click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
+def main(rounds: int, threads: int, counts: tuple[int, ...], record: bool) -> None:
+    """Measure."""
+    torch.set_num_threads(threads)
+    points = FcosPoints.regular(SIZES, STRIDES, RANGES)
+    found: dict[str, Ratio] = {}
+    for boxes in counts:
+        for name, (ours, baselines) in calls(points, boxes).items():
+            for baseline, call in baselines.items():
+                row = f"{name}, {boxes} boxes, against {baseline}"
+                found[row] = compared(call, ours, rounds)
+                print(f"{row}: {told(found[row])}", flush=True)
+    if record:
+        from accel.journal import machine_name
+
+        summary = {
+            "what": f"targets of {IMAGES} images at {len(points.xy):,} points; a row of a [G, C] table for each point",
+            "command": " ".join(
+                ["python -m benchmarks.fcos_targets", f"--rounds {rounds} --threads {threads}"]
+                + [f"--boxes {boxes}" for boxes in counts]
+            ),
+            "date": date.today().isoformat(),
+            "machine": machine_name(torch.device("cpu")),
+            "torch": torch.__version__,
+            "ratios": {row: asdict(ratio) for row, ratio in found.items()},
+        }
+        target = Path(__file__).parent / "results" / f"fcos-targets-cpu-{date.today().isoformat()}.json"
+        write_atomic(target, json.dumps(summary, indent=1) + "\n")
+
+
+def told(found: Ratio) -> str:
+    """Return it as text."""
+    return (
+        f"{found.ratio:.1f}x [{found.low:.1f}, {found.high:.1f}], "
+        f"{found.baseline_ms:.3g} against {found.ours_ms:.3g} ms"
+    )
+
+
+if __name__ == "__main__":
+    main()

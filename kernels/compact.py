@@ -1,0 +1,218 @@
+"""Mask compaction with a count that stays on the device: x[mask], padded to a fixed size.
+
+    source = the p with mask[p], ascending, then P, up to `size` of them       count = Σ mask
+    rows[j] = x[source[j]] if source[j] < P else pad                           dx[p] = drows[j] where source[j] = p
+
+P: rows of x, S = size. `x[mask]` has a shape that the host must wait for, at every call; these shapes are fixed, so a
+CUDA graph may hold them. Each row has one source, so backward writes each row once and needs no atomics: same bits
+every run. Saved for backward: the sources. Used on the losses of FCOS heads, https://arxiv.org/abs/1904.01355, whose
+foreground is a few hundred of some 10⁵ points.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel.kernels.support import Cost, runs_triton
+
+
+class Compacted(NamedTuple):
+    """The rows under a mask.
+
+    Attributes:
+        rows: [size, ...], padded.
+        count: [], int64: how many rows the mask holds, more than `size` if some were left out.
+    """
+
+    rows: Tensor
+    count: Tensor  # type: ignore[assignment]  # in place of tuple.count, which nobody asks for
+
+
+def sources_ref(mask_P: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return source [S] and count [] in plain torch, without looking at a value from the host."""
+    total = len(mask_P)
+    slot = torch.where(mask_P, mask_P.cumsum(0) - 1, size).clamp(max=size)
+    source = slot.new_full((size + 1,), total)
+    source.index_copy_(0, slot, torch.arange(total, device=mask_P.device))
+    return source[:size].clone(), mask_P.sum()
+
+
+def take_rows_ref(x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
+    """Return x[source], `pad` where source is P, in plain torch."""
+    if len(x_PC) == 0:
+        return x_PC.new_full((len(source_S), x_PC.shape[1]), pad)
+    there = source_S < len(x_PC)
+    return x_PC.index_select(0, torch.where(there, source_S, 0)).masked_fill_(~there[:, None], pad)
+
+
+def put_rows_ref(rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
+    """Return zeros [P, C] with `rows[j]` at source[j], in plain torch."""
+    # Padding lands in a row more, which is cut off.
+    return rows_SC.new_zeros(total + 1, rows_SC.shape[1]).index_copy_(0, source_S, rows_SC)[:total].clone()
+
+
+def _sources(mask_P: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    if runs_triton(mask_P):
+        from accel.kernels import compact_triton
+
+        return compact_triton.sources(mask_P, size)
+    if mask_P.device.type != "cpu":
+        return sources_ref(mask_P, size)
+    # A CPU waits for nothing: four times as fast as a cumulative sum, 0.09 against 0.42 ms at P = 247,432.
+    found = mask_P.nonzero()[:, 0]
+    source = found.new_full((size,), len(mask_P))
+    source[: len(found)] = found[:size]
+    return source, torch.tensor(len(found))
+
+
+def _take(x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
+    if runs_triton(x_PC):
+        from accel.kernels import compact_triton
+
+        return compact_triton.take(x_PC, source_S, pad)
+    return take_rows_ref(x_PC, source_S, pad)
+
+
+def _put(rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
+    if runs_triton(rows_SC):
+        from accel.kernels import compact_triton
+
+        return compact_triton.put(rows_SC, source_S, total)
+    return put_rows_ref(rows_SC, source_S, total)
+
+
+# torch.compile sees opaque ops. Eager calls take the autograd functions below: half the overhead of an op.
+_sources_op = torch.library.custom_op("accel::compact_sources", _sources, mutates_args=())
+_take_op = torch.library.custom_op("accel::take_rows", _take, mutates_args=())
+_put_op = torch.library.custom_op("accel::put_rows", _put, mutates_args=())
+
+
+@_sources_op.register_fake
+def _(mask_P: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    return mask_P.new_empty(size, dtype=torch.int64), mask_P.new_empty((), dtype=torch.int64)
+
+
+@_take_op.register_fake
+def _(x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
+    return x_PC.new_empty(source_S.shape[0], x_PC.shape[1])
+
+
+@_put_op.register_fake
+def _(rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
+    return rows_SC.new_empty(total, rows_SC.shape[1])
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    found: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return found
+
+
+class TakeRowsFunction(torch.autograd.Function):
+    """Take; its gradient is a put."""
+
+    @staticmethod
+    def forward(ctx: Any, x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
+        _save_take(ctx, (x_PC, source_S, pad), None)
+        return _take(x_PC, source_S, pad)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SC: Tensor) -> tuple[Tensor, None, None]:
+        (source_S,) = ctx.saved_tensors
+        return _apply(PutRowsFunction, grad_SC, source_S, ctx.total), None, None
+
+
+class PutRowsFunction(torch.autograd.Function):
+    """Put; its gradient is a take."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
+        _save_put(ctx, (rows_SC, source_S, total), None)
+        return _put(rows_SC, source_S, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad_PC: Tensor) -> tuple[Tensor, None, None]:
+        (source_S,) = ctx.saved_tensors
+        return _apply(TakeRowsFunction, grad_PC, source_S, 0.0), None, None
+
+
+def _save_take(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor | None) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.total = inputs[0].shape[0]
+
+
+def _save_put(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor | None) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+_take_op.register_autograd(
+    lambda ctx, grad_SC: (_put_op(grad_SC, *ctx.saved_tensors, ctx.total), None, None), setup_context=_save_take
+)
+_put_op.register_autograd(
+    lambda ctx, grad_PC: (_take_op(grad_PC, *ctx.saved_tensors, 0.0), None, None), setup_context=_save_put
+)
+
+
+def compact(x: Tensor, mask: Tensor, size: int | None = None, pad: float = 0.0) -> Compacted:
+    """Return the rows under a mask, in order, padded to a fixed number: x[mask] without a wait for the device.
+
+    Args:
+        x: [P, ...], any floating or integer dtype.
+        mask: [P], bool.
+        size: rows to return, 0 or more; None for P, which is always enough. Of more rows under the mask the first
+            `size` are returned.
+        pad: what the other rows hold.
+
+    Returns:
+        rows: [size, ...], of x's dtype and device; differentiable in x, twice too. Padding has no gradient.
+        count: [], int64, on x's device: the number of rows under the mask. `count > size` says that some were left
+            out; reading it from the host waits for the device.
+
+    Raises:
+        ValueError: if the mask is not bool [P] on x's device, or the size is below 0.
+
+    Example:
+        >>> rows, count = compact(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([True, False, True]), size=4)
+        >>> rows
+        tensor([1., 3., 0., 0.])
+        >>> count
+        tensor(2)
+
+    Heads whose losses compact this way: FCOS, https://arxiv.org/abs/1904.01355.
+    """
+    _check(x, mask, size)
+    size = len(x) if size is None else size
+    x_PC = x.reshape(len(x), math.prod(x.shape[1:]))
+    if torch.compiler.is_compiling():
+        source, count = _sources_op(mask, size)
+        rows = _take_op(x_PC, source, float(pad))
+    else:
+        source, count = _sources(mask, size)
+        rows = _apply(TakeRowsFunction, x_PC, source, float(pad))
+    return Compacted(rows.view(size, *x.shape[1:]), count)
+
+
+def _check(x: Tensor, mask: Tensor, size: int | None) -> None:
+    if x.dim() == 0 or mask.shape != x.shape[:1] or mask.dtype != torch.bool or mask.device != x.device:
+        raise ValueError(
+            "compact: mask must be bool [P] on x's device, x [P, ...]. Found: "
+            f"mask {mask.dtype} {list(mask.shape)} on {mask.device}, x {list(x.shape)} on {x.device}. "
+            "Flatten both over what the mask selects, and compare the mask to make it bool."
+        )
+    if size is not None and size < 0:
+        raise ValueError(f"compact: size must be 0 or more rows. Found: {size}. None keeps all rows.")
+
+
+def cost(total: int, size: int, columns: int, itemsize: int) -> Cost:
+    """Return what a forward call must do at least, if the mask holds `size` rows.
+
+    Args:
+        total: P.
+        size: S.
+        columns: elements of a row.
+        itemsize: bytes of an element.
+    """
+    return Cost(flops=total, bytes=total + size * (2 * columns * itemsize + 8) + 8)

@@ -1,0 +1,116 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""Triton kernels of `compact`: sources of the rows, rows by their sources, and back. Every element is written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ELEMENTS = 1024  # of a program's block
+
+
+@triton.jit
+def _sources_kernel(
+    mask,  # [P]
+    ends,  # [P], int64: rows under the mask up to and with this one
+    source,  # [S]
+    P,
+    S,
+    BLOCK: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(ends + n, mask=n < P, other=0) - 1
+    taken = tl.load(mask + n, mask=n < P, other=0).to(tl.int32) != 0
+    tl.store(source + slot, n, mask=(n < P) & taken & (slot < S))
+    count = tl.load(ends + P - 1)
+    tl.store(source + n, tl.zeros([BLOCK], tl.int64) + P, mask=(n < S) & (n >= count))
+
+
+@triton.jit
+def _take_kernel(
+    x,  # [P, C]
+    source,  # [S]
+    out,  # [S, C]
+    P,
+    S,
+    C,
+    pad,  # []
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    p = tl.load(source + row, mask=row < S, other=0)
+    written = (row < S)[:, None] & (column < C)[None, :]
+    there = written & (p < P)[:, None]
+    values = tl.load(x + p[:, None] * C + column[None, :], mask=there, other=0)
+    values = tl.where(there, values, tl.load(pad))
+    tl.store(out + row[:, None] * C + column[None, :], values, mask=written)
+
+
+@triton.jit
+def _put_kernel(
+    rows,  # [S, C]
+    source,  # [S]
+    out,  # [P, C], zeros
+    P,
+    S,
+    C,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    p = tl.load(source + row, mask=row < S, other=P)
+    there = (p < P)[:, None] & (column < C)[None, :]
+    values = tl.load(rows + row[:, None] * C + column[None, :], mask=there, other=0)
+    tl.store(out + p[:, None] * C + column[None, :], values, mask=there)
+
+
+def sources(mask_P: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Launch the search for sources."""
+    total = len(mask_P)
+    source = mask_P.new_empty(size, dtype=torch.int64)
+    if total == 0:
+        return source.zero_(), mask_P.new_zeros((), dtype=torch.int64)
+    ends = mask_P.cumsum(0)
+    with torch.cuda.device_of(mask_P):
+        _sources_kernel[(triton.cdiv(max(total, size), _ELEMENTS),)](
+            mask_P.contiguous(), ends, source, total, size, BLOCK=_ELEMENTS
+        )
+    return source, ends[-1].clone()
+
+
+def take(x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
+    """Launch the taking of rows."""
+    (total, columns), size = x_PC.shape, len(source_S)
+    out = x_PC.new_empty(size, columns)
+    if out.numel() == 0:
+        return out
+    if total == 0:
+        return out.fill_(pad)
+    grid, blocks = _blocks(size, columns)
+    with torch.cuda.device_of(x_PC):
+        _take_kernel[grid](x_PC.contiguous(), source_S, out, total, size, columns, x_PC.new_full((), pad), **blocks)
+    return out
+
+
+def put(rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
+    """Launch the putting back of rows."""
+    size, columns = rows_SC.shape
+    out = rows_SC.new_zeros(total, columns)
+    if out.numel() == 0 or size == 0:
+        return out
+    grid, blocks = _blocks(size, columns)
+    with torch.cuda.device_of(rows_SC):
+        _put_kernel[grid](rows_SC.contiguous(), source_S, out, total, size, columns, **blocks)
+    return out
+
+
+def _blocks(size: int, columns: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """Return the grid and the blocks of rows and columns."""
+    across = min(triton.next_power_of_2(columns), _ELEMENTS)
+    down = _ELEMENTS // across
+    return (triton.cdiv(size, down), triton.cdiv(columns, across)), {"ROWS": down, "COLUMNS": across}

@@ -1,0 +1,94 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""Triton kernels of `gather_rows`: one row per group, and its transpose. Every element is written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ELEMENTS = 1024  # of a program's block
+
+
+@triton.jit
+def _gather_kernel(
+    x,  # [N, G, C], any strides
+    index,  # [N]
+    out,  # [N, C]
+    N,
+    G,
+    C,
+    x_group,
+    x_row,
+    x_column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.load(index + n, mask=n < N, other=-1).to(tl.int64)
+    there = (row >= 0) & (row < G)
+    written = (n < N)[:, None] & (c < C)[None, :]
+    source = x + (n * x_group + row * x_row)[:, None] + (c * x_column)[None, :]
+    tl.store(out + n[:, None] * C + c[None, :], tl.load(source, mask=written & there[:, None], other=0), mask=written)
+
+
+@triton.jit
+def _scatter_kernel(
+    rows,  # [N, C]
+    index,  # [N]
+    out,  # [N, G, C]
+    N,
+    G,
+    C,
+    SIZE: tl.constexpr,
+):
+    # One program a group and block of its G·C elements: zeros and the row are written in one pass.
+    n = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    row = tl.load(index + n).to(tl.int64)
+    mine = element // C == row
+    written = element < G * C
+    values = tl.load(rows + n * C + element % C, mask=written & mine, other=0)
+    tl.store(out + n * G * C + element, values, mask=written)
+
+
+def gather(x_NGC: Tensor, index_N: Tensor) -> Tensor:
+    """Launch the gather."""
+    groups, rows, columns = x_NGC.shape
+    out = x_NGC.new_empty(groups, columns)
+    if out.numel() == 0:
+        return out
+    if rows == 0:
+        return out.zero_()
+    block_columns = min(triton.next_power_of_2(columns), _ELEMENTS)
+    block_rows = _ELEMENTS // block_columns
+    grid = (triton.cdiv(groups, block_rows), triton.cdiv(columns, block_columns))
+    with torch.cuda.device_of(x_NGC):
+        _gather_kernel[grid](
+            x_NGC,
+            index_N.contiguous(),
+            out,
+            groups,
+            rows,
+            columns,
+            *x_NGC.stride(),
+            ROWS=block_rows,
+            COLUMNS=block_columns,
+        )
+    return out
+
+
+def scatter(rows_NC: Tensor, index_N: Tensor, group: int) -> Tensor:
+    """Launch the scatter."""
+    groups, columns = rows_NC.shape
+    out = rows_NC.new_empty(groups, group, columns)
+    if out.numel() == 0:
+        return out
+    size = min(triton.next_power_of_2(group * columns), _ELEMENTS)
+    with torch.cuda.device_of(rows_NC):
+        _scatter_kernel[(groups, triton.cdiv(group * columns, size))](
+            rows_NC.contiguous(), index_N.contiguous(), out, groups, group, columns, SIZE=size
+        )
+    return out

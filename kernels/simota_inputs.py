@@ -1,0 +1,239 @@
+"""What goes into a SimOTA assignment and what comes out: types, the published variants' rules, and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+INF_BITS = 0x7F800000
+"""Of the fp32 infinity: what is hidden costs that much."""
+
+
+class Assignment(NamedTuple):
+    """Who learns what. Background: matched_gt and matched_class -1, matched_iou 0."""
+
+    fg_mask: Tensor
+    """[B, A] bool: the anchor learns a box."""
+    matched_gt: Tensor
+    """[B, A] int64: index of its ground truth."""
+    matched_iou: Tensor
+    """[B, A] fp32: IoU of its predicted box with that ground truth."""
+    matched_class: Tensor
+    """[B, A] int64: class of that ground truth."""
+    num_fg: Tensor
+    """[B] int64: anchors that learn a box."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What the published variants differ in; `VARIANTS` names them."""
+
+    region: str = "center"
+    """The candidates, and the region of a ground truth. "center": within radius * stride of its middle, for both.
+    "box": in the box or near its middle; in both. "given": the caller's mask; everywhere."""
+    radius: float = 1.5
+    """Reach of the centre region, in strides."""
+    topk: int = 10
+    """IoUs that are summed to the number of anchors; at most 16."""
+    cls_weight: float = 1.0
+    """Factor of the class cost."""
+    iou_weight: float = 3.0
+    """Factor of the IoU cost."""
+    log_eps: float = 1e-8
+    """Added to the IoU before its logarithm."""
+    union_eps: float = 1e-30
+    """Least area of a union; two boxes of no area have IoU 0 (NaN as published by YOLOX)."""
+
+    def __post_init__(self) -> None:
+        if self.region not in ("center", "box", "given"):
+            raise ValueError(f"region must be 'center', 'box' or 'given'. Found: {self.region!r}")
+        if not 1 <= self.topk <= 16:
+            raise ValueError(f"topk must be 1 to 16. Found: {self.topk}")
+        for name in ("radius", "cls_weight", "iou_weight", "log_eps", "union_eps"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative. Found: {getattr(self, name)}")
+
+
+VARIANTS = {
+    "yolox": Rules(),
+    "yolox-2021": Rules(region="box", radius=2.5),
+    "yolov7": Rules(region="given"),
+    "mmdet": Rules(region="box", radius=2.5, log_eps=1e-7, union_eps=1e-6),
+}
+
+
+class Boxes(NamedTuple):
+    """Boxes of one shape, and their middles."""
+
+    left: Tensor
+    top: Tensor
+    right: Tensor
+    bottom: Tensor
+    area: Tensor
+    x: Tensor
+    y: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Boxes:
+        """Return the boxes with every tensor changed alike."""
+        return Boxes(*map(change, self))
+
+
+class Cells(NamedTuple):
+    """Where the anchors stand, [B, N] or [1, N] each: the middle, and radius * stride."""
+
+    x: Tensor
+    y: Tensor
+    reach: Tensor
+
+
+class Anchors(NamedTuple):
+    """The anchors at work."""
+
+    boxes: Boxes
+    """[B, N] each."""
+    cls: Tensor
+    """[B, N, C] logits, or probabilities if `obj` is None."""
+    obj: Tensor | None
+    """[B, N] logits."""
+    cells: Cells
+    valid: Tensor
+    """[B, N] bool: is a candidate."""
+
+
+class Truths(NamedTuple):
+    """The ground truths. Hidden ones: no area, middle at infinity, class C."""
+
+    boxes: Boxes
+    """[B, G] each, fp32."""
+    classes: Tensor
+    """[B, G] int64."""
+    mask: Tensor
+    """[B, G] bool."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Truths:
+        """Return the ground truths with every tensor changed alike."""
+        return Truths(self.boxes.map(change), change(self.classes), change(self.mask))
+
+
+def corners(boxes: Tensor, xyxy: bool) -> Boxes:
+    """Return boxes [..., 4] as `Boxes`, in fp32."""
+    one, two, three, four = boxes.float().unbind(-1)
+    if xyxy:
+        return Boxes(one, two, three, four, (three - one) * (four - two), (one + three) / 2, (two + four) / 2)
+    across, down = three / 2, four / 2
+    return Boxes(one - across, two - down, one + across, two + down, three * four, one, two)
+
+
+def truths_of(gt_boxes: Tensor, gt_classes: Tensor, gt_mask: Tensor, classes: int, xyxy: bool) -> Truths:
+    found = corners(gt_boxes, xyxy).map(lambda t: t.where(gt_mask, 0))
+    found = found._replace(x=found.x.where(gt_mask, torch.inf), y=found.y.where(gt_mask, torch.inf))
+    # Out of range they would read past the table; `check` tells of it.
+    labels = gt_classes.long().clamp(0, max(classes - 1, 0)).masked_fill(~gt_mask, classes)
+    return Truths(found, labels, gt_mask)
+
+
+def cells_of(points: Tensor | None, strides: Tensor | None, radius: float, boxes: Tensor) -> Cells:
+    if points is None or strides is None:
+        nothing = torch.zeros(1, boxes.shape[1], device=boxes.device)
+        return Cells(nothing, nothing, nothing)
+    x, y = points.float().reshape(-1, *points.shape[-2:]).unbind(-1)
+    return Cells(x, y, strides.float().reshape(-1, strides.shape[-1]) * radius)
+
+
+def anchors_of(boxes: Tensor, cls: Tensor, obj: Tensor | None, cells: Cells, valid: Tensor, xyxy: bool) -> Anchors:
+    return Anchors(corners(boxes, xyxy), cls, obj, cells, valid)
+
+
+def rules_of(variant: str | Rules) -> Rules:
+    if isinstance(variant, Rules):
+        return variant
+    if variant not in VARIANTS:
+        raise ValueError(f"simota_assign: variant must be one of {', '.join(VARIANTS)}, or Rules. Found: {variant!r}")
+    return VARIANTS[variant]
+
+
+def validate(
+    boxes: Tensor,
+    cls: Tensor,
+    obj: Tensor | None,
+    points: Tensor | None,
+    strides: Tensor | None,
+    gt_boxes: Tensor,
+    gt_classes: Tensor,
+    gt_mask: Tensor | None,
+    candidates: Tensor | None,
+    rules: Rules,
+    chunk: int | None,
+) -> None:
+    if boxes.ndim != 3 or boxes.shape[2] != 4:
+        raise ValueError(f"simota_assign: boxes must be [B, A, 4]. Found: {list(boxes.shape)}")
+    if gt_boxes.ndim != 3:
+        raise ValueError(f"simota_assign: gt_boxes must be [B, G, 4], padded. Found: {list(gt_boxes.shape)}")
+    batch, count, gts = *boxes.shape[:2], gt_boxes.shape[1]
+    allowed: dict[str, tuple[Tensor | None, list[list[int]]]] = {
+        "cls": (cls, [[batch, count, cls.shape[-1]]]),
+        "obj": (obj, [[batch, count]]),
+        "points": (points, [[count, 2], [batch, count, 2]]),
+        "strides": (strides, [[count], [batch, count]]),
+        "gt_boxes": (gt_boxes, [[batch, gts, 4]]),
+        "gt_classes": (gt_classes, [[batch, gts]]),
+        "gt_mask": (gt_mask, [[batch, gts]]),
+        "candidates": (candidates, [[batch, count]]),
+    }
+    for name, (tensor, shapes) in allowed.items():
+        if tensor is None:
+            continue
+        if list(tensor.shape) not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise ValueError(f"simota_assign: {name} must be {expected}, as boxes are. Found: {list(tensor.shape)}")
+        if tensor.device != boxes.device:
+            raise ValueError(f"simota_assign: {name} must be on {boxes.device}, as boxes are. Found: {tensor.device}")
+        if name in ("gt_mask", "candidates") and tensor.dtype != torch.bool:
+            raise ValueError(f"simota_assign: {name} must be bool; compare it with 0. Found: {tensor.dtype}")
+    if not (boxes.is_floating_point() and cls.is_floating_point()):
+        raise ValueError(f"simota_assign: boxes and cls must be floating. Found: {boxes.dtype} and {cls.dtype}")
+    if rules.region == "given" and candidates is None:
+        raise ValueError("simota_assign: the region 'given' needs candidates, a bool mask [B, A]. Found: None")
+    if rules.region != "given" and (points is None or strides is None):
+        raise ValueError(f"simota_assign: the region {rules.region!r} needs points and strides. Found: None")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"simota_assign: chunk must be at least 1, or None. Found: {chunk}")
+
+
+def check_truths(gt_boxes: Tensor, gt_classes: Tensor, gt_mask: Tensor, classes: int) -> None:
+    bad = ~gt_boxes.isfinite().all(-1) & gt_mask
+    if bad.any():
+        image, gt = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"simota_assign: gt_boxes must be finite. Found: {gt_boxes[image, gt].tolist()} in image {image}; "
+            "drop that box, or set its gt_mask to False"
+        )
+    bad = ((gt_classes < 0) | (gt_classes >= classes)) & gt_mask
+    if bad.any():
+        image, gt = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"simota_assign: gt_classes must be 0 to {classes - 1}. Found: {gt_classes[image, gt].item()} in image "
+            f"{image}; set gt_mask to False where gt_boxes are padded"
+        )
+
+
+def check_anchors(anchors: Anchors, first: int = 0) -> None:
+    """Raise for what is not finite; `first` is the index of the first image."""
+    # x, y and the area are finite if and only if the box is; a sum over classes only overflows where one is near to.
+    boxes = anchors.boxes.x + anchors.boxes.y + anchors.boxes.area
+    for name, values in (("boxes", boxes), ("cls", anchors.cls.sum(-1)), ("obj", anchors.obj)):
+        if values is None or values.isfinite().all():
+            continue
+        bad = ~values.isfinite() & anchors.valid
+        if bad.any():
+            raise ValueError(
+                f"simota_assign: predictions must be finite. Found: NaN or infinity in {name} of {int(bad.sum())} "
+                f"anchors, first in image {first + int(bad.nonzero()[0, 0])}; skip this step, or look for the learning "
+                "rate or loss scale that made them"
+            )
+    if anchors.obj is None and bool((((anchors.cls < 0) | (anchors.cls > 1)).any(-1) & anchors.valid).any()):
+        raise ValueError("simota_assign: without obj, cls must hold probabilities, 0 to 1; pass obj with logits")
