@@ -23,7 +23,8 @@ import click
 import torch
 
 from accel.files import write_atomic
-from accel.kernels.fcos_targets import Fcos3dGts, FcosConfig, FcosPoints, fcos3d_targets, fcos_targets
+from accel.kernels.fcos_inputs import Fcos3dGts, FcosConfig, FcosPoints
+from accel.kernels.fcos_targets import fcos3d_targets, fcos_targets
 from accel.kernels.gather_rows import gather_rows
 from tests.kernels.fcos_oracle import Index, fcos3d_batch, fcos_batch
 

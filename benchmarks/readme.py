@@ -1,9 +1,9 @@
-"""Fill the marked blocks of README.md from committed results, so that no figure in it is typed by hand.
+"""Fill the marked blocks of README.md and docs/kernels.md from committed results: no figure is typed by hand.
 
     python -m benchmarks.readme [--check]
 
-The newest `demo-*`, `never-slower-*` and `fault-matrix-*` files under benchmarks/results/ are used; `--check` changes
-nothing and exits with 1 if the README is out of date.
+The newest file of each kind under benchmarks/results/ is used; `--check` changes nothing and exits with 1 if a page is
+out of date.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +117,57 @@ def _fault_row(case: dict[str, Any], rivals: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
 
 
-def filled(text: str) -> str:
-    """Return the README with its blocks filled; a block without results stays as it is."""
-    for name, pattern, make in (
+def simota_block(result: dict[str, Any]) -> str:
+    """Return the race of SimOTA on a CPU."""
+    race = result["cpu"]
+    return "\n".join(
+        [
+            f"`{result['command']}`, {result['date']}, {result['machine']}, torch {result['torch']}, "
+            f"{race['threads']} threads, {race['rounds']} interleaved rounds; median and 20 to 80 % of them.",
+            "",
+            "| | ms a batch | speed-up |",
+            "|---|---|---|",
+            f"| loop over images, as published | {race['loop_ms']:.0f} | 1 |",
+            f"| `simota_assign` | {race['ours_ms']:.1f} | {race['ratio']:.1f}x "
+            f"[{race['ratio_p20']:.1f}, {race['ratio_p80']:.1f}] |",
+        ]
+    )
+
+
+def fcos_block(result: dict[str, Any]) -> str:
+    """Return the races of FCOS targets on a CPU."""
+    lines = [
+        f"`{result['command']}`, {result['date']}, {result['machine']}, torch {result['torch']}. {result['what']}; "
+        f"interleaved rounds, median and quartiles.",
+        "",
+        "| | baseline ms | accel ms | speed-up |",
+        "|---|---|---|---|",
+    ]
+    for row, found in result["ratios"].items():
+        lines.append(
+            f"| {row} | {found['baseline_ms']:.3g} | {found['ours_ms']:.3g} | {found['ratio']:.1f}x "
+            f"[{found['low']:.1f}, {found['high']:.1f}] |"
+        )
+    return "\n".join(lines)
+
+
+BLOCKS: dict[str, tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...]] = {
+    "README.md": (
         ("demo", "demo-*.json", demo_block),
         ("table", "never-slower-reordered-*.json", table_block),
         ("faults", "fault-matrix-cpu-*.json", faults_block),
-    ):
+    ),
+    "docs/kernels.md": (
+        ("simota", "simota-cpu-*.json", simota_block),
+        ("fcos", "fcos-targets-cpu-*.json", fcos_block),
+    ),
+}
+"""Page → its blocks: name, the results it is made from, and how."""
+
+
+def filled(page: str, text: str) -> str:
+    """Return a page with its blocks filled; a block without results stays as it is."""
+    for name, pattern, make in BLOCKS[page]:
         result = newest(pattern)
         if result is not None:
             block = f"<!-- {name}:begin -->\n{make(result)}\n<!-- {name}:end -->"
@@ -132,15 +177,15 @@ def filled(text: str) -> str:
 
 
 @click.command()
-@click.option("--check", is_flag=True, help="Exit with 1 if the README is out of date.")
+@click.option("--check", is_flag=True, help="Exit with 1 if a page is out of date.")
 def main(check: bool) -> None:
-    """Fill the README's figures."""
-    readme = _ROOT / "README.md"
-    old = readme.read_text(encoding="utf-8")
-    new = filled(old)
+    """Fill the pages' figures."""
+    old = {page: (_ROOT / page).read_text(encoding="utf-8") for page in BLOCKS}
+    new = {page: filled(page, text) for page, text in old.items()}
     if check:
         sys.exit(old != new)
-    write_atomic(readme, new)
+    for page, text in new.items():
+        write_atomic(_ROOT / page, text)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ SUITES = (
     ["benchmarks.demo", "--record"],
     ["benchmarks.profiler_overhead", "--record"],
     ["benchmarks.fault_matrix", "--record"],
+    ["benchmarks.simota", "--record"],
+    ["benchmarks.fcos_targets", "--record"],
     ["benchmarks.readme"],
 )
 

@@ -20,14 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from accel.kernels.fcos_targets import (
-    Fcos3dGts,
-    FcosConfig,
-    FcosGts,
-    FcosPoints,
-    fcos3d_targets,
-    fcos_targets,
-)
+from accel.kernels.fcos_inputs import Fcos3dGts, FcosConfig, FcosGts, FcosPoints
+from accel.kernels.fcos_targets import fcos3d_targets, fcos_targets
 
 _SIGNATURES = {
     ("points", "batch_gt_instances"): "fcos",

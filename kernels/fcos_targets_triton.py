@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.fcos_targets import FcosConfig, FcosGts, FcosPoints
+from accel.kernels.fcos_inputs import FcosConfig, FcosGts, FcosPoints
 
 _BLOCK = 256
 

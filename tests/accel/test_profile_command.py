@@ -101,6 +101,27 @@ def test_a_slow_loader_is_named_tried_and_written_down(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "accel-profile.trace.json").read_text())["traceEvents"]
 
 
+def test_a_script_that_changes_its_directory(tmp_path: Path) -> None:
+    """The report lies where the command was given, and lines are shown."""
+    (tmp_path / "elsewhere").mkdir()
+    script(
+        tmp_path,
+        """
+        import os
+        os.chdir("elsewhere")
+        for epoch in range(2):
+            for x, y in loader:
+                loss = step(x, y)
+        """,
+    )
+    done = accel_profile(tmp_path, "--no-confirm", "train.py")
+
+    assert done.returncode == 0
+    assert report(tmp_path).steps >= 20
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert all(line.source for line in report(tmp_path).lines if line.file == "train.py")
+
+
 def test_no_confirm_changes_nothing(tmp_path: Path) -> None:
     """The same weights as without the profiler, to the bit."""
     body = """

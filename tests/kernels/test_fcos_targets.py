@@ -9,17 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel.kernels import fcos_near
 from accel.kernels import fcos_targets as module
-from accel.kernels.fcos_targets import (
-    Fcos3dGts,
-    FcosConfig,
-    FcosGts,
-    FcosPoints,
-    fcos3d_targets,
-    fcos3d_targets_ref,
-    fcos_targets,
-    fcos_targets_ref,
-)
+from accel.kernels.fcos_inputs import Fcos3dGts, FcosConfig, FcosGts, FcosPoints, rule_of
+from accel.kernels.fcos_targets import fcos3d_targets, fcos3d_targets_ref, fcos_targets, fcos_targets_ref
 from tests.kernels.fcos_oracle import fcos3d_batch, fcos_batch
 
 # Odd maps, a level of one point, a stride that is no power of two, ranges that meet in one number.
@@ -250,10 +243,11 @@ def test_references_are_the_published_algorithm_too() -> None:
 def test_a_batch_is_cut_where_it_would_take_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gts = batch(4, "random", images=3)
     whole = fcos3d_targets(POINTS, gts, CONFIG)
-    rows = module._windows(POINTS.grids, module._rule(CONFIG, by_distance=True))
-    assert len(module._chunks(gts.valid, POINTS.grids, module._rule(CONFIG, by_distance=True))) == 1
+    rule = rule_of(CONFIG, by_distance=True)
+    rows = fcos_near._windows(POINTS.grids, rule)
+    assert len(fcos_near._chunks(gts.valid, POINTS.grids, rule)) == 1
     cut = [(0, 1), (1, 3)]
-    monkeypatch.setattr(module, "_chunks", lambda *_: cut)
+    monkeypatch.setattr(fcos_near, "_chunks", lambda *_: cut)
     same(fcos3d_targets(POINTS, gts, CONFIG), whole)
     assert len(rows.dx) == 9 * 2 + 3 * 1 + 1
 

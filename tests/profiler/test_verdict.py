@@ -1,0 +1,91 @@
+"""One report from all ranks: who is slow, who waits, and when neither can be said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accel.profiler import naming, verdict
+from accel.profiler.anatomy import Anatomy
+from accel.profiler.evidence import Evidence
+from accel.profiler.naming import Diagnosis
+from accel.profiler.phases import Measurement
+from accel.profiler.report import Finding, ProfileReport, Saving
+
+
+def rank(number: int, forward_ms: float, wait_ms: float, *, steps: int = 40) -> tuple[Evidence, Diagnosis]:
+    """A rank of a run whose step takes 100 ms."""
+    phases = {"forward": forward_ms / 1e3, "backward": (100 - forward_ms) / 1e3}
+    measured = [Measurement(step=n, seconds=0.1, phases=dict(phases), samples=8) for n in range(steps)]
+    evidence = Evidence(
+        steps=measured, cores=2, threads=1, rank=number, world_size=2, local_world_size=2, ddp_wait_share=wait_ms / 100
+    )
+    return evidence, naming.diagnose(evidence)
+
+
+def merged(*ranks: tuple[Evidence, Diagnosis]) -> ProfileReport:
+    evidence, diagnosis = ranks[0]
+    told = verdict.report(evidence, diagnosis)
+    posted: dict[int, Any] = {e.rank: verdict.posted(e, d) for e, d in ranks}
+    verdict.merge(told, posted, diagnosis.anatomy, 2)
+    return told
+
+
+def crowded(of: tuple[Evidence, Diagnosis]) -> tuple[Evidence, Diagnosis]:
+    finding = Finding(cause="host.oversubscribed", bottleneck="host", title="", why=[], remedy="", share=0.4)
+    return of[0], Diagnosis(anatomy=of[1].anatomy, findings=[finding])
+
+
+def test_a_slow_rank_is_named() -> None:
+    told = merged(rank(0, 30, 40), rank(1, 70, 0))
+    first = told.findings[0]
+    assert first.cause == "straggler.rank"
+    assert first.share == pytest.approx(0.4)
+    assert [row.straggler for row in told.ranks] == [False, True]
+
+
+def test_equal_ranks_have_no_straggler() -> None:
+    assert not merged(rank(0, 50, 5), rank(1, 50, 5)).findings
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_no_straggler_is_named_beside_crowded_cores(which: int) -> None:
+    ranks = [rank(0, 30, 40), rank(1, 70, 0)]
+    ranks[which] = crowded(ranks[which])
+    told = merged(*ranks)
+    assert not [finding for finding in told.findings if finding.cause == "straggler.rank"]
+    assert f"which rank is slow: other processes crowd the cores of rank {which}" in told.unseen
+
+
+def test_no_straggler_is_named_after_too_few_steps() -> None:
+    told = merged(rank(0, 30, 40, steps=8), rank(1, 70, 0, steps=8))
+    assert "20 are needed" in told.refused
+    assert not told.findings
+    assert told.next == ["let it train for longer: more epochs, or a larger part of the data"]
+
+
+def test_a_rank_that_posted_nothing_is_told() -> None:
+    told = merged(rank(0, 30, 40))
+    assert told.unseen == ["rank 1: it posted nothing before the report was made"]
+
+
+def test_waiting_for_the_slow_rank_is_not_the_exchange() -> None:
+    told = merged(rank(0, 30, 40), rank(1, 70, 0))
+    assert "communication.exposed" not in [finding.cause for finding in told.findings]
+
+
+def test_a_finding_says_how_its_saving_is_known() -> None:
+    finding = Finding(cause="host.gc", bottleneck="host", title="", why=[], remedy="", share=0.3)
+    assert verdict.saves(finding) == "it is part of 30% of the step"
+    finding.predicted = Saving(value=0.3, low=0.2, high=0.4)
+    assert verdict.saves(finding) == "removing it saves 30% [20%, 40%] of the step, predicted"
+    finding.measured, finding.confirmed = Saving(value=0.25, low=0.2, high=0.3), True
+    assert verdict.saves(finding).endswith("25% [20%, 30%] of the step, confirmed by experiment")
+
+
+def test_nothing_found_is_a_verdict() -> None:
+    told = ProfileReport()
+    shares = {"forward": 0.5, "backward": 0.4, "optimizer": 0.1, "data": 0.0}
+    verdict.conclude(told, Anatomy(steps=40, step_s=0.1, shares=shares))
+    assert told.verdict.startswith("nothing holds the run back: forward and backward take 90%")
