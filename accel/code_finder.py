@@ -203,10 +203,18 @@ def _repeated(node: ast.AST) -> list[ast.AST]:
     if isinstance(node, ast.While):
         return [node.test, *node.body]
     if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp):
-        return [node.elt]
+        return [] if any(_on_host(generator.iter) for generator in node.generators) else [node.elt]
     if isinstance(node, ast.DictComp):
         return [node.key, node.value]
     return []
+
+
+def _on_host(node: ast.expr) -> bool:
+    """Tell a tensor that is made on the CPU by name: torch.linspace(0, 1, 9, device="cpu")."""
+    devices = (
+        [keyword.value for keyword in node.keywords if keyword.arg == "device"] if isinstance(node, ast.Call) else []
+    )
+    return any(isinstance(device, ast.Constant) and device.value == "cpu" for device in devices)
 
 
 def _index_habit(node: ast.Subscript, arrays: set[str], losing: bool) -> str | None:
@@ -254,7 +262,7 @@ def _call_habit(node: ast.Call) -> str | None:
     if _dotted(called) == "torch.cuda.empty_cache":
         return "empty-cache-in-loop"
     if isinstance(called, ast.Attribute) and called.attr == "item" and not node.args and not node.keywords:
-        return "item-in-loop"
+        return None if _drawn_on_host(called.value) else "item-in-loop"
     if isinstance(called, ast.Name) and called.id in {"int", "float", "bool", "len"} and len(node.args) == 1:
         return "sync-in-loop" if _on_device(node.args[0], counted=called.id == "len") else None
     return None
@@ -262,6 +270,12 @@ def _call_habit(node: ast.Call) -> str | None:
 
 _REDUCTIONS = {"sum", "max", "min", "mean", "any", "all", "amax", "amin", "argmax", "argmin", "count_nonzero"}
 _HOST = {"np", "numpy", "math", "statistics", "random", "builtins"}
+
+
+def _drawn_on_host(node: ast.expr) -> bool:
+    """Tell a random number that torch draws on the CPU: torch.randint(9, (1,)) without a device."""
+    made = isinstance(node, ast.Call) and _dotted(node.func).startswith(("torch.rand", "torch.multinomial"))
+    return made and isinstance(node, ast.Call) and not any(keyword.arg == "device" for keyword in node.keywords)
 
 
 def _on_device(node: ast.expr, *, counted: bool) -> bool:

@@ -51,6 +51,11 @@ class StepChange:
         return self.new_ms / self.old_ms
 
     @property
+    def unit(self) -> str:
+        """What the compared time is for."""
+        return "step"
+
+    @property
     def regressed(self) -> bool:
         """Whether `new_ms` is above `old_ms` by more than `threshold`."""
         return self.new_ms > self.old_ms * (1 + self.threshold)
@@ -60,7 +65,7 @@ class StepChange:
         percent = 100 * (self.ratio - 1)
         word = "regression" if self.regressed else "no regression"
         change = f"{abs(percent):.3g} % {'slower' if percent > 0 else 'faster'}" if percent else "no change"
-        return f"{word}: {ms_text(self.old_ms)} → {ms_text(self.new_ms)} ms per step, {change}{self._allowed()}"
+        return f"{word}: {ms_text(self.old_ms)} → {ms_text(self.new_ms)} ms per {self.unit}, {change}{self._allowed()}"
 
     def _allowed(self) -> str:
         return f" (threshold {100 * self.threshold:.3g} %)"

@@ -19,7 +19,7 @@ def write_atomic(path: str | os.PathLike[str], text: str) -> None:
     Raises:
         OSError: if the folder can't be written; `path` is then as it was.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))  # a link stays a link
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:

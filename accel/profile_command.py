@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import shlex
 import sys
@@ -65,8 +64,6 @@ def profile(script: str, arguments: tuple[str, ...], module: bool, target: Path,
     if confirm and exchange.rank == 0:
         click.echo(_DIAGNOSING, err=True)
     started = datetime.now(timezone.utc)
-    if not module:
-        linecache.getlines(script)  # lines of the script are shown, and looked for by the name it has now
     session.start()
     ending = runner.run(script, given, module=module)
     line = shlex.join(["accel", "profile", *(["-m"] if module else []), script, *given])
@@ -84,6 +81,10 @@ def _check(script: str, module: bool, target: Path) -> None:
         raise InvalidArgument(
             f"SCRIPT must be a Python file, got {script!r}, which is not there; -m takes a module name"
         )
+    if target.suffix.lower() == ".html":
+        raise InvalidArgument(f"--json must not end in .html, where the web page goes, got {str(target)!r}")
+    if target.exists() and not target.is_file():
+        raise InvalidArgument(f"--json must be an ordinary file, got {str(target)!r}; name one, then print it")
     if not target.parent.is_dir():
         raise InvalidArgument(f"--json must lie in a directory that exists, got {str(target)!r}; make it first")
 

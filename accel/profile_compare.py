@@ -11,7 +11,7 @@ from accel.profile_words import ended_text, percent_text
 from accel.profiler.report import Finding, ProfileReport
 from accel.terminal import Cell, Page, finite, ms_text
 
-_SAME_BATCH = 0.05
+_SAME_BATCH = 0.15
 """By how much samples per step, a mean over a run, may differ between runs of one batch size."""
 _BUSY_CORES = 0.5
 """Cores kept busy by others from which a step is slowed down by them."""
@@ -46,6 +46,13 @@ class ProfileComparison(StepChange):
     phases: tuple[PhaseChange, ...]
     notes: tuple[str, ...]
     """What makes the two runs hard to compare, one sentence each."""
+    other_batch: bool = False
+    """The runs had batches of different sizes: samples/s are compared, and `old_ms`, `new_ms` are per 1,000 samples."""
+
+    @property
+    def unit(self) -> str:
+        """What the compared time is for."""
+        return "1,000 samples" if self.other_batch else "step"
 
     def render(self, width: int | None = None, color: bool | None = None) -> str:
         """Render the comparison as text, verdict first.
@@ -81,16 +88,22 @@ def compare(before: ProfileReport, after: ProfileReport, *, threshold: float = 0
         threshold: slow-down of the mean step that still counts as the same; 0.05 is 5 %.
 
     Returns:
-        The comparison; `regressed` is `after.step_ms > before.step_ms * (1 + threshold)`.
+        The comparison; `regressed` is `after.step_ms > before.step_ms * (1 + threshold)`, or the same of the time for
+        1,000 samples where the batches differ in size.
 
     Raises:
         ReportError: if a report has no step time.
         InvalidArgument: if `threshold` is negative or not a number.
     """
     check_threshold(threshold)
+    old_ms, new_ms = _step_ms(before, "first"), _step_ms(after, "second")
+    other_batch = bool(_batch_note(before, after))
+    if other_batch and before.samples_per_s and after.samples_per_s:
+        old_ms, new_ms = 1e6 / before.samples_per_s, 1e6 / after.samples_per_s
     return ProfileComparison(
-        old_ms=_step_ms(before, "first"),
-        new_ms=_step_ms(after, "second"),
+        old_ms=old_ms,
+        new_ms=new_ms,
+        other_batch=other_batch,
         threshold=threshold,
         old_bottleneck="" if before.refused else before.bottleneck,
         new_bottleneck="" if after.refused else after.bottleneck,
@@ -152,7 +165,7 @@ def _batch_note(before: ProfileReport, after: ProfileReport) -> list[str]:
     old, new = (finite((report.samples_per_s or 0.0) * report.step_ms / 1e3) or 0.0 for report in (before, after))
     if old <= 0 or new <= 0 or abs(new / old - 1) <= _SAME_BATCH:
         return []
-    return [f"samples per step went from {ms_text(old)} to {ms_text(new)}; samples/s compare better than ms per step"]
+    return [f"samples per step went from {ms_text(old)} to {ms_text(new)}; so samples/s are compared"]
 
 
 def _findings(page: Page, changes: tuple[FindingChange, ...]) -> None:

@@ -98,7 +98,8 @@ def run_text(report: ProfileReport) -> str:
 
 def unattributed_text(report: ProfileReport) -> str:
     """Say how much of the wall time no phase accounts for."""
-    return f"{percent_text(report.unattributed)} of the wall time belongs to no phase"
+    share = "less than 0.1 %" if 0 <= report.unattributed < 0.001 else percent_text(report.unattributed)
+    return f"{share} of the wall time belongs to no phase"
 
 
 # --- findings and experiments ----------------------------------------------------------------------------------------

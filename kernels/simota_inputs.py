@@ -196,6 +196,10 @@ def validate(
             raise ValueError(f"simota_assign: {name} must be bool; compare it with 0. Found: {tensor.dtype}")
     if not (boxes.is_floating_point() and cls.is_floating_point()):
         raise ValueError(f"simota_assign: boxes and cls must be floating. Found: {boxes.dtype} and {cls.dtype}")
+    if gt_classes.is_floating_point() or gt_classes.dtype == torch.bool:
+        raise ValueError(f"simota_assign: gt_classes must be integers; call .long(). Found: {gt_classes.dtype}")
+    if cls.shape[2] == 0:
+        raise ValueError(f"simota_assign: cls must have at least one class. Found: {list(cls.shape)}")
     if rules.region == "given" and candidates is None:
         raise ValueError("simota_assign: the region 'given' needs candidates, a bool mask [B, A]. Found: None")
     if rules.region != "given" and (points is None or strides is None):

@@ -16,6 +16,7 @@ Liu et al., Swin Transformer, https://arxiv.org/abs/2103.14030; V2, https://arxi
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +97,7 @@ def window_attention(
 
     Source: https://arxiv.org/abs/2103.14030, section 3.2.
     """
+    _check_pair("window", window)
     if qkv.dim() != 3 or qkv.shape[1] != window[0] * window[1]:
         raise ValueError(
             f"window_attention: qkv must be [windows, {window[0] * window[1]}, 3·H·D] for windows of {window}. "
@@ -104,8 +106,8 @@ def window_attention(
     spec = _spec(qkv, heads, window, (0, 0), scale, head_scale, mask_value, dropout)
     regions = _checked_regions(regions, qkv, spec)
     tall, wide = spec.window
-    out = _attend(qkv.view(-1, tall, wide, qkv.shape[-1]), table, head_scale, regions, spec)
-    return out.view(*qkv.shape[:2], -1)
+    out = _attend(qkv.reshape(qkv.shape[0], tall, wide, qkv.shape[-1]), table, head_scale, regions, spec)
+    return out.reshape(*qkv.shape[:2], qkv.shape[-1] // 3)
 
 
 def shifted_window_attention(
@@ -149,6 +151,8 @@ def shifted_window_attention(
 
     Source: https://arxiv.org/abs/2103.14030, section 3.2.
     """
+    _check_pair("window", window)
+    _check_pair("shift", shift)
     if qkv.dim() != 4 or qkv.shape[1] % window[0] or qkv.shape[2] % window[1]:
         raise ValueError(
             f"shifted_window_attention: qkv must be [B, Y, X, 3·H·D] with Y and X multiples of {window}. "
@@ -243,12 +247,14 @@ def shifted_window_attention_ref(
 def _attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, spec: Spec) -> Tensor:
     """Attend within the windows of a map [B, Y, X, 3·H·D] by the path that its device calls for."""
     _check(qkv, table, head_scale, spec)
-    if torch.is_autocast_enabled(qkv.device.type) and qkv.dtype != torch.float64:
-        qkv = qkv.to(torch.get_autocast_dtype(qkv.device.type))
+    kind = qkv.device.type
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if casts and qkv.dtype != torch.float64:
+        qkv = qkv.to(torch.get_autocast_dtype(kind))
     if qkv.numel() == 0:  # the table still gets its gradient, which is zero
         return qkv[..., : qkv.shape[-1] // 3] + 0 * table.sum().to(qkv.dtype)
     if not support.runs_triton(qkv) or qkv.dtype == torch.float64:
-        with torch.autocast(qkv.device.type, enabled=False):
+        with torch.autocast(kind, enabled=False) if casts else nullcontext():
             return shifted_window_attention_ref(qkv, table, head_scale, regions, spec)
     from accel.kernels import window_attention_triton
 
@@ -281,6 +287,13 @@ def _spec(
     return Spec(
         heads=heads, window=(tall, wide), shift=(down, right), scale=scale, mask_value=mask_value, dropout=dropout
     )
+
+
+def _check_pair(name: str, pair: object) -> None:
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(side, int) for side in pair):
+        raise ValueError(f"window_attention: {name} must be two whole numbers, height and width. Found: {pair!r}")
+    if name == "window" and min(pair) < 1:
+        raise ValueError(f"window_attention: window must be at least 1 token each way. Found: {pair!r}")
 
 
 def _check(qkv: Tensor, table: Tensor, head_scale: Tensor | None, spec: Spec) -> None:

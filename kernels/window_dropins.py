@@ -135,7 +135,7 @@ class Fused:
     """Names of the modules."""
     refused: dict[str, str] = field(default_factory=dict)
     """Name → why a module that looks like window attention was left alone."""
-    _switched: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = field(default_factory=list)
+    _switched: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
         """Give all modules their own classes again."""

@@ -105,6 +105,9 @@ def _crowded(evidence: Evidence) -> Finding | None:
     thread, others = evidence.thread, evidence.foreign_cores
     waits = thread is not None and thread.wait > CROWDED_WAIT
     taken = others is not None and others > CROWDED_CORES * evidence.cores
+    # A run that mostly sleeps, beside a core that is free, is slowed down by nobody.
+    if taken and thread is not None and thread.blocked >= 0.5 and thread.wait < 0.05:
+        taken = others is not None and others > evidence.cores - 0.7
     if not waits and not taken:
         return None
     why = []

@@ -143,6 +143,7 @@ class Recorder:
                 hot.left -= 1
                 if hot.left <= 0:
                     self._deliver()
+                    return self._fetch(iterator, original)
             try:
                 batch = original(iterator)
             finally:
@@ -163,7 +164,8 @@ class Recorder:
         clock.enter("data")
         if self._hot.stepped:
             self._boundary()
-        self._hot.iterator = None if self.ahead or self._counting else iterator
+        counting = self._counting  # a step's batches are counted all or none
+        self._hot.iterator = None if self.ahead or counting else iterator
         if self._new:
             self._new = False
             clock.mark_first()
@@ -173,7 +175,8 @@ class Recorder:
             if self.ahead:
                 clock.skip()
             clock.enter("host")
-        clock.count(_samples(batch))
+        if counting:
+            clock.count(_samples(batch))
         self.fetched += 1
         return batch
 

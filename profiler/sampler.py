@@ -31,7 +31,7 @@ _TAGS = (
     ("wandb", "logging"),
 )
 _DEEPEST = 80
-_SWITCH_S = 0.0005
+_SWITCH_S = 0.0001
 _METER_EVERY = 16
 """Looks from reading to reading of the thread's waiting time, which gives up the interpreter's lock once more."""
 

@@ -71,10 +71,13 @@ def _run_file(target: str, arguments: list[str]) -> None:
     sys.argv = [target, *arguments]
     sys.path[0] = os.path.dirname(path)
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=target, __builtins__=builtins, __spec__=None, __loader__=None)
+    # As Python does since 3.9: the absolute path, valid wherever the script goes.
+    main.__dict__.update(
+        __file__=path, __builtins__=builtins, __spec__=None, __loader__=None, __annotations__={}, __cached__=None
+    )
     # It stays in place afterwards: threads and exit handlers of the script still use its globals.
     sys.modules["__main__"] = main
-    code = compile(Path(path).read_bytes(), target, "exec", dont_inherit=True)
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     exec(code, main.__dict__)
 
 
@@ -101,7 +104,7 @@ def _own_frames_removed(shown: TracebackType | None) -> TracebackType | None:
     rest = shown
     while rest is not None and rest.tb_frame.f_code.co_filename in (here, runpy.__file__, "<frozen runpy>"):
         rest = rest.tb_next
-    return rest or shown
+    return rest
 
 
 @contextmanager

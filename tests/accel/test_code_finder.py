@@ -265,3 +265,14 @@ def test_command_loads_no_torch(project: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("False\n")
+
+
+def test_numbers_that_torch_draws_on_the_cpu_are_no_finding() -> None:
+    text = """
+import torch
+for _ in range(3):
+    a = torch.randint(9, (1,)).item()
+    b = torch.randint(9, (1,), device=d).item()
+rates = [x.item() for x in torch.linspace(0, 1, 9, device="cpu")]
+"""
+    assert [finding.line for finding in find(text, "x.py")] == [5]

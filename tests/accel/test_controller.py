@@ -170,6 +170,11 @@ def test_what_treats_the_bottleneck_is_tried_first() -> None:
 CROWDED, QUIET = ThreadShare(run=0.5, wait=0.45, blocked=0.05), ThreadShare(run=0.98, wait=0.01, blocked=0.01)
 
 
+@pytest.fixture
+def _quiet_machine() -> None:
+    """The controller sees what it is told of the machine."""
+
+
 def test_the_search_waits_for_a_crowded_machine() -> None:
     machine = Machine(speed={"good": 1.5}, noise=0.02, thread=lambda step: CROWDED if step < 300 else QUIET)
 

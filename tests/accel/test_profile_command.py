@@ -122,6 +122,25 @@ def test_a_script_that_changes_its_directory(tmp_path: Path) -> None:
     assert all(line.source for line in report(tmp_path).lines if line.file == "train.py")
 
 
+@pytest.mark.parametrize(
+    ("target", "message"), [("page.html", "must not end in .html"), ("pipe", "must be an ordinary file")]
+)
+def test_reports_that_can_not_be_written_are_refused_first(tmp_path: Path, target: str, message: str) -> None:
+    script(tmp_path, "print('ran')")
+    os.mkfifo(tmp_path / "pipe")
+    done = accel_profile(tmp_path, "--json", target, "train.py")
+    assert done.returncode == 2 and done.stdout == ""
+    assert message in done.stderr
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_syntax_error_is_shown_alone(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text("def f(:\n")
+    done = accel_profile(tmp_path, "wrong.py")
+    assert done.returncode == 1
+    assert "SyntaxError" in done.stderr and "profiler/script.py" not in done.stderr
+
+
 def test_no_confirm_changes_nothing(tmp_path: Path) -> None:
     """The same weights as without the profiler, to the bit."""
     body = """
@@ -180,7 +199,7 @@ def test_a_crash_is_shown_as_python_shows_it_and_reported(tmp_path: Path) -> Non
 
     assert done.returncode == plain.returncode == 1
     shown = done.stderr[done.stderr.index("Traceback") :]
-    assert shown.startswith(plain.stderr.strip().replace(str(tmp_path) + "/", ""))
+    assert shown.startswith(plain.stderr.strip())
     assert report(tmp_path).ended == "raised KeyError"
     assert report(tmp_path).steps > 50
 
@@ -215,13 +234,23 @@ def test_an_interrupted_script_leaves_a_report(tmp_path: Path, number: int, stat
     )
     command = [sys.executable, "-m", "accel", "profile", "train.py"]
     running = subprocess.Popen(
-        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs ignore Ctrl-C, and their children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    assert running.stdout is not None
-    assert running.stdout.readline() == "ready\n"
-    time.sleep(0.2)
-    running.send_signal(number)
-    _, told = running.communicate(timeout=60)
+    try:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        running.send_signal(number)
+        _, told = running.communicate(timeout=60)
+    finally:
+        running.kill()
 
     assert running.returncode == status, told
     assert report(tmp_path).ended == ended

@@ -148,7 +148,7 @@ def test_other_batch_size_is_noted(samples_per_s: float | None, noted: bool) -> 
     notes = compare(_report(100.0, samples_per_s=325.0), _report(100.0, samples_per_s=samples_per_s)).notes
     assert bool(notes) is noted
     if noted:
-        assert notes == ("samples per step went from 32.5 to 64; samples/s compare better than ms per step",)
+        assert notes == ("samples per step went from 32.5 to 64; so samples/s are compared",)
 
 
 def test_comparison_is_frozen() -> None:
@@ -162,3 +162,11 @@ def test_hostile_names_keep_the_width(width: int) -> None:
     assert "[red]" in text
     assert "\x1b" not in text
     assert all(cell_len(line) <= min(width, 100) for line in text.splitlines())
+
+
+def test_runs_of_other_batch_sizes_are_compared_by_samples() -> None:
+    before, after = _report(100.0, samples_per_s=320.0), _report(200.0, samples_per_s=330.0)
+    found = compare(before, after)
+    assert not found.regressed
+    assert "ms per 1,000 samples" in found.verdict()
+    assert compare(before, _report(200.0, samples_per_s=250.0)).regressed

@@ -195,6 +195,11 @@ def test_no_images(interpreted: None) -> None:
     assert not found["dtable"].any()
 
 
+def test_no_windows_and_no_device() -> None:
+    assert window_attention(torch.zeros(0, 49, 192), TABLE, **GOOD).shape == (0, 49, 64)
+    assert shifted_window_attention(QKV.to("meta"), TABLE.to("meta"), **GOOD).shape == (1, 14, 14, 64)
+
+
 def test_autocast_computes_in_its_dtype() -> None:
     layer = Layer()
     with torch.autocast("cpu", torch.bfloat16):
@@ -315,6 +320,8 @@ GOOD: dict[str, Any] = {"heads": 2, "window": (7, 7)}
         ({"head_scale": torch.ones(2), "scale": 1.0}, "not both"),
         ({"qkv": QKV.int()}, "must be floating point. Found: torch.int32"),
         ({"table": TABLE.to("meta")}, "table must be on qkv's device, cpu. Found: meta"),
+        ({"window": 7}, "window must be two whole numbers.*Found: 7"),
+        ({"window": (0, 7)}, "at least 1 token"),
         ({"qkv": torch.zeros(1, 17, 17, 6), "window": (17, 17), "table": torch.zeros(1089, 2)}, "1 to 256 tokens"),
     ],
 )

@@ -236,3 +236,21 @@ def test_every_cause_belongs_to_a_class() -> None:
     for cause in CAUSES.values():
         assert cause.bottleneck.value == cause.name.split(".")[0]
     assert len(CAUSES) >= 14
+
+
+def test_workers_are_no_remedy_for_batches_that_cost_less_than_a_handover() -> None:
+    cheap = diagnose(
+        evidence(phases={"data": 0.1, "forward": 0.05, "backward": 0.05, "optimizer": 0.02}, data_thread=RUNNING)
+    )
+    dear = diagnose(evidence(phases={"data": 20}, data_thread=RUNNING))
+    for found, strategy in ((cheap, ""), (dear, "loader_workers")):
+        finding = next(f for f in found.findings if f.cause == "input.cpu")
+        assert finding.strategy == strategy
+        assert ("whole batches at once" in finding.remedy) == (strategy == "")
+
+
+@pytest.mark.parametrize(("others", "named"), [(1.2, "input.storage"), (2.0, "host.oversubscribed")])
+def test_a_run_that_sleeps_beside_a_free_core_is_not_refused(others: float, named: str) -> None:
+    held = evidence(phases={"data": 60}, thread=ASLEEP, data_thread=ASLEEP, foreign_cores=others)
+    held.cores = 2
+    assert diagnose(held).findings[0].cause == named
