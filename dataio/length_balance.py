@@ -1,0 +1,341 @@
+"""Batches of samples of different lengths that cost every rank the same in the same step.
+
+The ranks of a step wait for the slowest of them, so what counts is
+
+    efficiency = Σ cost of the samples / (W · Σ over steps of the largest pack's cost)        W ranks
+
+which both padding and unequal packs lower. Packs are made over the whole epoch, not within a global batch: a sample
+that costs more than all others together can't be evened out within its batch, but it can stand beside its like.
+
+| limit      | unpadded                                          | padded                                        |
+|------------|---------------------------------------------------|-----------------------------------------------|
+| max_tokens | best-fit decreasing packs, W of like cost a step  | cuts of the sorted lengths, W of like cost    |
+| batch_size | W samples of like cost, one to each rank, repeat  | equal cuts of the sorted lengths              |
+
+What is random and what is not: samples of one length change places freely, lengths are jittered before they are sorted
+(see `jitter`), layers or packs of like cost come in random order and go to ranks at random. What stays is that samples
+of one step have like lengths (padded) or that packs of one step have like costs (unpadded): a batch is not an
+independent draw, as with any length grouping.
+
+Sources: longest processing time first, at most 4/3 of the best (Graham 1969, doi.org/10.1137/0117039); chunks of equal
+lengths over the ranks as in Bagua's LoadBalancingDistributedSampler; best-fit decreasing packs as in TRL.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from accel.dataio.balance_plan import (
+    Floats,
+    Ints,
+    Packs,
+    cut_padded,
+    deal_layers,
+    descending,
+    drop,
+    jittered,
+    join,
+    pack_costs,
+    shortest,
+    split,
+    spread,
+    take,
+)
+from accel.dataio.packing import best_fit, check_lengths, check_longest
+
+Cost = Callable[[Floats], Any]
+
+
+class Balance(NamedTuple):
+    """How well the packs of an epoch use the ranks, each 0 to 1."""
+
+    efficiency: float
+    """Cost of the samples over W times the largest pack of each step; the product of the two below."""
+    evenness: float
+    """Cost of the packs, padding included, over W times the largest of each step."""
+    filling: float
+    """Cost of the samples over cost of the packs: 1 without padding."""
+
+
+def balance_of(pack_costs: Floats, samples_cost: float) -> Balance:
+    """Return the balance of packs.
+
+    Args:
+        pack_costs: (steps, ranks), any unit.
+        samples_cost: cost of all samples without padding, in that unit.
+    """
+    packs, slowest = float(pack_costs.sum()), float(pack_costs.max(axis=1).sum()) * pack_costs.shape[1]
+    if packs == 0:
+        return Balance(1.0, 1.0, 1.0)
+    return Balance(samples_cost / slowest, packs / slowest, samples_cost / packs)
+
+
+def attention_cost(crossover: float) -> Cost:
+    """Return the cost of a transformer: length · (1 + length / crossover).
+
+    Args:
+        crossover: length at which attention costs as much as everything else, in tokens, > 0.
+
+    Example:
+        >>> sampler = LengthBalancedBatchSampler(lengths, max_tokens=8192, cost=attention_cost(2048))
+    """
+    if not crossover > 0:
+        raise ValueError(f"crossover must be larger than 0 tokens, got {crossover}")
+    return lambda lengths: lengths * (1.0 + lengths / crossover)
+
+
+class LengthBalancedBatchSampler(Sampler[list[int]]):
+    """Sample batches whose costs are equal over the ranks of each step.
+
+    Every rank gets the same number of batches, the same in every epoch, and each sample comes exactly once per epoch
+    over all ranks. Where there are too few samples to give each rank of the last step one, fewer than `num_replicas`
+    of the shortest are repeated. `drop_last` leaves out samples instead.
+
+    Args:
+        lengths: tokens of each sample, n whole numbers ≥ 0, the same on every rank.
+        max_tokens: most tokens of a batch: the sum of its lengths, or n × the longest if `padded`.
+        batch_size: most samples of a batch; give this or `max_tokens`. Sizes then differ by 1 at most. With `padded`
+            and a heavy tail use `max_tokens`: one long sample makes a whole batch long.
+        num_replicas: number of ranks, default that of torch.distributed if it is initialised, else 1.
+        rank: this rank, default that of torch.distributed, else 0.
+        padded: batches are padded to their longest: a batch costs n × cost(longest), else the sum of cost(length).
+        cost: takes lengths (n,) float64, returns their costs (n,), ≥ 0 and not decreasing; default the lengths.
+        shuffle: False gives the same epoch each time, the most costly steps first.
+        seed: the same on every rank, default 0.
+        drop_last: leave out, at random, what does not fill a step: fewer than num_replicas × batch_size samples, or at
+            most `num_replicas` − 1 packs. With `batch_size` all batches then have that size.
+        jitter: lengths are sorted as if longer or shorter by at most this share, so that packs change from epoch to
+            epoch even where no two lengths are equal; default 0.1, padded 0.02, since padding grows with it. Packs of
+            two or three samples that fill `max_tokens` to the last token recur all the same. Not used with `batch_size`
+            unpadded, where packs are random anyway.
+
+    Raises:
+        ValueError: if an argument is out of range or a sample is longer than `max_tokens`.
+
+    Example:
+        >>> sampler = LengthBalancedBatchSampler([len(s) for s in samples], max_tokens=8192)
+        >>> loader = DataLoader(samples, batch_sampler=sampler, collate_fn=PackCollate())
+        >>> for epoch in range(3):
+        ...     sampler.set_epoch(epoch)
+        ...     for row in loader: ...
+
+    Ranks have different token counts: weigh the loss with `accel.dataio.token_loss`.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | NDArray[Any],
+        *,
+        max_tokens: int | None = None,
+        batch_size: int | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        padded: bool = False,
+        cost: Cost | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        jitter: float | None = None,
+    ) -> None:
+        self.num_replicas, self.rank = _place(num_replicas, rank)
+        self._lengths = check_lengths(lengths)
+        self._limits(max_tokens, batch_size, jitter)
+        self.max_tokens, self.batch_size, self.padded = max_tokens, batch_size, padded
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self._jitter = (0.02 if padded else 0.1) if jitter is None else jitter
+        self._costs = _costs(cost, self._lengths)
+        self.epoch = self._start = self._step = 0
+        self._planned: tuple[int, Packs] | None = None
+        self._steps = self._count_steps()
+
+    def _limits(self, max_tokens: int | None, batch_size: int | None, jitter: float | None) -> None:
+        if (max_tokens is None) == (batch_size is None):
+            raise ValueError(f"give either max_tokens or batch_size, got {max_tokens} and {batch_size}")
+        limit = batch_size if max_tokens is None else max_tokens
+        if limit is not None and limit < 1:
+            raise ValueError(f"max_tokens and batch_size must be at least 1, got {limit}")
+        if jitter is not None and not 0 <= jitter < 1:
+            raise ValueError(f"jitter must be 0 or more and less than 1, got {jitter}")
+        if max_tokens is not None:
+            check_longest(self._lengths, max_tokens, "max_tokens", "or leave them out")
+
+    # -- one rank's batches ------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return the number of batches in a whole epoch, on every rank and in every epoch."""
+        return self._steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Iterate this rank's batches of the epoch, from where a loaded state left it."""
+        # All of it at the first batch, not before: DataLoader with workers calls iter() twice and uses the second.
+        start, self._start = self._start, 0
+        packs = self.plan()
+        ends = packs.sizes.cumsum()
+        for step in range(start, self._steps):
+            pack = step * self.num_replicas + self.rank
+            self._step = step + 1
+            yield packs.order[ends[pack] - packs.sizes[pack] : ends[pack]].tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch; setting the one that a loaded state is in leaves its place alone."""
+        if epoch != self.epoch:
+            self.epoch, self._start, self._step = epoch, 0, 0
+
+    def state_dict(self, step: int | None = None) -> dict[str, int]:
+        """Return where this epoch stands.
+
+        Args:
+            step: batches that the loop has had; default: those drawn from the sampler, which is more where workers
+                fetch ahead.
+        """
+        return {"epoch": self.epoch, "step": self._step if step is None else step, "plan": self._fingerprint()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where `state` was taken; after the last batch of an epoch nothing is left of it.
+
+        Raises:
+            ValueError: if it was taken with other lengths, costs, ranks or settings, or the step is out of range.
+        """
+        if state["plan"] != self._fingerprint():
+            raise ValueError(
+                f"the state must be of the same lengths, costs, ranks and settings, got plan {state['plan']}, this is "
+                f"{self._fingerprint()}; go on at the next epoch with set_epoch({state['epoch'] + 1})"
+            )
+        if not 0 <= state["step"] <= self._steps:
+            raise ValueError(f"step must be 0 to {self._steps}, got {state['step']}; count batches of this epoch only")
+        self.epoch, self._start, self._step = state["epoch"], state["step"], state["step"]
+
+    def _fingerprint(self) -> int:
+        settings = (self.max_tokens, self.batch_size, self.padded, self.shuffle, self.seed, self.drop_last)
+        head = repr((*settings, self._jitter, self.num_replicas)).encode()
+        return zlib.crc32(self._costs.tobytes(), zlib.crc32(self._lengths.tobytes(), zlib.crc32(head)))
+
+    # -- all ranks' packs --------------------------------------------------------------------------------------------
+
+    def plan(self) -> Packs:
+        """Return the epoch's packs of all ranks: step 0 rank 0, step 0 rank 1, …; kept until the epoch changes."""
+        if self._planned is None or self._planned[0] != self.epoch:
+            self._planned = (self.epoch, self._make_plan())
+        return self._planned[1]
+
+    def balance(self) -> Balance:
+        """Return how well this epoch uses the ranks."""
+        packs = self.plan()
+        useful = float(self._costs[packs.order].sum())
+        return balance_of(self._pack_costs(packs).reshape(-1, self.num_replicas), useful)
+
+    def _pack_costs(self, packs: Packs) -> Floats:
+        return pack_costs(self._costs, packs, self.padded)
+
+    def _count_steps(self) -> int:
+        """Return the steps of an epoch; the jittered packs of each epoch are made to fit that number."""
+        if self.batch_size is not None:
+            packs = -(-len(self._lengths) // self.batch_size)
+            full = len(self._lengths) // (self.batch_size * self.num_replicas)
+            return full if self.drop_last else -(-packs // self.num_replicas)
+        rng = self._rng()
+        packs = max(len(self._by_tokens(rng, jitter).sizes) for jitter in {0.0, self._jitter})
+        return packs // self.num_replicas if self.drop_last else -(-packs // self.num_replicas)
+
+    def _rng(self) -> np.random.Generator | None:
+        return np.random.default_rng([self.seed, self.epoch]) if self.shuffle else None
+
+    def _make_plan(self) -> Packs:
+        if self._steps == 0:
+            return Packs(np.zeros(0, np.int64), np.zeros(0, np.int64))
+        rng, packs_wanted = self._rng(), self._steps * self.num_replicas
+        if self.batch_size is None:
+            return self._deal(self._fit(rng, packs_wanted), rng)
+        chosen = self._choose(rng, packs_wanted)
+        if self.padded:
+            order = chosen[descending(jittered(self._lengths[chosen], self._jitter, rng), rng)]
+            small, larger = divmod(len(order), packs_wanted)
+            sizes = np.full(packs_wanted, small)
+            sizes[packs_wanted - larger :] += 1
+            return self._deal(Packs(order, sizes), rng)
+        order = chosen[descending(self._costs[chosen], rng)]
+        return deal_layers(order, self._costs, self._steps, self.num_replicas, rng)
+
+    def _choose(self, rng: np.random.Generator | None, packs: int) -> Ints:
+        """Return the samples of this epoch for a batch size: all, fewer, or with some of the shortest repeated."""
+        everyone = np.arange(len(self._lengths))
+        if self.drop_last:
+            left = packs * (self.batch_size or 0)
+            return everyone[:left] if rng is None else rng.permutation(everyone)[:left]
+        return np.concatenate([everyone, shortest(self._lengths, packs - len(everyone))])
+
+    def _by_tokens(self, rng: np.random.Generator | None, jitter: float) -> Packs:
+        """Return packs of at most `max_tokens`, as many as come."""
+        assert self.max_tokens is not None
+        order = descending(jittered(self._lengths, jitter, rng), rng)
+        if self.padded:
+            return Packs(order, cut_padded(self._lengths[order], self.max_tokens))
+        bins = best_fit(self._lengths[order], self.max_tokens)
+        return Packs(order[np.argsort(bins, kind="stable")], np.bincount(bins))
+
+    def _fit(self, rng: np.random.Generator | None, wanted: int) -> Packs:
+        """Return `wanted` packs of at most `max_tokens`, the surplus dropped or packs split to get there."""
+        most = wanted + self.num_replicas - 1 if self.drop_last else wanted
+        # Without jitter the packs are those that were counted at the start, so the last attempt always fits.
+        for jitter in (self._jitter, self._jitter / 2, 0.0):
+            packs = self._by_tokens(rng, jitter)
+            if len(packs.sizes) <= most:
+                break
+        if len(packs.sizes) > wanted:
+            return drop(packs, wanted, rng)
+        return packs if len(packs.sizes) == wanted else self._more(packs, wanted - len(packs.sizes))
+
+    def _more(self, packs: Packs, missing: int) -> Packs:
+        """Return `missing` packs more, made from the cheapest ones, which stand in the last step."""
+        assert self.max_tokens is not None
+        wanted = len(packs.sizes) + missing
+        cheap = np.argsort(self._pack_costs(packs), kind="stable")[: -missing % self.num_replicas or self.num_replicas]
+        kept = np.setdiff1d(np.arange(len(packs.sizes)), cheap)
+        few, made = take(packs, cheap), len(cheap) + missing
+        pieces: list[Ints] = []
+        if not self.padded:
+            pieces = spread(few.order, made, self._costs, self._lengths, self.max_tokens)
+        pieces = pieces or split(few, made, self._costs, self.padded)
+        found = join(take(packs, kept), pieces)
+        # The cheapest alone may hold too few samples: halve any pack then, and at last repeat samples.
+        if len(found.sizes) < wanted:
+            pieces = split(found, wanted, self._costs, self.padded)
+            repeated = shortest(self._lengths, wanted - len(pieces))
+            found = join(Packs(repeated, np.ones_like(repeated)), pieces)
+        return found
+
+    def _deal(self, packs: Packs, rng: np.random.Generator | None) -> Packs:
+        """Put packs of like cost into one step; shuffle steps, and ranks within a step."""
+        ranked = descending(self._pack_costs(packs), rng).reshape(-1, self.num_replicas)
+        if rng is not None:
+            ranked = rng.permuted(rng.permutation(ranked), axis=1)
+        return take(packs, ranked.ravel())
+
+
+def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    running = dist.is_available() and dist.is_initialized()
+    ranks = num_replicas if num_replicas is not None else dist.get_world_size() if running else 1
+    here = rank if rank is not None else dist.get_rank() if running else 0
+    if ranks < 1 or not 0 <= here < ranks:
+        raise ValueError(
+            f"rank must be 0 to num_replicas - 1, got rank {here} of {ranks}; give both, or start torch.distributed"
+        )
+    return ranks, here
+
+
+def _costs(cost: Cost | None, lengths: Ints) -> Floats:
+    wide = lengths.astype(np.float64)
+    found = wide if cost is None else np.asarray(cost(wide.copy()), dtype=np.float64)
+    if found.shape != lengths.shape or not np.isfinite(found).all() or (found < 0).any():
+        raise ValueError(
+            f"cost must return one finite number ≥ 0 per length, shape {lengths.shape}, got shape {found.shape}, "
+            f"{int((~np.isfinite(found)).sum())} not finite; it takes the array of all lengths"
+        )
+    return found

@@ -1,0 +1,194 @@
+"""Gradients of two ranks and of accumulated micro-batches must be those of one process with the whole batch.
+
+Run as `RANK=0 python -m tests.dataio.test_token_loss FOLDER` this file is one of two gloo ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.dataio.token_loss import count_tokens, global_tokens, scale_gradients, token_mean
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 90
+
+# Scenario → rank → tokens of each micro-batch. Counts differ; a rank, a micro-batch and all may have no token.
+SCENARIOS = {
+    "one micro-batch": [[7], [30]],
+    "accumulated": [[3, 11, 1], [20, 2, 9]],
+    "no token on rank 1": [[5], [0]],
+    "a micro-batch without a token": [[5, 0], [0, 3]],
+    "no token at all": [[0], [0]],
+}
+FEATURES = CLASSES = 5
+
+
+def model() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(FEATURES, CLASSES, dtype=torch.float64)
+
+
+def micro_batch(rank: int, step: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return features and labels; two more are ignored."""
+    draw = torch.Generator().manual_seed(100 * rank + step)
+    x = torch.randn(tokens + 2, FEATURES, generator=draw, dtype=torch.float64)
+    labels = torch.randint(0, CLASSES, (tokens + 2,), generator=draw)
+    labels[:2] = -100
+    return x, labels
+
+
+def batches(counts: list[int], rank: int) -> list[tuple[Tensor, Tensor]]:
+    return [micro_batch(rank, step, tokens) for step, tokens in enumerate(counts)]
+
+
+def loss_sum(net: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(net(x), labels, reduction="sum")
+
+
+def gradients(net: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+
+
+def backward(net: Any, mine: list[tuple[Tensor, Tensor]], way: str) -> list[Tensor]:
+    """Run this rank's micro-batches of a step, one of both ways, and return the gradients."""
+    seen = sum(int(count_tokens(labels)) for _, labels in mine)
+    total = global_tokens(seen) if way == "before" else None
+    for number, (x, labels) in enumerate(mine, start=1):
+        wait = contextlib.nullcontext() if number == len(mine) or not dist.is_initialized() else net.no_sync()
+        with wait:
+            loss = loss_sum(net, x, labels)
+            (loss if total is None else token_mean(loss, count_tokens(labels), total=total)).backward()
+    if way == "after":
+        scale_gradients(net.parameters(), seen)
+    return gradients(net)
+
+
+def wanted(counts: list[list[int]]) -> list[Tensor]:
+    """Return the gradients of the mean over all tokens in one process."""
+    net = model()
+    everything = [each for rank, mine in enumerate(counts) for each in batches(mine, rank)]
+    x, labels = (torch.cat(each) for each in zip(*everything, strict=True))
+    (loss_sum(net, x, labels) / max(int(count_tokens(labels)), 1)).backward()
+    return gradients(net)
+
+
+def work(folder: Path) -> None:
+    """Be one of two ranks."""
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    found: dict[str, Any] = {}
+    for name, counts in SCENARIOS.items():
+        mine = batches(counts[rank], rank)
+        for way in ("before", "after"):
+            found[f"{name}, {way}"] = backward(DistributedDataParallel(model()), mine, way)
+        if len(mine) == 1:  # the total left to token_mean
+            net = DistributedDataParallel(model())
+            token_mean(loss_sum(net, *mine[0]), count_tokens(mine[0][1])).backward()
+            found[f"{name}, at once"] = gradients(net)
+    torch.save(found, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor]]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.dataio.test_token_loss", str(folder)],
+            cwd=ROOT,
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_two_ranks_have_the_gradients_of_one_process(two_ranks: list[dict[str, list[Tensor]]], name: str) -> None:
+    want = wanted(SCENARIOS[name])
+    for found in two_ranks:
+        ways = [key for key in found if key.startswith(f"{name}, ")]
+        assert len(ways) >= 2
+        for way in ways:
+            torch.testing.assert_close(found[way], want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("way", ["before", "after"])
+@pytest.mark.parametrize("counts", [[4], [3, 11, 1], [5, 0], [0, 0]], ids=str)
+def test_accumulation_in_one_process(counts: list[int], way: str) -> None:
+    torch.testing.assert_close(backward(model(), batches(counts, 0), way), wanted([counts]), rtol=1e-12, atol=1e-14)
+
+
+def test_mean_of_means_is_another_gradient() -> None:
+    """What the helper is for: the usual mean per micro-batch weighs tokens by how few others are in theirs."""
+    net, counts = model(), [1, 30]
+    for x, labels in batches(counts, 0):
+        (cross_entropy(net(x), labels) / len(counts)).backward()
+    assert not torch.allclose(gradients(net)[0], wanted([counts])[0], rtol=1e-2)
+
+
+def test_half_precision_sums_are_divided_in_fp32() -> None:
+    loss = token_mean(torch.tensor(1000.0, dtype=torch.bfloat16, requires_grad=True), 3)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, torch.tensor(1000 / 3))
+
+
+def test_averaged_over_can_be_given() -> None:
+    assert token_mean(torch.tensor(6.0), 3, averaged_over=4) == 8
+
+
+def test_count_is_not_changed_by_summing_it() -> None:
+    tokens = torch.tensor([4])
+    total = global_tokens(tokens)
+    total += 1
+    assert tokens.item() == 4
+    assert total.shape == ()
+
+
+def test_gradients_that_are_not_there_are_left_out() -> None:
+    assert scale_gradients(model().parameters(), 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((torch.zeros(3), 3), {}, r"must be a scalar, got shape \(3,\); use reduction='sum'"),
+        ((torch.tensor(1.0), -1), {}, "at least 0, got -1"),
+        ((torch.tensor(1.0), torch.tensor([1, 2])), {}, "must be one number"),
+        ((torch.tensor(1.0), 1), {"averaged_over": 0}, "at least 1 rank, got 0"),
+    ],
+    ids=["shape", "negative", "several", "ranks"],
+)
+def test_token_mean_refuses(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        token_mean(*arguments, **options)
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]))
