@@ -220,7 +220,7 @@ def write(found: list[Row], described: list[str], command: str) -> None:
         "lengths": described,
         "rows": [asdict(row) for row in found],
     }
-    target = Path(__file__).parent / "results" / f"length_balance-{date.today().isoformat()}.json"
+    target = Path(__file__).parent / "results" / f"length-balance-cpu-{date.today().isoformat()}.json"
     write_atomic(target, json.dumps(summary, indent=1) + "\n")
 
 

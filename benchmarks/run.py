@@ -12,6 +12,8 @@ SUITES = (
     ["benchmarks.fault_matrix", "--record"],
     ["benchmarks.simota", "--record"],
     ["benchmarks.fcos_targets", "--record"],
+    ["benchmarks.length_balance", "--record"],
+    ["benchmarks.elastic_sampler", "--record"],
     ["benchmarks.readme"],
 )
 
