@@ -1,171 +1,176 @@
-"""Worker processes that fetch the batches of a running epoch, and of the next one before it is asked for.
+"""Keep an engine busy with the batches of the running epoch, and with those of the next one before it is asked for.
 
-The plain iterator of a `DataLoader` without workers draws index lists from its sampler one at a time. Here worker
-processes are fed from that very iterator, so that the sample order is the plain loader's by construction, and the loop
-can change over in the middle of an epoch without losing or doubling a sample.
-
-At the end of an epoch the workers go on with the next epoch's indices, drawn under a *copy* of the random state. When
-the loop does start the next epoch, the copy is compared with the real state: if they are equal, the prefetched batches
-are exactly what the plain loader would have made, and the real state is advanced as it would have been. If not (the
-model draws random numbers, say), they are thrown away and not tried again.
+The index lists come from the loader's own samplers, in their order. At most `engine.capacity` of them are drawn before
+their batch is asked for; at the end of an epoch they come from the next one (accel.dataio.epochs). The engine then goes
+on making batches while the loop validates, saves, or prints. What was fetched ahead is used only if it is what the
+plain loader would have made: the random states, the sampler's epoch and the dataset are compared when the next epoch
+begins. If it isn't, it is thrown away.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader
 
-from accel.dataio.witness import object_state
+from accel.dataio.engine import Engine, Job
+from accel.dataio.epochs import Ahead, draw_ahead, epoch_of, restore, same_draws
+from accel.dataio.mirror import Forecast, State, compare, state_of
+from accel.dataio.randomness import derived_seed
+
+# Wrong guesses in a row, after which the next epoch is not guessed any more.
+_MOST_WRONG = 3
 
 
-@dataclass
-class Ahead:
-    """The next epoch's index lists, drawn ahead, with what must still hold when it begins."""
+class _Source(NamedTuple):
+    """Index lists of one epoch, the seed of its random numbers, and the number of the first list."""
 
-    before: Any
-    after: Any
     indices: Iterator[Any]
-    epoch: int | None
+    base_seed: int
+    first: int
 
 
-class _Feed:
-    """The index lists for the workers: the running epoch's, then what was drawn ahead of the next one."""
-
-    def __init__(self, owner: ContinuousWorkers) -> None:
-        # Weak, so that the pool is freed, and its processes ended, with the last reference to it. Left to the cycle
-        # collector, torch's queues go first, the processes hear nothing, and each costs a 5 s time-out.
-        self._owner = weakref.proxy(owner)
-        self.stream: Iterator[Any] = iter(())
-        self.open = False
-
-    def _closed(self) -> bool:
-        return not self.open
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.open:
-            for index in self.stream:
-                self._owner.note_fed(index)
-                yield index
-                if self._closed():
-                    return
-            following = self._owner.look_ahead()
-            if following is None:
-                return
-            self.stream = following
+# No method: a generator that held the object would keep it, and its processes, until the cycle collector comes.
+def _jobs(source: _Source, seeded: bool) -> Iterator[Job]:
+    for number, indices in enumerate(source.indices, source.first):
+        yield Job(indices, derived_seed(source.base_seed, number) if seeded else None)
 
 
-class ContinuousWorkers:
-    """Fetch batches in worker processes from an index stream that may outlive the epoch.
+class Continuous:
+    """Fetch batches by `engine` from index lists that may outlive the epoch.
 
     Args:
-        loader: the user's loader, map-style, without workers of its own; its dataset, collate function, worker
-            initialisation and process context are used as they are.
-        workers: number of processes, at least 1.
-        prefetch: batches each worker may be ahead, default 2.
+        loader: map-style loader whose samplers, collate function and worker_init_fn are used.
+        engine: makes the batches.
 
-    Raises:
-        ValueError: if `workers` is less than 1.
+    Attributes:
+        failed_guesses: times the next epoch was fetched ahead in vain.
     """
 
-    def __init__(self, loader: DataLoader[Any], workers: int, prefetch: int = 2) -> None:
-        if workers < 1:
-            raise ValueError(f"workers must be at least 1, got {workers}")
-        self.loader = loader
-        self.lookahead = workers * prefetch
-        self._feed = _Feed(self)
-        self._state = object_state(loader.dataset)
-        self._inner: DataLoader[Any] = DataLoader(
-            loader.dataset,
-            batch_sampler=self._feed,
-            num_workers=workers,
-            collate_fn=loader.collate_fn,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            prefetch_factor=prefetch,
-            persistent_workers=True,
-            pin_memory=False,
-            # A generator of its own: the workers' base seed must not be drawn from the loop's random state. Their seeds
-            # don't matter, since only fetches that draw nothing are moved here.
-            generator=torch.Generator().manual_seed(0),
-        )
-        self._batches: Iterator[Any] | None = None
-        self._end_of_epoch: int | None = None
-        self._ahead: Ahead | None = None
-        self._fed = self._served = 0
-        self._under_way: deque[Any] = deque()
-        self._may_look_ahead = True
+    def __init__(self, loader: DataLoader[Any], engine: Engine) -> None:
+        self.loader, self.engine = loader, engine
         self.failed_guesses = 0
+        self._seeded = loader.worker_init_fn is None
+        self._wrong = 0
+        self._source: Iterator[Job] = iter(())
+        self._feeding = False
+        self._under_way: deque[Job] = deque()
+        self._failed: list[Job] = []
+        self._fed = self._served = 0
+        self._end_of_epoch: int | None = None
+        self._may_look_ahead = True
+        self._ahead: Ahead | None = None
+        self._base_seed = 0
+        self._epoch_step = 1
+        self._begun_at: int | None = None
+        self._sent: State = state_of(loader.dataset)
+        self._began: State | None = None
+        self._forecast = Forecast()
+        # What each engine's copies of the dataset were last told; one that has not begun takes it as it is then.
+        self._states: dict[int, State] = {}
 
     # -- one epoch ---------------------------------------------------------------------------------------------------
 
-    def take(self, stream: Iterator[Any], *, ahead: bool = True) -> None:
-        """Begin to feed the workers from `stream`, the index lists that are still to come in the running epoch.
+    def take(self, indices: Iterator[Any], *, base_seed: int = 0, first: int = 0, ahead: bool = True) -> None:
+        """Begin to feed the engine from `indices`, the index lists that are still to come in the running epoch.
 
         Args:
-            stream: the index lists; drawn from at most `lookahead` batches early.
+            indices: the index lists; drawn from at most `engine.capacity` batches early.
+            base_seed: of the random numbers in this epoch.
+            first: number of the first list in its epoch.
             ahead: go on with the next epoch at its end, if that can be foreseen.
         """
+        self.drop()
+        self._note_epoch(first)
         self._refresh()
-        self._ahead, self._end_of_epoch = None, None
-        self._fed = self._served = 0
-        self._under_way.clear()
-        self._may_look_ahead = ahead and self.failed_guesses == 0
-        self._feed.stream, self._feed.open = stream, True
-        self._batches = iter(self._inner)
+        self._begin(_Source(indices, base_seed, first))
+        self._may_look_ahead = ahead and self._wrong < _MOST_WRONG
 
     def fetch(self) -> Any:
         """Return the next batch of the running epoch; raises StopIteration at its end or when drained."""
-        if self._batches is None or self._served == self._end_of_epoch:
+        self._fill()
+        if self._served == self._end_of_epoch or not self._under_way:
             raise StopIteration
-        batch = next(self._batches)
+        job = self._under_way.popleft()
+        self._failed = [job]
+        batch = self.engine.collect()
+        self._failed = []
         self._served += 1
-        self._under_way.popleft()
+        self._fill()
         return batch
+
+    def retry_failed(self) -> None:
+        """Put the batch that could not be fetched back in its place."""
+        self._under_way.extendleft(self._failed)
+        self._failed = []
+
+    def skip_failed(self) -> None:
+        """Count the batch that could not be fetched as served."""
+        self._served += len(self._failed)
+        self._failed = []
 
     @property
     def feeding(self) -> bool:
         """True until `close_feed`."""
-        return self._feed.open
+        return self._feeding
 
     def close_feed(self) -> None:
         """Draw no more indices: `fetch` then returns what is under way in this epoch and ends."""
-        self._feed.open = False
+        self._feeding = False
         self._ahead = None
 
     def left(self) -> Iterator[Any]:
         """Return the index lists of this epoch that have not been served: those under way, then the rest.
 
-        For going on without the workers, after a failure or when they are drained.
+        For going on without the engine, after a failure or when it is drained.
         """
-        self.close_feed()
-        if self._end_of_epoch is not None:
-            return iter(list(self._under_way)[: self._end_of_epoch - self._served])
-        return itertools.chain(list(self._under_way), self._feed.stream)
+        return (job.indices for job in self.jobs_left())
 
-    def note_fed(self, index: Any) -> None:
-        """Take note of an index list that goes to a worker."""
-        self._fed += 1
-        self._under_way.append(index)
+    def jobs_left(self) -> Iterator[Job]:
+        """Return `left` with the seeds."""
+        self.close_feed()
+        pending = [*self._failed, *self._under_way]
+        if self._end_of_epoch is not None:
+            return iter(pending[: self._end_of_epoch - self._served])
+        return itertools.chain(pending, self._source)
+
+    def drop(self) -> None:
+        """Forget what is under way."""
+        self.close_feed()
+        if self._under_way:
+            self.engine.discard()
+        self._under_way.clear()
+        self._failed = []
+
+    def close(self) -> None:
+        """Give up the engine's threads and processes; the next `take` starts them anew."""
+        self.drop()
+        self.engine.close()
+
+    def switch(self, engine: Engine) -> None:
+        """Go on with another engine from the next batch on; what is under way is made again by it."""
+        if engine is self.engine:
+            return
+        under_way = list(self._under_way)
+        if self._ahead is not None:
+            # Drawn under an expected state of the dataset, which the other engine has not heard of.
+            assert self._end_of_epoch is not None
+            del under_way[self._end_of_epoch - self._served :]
+            self._ahead, self._source = None, iter(())
+        self.engine.discard()
+        self._under_way.clear()
+        self._fed -= len(under_way)
+        self._source = itertools.chain(under_way, self._source)
+        self._states[id(self.engine)] = self._sent
+        self.engine = engine
+        self._sent = self._states.get(id(engine), self._sent)
+        self._began = state_of(self.loader.dataset)
+        self._refresh()
 
     # -- the epoch after ---------------------------------------------------------------------------------------------
-
-    def look_ahead(self) -> Iterator[Any] | None:
-        """Return the next epoch's index lists when this one's have all been given out, or None to stop there."""
-        if self._end_of_epoch is not None:
-            return None  # one epoch ahead is enough: the look-ahead is bounded in batches
-        self._end_of_epoch = self._fed
-        if self._may_look_ahead:
-            self._ahead = draw_ahead(self.loader)
-        return None if self._ahead is None else self._ahead.indices
 
     def resume(self) -> bool:
         """Go on with the epoch drawn ahead, if it is what the loader would draw now; tell whether it is.
@@ -173,107 +178,77 @@ class ContinuousWorkers:
         On success the random states are advanced exactly as starting the plain loader's epoch would have.
         """
         ahead, self._ahead = self._ahead, None
-        if ahead is None or self._batches is None or self._served != self._end_of_epoch:
+        if ahead is None or self._served != self._end_of_epoch:
             return False  # nothing drawn ahead, or the loop left the epoch before its last batch
-        if not still_holds(self.loader, ahead) or self._stale():
-            # The loop draws random numbers between the two in a way that can't be foreseen: don't waste work again.
+        foreseen = same_draws(self.loader, ahead)
+        if not foreseen or epoch_of(self.loader) != ahead.epoch or compare(self._sent, state_of(self.loader.dataset)):
             self.failed_guesses += 1
+            # A loop that draws random numbers of its own between the two will do so again; epochs can be learnt.
+            self._wrong += 1 if foreseen else _MOST_WRONG
             return False
+        self._wrong = 0
+        self._note_epoch(0)
+        self._refresh()
         restore(self.loader, ahead.after)
-        self._fed -= self._end_of_epoch
+        self._fed -= self._served
         self._served, self._end_of_epoch = 0, None
+        self._base_seed = ahead.base_seed
         return True
 
-    # -- life --------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _stale(self) -> bool:
-        return object_state(self.loader.dataset) != self._state
+    def _begin(self, source: _Source) -> None:
+        self._source, self._feeding = _jobs(source, self._seeded), True
+        self._base_seed = source.base_seed
+        self._ahead, self._end_of_epoch = None, None
+        self._fed = self._served = 0
+
+    def _fill(self) -> None:
+        while self._feeding and len(self._under_way) < self.engine.capacity:
+            job = next(self._source, None)
+            if job is not None:
+                self._fed += 1
+                self._under_way.append(job)
+                self.engine.submit(job)
+            elif not self._look_ahead():
+                return
+
+    def _look_ahead(self) -> bool:
+        """Draw the next epoch's index lists, when this one's have all been given out."""
+        if self._end_of_epoch is not None:
+            return False  # one epoch ahead is enough: the look-ahead is bounded in batches
+        self._end_of_epoch = self._fed
+        if not self._may_look_ahead or self.engine.capacity < 2:
+            return False
+        persistent = self.loader.num_workers > 0 and self.loader.persistent_workers
+        self._ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=self._base_seed if persistent else None)
+        if self._ahead is None:
+            return False
+        if self.engine.copies:
+            expected = self._forecast.next(self._sent)
+            self.engine.update(compare(self._sent, expected).leaves)
+            self._sent = expected
+        self._source = _jobs(_Source(self._ahead.indices, self._ahead.base_seed, 0), self._seeded)
+        return True
+
+    def _note_epoch(self, first: int) -> None:
+        """Learn how the sampler's epoch and the dataset move from one epoch to the next."""
+        now, epoch = state_of(self.loader.dataset), epoch_of(self.loader)
+        if first:
+            self._began = now
+            return
+        if self._began is not None:
+            self._forecast.saw(self._began, now)
+        if epoch is not None and self._begun_at is not None:
+            self._epoch_step = epoch - self._begun_at
+        self._began, self._begun_at = now, epoch
 
     def _refresh(self) -> None:
-        """Start the workers anew if the loop has changed the dataset: their copies would not know."""
-        if self._stale():
-            self.shutdown()
-            self._state = object_state(self.loader.dataset)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_inner"):
-            self.shutdown()
-
-    def shutdown(self) -> None:
-        """End the worker processes; the next `take` starts new ones."""
-        self._feed.open = False
-        self._ahead = None
-        iterator, self._inner._iterator, self._batches = self._inner._iterator, None, None
-        if iterator is not None:
-            with contextlib.suppress(AttributeError):
-                iterator._shutdown_workers()  # type: ignore[attr-defined]
-
-
-def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    sampler = loader.sampler
-    own = [loader.generator, getattr(sampler, "generator", None)]
-    found: list[torch.Generator] = []
-    for generator in own:
-        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
-            found.append(generator)
-    return found
-
-
-def _capture(loader: DataLoader[Any]) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *(generator.get_state() for generator in _generators(loader))]
-
-
-def restore(loader: DataLoader[Any], state: list[torch.Tensor]) -> None:
-    """Put the random states back that a loader draws from."""
-    torch.set_rng_state(state[0])
-    for generator, saved in zip(_generators(loader), state[1:], strict=True):
-        generator.set_state(saved)
-
-
-def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def foreseeable(loader: DataLoader[Any]) -> bool:
-    """Tell whether the loader's next epoch can be drawn ahead: known samplers that draw everything when they begin."""
-    sampler = loader.sampler
-    if type(loader.batch_sampler) is not BatchSampler:
-        return False
-    if type(sampler) is RandomSampler:
-        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
-    return type(sampler) in (SequentialSampler, DistributedSampler)
-
-
-def draw_ahead(loader: DataLoader[Any]) -> Ahead | None:
-    """Draw the next epoch's index lists under a copy of the random state, as starting the loader would draw them."""
-    if not foreseeable(loader):
-        return None
-    before = _capture(loader)
-    epoch = getattr(loader.sampler, "epoch", None)
-    try:
-        # The order in which a DataLoader draws: the workers' base seed first, then the sampler at its first index.
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        if epoch is not None:
-            loader.sampler.epoch = epoch + 1  # type: ignore[attr-defined]
-        stream = iter(loader.batch_sampler)  # type: ignore[arg-type]
-        first = next(stream, None)
-        after = _capture(loader)
-    finally:
-        restore(loader, before)
-        if epoch is not None:
-            loader.sampler.epoch = epoch  # type: ignore[attr-defined]
-    if first is None:
-        return None
-    return Ahead(before, after, _chain(first, stream), None if epoch is None else epoch + 1)
-
-
-def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
-
-
-def still_holds(loader: DataLoader[Any], ahead: Ahead) -> bool:
-    """Tell whether starting the loader now would draw what `ahead` holds."""
-    if ahead.epoch is not None and getattr(loader.sampler, "epoch", None) != ahead.epoch:
-        return False
-    return _same(_capture(loader), ahead.before)
+        """Bring the engine's copies of the dataset to its present state."""
+        assert self._began is not None
+        change = compare(self._sent, self._began)
+        if change and change.sendable:
+            self.engine.update(change.leaves)
+        elif change and self.engine.copies:
+            self.engine.restart()
+        self._sent = self._began

@@ -154,6 +154,11 @@ class ElasticSampler(Sampler[list[int]]):
         self._taken += 1
 
     @property
+    def counting(self) -> bool:
+        """True once something counts what the loop takes."""
+        return self._counting
+
+    @property
     def position(self) -> int:
         """Samples of this epoch consumed by all ranks together."""
         return self._position

@@ -1,8 +1,8 @@
 """The loader the loop gets back: the user's own, with ears.
 
 `LoaderProxy` answers everything as the loader it stands for (`len`, `dataset`, `sampler`, `batch_size`, `isinstance`),
-tells a listener when a batch is asked for and handed over, and can have its batches fetched by worker processes from
-one batch to the next, in the same order. Without a listener it *is* the plain loader.
+tells a listener when a batch is asked for and handed over, and can have its batches fetched by another engine from one
+batch to the next, in the same order. Without a listener it *is* the plain loader.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader
 
 from accel.dataio.batches import equal
-from accel.dataio.continuous import ContinuousWorkers
+from accel.dataio.continuous import Continuous
 from accel.dataio.witness import Witness
 
 
@@ -40,13 +40,13 @@ class Fetching:
     """How the proxy gets its batches; strategies change it between two batches.
 
     Attributes:
-        workers: processes that fetch, or None to fetch as the plain loader does.
+        workers: what fetches ahead, or None to fetch as the plain loader does.
         transforms: functions applied to each batch, in order.
         witness: watches plain fetches, or None.
     """
 
     def __init__(self) -> None:
-        self.workers: ContinuousWorkers | None = None
+        self.workers: Continuous | None = None
         self.transforms: dict[str, Callable[[Any], Any]] = {}
         self.witness: Witness | None = None
 
@@ -134,7 +134,8 @@ class _Epoch:
         self._fetching = fetching
         self._listener = listener
         listener.epoch_begins()
-        self._workers: ContinuousWorkers | None = None
+        self._delivered = 0
+        self._workers: Continuous | None = None
         self._loader = loader
         self._plain: Any = None
         self._stream: Iterator[Any] | None = None
@@ -160,6 +161,7 @@ class _Epoch:
             raise
         for transform in self._fetching.transforms.values():
             batch = transform(batch)
+        self._delivered += 1
         self._listener.batch_delivered(batch)
         return batch
 
@@ -178,11 +180,11 @@ class _Epoch:
                 # Fetched again in this process, a broken sample raises the dataset's own error.
                 failed = self._workers
                 self._leave_workers()
-                failed.shutdown()
+                failed.close()
                 wanted = self._fetching.workers = None
                 self._listener.fetching_failed(error)
         if wanted is not None and self._stream is not None:
-            wanted.take(self._stream)
+            wanted.take(self._stream, base_seed=self._plain._base_seed, first=self._delivered)
             self._workers = wanted
             return self._fetch()
         return self._plain_fetch()
@@ -222,7 +224,7 @@ def _quiet_iter(loader: Any) -> Any:
             own.set_state(state)
 
 
-def same_as_plain(loader: DataLoader[Any], workers: ContinuousWorkers) -> bool:
+def same_as_plain(loader: DataLoader[Any], workers: Continuous) -> bool:
     """Fetch the dataset's first samples through `workers` and plainly, and tell whether the bits agree.
 
     A batch of the loader's own size is taken from the front of the dataset; no sampler and no random state is touched.

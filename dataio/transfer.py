@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -47,6 +48,56 @@ class SideStreamCopier:
         current.wait_stream(self.stream)
         map_tensors(lambda t: _record(t, current), moved)
         return moved
+
+
+class AheadCopier:
+    """Copy each batch to `device` while the one before it is used.
+
+    Call it with the batches in order: `start` begins a copy, `finish` makes the compute stream wait for the oldest one
+    by an event, and returns it. On a CPU both do nothing to the batch.
+
+    Args:
+        device: where to copy to.
+
+    Example:
+        >>> copier = AheadCopier(torch.device("cpu"))
+        >>> copier.start([torch.ones(2), "label"])
+        >>> copier.finish()
+        [tensor([1., 1.]), 'label']
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._under_way: deque[tuple[Any, Any]] = deque()
+
+    def start(self, batch: Any) -> None:
+        """Begin to copy `batch`."""
+        if self._stream is None:
+            self._under_way.append((batch, None))
+            return
+        pinned = pin(batch)
+        with torch.cuda.stream(self._stream):
+            moved = map_tensors(lambda t: t.to(self.device, non_blocking=True), pinned)
+            # An event, not wait_stream: the batch after this one may be on its way by the time this one is used.
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        # The pinned batch is kept until the copy was waited for; its memory then goes back to torch's pinned cache,
+        # which records the stream of the copy itself.
+        self._under_way.append((moved, (event, pinned)))
+
+    def finish(self) -> Any:
+        """Return the oldest batch; work queued on the current stream from now on sees it whole."""
+        batch, pending = self._under_way.popleft()
+        if pending is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(pending[0])
+            # Made on the side stream, used on this one: its memory must not be handed out before this one is done.
+            map_tensors(lambda t: _record(t, current), batch)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._under_way)
 
 
 def _record(tensor: Tensor, stream: Any) -> Tensor:

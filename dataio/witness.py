@@ -9,27 +9,18 @@ and the dataset's own small state.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from accel.dataio.randomness import random_state
+
 _SCALARS = (int, float, bool, str, bytes, complex, type(None))
 # Depth and width that cover dataset → Subset.dataset → transform → its parts; deeper state is not looked at.
 _DEPTH = 4
 _WIDTH = 256
-
-
-def random_state() -> tuple[Any, ...]:
-    """Return the global random states of torch (CPU), Python and, if it is loaded, numpy."""
-    numpy = sys.modules.get("numpy")
-    drawn: tuple[Any, ...] = ()
-    if numpy is not None:
-        _, keys, position, *rest = numpy.random.get_state()
-        drawn = (keys.tobytes(), position, *rest)
-    return (torch.get_rng_state().numpy().tobytes(), random.getstate(), drawn)
 
 
 def object_state(thing: Any, depth: int = _DEPTH) -> Hashable:

@@ -1,10 +1,13 @@
-"""loader_workers: fetch batches in worker processes, and go on across the epoch boundary."""
+"""loader_workers: fetch batches ahead, in threads or worker processes, and go on across the epoch boundary."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from accel.dataio.continuous import ContinuousWorkers
+from accel.dataio.continuous import Continuous
+from accel.dataio.engine import Engine, ThreadEngine
+from accel.dataio.fetch import thread_safe
+from accel.dataio.processes import ProcessEngine
 from accel.dataio.proxy import movable, same_as_plain
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
@@ -12,14 +15,15 @@ from accel.strategies.base import Exactness, Strategy
 
 
 class LoaderWorkers(Strategy):
-    """Move the fetching of a loader without workers into persistent processes, in the same sample order.
+    """Move the fetching of a loader without workers out of the loop's way, in the same sample order.
 
     It applies only when fetching depends on the indices alone (see `accel.dataio.witness`): then the batches are the
-    same bits. The next epoch's first batches are fetched while the last ones of this epoch are used.
+    same bits. The next epoch's first batches are fetched while the last ones of this epoch are used. Threads are tried
+    only on a dataset that is known to bear them.
     """
 
     name = "loader_workers"
-    summary = "batches fetched ahead by worker processes, across epochs"
+    summary = "batches fetched ahead by threads or worker processes, across epochs"
     treats = frozenset({Bottleneck.INPUT})
     exactness = Exactness.EXACT
     host_dependent = True
@@ -27,7 +31,7 @@ class LoaderWorkers(Strategy):
     phase = "data"
 
     def __init__(self) -> None:
-        self._pool: dict[int, ContinuousWorkers] = {}
+        self._pool: dict[Any, Continuous] = {}
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: the loader's kind, or a dataset that is more than a function of the index."""
@@ -41,30 +45,44 @@ class LoaderWorkers(Strategy):
         return ""
 
     def settings(self, run: Run) -> list[Any]:
-        """Return 1, 2, 4, … workers, up to the cores this process may use and at most 8."""
-        return [n for n in (1, 2, 4, 8) if n <= run.cores]
+        """Return 1, 2, 4, … processes up to the cores this process may use and at most 8; before them threads."""
+        counts = [n for n in (1, 2, 4, 8) if n <= run.cores]
+        threads = [f"{_THREADS}{n}" for n in counts] if thread_safe(run.loader.dataset) else []
+        return [*threads, *counts]
 
     def enable(self, run: Run, setting: Any) -> None:
-        """Fetch by `setting` workers from the next batch on."""
+        """Fetch so from the next batch on."""
         if setting not in self._pool:
-            workers = ContinuousWorkers(run.loader, setting)
-            self._pool[setting] = workers
-            if not same_as_plain(run.loader, workers):
-                raise ValueError("batches fetched by a worker process differ from the plain ones")
+            self._pool[setting] = ahead = Continuous(run.loader, _engine(run, setting))
+            if not same_as_plain(run.loader, ahead):
+                raise ValueError("batches fetched ahead differ from the plain ones")
         run.fetching.workers = self._pool[setting]
 
     def disable(self, run: Run) -> None:
-        """Fetch in the loop's own process from the next batch on; the workers are kept."""
+        """Fetch in the loop's own thread from the next batch on; the workers are kept."""
         run.fetching.workers = None
 
     def close(self, run: Run) -> None:
         """Let go of the workers that are not in use; they end once the epoch that may still wait for them is over."""
-        self._pool = {setting: workers for setting, workers in self._pool.items() if workers is run.fetching.workers}
+        self._pool = {setting: ahead for setting, ahead in self._pool.items() if ahead is run.fetching.workers}
 
     def settling(self, setting: Any) -> int:
         """Return the batches that are still under way after a switch, and some: a fork makes pages copy on write."""
-        return 2 * int(setting) + 2
+        return 2 * _count(setting) + 2
 
     def describe(self, setting: Any) -> str:
-        """Return `workers=n`."""
-        return f"workers={setting}"
+        """Return `workers=n` or `threads=n`."""
+        return f"workers={setting}" if isinstance(setting, int) else str(setting)
+
+
+_THREADS = "threads="
+
+
+def _count(setting: int | str) -> int:
+    return setting if isinstance(setting, int) else int(setting.removeprefix(_THREADS))
+
+
+def _engine(run: Run, setting: int | str) -> Engine:
+    if isinstance(setting, int):
+        return ProcessEngine(run.loader, setting)
+    return ThreadEngine(run.loader, _count(setting))

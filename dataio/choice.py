@@ -1,0 +1,257 @@
+"""Choose how batches are made by measuring it on the running loop.
+
+The first batches are made in the loop's own thread. If that takes next to nothing beside the step, it stays so. If not,
+the settings that could be faster are tried on real batches, in blocks, A B C then C B A, about a second in all. What
+counts is the loop's time per batch: its wait for the batch, and its own step, which workers may slow down. The fastest
+setting stays; a simpler one does if it is within 3 %. When the loop waits much longer than it did when that was
+decided, or its step becomes another, the choice is made anew.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+# Of the loop's time per batch: below it, there is nothing to be won by fetching ahead.
+_NEGLIGIBLE = 0.02
+_SIMPLER = 0.03
+_HOPELESS = 1.3
+_FIRST = 8
+_FIRST_S = 0.2
+_BLOCK_S = 0.06
+_BLOCK = 6
+_WINDOW = 100
+_WINDOW_S = 2.0
+# No new choice before so many times the seconds that the last one took have passed.
+_REST = 20.0
+_MOST_WORKERS = 16
+
+
+class Setting(NamedTuple):
+    """A way to make batches."""
+
+    mode: str
+    workers: int = 1
+
+    def __str__(self) -> str:
+        return self.mode if self.mode == "inline" else f"{self.mode}({self.workers})"
+
+
+@dataclass
+class Tried:
+    """What was measured of a setting."""
+
+    setting: Setting
+    step_s: list[float] = field(default_factory=list)
+    wait_s: list[float] = field(default_factory=list)
+    failure: str = ""
+
+    @property
+    def score(self) -> float:
+        """Seconds of the loop per batch; infinite if it failed or was not measured."""
+        return min(self.step_s) if self.step_s and not self.failure else math.inf
+
+
+class Cost(NamedTuple):
+    """What the first batches showed: seconds per batch."""
+
+    fetch_s: float
+    fetch_cpu_s: float
+    step_s: float
+
+
+def candidates(cost: Cost, cores: int, process_mode: str, threads: bool) -> list[Setting]:
+    """Return the settings worth trying beside `inline`, simplest first.
+
+    Args:
+        cost: of a batch made in the loop's thread.
+        cores: that this process may use.
+        process_mode: start method of worker processes.
+        threads: whether several threads may read the dataset at once.
+    """
+    # A batch that mostly waits for storage or the network needs no core while it waits.
+    waiting = cost.fetch_cpu_s < 0.5 * cost.fetch_s
+    most = _MOST_WORKERS if waiting else cores
+    # With a step that costs next to nothing everything the machine has may help.
+    needed = min(most, max(1, math.ceil(1.2 * cost.fetch_s / max(cost.step_s, 1e-4))))
+    counts = sorted({1, needed, min(most, 2 * needed)} if waiting else {n for n in (1, 2, 4, 8, 16) if n <= most})
+    return [Setting(mode, n) for mode in (["threads"] if threads else []) + [process_mode] for n in counts]
+
+
+def cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Choice:
+    """Decide on a setting from the times of the running loop.
+
+    Ask `wanted` before each batch and fetch it so; report each with `served`.
+
+    Args:
+        process_mode: start method of worker processes.
+        threads: whether several threads may read the dataset at once.
+    """
+
+    def __init__(self, process_mode: str, threads: bool) -> None:
+        self._process_mode, self._threads = process_mode, threads
+        self.current = Setting("inline")
+        self.reason = "not decided yet"
+        self._no_threads = "nothing says that several threads may read the dataset at once (thread_safe=True)"
+        self.tried: list[Tried] = []
+        self.changes = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._phase = "first"
+        self.current = Setting("inline")
+        self.tried = [Tried(self.current)]
+        if not self._threads:
+            self.tried.append(Tried(Setting("threads"), failure=self._no_threads))
+        self._plan: list[Tried] = [self.tried[0]]
+        self._began = time.perf_counter()
+        self._took_s = 0.0
+        self._block()
+
+    def _block(self, settle: int = 0) -> None:
+        self._settle = settle
+        self._steps: list[float] = []
+        self._waits: list[float] = []
+        self._cpu: list[float] = []
+
+    @property
+    def decided(self) -> bool:
+        """True when no setting is on trial."""
+        return self._phase == "decided"
+
+    def forbid_threads(self, reason: str) -> None:
+        """Don't try threads: the dataset was seen to be no function of the index."""
+        if self._threads:
+            self._threads, self._no_threads = False, reason
+            self.tried.append(Tried(Setting("threads"), failure=reason))
+
+    def failed(self, error: BaseException) -> None:
+        """Leave the setting on trial: it can't be used."""
+        tried = next((each for each in self.tried if each.setting == self.current), None)
+        if tried is not None:
+            tried.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._plan = [each for each in self._plan if each is not tried]
+        self._next_block(0)
+
+    def served(self, wait_s: float, own_s: float, cpu_s: float, capacity: int) -> None:
+        """Take note of one batch.
+
+        Args:
+            wait_s: seconds that the loop waited for it.
+            own_s: seconds that the loop took for itself since the batch before; NaN for an epoch's first, which tells
+                nothing of the step.
+            cpu_s: processor seconds of this thread while it waited.
+            capacity: batches that the engine may have under way.
+        """
+        if math.isnan(own_s):
+            return
+        if self._settle > 0:
+            self._settle -= 1
+            return
+        self._waits.append(wait_s)
+        self._steps.append(own_s)
+        self._cpu.append(cpu_s)
+        if self._phase == "first":
+            self._after_first()
+        elif self._phase == "trial":
+            self._after_trial(capacity)
+        else:
+            self._watch()
+
+    # -- deciding ----------------------------------------------------------------------------------------------------
+
+    def _after_first(self) -> None:
+        count, spent = len(self._waits), sum(self._waits) + sum(self._steps)
+        if count < 3 or (count < _FIRST and spent < _FIRST_S):
+            return
+        cost = Cost(statistics.median(self._waits), statistics.median(self._cpu), statistics.median(self._steps))
+        self._note(self.tried[0])
+        if cost.fetch_s < _NEGLIGIBLE * (cost.fetch_s + cost.step_s):
+            self._decide(f"making a batch takes {cost.fetch_s * 1e3:.2f} ms of {self.tried[0].score * 1e3:.2f} ms")
+            return
+        failed = {each.setting: each for each in self.tried}
+        new = [s for s in candidates(cost, cores(), self._process_mode, self._threads) if s not in failed]
+        self.tried += [Tried(setting) for setting in new]
+        usable = [each for each in self.tried if not each.failure]
+        # There and back again, so that what drifts meanwhile touches all alike; inline has had one block already.
+        self._plan = [*usable[1:], *reversed(usable)]
+        self._phase = "trial"
+        self._next_block(0)
+
+    def _after_trial(self, capacity: int) -> None:
+        # A full queue at a block's end would flatter it: as many batches as can be queued are taken at the least.
+        enough = max(_BLOCK, 2 * capacity)
+        if len(self._waits) < enough or (
+            sum(self._waits) + sum(self._steps) < _BLOCK_S and len(self._waits) < 10 * enough
+        ):
+            return
+        self._note(self._plan.pop(0))
+        best = min(each.score for each in self.tried)
+        self._plan = [each for each in self._plan if not each.step_s or each.score < _HOPELESS * best]
+        self._next_block(capacity)
+
+    def _note(self, tried: Tried) -> None:
+        # The wait by its mean, since batches come in bursts; the step by its median: now and then it logs or saves.
+        tried.wait_s.append(statistics.fmean(self._waits))
+        tried.step_s.append(statistics.fmean(self._waits) + statistics.median(self._steps))
+
+    def _next_block(self, capacity: int) -> None:
+        if self._phase == "decided":  # what was chosen has failed
+            self._decide(f"{self.current} failed")
+        elif not self._plan:
+            self._decide("the fastest of those tried")
+        else:
+            self.current = self._plan[0].setting
+            # The first batches of a setting find its queue empty, and those of a new pool wait for its start.
+            self._block(settle=max(2, capacity) + (2 if self.current.mode == "inline" else 2 * self.current.workers))
+
+    def _decide(self, reason: str) -> None:
+        usable = [each for each in self.tried if each.score < math.inf]
+        best = min((each.score for each in usable), default=math.inf)
+        chosen = next((each for each in usable if each.score <= (1 + _SIMPLER) * best), self.tried[0])
+        self.current, self.reason, self._phase = chosen.setting, reason, "decided"
+        self._expected = (chosen.wait_s[-1], chosen.score) if chosen.wait_s else (0.0, math.inf)
+        self._took_s = time.perf_counter() - self._began
+        self._decided_at = time.perf_counter()
+        self.changes += 1
+        self._block(settle=2 * max(2, self.current.workers))
+
+    def _watch(self) -> None:
+        """Look whether the loop is another than when the setting was chosen."""
+        spent = sum(self._waits) + sum(self._steps)
+        if len(self._waits) < _WINDOW or spent < _WINDOW_S:
+            return
+        wait, step = statistics.fmean(self._waits), statistics.median(self._steps)
+        expected_wait, expected = self._expected
+        longer = wait - expected_wait > 0.15 * expected and wait > 0.1 * (wait + step)
+        other_step = not 0.5 < step / max(expected - expected_wait, 1e-9) < 2.0 and wait > 0.05 * (wait + step)
+        rested = time.perf_counter() - self._decided_at > _REST * self._took_s
+        if (longer or other_step) and rested:
+            self._begin()
+        else:
+            self._block()
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        """Return what was tried and what was chosen, as lines of text."""
+        lines = [f"{self.current}: {self.reason}" if self.decided else f"trying {self.current}"]
+        for each in self.tried:
+            if each.failure:
+                name = each.setting.mode if each.setting.mode == "threads" else str(each.setting)
+                lines.append(f"  {name:16} not used: {each.failure}")
+            elif each.step_s:
+                waits = statistics.fmean(each.wait_s) * 1e3
+                lines.append(f"  {each.setting!s:16} {each.score * 1e3:9.3f} ms per batch, {waits:9.3f} of it waiting")
+            else:
+                lines.append(f"  {each.setting!s:16} not tried yet")
+        return "\n".join(lines)

@@ -1,0 +1,221 @@
+"""What makes batches: in the loop's own thread, in threads, or in processes, behind one interface.
+
+| engine | batches are made | good for |
+|---|---|---|
+| `InlineEngine` | when they are asked for, in the loop's thread | samples that cost less than handing them over |
+| `ThreadEngine` | ahead, by threads | decoders and copies that release the interpreter's lock; waiting for storage |
+| `ProcessEngine` | ahead, by processes | Python code per sample |
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+from torch.utils.data import DataLoader
+
+from accel.dataio.fetch import blame, fetch_of
+from accel.dataio.mirror import Path
+from accel.dataio.randomness import global_states, random_state, restore_states, seed_everything
+
+
+class WorkerDied(RuntimeError):
+    """A worker process ended, and starting another did not help."""
+
+
+class Job(NamedTuple):
+    """One batch to be made.
+
+    Attributes:
+        indices: what the batch sampler yielded.
+        seed: of the random numbers that fetching may draw in a process of its own; None to leave them alone.
+    """
+
+    indices: Any
+    seed: int | None
+
+
+class Engine(Protocol):
+    """Makes batches, in the order of their jobs."""
+
+    capacity: int
+    """Jobs that may be under way before the oldest is collected."""
+    copies: bool
+    """True if batches are made from copies of the dataset."""
+
+    def start(self) -> None:
+        """Start threads and processes, if there are none; raises what keeps them from starting."""
+
+    def submit(self, job: Job) -> None:
+        """Take a job."""
+
+    def collect(self) -> Any:
+        """Return the batch of the oldest job; raises what fetching it raised."""
+
+    def discard(self) -> None:
+        """Forget all jobs that were not collected."""
+
+    def update(self, leaves: dict[Path, Any]) -> None:
+        """Set values in copies of the dataset; nothing to do where there are none."""
+
+    def restart(self) -> None:
+        """Take the dataset anew as it is now."""
+
+    def close(self) -> None:
+        """Give up threads and processes."""
+
+
+# Fetches that draw no random number, after which none is looked for any more: 60 µs each.
+_TRIED = 16
+_NEVER = 1 << 62
+
+
+class InlineEngine:
+    """Make each batch when it is asked for, in the loop's own thread.
+
+    A job's seed holds for its batch alone: the loop's own random states are put back. So augmentation is the same as in
+    a worker process, and the loop draws the same numbers whoever fetches.
+    """
+
+    capacity = 1
+    copies = False
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._fetch = fetch_of(loader)
+        self._jobs: deque[Job] = deque()
+        self._quiet = 0
+
+    @property
+    def draws(self) -> bool:
+        """True if fetching was seen to draw random numbers."""
+        return self._quiet < 0
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def submit(self, job: Job) -> None:
+        """Take a job."""
+        self._jobs.append(job)
+
+    def collect(self) -> Any:
+        """Make the batch of the oldest job."""
+        job = self._jobs.popleft()
+        if job.seed is None or self._quiet >= _TRIED:
+            return self._fetch(job.indices)
+        before = global_states()
+        seed_everything(job.seed)
+        began = random_state()
+        try:
+            return self._fetch(job.indices)
+        finally:
+            # Counted in a row: one draw, however late in the first batches, and all batches are seeded.
+            self._quiet = self._quiet + 1 if random_state() == began else -_NEVER
+            restore_states(before)
+
+    def discard(self) -> None:
+        """Forget the jobs."""
+        self._jobs.clear()
+
+    def update(self, leaves: dict[Path, Any]) -> None:
+        """Do nothing: the dataset is the loop's own."""
+
+    def restart(self) -> None:
+        """Forget the jobs."""
+        self.discard()
+
+    def close(self) -> None:
+        """Forget the jobs."""
+        self.discard()
+
+
+class ThreadEngine:
+    """Make batches ahead in threads of this process.
+
+    The dataset is read by several threads at once if `workers` is more than 1: it must be made for that.
+
+    Args:
+        loader: map-style loader.
+        workers: threads, at least 1.
+        prefetch: batches each may be ahead, default 2.
+
+    Raises:
+        ValueError: if `workers` is less than 1.
+    """
+
+    copies = False
+
+    def __init__(self, loader: DataLoader[Any], workers: int, *, prefetch: int = 2) -> None:
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, got {workers}")
+        self._fetch = fetch_of(loader)
+        self.workers, self.capacity = workers, workers * prefetch
+        self._timeout_s = loader.timeout or None
+        self._pool: ThreadPoolExecutor | None = None
+        self._futures: deque[tuple[Job, Future[Any]]] = deque()
+
+    def start(self) -> None:
+        """Make the pool; its threads start with the first jobs."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="accel-loader")
+
+    def submit(self, job: Job) -> None:
+        """Hand a job to the threads."""
+        self.start()
+        assert self._pool is not None
+        self._futures.append((job, self._pool.submit(self._fetch, job.indices)))
+
+    def collect(self) -> Any:
+        """Return the batch of the oldest job; raises what fetching it raised."""
+        job, future = self._futures.popleft()
+        try:
+            return future.result(self._timeout_s)
+        except TimeoutError as error:
+            if future.done():
+                raise  # the dataset's own
+            what = blame(error, job.indices)
+            raise RuntimeError(f"a thread has been fetching {what} for {self._timeout_s:g} s") from None
+        except CancelledError:  # pragma: no cover - only of jobs that were discarded
+            raise RuntimeError("the batch was discarded") from None
+
+    def discard(self) -> None:
+        """Forget all jobs; those not begun are never made."""
+        for _, future in self._futures:
+            future.cancel()
+        self._futures.clear()
+
+    def update(self, leaves: dict[Path, Any]) -> None:
+        """Do nothing: the dataset is the loop's own."""
+
+    def restart(self) -> None:
+        """Forget all jobs."""
+        self.discard()
+
+    def close(self) -> None:
+        """End the threads once they are done with the batch in hand."""
+        self.discard()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+
+class _Elsewhere(Exception):
+    """Shows, as the cause of an error, where it was raised in another process."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def as_raised(pickled: bytes | None, text: str, where: str) -> BaseException:
+    """Return an error of another process as it was raised there, with the place and the traceback as its cause."""
+    error: BaseException = RuntimeError(f"in {where}:\n{text}") if pickled is None else pickle.loads(pickled)
+    if isinstance(error, StopIteration):
+        # It would be taken for the end of the epoch.
+        error = RuntimeError(f"the dataset raised StopIteration in {where}")
+    error.__cause__ = _Elsewhere(f"in {where}:\n\n{text}")
+    return error

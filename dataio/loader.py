@@ -1,0 +1,156 @@
+"""A `DataLoader` whose batches are made the fastest way there is, without a pause between epochs.
+
+| | `DataLoader` | `ContinuousLoader` |
+|---|---|---|
+| workers | started for each epoch, or kept and idle between two | kept, and go on with the next epoch's batches |
+| order per seed, epoch and rank | | the same |
+| augmentation | depends on the number of workers | depends on the seed, the epoch and the batch only |
+| `dataset.set_epoch` in live workers | not seen | seen |
+| state in the middle of an epoch | no | yes, for any number of workers and ranks |
+| how batches are made | `num_workers` | measured, or as told |
+| shared memory | /dev/shm | anonymous, recycled |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel.dataio import resume
+from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.passes import MODES, Mode, Options, Pass, Through, Way, not_movable
+
+
+class ContinuousLoader(DataLoader[Any]):
+    """Wrap a `DataLoader`: the same batches in the same order, made ahead across the end of an epoch.
+
+    Args:
+        loader: the loader to wrap; its dataset, samplers, collate function, worker_init_fn, generator, pinning,
+            time-out and multiprocessing context are used. One over an `IterableDataset` is passed through as it is.
+        mode: how batches are made. "inline" in the loop's thread; "threads" (the dataset must bear it); "processes" by
+            the loader's own context, or "fork", "forkserver", "spawn"; "auto" (default) tries them on the running loop
+            and chooses, see `explain`.
+        workers: threads or processes; default the loader's num_workers, or else the cores this process may use. With
+            "auto" it is measured.
+        prefetch: batches each worker may be ahead; default the loader's prefetch_factor, or 2.
+        thread_safe: whether several threads may read the dataset at once; default its attribute `thread_safe`, True
+            for a `TensorDataset`, False for all others. Only if it is does "auto" try threads: two threads that seek in
+            one open file read nonsense, and no measurement would show it.
+        device: where to copy batches to, one ahead, on a stream of its own; default: nowhere.
+
+    Raises:
+        TypeError: if `loader` is not a `DataLoader`.
+        ValueError: if an argument is out of range, or a mode is not to be had for this loader.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> loader = ContinuousLoader(DataLoader(range(6), batch_size=2), mode="inline")
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1], [2, 3], [4, 5]]
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        mode: Mode = "auto",
+        workers: int | None = None,
+        prefetch: int | None = None,
+        thread_safe: bool | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not isinstance(loader, DataLoader):
+            raise TypeError(f"a ContinuousLoader wraps a torch.utils.data.DataLoader, got {type(loader).__name__}")
+        if isinstance(loader, ContinuousLoader):
+            raise ValueError("the loader is a ContinuousLoader already; wrap the DataLoader inside it")
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        for name, value in (("workers", workers), ("prefetch", prefetch)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        reason = not_movable(loader)
+        if reason and mode not in ("auto", "inline"):
+            raise ValueError(f"mode={mode!r} needs a map-style loader, but {reason}; use mode='auto'")
+        # A DataLoader with the very objects of the wrapped one: attributes, len() and isinstance() are its own.
+        self.__dict__.update(loader.__dict__)
+        self.__dict__["_way"] = Way(loader, Options(mode, workers, prefetch, thread_safe, device))
+
+    _way: Way
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        setattr(self._way.loader, name, value)
+        self._way.close()  # what makes batches knows the old value
+
+    def __iter__(self) -> Any:
+        way, sampler = self._way, self.batch_sampler
+        if way.passed_through:
+            return Through(way)
+        if not isinstance(sampler, ElasticSampler):
+            return Pass(way)
+        if way.counts is None:
+            way.counts = not sampler.counting  # unless the loop iterates sampler.consumed(loader) itself
+        return sampler.consumed(Pass(way)) if way.counts else Pass(way)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the samplers and of the dataset, where they have a `set_epoch`.
+
+        Args:
+            epoch: number of the epoch that the next pass is.
+        """
+        for each in {id(part): part for part in (self.batch_sampler, self.sampler, self.dataset)}.values():
+            if callable(getattr(each, "set_epoch", None)):
+                each.set_epoch(epoch)  # type: ignore[union-attr]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loop stands: numbers and random states, fit for `torch.load(weights_only=True)`.
+
+        Taken in the loop's body it counts the batch in hand as used: save after the optimizer's step.
+        """
+        return self._way.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken: the next pass begins after the last batch handed over.
+
+        The number of workers and the mode may be others. With a DistributedSampler the number of ranks and the batch
+        size may be others too; what is left of the epoch is then dealt anew, each sample once. The samplers must be
+        made with the same seed.
+
+        Raises:
+            ValueError: if it is not a state of this class, or of another dataset length.
+        """
+        if not self._way.passed_through:
+            resume.check(self._way.loader, state)
+        self._way.load(state)
+
+    @property
+    def setting(self) -> str:
+        """How batches are made now: `inline`, `threads(2)`, `fork(4)`."""
+        return str(self._way.setting)
+
+    def explain(self) -> str:
+        """Return how batches are made and why, with what was tried, as text."""
+        way = self._way
+        if way.passed_through:
+            return f"left as it is: {way.passed_through}"
+        return way.choice.explain() if way.choice is not None else f"{way.setting}: as told"
+
+    def close(self) -> None:
+        """End threads and processes; the next pass starts them anew."""
+        self._way.close()
+
+    def __enter__(self) -> ContinuousLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _wrap, (self._way.loader, self._way.options._asdict())
+
+
+def _wrap(loader: DataLoader[Any], options: dict[str, Any]) -> ContinuousLoader:
+    return ContinuousLoader(loader, **options)

@@ -1,0 +1,333 @@
+"""One pass over a continuous loader after the other: what makes the batches, where the loop stands, who iterates."""
+
+from __future__ import annotations
+
+import logging
+import math
+import multiprocessing
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel.dataio import epochs, resume, transfer
+from accel.dataio.choice import Choice, Setting, cores
+from accel.dataio.continuous import Continuous
+from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.engine import Engine, InlineEngine, Job, ThreadEngine, WorkerDied
+from accel.dataio.fetch import thread_safe
+from accel.dataio.processes import ProcessEngine
+from accel.dataio.witness import Witness
+
+log = logging.getLogger("accel.dataio")
+
+Mode = Literal["auto", "inline", "threads", "processes", "fork", "forkserver", "spawn"]
+MODES = ("auto", "inline", "threads", "processes", "fork", "forkserver", "spawn")
+# Batches that a dataset is watched for: whether fetching draws random numbers or changes it.
+_WATCHED = 3
+
+
+class Options(NamedTuple):
+    """The arguments of a `ContinuousLoader`."""
+
+    mode: Mode
+    workers: int | None
+    prefetch: int | None
+    thread_safe: bool | None
+    device: torch.device | str | None
+
+
+def not_movable(loader: DataLoader[Any]) -> str:
+    """Return '' if the loader's batches can be made elsewhere, else the reason why not."""
+    if loader._dataset_kind != 0:
+        return "its dataset is iterable: which items a worker reads is the dataset's own affair"
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return f"{type(loader).__name__} iterates in its own way"
+    return ""
+
+
+class Way:
+    """How a loader's batches are made, and where its loop stands."""
+
+    def __init__(self, loader: DataLoader[Any], options: Options) -> None:
+        self.loader, self.options = loader, options
+        self.passed_through = not_movable(loader)
+        self.device = None if options.device is None else torch.device(options.device)
+        self.counts: bool | None = None
+        self.choice: Choice | None = None
+        self.setting = self._first_setting()
+        self.witness = None if self.choice is None else Witness(loader.dataset)
+        self.served, self.finished = 0, True
+        self.loaded: Mapping[str, Any] | None = None
+        self._engines: dict[Setting, Engine] = {}
+        self._continuous: Continuous | None = None
+        self._running: weakref.ref[Pass] | None = None
+        self._begun: dict[str, Any] | None = None
+        self._base_seed: int | None = None
+
+    def _first_setting(self) -> Setting:
+        mode, loader = self.options.mode, self.loader
+        if mode == "auto" and not self.passed_through:
+            told = self.options.thread_safe
+            self.choice = Choice(_start_method(loader), thread_safe(loader.dataset) if told is None else told)
+            return self.choice.current
+        if mode in ("auto", "inline"):
+            return Setting("inline")
+        count = self.options.workers or loader.num_workers or cores()
+        return Setting(_start_method(loader) if mode == "processes" else mode, count)
+
+    # -- engines -----------------------------------------------------------------------------------------------------
+
+    def _engine(self, setting: Setting) -> Engine:
+        if setting not in self._engines:
+            self._engines[setting] = self._make(setting)
+        return self._engines[setting]
+
+    def _make(self, setting: Setting) -> Engine:
+        prefetch = self.options.prefetch or self.loader.prefetch_factor or 2
+        if setting.mode == "inline":
+            return InlineEngine(self.loader)
+        if setting.mode == "threads":
+            return ThreadEngine(self.loader, setting.workers, prefetch=prefetch)
+        return ProcessEngine(self.loader, setting.workers, start_method=setting.mode, prefetch=prefetch)
+
+    def follow(self, choice: Choice) -> None:
+        """Make batches as `choice` wants from the next one on; a setting that can't be had is not tried again."""
+        assert self._continuous is not None
+        while choice.current != self.setting:
+            try:
+                engine = self._engine(choice.current)
+                engine.start()
+            except Exception as error:
+                choice.failed(error)
+                continue
+            self._continuous.switch(engine)
+            self.setting = choice.current
+        if choice.decided:
+            for other in [each for each in self._engines if each != self.setting]:
+                self._engines.pop(other).close()
+
+    def close(self) -> None:
+        """End threads and processes."""
+        self._detach()
+        if self._continuous is not None:
+            self._continuous.drop()
+            self._continuous = None
+        for engine in self._engines.values():
+            engine.close()
+        self._engines.clear()
+
+    def _detach(self) -> None:
+        running = None if self._running is None else self._running()
+        if running is not None:
+            running.detach()
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def begin(self, running: Pass) -> Continuous:
+        """Begin a pass: go on with what was fetched ahead, or draw the epoch now."""
+        self._detach()
+        self._running = weakref.ref(running)
+        if self._continuous is None:
+            self._continuous = Continuous(self.loader, self._engine(self.setting))
+        loaded, self.loaded = self.loaded, None
+        self.finished, self.served = False, 0
+        if loaded is not None and loaded["begun"]["sampler_epoch"] == epochs.epoch_of(self.loader):
+            self._go_on(self._continuous, loaded)
+        else:
+            self._begin_epoch(self._continuous)
+        return self._continuous
+
+    def _go_on(self, continuous: Continuous, loaded: Mapping[str, Any]) -> None:
+        self._begun, self.served = dict(loaded["begun"]), loaded["served"]
+        indices, self._base_seed, first = resume.draw_again(self.loader, loaded)
+        continuous.take(indices, base_seed=self._base_seed, first=first)
+
+    def _begin_epoch(self, continuous: Continuous) -> None:
+        self._begun = resume.begun(self.loader)
+        if continuous.resume():
+            return
+        indices, self._base_seed = epochs.begin(self.loader, seeded=self._base_seed if self._persistent else None)
+        continuous.take(indices, base_seed=self._base_seed)
+
+    @property
+    def _persistent(self) -> bool:
+        return self.loader.num_workers > 0 and self.loader.persistent_workers
+
+    # -- the loop's place --------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the loop's place; see `accel.dataio.resume`."""
+        if self.loaded is not None:
+            return dict(self.loaded)  # loaded and not begun: the loop stands where it stood
+        # An elastic sampler knows its place itself, and begins its next pass there.
+        finished = self.finished or isinstance(self.loader.batch_sampler, ElasticSampler)
+        place = {"version": resume.VERSION, "served": 0 if finished else self.served, "finished": finished}
+        if self.passed_through:
+            return place
+        return place | {
+            "length": len(self.loader.dataset),  # type: ignore[arg-type]
+            "begun": resume.begun(self.loader) if finished else self._begun,
+            "base_seed": self._base_seed,
+            "kept_seed": self._persistent,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take note of a state; the next pass goes on from it."""
+        self._detach()
+        if self._continuous is not None:
+            self._continuous.drop()
+        self.loaded = None if state["finished"] else dict(state)
+        if not self.passed_through:
+            resume.put_back(self.loader, state["begun"])
+            self._base_seed = state["base_seed"]
+
+
+class _Handing:
+    """An iterator that hands batches over: copied to the device one ahead, counted."""
+
+    def __init__(self, way: Way) -> None:
+        self._way = way
+        self._copier = None if way.device is None else transfer.AheadCopier(way.device)
+        self._late: BaseException | None = None
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        batch = self._fetch() if self._copier is None else self._copied(self._copier)
+        self._handed()
+        return batch
+
+    def _fetch(self) -> Any:
+        raise NotImplementedError
+
+    def _handed(self) -> None:
+        self._way.served += 1
+
+    def _copied(self, copier: transfer.AheadCopier) -> Any:
+        """Return the batch whose copy was begun before, and begin that of the next one."""
+        if not len(copier) and self._late is None:
+            copier.start(self._fetch())
+        if not len(copier):
+            late, self._late = self._late, None
+            assert late is not None
+            if not isinstance(late, StopIteration):
+                raise late
+            self._way.finished = True
+            self._late = late
+            raise StopIteration
+        if self._late is None:
+            try:
+                copier.start(self._fetch())
+            except BaseException as error:  # the end too: it comes after the batch in hand
+                self._late, self._way.finished = error, False
+        return copier.finish()
+
+
+class Pass(_Handing):
+    """One pass over the loader, as an iterator."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__(way)
+        self._continuous: Continuous | None = way.begin(self)
+        self._rest: Iterator[Any] = iter(())
+        self._left_at = math.nan
+        self._pins = way.loader.pin_memory and way.device is None and torch.cuda.is_available()
+
+    def detach(self) -> None:
+        """Go on without the engine: another pass has begun, or the loader was closed."""
+        if self._continuous is not None:
+            self._rest = _inline(InlineEngine(self._way.loader), self._continuous.jobs_left())
+            self._continuous = None
+
+    def _handed(self) -> None:
+        if self._continuous is not None:  # a pass that goes on beside a newer one is not the loop's place
+            super()._handed()
+        self._left_at = time.perf_counter()
+
+    def _fetch(self) -> Any:
+        if self._continuous is None:
+            return next(self._rest)
+        try:
+            batch = self._continuous.fetch() if self._way.choice is None else self._measured(self._way.choice)
+        except StopIteration:
+            self._way.finished = True
+            raise
+        except Exception:
+            self._continuous.skip_failed()
+            super()._handed()
+            raise
+        return transfer.pin(batch) if self._pins else batch
+
+    # -- choosing ----------------------------------------------------------------------------------------------------
+
+    def _measured(self, choice: Choice) -> Any:
+        """Fetch the next batch as the choice wants it, and tell it what that took."""
+        continuous, way = self._continuous, self._way
+        assert continuous is not None
+        if choice.current != way.setting:
+            way.follow(choice)
+        began, cpu = time.perf_counter(), time.thread_time()
+        try:
+            batch = continuous.fetch() if way.witness is None else self._watched(way.witness, choice)
+        except WorkerDied as error:
+            choice.failed(error)
+            continuous.retry_failed()
+            return self._measured(choice)
+        ended, changes = time.perf_counter(), choice.changes
+        choice.served(ended - began, began - self._left_at, time.thread_time() - cpu, continuous.engine.capacity)
+        if choice.changes != changes:
+            way.follow(choice)
+            log.info("%s", choice.explain())
+        return batch
+
+    def _watched(self, witness: Witness, choice: Choice) -> Any:
+        """Fetch one of the first batches under a witness: may threads read this dataset?"""
+        continuous, way = self._continuous, self._way
+        assert continuous is not None
+        witness.before()
+        batch = continuous.fetch()
+        witness.after()
+        engine = continuous.engine
+        finding = witness.finding
+        if isinstance(engine, InlineEngine) and engine.draws:
+            finding = "fetching a sample draws random numbers"
+        if finding:
+            choice.forbid_threads(finding)
+        if finding or witness.fetches >= _WATCHED:
+            way.witness = None
+        return batch
+
+
+def _inline(engine: InlineEngine, jobs: Iterator[Job]) -> Iterator[Any]:
+    for job in jobs:
+        engine.submit(job)
+        yield engine.collect()
+
+
+class Through(_Handing):
+    """One pass over a loader that is left as it is; passes over the batches that were served before."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__(way)
+        loaded, way.loaded = way.loaded, None
+        self._batches = iter(way.loader)
+        way.finished, way.served = False, 0 if loaded is None else loaded["served"]
+        for _ in range(way.served):
+            next(self._batches, None)
+
+    def _fetch(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._way.finished = True
+            raise
+
+
+def _start_method(loader: DataLoader[Any]) -> str:
+    context = loader.multiprocessing_context or multiprocessing.get_context()
+    return str(context.get_start_method())

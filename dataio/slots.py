@@ -1,0 +1,141 @@
+"""Shared memory that a batch travels in: written once by a worker process, read in place, used again when dropped.
+
+A slot is an anonymous file in memory (`memfd_create`), mapped by the worker that fills it and by the loop's process.
+The loop's tensors lie in the slot itself. When the last of them is gone the worker is told, and fills the slot anew.
+So a batch costs one message and no fresh page: the pages of a slot are touched once, not once per batch, and nothing
+lies in /dev/shm, whose size a container limits. The file has no name and goes with the last process that maps it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections import deque
+
+# Slots that one worker may have in the hands of the loop; a loop that keeps more batches than that gets copies.
+MOST_HELD = 64
+_PAGE = 4096
+
+
+def supported() -> bool:
+    """Tell whether this system has anonymous files in memory."""
+    return hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate")
+
+
+class Slot:
+    """One piece of shared memory, as the worker sees it."""
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number, self.size = number, size
+        self.file = os.memfd_create(f"accel-batch-{number}", os.MFD_CLOEXEC)
+        try:
+            # Reserved now: without it a machine out of memory would answer with SIGBUS in the middle of a copy.
+            os.posix_fallocate(self.file, 0, size)
+            self.memory = mmap.mmap(self.file, size)
+        except OSError:
+            os.close(self.file)
+            raise
+
+    def close_file(self) -> None:
+        """Close the file once the other process has it; the mapping stays."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+
+class SlotWriter:
+    """A worker's slots: those in the hands of the loop, and those that are free.
+
+    Args:
+        most_free: free slots that are kept, at least 1.
+    """
+
+    def __init__(self, most_free: int) -> None:
+        self._most_free = max(1, most_free)
+        self._free: list[Slot] = []
+        self._held: dict[int, Slot] = {}
+        self._made = 0
+        self.dropped: list[int] = []
+        """Numbers of slots given up since the loop was last told."""
+
+    def acquire(self, size: int) -> tuple[Slot, bool]:
+        """Return a slot of at least `size` bytes and whether it is new; raises OSError when there is no memory."""
+        fitting = [slot for slot in self._free if slot.size >= size]
+        if fitting:
+            slot = min(fitting, key=lambda each: each.size)
+            self._free.remove(slot)
+        else:
+            while self._free:  # all too small: batches have grown
+                self._drop(self._free.pop())
+            # An eighth more than asked for, so that batches of varying length settle on a size.
+            slot = Slot(self._made, -(-(size + size // 8) // _PAGE) * _PAGE)
+            self._made += 1
+        self._held[slot.number] = slot
+        return slot, slot.file >= 0
+
+    def release(self, number: int) -> None:
+        """Take back a slot that the loop is done with."""
+        slot = self._held.pop(number, None)
+        if slot is None:
+            return
+        self._free.append(slot)
+        if len(self._free) > self._most_free:
+            smallest = min(self._free, key=lambda each: each.size)
+            self._free.remove(smallest)
+            self._drop(smallest)
+
+    def _drop(self, slot: Slot) -> None:
+        slot.close_file()
+        slot.memory.close()
+        self.dropped.append(slot.number)
+
+
+class SlotReader:
+    """The loop's view of one worker's slots."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, mmap.mmap] = {}
+        self._in_use: dict[int, weakref.ref[memoryview]] = {}
+        self._freed: deque[int] = deque()
+
+    def add(self, number: int, file: int) -> None:
+        """Map a slot that the worker made; closes the file."""
+        try:
+            self._memory[number] = mmap.mmap(file, 0)
+        finally:
+            os.close(file)
+
+    def drop(self, number: int) -> None:
+        """Forget a slot that the worker gave up."""
+        self._memory.pop(number).close()
+
+    @property
+    def held(self) -> int:
+        """Slots whose batches the loop still holds."""
+        return len(self._in_use)
+
+    def view(self, number: int) -> memoryview:
+        """Return the slot's memory; the slot is free again when the view and all tensors on it are gone.
+
+        A tensor made by `torch.frombuffer(view)` keeps the view alive; a numpy array made from it does not.
+        """
+        view = memoryview(self._memory[number])
+
+        def gone(_: object, number: int = number) -> None:
+            self._in_use.pop(number, None)
+            self._freed.append(number)
+
+        self._in_use[number] = weakref.ref(view, gone)
+        return view
+
+    def free_at_once(self, number: int) -> None:
+        """Give a slot back whose batch was not wanted."""
+        self._freed.append(number)
+
+    def take_freed(self) -> list[int]:
+        """Return the numbers of the slots that came free since the last call."""
+        freed = []
+        while self._freed:
+            freed.append(self._freed.popleft())
+        return freed

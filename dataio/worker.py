@@ -1,0 +1,234 @@
+"""What runs in a worker process: take a list of indices, make the batch, write it into shared memory, say so.
+
+A thread of its own receives, so that a new order (give up what is stale, where are you, the loop is gone) is heard
+while a sample is being fetched, and so that neither side ever waits for the other to read. The main thread fetches and
+sends.
+
+Random numbers: each batch is begun with seeds derived from the epoch's base seed and the batch's number. Augmentation
+is then the same whichever worker makes the batch and however many there are. With a `worker_init_fn`, which may seed as
+it likes, a worker is seeded once, as `DataLoader` does.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import queue
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from socket import AF_UNIX, SOCK_STREAM, send_fds, socket
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data._utils import worker as torch_worker
+
+from accel.dataio import slots, wire
+from accel.dataio.fetch import Fetch, blame
+from accel.dataio.mirror import apply_leaves
+from accel.dataio.randomness import seed_everything
+
+# How long a worker whose loop is gone may go on with the sample in hand.
+_GRACE_S = 5.0
+
+
+@dataclass
+class Task:
+    """What a worker process is for; sent once, when it starts."""
+
+    number: int
+    of: int
+    fetch: Fetch
+    init: Callable[[int], None] | None
+    base_seed: int
+    threads: int
+    most_free: int
+
+
+class Order(NamedTuple):
+    """One batch to be made."""
+
+    serial: int
+    indices: Any
+    seed: int | None
+    released: list[int]
+
+
+class Done(NamedTuple):
+    """A batch that was made; its arrays lie in a slot, or in `data` where there is none."""
+
+    serial: int
+    payload: bytes
+    places: list[wire.Place]
+    slot: int | None
+    new_file: bool
+    dropped: list[int]
+    data: bytearray | None
+    seconds: float
+
+
+class Failed(NamedTuple):
+    """What went wrong: `serial` is None if it was at the start."""
+
+    serial: int | None
+    error: bytes | None
+    text: str
+    at: str
+
+
+class Ready(NamedTuple):
+    """The worker has started."""
+
+    number: int
+
+
+class Where(NamedTuple):
+    """The Python stack of the worker's main thread."""
+
+    stack: str
+
+
+def run(connection: Connection, task: Task) -> None:
+    """Serve orders until the loop's end of `connection` is closed; the target of the process."""
+    # Ctrl-C goes to the whole group: the loop's process decides, and closes the connection. Handlers for a polite end
+    # were inherited with the fork and are the loop's, not ours.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.freeze()  # what was inherited is not looked at by the collector, so that its pages stay shared
+    torch.set_num_threads(task.threads)
+    _Worker(connection, task).serve()
+
+
+class _Worker:
+    def __init__(self, connection: Connection, task: Task) -> None:
+        self._connection, self._task, self._fetch = connection, task, task.fetch
+        self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+        self._stale_below = 0
+        self._slots = slots.SlotWriter(task.most_free) if slots.supported() else None
+        self._main_thread = threading.get_ident()
+
+    # -- receiving ---------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                kind, content = pickle.loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                self._orders.put(None)
+                time.sleep(_GRACE_S)
+                os._exit(0)
+            if kind == "stale":
+                self._stale_below = content
+            elif kind == "where":
+                frame = sys._current_frames().get(self._main_thread)
+                self._send(Where("".join(traceback.format_stack(frame)) if frame else ""))
+            else:
+                self._orders.put((kind, content))
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def _send(self, message: Any, file: int = -1) -> None:
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        with self._sending:
+            self._connection.send_bytes(data)
+            if file >= 0:
+                with socket(AF_UNIX, SOCK_STREAM, fileno=os.dup(self._connection.fileno())) as channel:
+                    send_fds(channel, [b"f"], [file])
+
+    # -- work --------------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        if not self._start():
+            return
+        threading.Thread(target=self._receive, name="accel-loader-receive", daemon=True).start()
+        try:
+            for kind, content in iter(self._orders.get, None):
+                if kind == "dataset":
+                    apply_leaves(self._fetch.dataset, content)
+                else:
+                    self._serve(content)
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the loop is gone
+
+    def _start(self) -> bool:
+        task = self._task
+        try:
+            seed = task.base_seed + task.number
+            random.seed(seed)
+            torch.manual_seed(seed)
+            numpy = sys.modules.get("numpy")
+            if numpy is not None:
+                numpy.random.seed(torch_worker._generate_state(task.base_seed, task.number))  # type: ignore[no-untyped-call]
+            torch_worker._worker_info = torch_worker.WorkerInfo(
+                id=task.number, num_workers=task.of, seed=seed, dataset=self._fetch.dataset
+            )
+            if task.init is not None:
+                task.init(task.number)
+        except Exception as error:
+            self._send(Failed(None, _pickled(error), traceback.format_exc(), "its worker_init_fn"))
+            return False
+        self._send(Ready(task.number))
+        return True
+
+    def _serve(self, order: Order) -> None:
+        self._release(order.released)
+        if order.serial < self._stale_below:
+            return
+        began = time.perf_counter()
+        try:
+            if order.seed is not None:
+                seed_everything(order.seed)
+            batch = self._fetch(order.indices)
+        except Exception as error:
+            self._send(Failed(order.serial, _pickled(error), traceback.format_exc(), blame(error, order.indices)))
+            return
+        try:
+            packed = wire.pack(batch)
+        except Exception as error:
+            text = f"the batch is a {type(batch).__name__} that can't be sent to another process: {error!r}"
+            self._send(Failed(order.serial, _pickled(TypeError(text)), text, blame(error, order.indices)))
+            return
+        self._deliver(order.serial, packed, began)
+
+    def _release(self, released: Iterable[int]) -> None:
+        if self._slots is not None:
+            for number in released:
+                self._slots.release(number)
+
+    def _deliver(self, serial: int, packed: wire.Packed, began: float) -> None:
+        slot, fresh, data = None, False, None
+        if packed.size and self._slots is not None:
+            try:
+                slot, fresh = self._slots.acquire(packed.size)
+            except OSError:
+                slot = None  # no memory for a slot, or no file left: the bytes go through the connection
+        if slot is not None:
+            wire.write(packed, slot.memory)
+        elif packed.size:
+            data = bytearray(packed.size)
+            wire.write(packed, data)
+        dropped = []
+        if self._slots is not None:
+            dropped, self._slots.dropped = self._slots.dropped, []
+        number = None if slot is None else slot.number
+        done = Done(serial, packed.payload, packed.places, number, fresh, dropped, data, time.perf_counter() - began)
+        self._send(done, slot.file if slot is not None and fresh else -1)
+        if slot is not None:
+            slot.close_file()
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)  # some can be pickled but not made again
+    except Exception:
+        return None
+    return data
