@@ -12,12 +12,12 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import DataLoader
 
 from accel.dataio.engine import Engine, Job
-from accel.dataio.epochs import Ahead, draw_ahead, epoch_of, restore, same_draws
+from accel.dataio.epochs import Ahead, Draws, States, draw_ahead, epoch_of, put_back, same, same_draws
 from accel.dataio.mirror import Forecast, State, compare, state_of
 from accel.dataio.randomness import derived_seed
 
@@ -25,18 +25,12 @@ from accel.dataio.randomness import derived_seed
 _MOST_WRONG = 3
 
 
-class _Source(NamedTuple):
-    """Index lists of one epoch, the seed of its random numbers, and the number of the first list."""
-
-    indices: Iterator[Any]
-    base_seed: int
-    first: int
-
-
 # No method: a generator that held the object would keep it, and its processes, until the cycle collector comes.
-def _jobs(source: _Source, seeded: bool) -> Iterator[Job]:
-    for number, indices in enumerate(source.indices, source.first):
-        yield Job(indices, derived_seed(source.base_seed, number) if seeded else None)
+def _jobs(draws: Draws, base_seed: int | None, first: int = 0) -> Iterator[Job]:
+    """Yield a job for each index list; `first` is the number of the first one in its epoch."""
+    for number, indices in enumerate(draws, first):
+        seed = None if base_seed is None else derived_seed(base_seed, number)
+        yield Job(indices, seed, draws.generators())
 
 
 class Continuous:
@@ -55,6 +49,8 @@ class Continuous:
         self.failed_guesses = 0
         self._seeded = loader.worker_init_fn is None
         self._wrong = 0
+        self._ended = False
+        self._draws = Draws(loader, iter(()))
         self._source: Iterator[Job] = iter(())
         self._feeding = False
         self._under_way: deque[Job] = deque()
@@ -64,6 +60,10 @@ class Continuous:
         self._may_look_ahead = True
         self._ahead: Ahead | None = None
         self._base_seed = 0
+        # States of the loader's own generators: after all that was drawn in this epoch, and after what was drawn for
+        # the batches served.
+        self._drawn: States = []
+        self._after: States = []
         self._epoch_step = 1
         self._begun_at: int | None = None
         self._sent: State = state_of(loader.dataset)
@@ -86,19 +86,27 @@ class Continuous:
         self.drop()
         self._note_epoch(first)
         self._refresh()
-        self._begin(_Source(indices, base_seed, first))
+        self._draws = draws = Draws(self.loader, indices)
+        self._source, self._feeding = _jobs(draws, base_seed if self._seeded else None, first), True
+        self._base_seed = base_seed
+        self._ahead, self._end_of_epoch = None, None
+        self._fed = self._served = 0
+        self._ended = False
+        self._drawn = self._after = draws.generators()
         self._may_look_ahead = ahead and self._wrong < _MOST_WRONG
 
     def fetch(self) -> Any:
         """Return the next batch of the running epoch; raises StopIteration at its end or when drained."""
         self._fill()
         if self._served == self._end_of_epoch or not self._under_way:
+            self._ended = True
             raise StopIteration
         job = self._under_way.popleft()
         self._failed = [job]
         batch = self.engine.collect()
         self._failed = []
         self._served += 1
+        self._after = job.after
         self._fill()
         return batch
 
@@ -138,8 +146,11 @@ class Continuous:
         return itertools.chain(pending, self._source)
 
     def drop(self) -> None:
-        """Forget what is under way."""
+        """Forget what is under way; generators go back to where the batches that were served had left them."""
+        left_early = self._feeding and not self._ended
         self.close_feed()
+        if left_early:
+            put_back(self.loader, self._drawn, self._after)
         if self._under_way:
             self.engine.discard()
         self._under_way.clear()
@@ -177,9 +188,12 @@ class Continuous:
 
         On success the random states are advanced exactly as starting the plain loader's epoch would have.
         """
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or self._served != self._end_of_epoch:
-            return False  # nothing drawn ahead, or the loop left the epoch before its last batch
+        ahead = self._ahead
+        if ahead is None or self._served != self._end_of_epoch or not (self._ended or same(self._drawn, self._after)):
+            # Nothing drawn ahead, or the loop left the epoch before its last batch; or with it, but without asking for
+            # one more, which is when the sampler would have drawn once more.
+            return False
+        self._ahead = None
         foreseen = same_draws(self.loader, ahead)
         if not foreseen or epoch_of(self.loader) != ahead.epoch or compare(self._sent, state_of(self.loader.dataset)):
             self.failed_guesses += 1
@@ -189,25 +203,24 @@ class Continuous:
         self._wrong = 0
         self._note_epoch(0)
         self._refresh()
-        restore(self.loader, ahead.after)
+        ahead.draws.begin()
         self._fed -= self._served
         self._served, self._end_of_epoch = 0, None
         self._base_seed = ahead.base_seed
+        self._draws, self._ended = ahead.draws, False
+        self._drawn = ahead.draws.generators()
+        self._after = ahead.began
         return True
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _begin(self, source: _Source) -> None:
-        self._source, self._feeding = _jobs(source, self._seeded), True
-        self._base_seed = source.base_seed
-        self._ahead, self._end_of_epoch = None, None
-        self._fed = self._served = 0
 
     def _fill(self) -> None:
         while self._feeding and len(self._under_way) < self.engine.capacity:
             job = next(self._source, None)
             if job is not None:
                 self._fed += 1
+                if self._ahead is None:
+                    self._drawn = job.after
                 self._under_way.append(job)
                 self.engine.submit(job)
             elif not self._look_ahead():
@@ -218,6 +231,7 @@ class Continuous:
         if self._end_of_epoch is not None:
             return False  # one epoch ahead is enough: the look-ahead is bounded in batches
         self._end_of_epoch = self._fed
+        self._drawn = self._draws.generators()
         if not self._may_look_ahead or self.engine.capacity < 2:
             return False
         persistent = self.loader.num_workers > 0 and self.loader.persistent_workers
@@ -228,7 +242,7 @@ class Continuous:
             expected = self._forecast.next(self._sent)
             self.engine.update(compare(self._sent, expected).leaves)
             self._sent = expected
-        self._source = _jobs(_Source(self._ahead.indices, self._ahead.base_seed, 0), self._seeded)
+        self._source = _jobs(self._ahead.draws, self._ahead.base_seed if self._seeded else None)
         return True
 
     def _note_epoch(self, first: int) -> None:

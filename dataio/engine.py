@@ -14,6 +14,7 @@ from collections import deque
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio.fetch import blame, fetch_of
@@ -30,11 +31,13 @@ class Job(NamedTuple):
 
     Attributes:
         indices: what the batch sampler yielded.
-        seed: of the random numbers that fetching may draw in a process of its own; None to leave them alone.
+        seed: of the random numbers that fetching may draw; None to leave them alone.
+        after: states of the loader's own generators once `indices` were drawn.
     """
 
     indices: Any
     seed: int | None
+    after: list[torch.Tensor] = []  # noqa: RUF012  (never changed)
 
 
 class Engine(Protocol):

@@ -8,6 +8,7 @@ advanced as it would have been.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +17,58 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+States = list[torch.Tensor]
+
+
+class Draws:
+    """Index lists, and what drawing them does to the loader's own generators.
+
+    A sampler may draw as it goes; `RandomSampler` draws once more when it is exhausted. Lists of an epoch that has not
+    begun are drawn under states of their own, so that the loop finds its own as it left them.
+
+    Args:
+        loader: whose samplers yield `indices`.
+        indices: the index lists.
+        apart: random states to draw under until `begin`; None to draw under the loop's.
+    """
+
+    def __init__(self, loader: DataLoader[Any], indices: Iterator[Any], apart: States | None = None) -> None:
+        self._loader, self._indices, self._apart = loader, indices, apart
+        self._own = _generators(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._apart is None:
+            return next(self._indices)
+        real = capture(self._loader)
+        restore(self._loader, self._apart)
+        try:
+            return next(self._indices)
+        finally:
+            self._apart = capture(self._loader)
+            restore(self._loader, real)
+
+    def begin(self) -> None:
+        """Begin the epoch: what it has drawn so far counts now."""
+        if self._apart is not None:
+            restore(self._loader, self._apart)
+            self._apart = None
+
+    def generators(self) -> States:
+        """Return the states of the loader's own generators, as these draws left them."""
+        return [g.get_state() for g in self._own] if self._apart is None else self._apart[1:]
+
 
 @dataclass
 class Ahead:
     """The next epoch's index lists, drawn ahead, with what must still hold when it begins."""
 
-    before: list[torch.Tensor]
-    after: list[torch.Tensor]
-    indices: Iterator[Any]
+    before: States
+    began: States
+    """The loader's own generators once the epoch has begun, before its first list."""
+    draws: Draws
     base_seed: int
     epoch: int | None
 
@@ -37,12 +82,19 @@ def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     return found
 
 
-def capture(loader: DataLoader[Any]) -> list[torch.Tensor]:
+def put_back(loader: DataLoader[Any], drawn: States, wanted: States) -> None:
+    """Set the loader's own generators to `wanted` if nobody but us has drawn from them since they were in `drawn`."""
+    for generator, left, state in zip(_generators(loader), drawn, wanted, strict=True):
+        if torch.equal(generator.get_state(), left):
+            generator.set_state(state)
+
+
+def capture(loader: DataLoader[Any]) -> States:
     """Return the random states that a loader may draw from: torch's own, and those of its generators."""
     return [torch.get_rng_state(), *(generator.get_state() for generator in _generators(loader))]
 
 
-def restore(loader: DataLoader[Any], state: list[torch.Tensor]) -> None:
+def restore(loader: DataLoader[Any], state: States) -> None:
     """Put back what `capture` returned."""
     torch.set_rng_state(state[0])
     for generator, saved in zip(_generators(loader), state[1:], strict=True):
@@ -108,6 +160,7 @@ def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = N
         if epoch is not None:
             set_epoch(loader, epoch + step)
         stream, seed = begin(loader, seeded=seeded)
+        began = capture(loader)[1:]
         first = next(stream, None)
         after = capture(loader)
     finally:
@@ -116,15 +169,15 @@ def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = N
             set_epoch(loader, epoch)
     if first is None:
         return None
-    return Ahead(before, after, _chain(first, stream), seed, None if epoch is None else epoch + step)
-
-
-def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
+    draws = Draws(loader, itertools.chain([first], stream), after)
+    return Ahead(before, began, draws, seed, None if epoch is None else epoch + step)
 
 
 def same_draws(loader: DataLoader[Any], ahead: Ahead) -> bool:
     """Tell whether the random states are those under which `ahead` was drawn."""
-    now = capture(loader)
-    return len(now) == len(ahead.before) and all(torch.equal(a, b) for a, b in zip(now, ahead.before, strict=True))
+    return same(capture(loader), ahead.before)
+
+
+def same(one: States, other: States) -> bool:
+    """Tell whether two lists of random states are equal."""
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

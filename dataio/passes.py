@@ -150,6 +150,8 @@ class Way:
         self._begun = resume.begun(self.loader)
         if continuous.resume():
             return
+        continuous.drop()  # before anything is drawn: it puts the generators back
+        self._begun = resume.begun(self.loader)
         indices, self._base_seed = epochs.begin(self.loader, seeded=self._base_seed if self._persistent else None)
         continuous.take(indices, base_seed=self._base_seed)
 

@@ -140,9 +140,11 @@ class _Epoch:
         self._plain: Any = None
         self._stream: Iterator[Any] | None = None
         active = fetching.workers
-        if active is not None and active.resume():
-            self._workers = active
-            return
+        if active is not None:
+            if active.resume():
+                self._workers = active
+                return
+            active.drop()  # before anything is drawn: it puts the generators back
         self._plain = iter(loader)
         self._stream = getattr(self._plain, "_sampler_iter", None)
         # The first index list also draws the sampler's seed: that one is not the dataset's doing.

@@ -146,10 +146,10 @@ class _Worker:
     # -- work --------------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        if not self._start():
-            return
-        threading.Thread(target=self._receive, name="accel-loader-receive", daemon=True).start()
         try:
+            if not self._start():
+                return
+            threading.Thread(target=self._receive, name="accel-loader-receive", daemon=True).start()
             for kind, content in iter(self._orders.get, None):
                 if kind == "dataset":
                     apply_leaves(self._fetch.dataset, content)

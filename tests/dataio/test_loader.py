@@ -1,0 +1,557 @@
+"""A continuous loader must serve what the wrapped loader would, in its order, however batches are made."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.loader import ContinuousLoader
+
+ENGINES = [("inline", 1), ("threads", 2), ("fork", 1), ("fork", 2)]
+
+
+class Numbers(Dataset[Tensor]):
+    """Sample i is (i, epoch of the dataset, a random number)."""
+
+    def __init__(self, length: int = 50) -> None:
+        self.length, self.epoch = length, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index), float(self.epoch), float(torch.rand(1)) if self.length == 51 else 0.0])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def seeded(number: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+def indices(batch: Tensor) -> list[int]:
+    return [int(value) for value in batch[:, 0].tolist()]
+
+
+def run(loader: Any, epochs: int, *, stop: int | None = None, set_epoch: Any = None) -> list[list[Tensor]]:
+    seen = []
+    for epoch in range(epochs):
+        if set_epoch is not None:
+            set_epoch(epoch)
+        batches = []
+        for count, batch in enumerate(loader):
+            if count == stop:
+                break
+            batches.append(batch.clone())
+        seen.append(batches)
+    return seen
+
+
+def same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
+    return [len(e) for e in one] == [len(e) for e in other] and all(
+        torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
+@pytest.fixture(params=ENGINES, ids=lambda engine: f"{engine[0]}{engine[1]}")
+def engine(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"mode": request.param[0], "workers": request.param[1]}
+
+
+# -- order -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [None, 0, 1, 5, 12], ids=lambda stop: f"leave_at_{stop}")
+def test_shuffled_epochs_left_early(engine: dict[str, Any], stop: int | None) -> None:
+    plain = run(DataLoader(Numbers(), 4, shuffle=True, generator=seeded()), 4, stop=stop)
+    with ContinuousLoader(DataLoader(Numbers(), 4, shuffle=True, generator=seeded()), **engine) as loader:
+        assert same(run(loader, 4, stop=stop), plain)
+
+
+@pytest.mark.parametrize("draws", [False, True], ids=["quiet", "draws"])
+def test_torchs_own_random_state_is_shared_with_the_loop(engine: dict[str, Any], draws: bool) -> None:
+    def epochs(wrap: bool) -> tuple[list[list[int]], Tensor]:
+        torch.manual_seed(5)
+        loader: Any = DataLoader(Numbers(), 4, shuffle=True)
+        if wrap:
+            loader = ContinuousLoader(loader, **engine)
+        seen = []
+        for _ in range(4):
+            for batch in loader:
+                seen.append(indices(batch))
+                if draws:
+                    torch.rand(1)
+        return seen, torch.get_rng_state()
+
+    (plain, state), (moved, moved_state) = epochs(False), epochs(True)
+
+    assert moved == plain
+    assert torch.equal(moved_state, state)
+
+
+@pytest.mark.parametrize("told", ["each", "never", "twos"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_distributed_sampler(engine: dict[str, Any], told: str, rank: int) -> None:
+    def make() -> tuple[Any, Any]:
+        data = Numbers()
+        sampler = DistributedSampler(data, num_replicas=3, rank=rank, seed=7)
+        step = {"each": 1, "twos": 2, "never": 0}[told]
+        return DataLoader(data, 4, sampler=sampler), lambda epoch: sampler.set_epoch(epoch * step)
+
+    plain_loader, plain_epoch = make()
+    wrapped, set_epoch = make()
+    with ContinuousLoader(wrapped, **engine) as loader:
+        assert same(run(loader, 4, set_epoch=set_epoch), run(plain_loader, 4, set_epoch=plain_epoch))
+
+
+class EveryOther(Sampler[int]):
+    """A sampler that the loader knows nothing of, and that draws as it goes."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(0, self.length, 2):
+            yield index + int(torch.randint(2, (1,)))
+
+    def __len__(self) -> int:
+        return self.length // 2
+
+
+@pytest.mark.parametrize("kind", ["own", "weighted", "replacement", "batch", "sequential", "no_batches", "drop_last"])
+def test_samplers_of_all_kinds(engine: dict[str, Any], kind: str) -> None:
+    def make() -> DataLoader[Any]:
+        data = Numbers()
+        if kind == "own":
+            return DataLoader(data, 4, sampler=EveryOther(50))
+        if kind == "weighted":
+            return DataLoader(data, 4, sampler=WeightedRandomSampler([1.0] * 50, 30, generator=seeded()))
+        if kind == "replacement":
+            return DataLoader(data, 4, sampler=RandomSampler(data, replacement=True, num_samples=70))
+        if kind == "batch":
+            return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data, generator=seeded()), 7, True))
+        if kind == "no_batches":
+            return DataLoader(data, batch_size=None, shuffle=True, generator=seeded())
+        return DataLoader(data, 4, drop_last=kind == "drop_last", collate_fn=torch.stack)
+
+    torch.manual_seed(1)
+    plain = run(make(), 3)
+    torch.manual_seed(1)
+    with ContinuousLoader(make(), **engine) as loader:
+        moved = run(loader, 3)
+
+    assert same(moved, plain)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    length=st.integers(1, 40),
+    batch=st.integers(1, 9),
+    workers=st.integers(1, 3),
+    prefetch=st.integers(1, 4),
+    stops=st.lists(st.one_of(st.none(), st.integers(0, 8)), min_size=1, max_size=5),
+    drop_last=st.booleans(),
+)
+def test_any_pattern_of_epochs(
+    length: int, batch: int, workers: int, prefetch: int, stops: list[int | None], drop_last: bool
+) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Numbers(length), batch, shuffle=True, drop_last=drop_last, generator=seeded())
+
+    plain, wrapped = make(), make()
+    with ContinuousLoader(wrapped, mode="threads", workers=workers, prefetch=prefetch) as loader:
+        for stop in stops:
+            assert same(run(loader, 1, stop=stop), run(plain, 1, stop=stop))
+
+
+def test_persistent_workers_draw_their_seed_once(engine: dict[str, Any]) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Numbers(), 4, shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True)
+
+    with ContinuousLoader(make(), **engine) as loader:
+        assert same(run(loader, 3), run(make(), 3))
+
+
+# -- several passes at once ------------------------------------------------------------------------------------------
+
+
+def test_two_passes_at_once(engine: dict[str, Any]) -> None:
+    def pairs(loader: Any) -> list[tuple[list[int], list[int]]]:
+        return [(indices(one), indices(other)) for one, other in zip(loader, loader, strict=True)]
+
+    plain = pairs(DataLoader(Numbers(), 4, shuffle=True, generator=seeded()))
+    with ContinuousLoader(DataLoader(Numbers(), 4, shuffle=True, generator=seeded()), **engine) as loader:
+        assert pairs(loader) == plain
+
+
+def test_a_batch_looked_at_before_the_loop(engine: dict[str, Any]) -> None:
+    plain_loader = DataLoader(Numbers(), 4, shuffle=True, generator=seeded())
+    next(iter(plain_loader))
+    with ContinuousLoader(DataLoader(Numbers(), 4, shuffle=True, generator=seeded()), **engine) as loader:
+        looked = iter(loader)
+        next(looked)
+        assert same(run(loader, 2), run(plain_loader, 2))
+        assert len(list(looked)) == 12
+
+
+def test_a_pass_over_a_closed_loader_ends_as_it_should(engine: dict[str, Any]) -> None:
+    loader = ContinuousLoader(DataLoader(Numbers(), 4), **engine)
+    batches = iter(loader)
+    first = indices(next(batches))
+    loader.close()
+
+    assert first + [i for batch in batches for i in indices(batch)] == list(range(50))
+    assert len(list(loader)) == 13
+    loader.close()
+
+
+# -- the dataset's epoch ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("through", ["loader", "dataset", "attribute"])
+def test_the_datasets_epoch_reaches_live_workers(engine: dict[str, Any], through: str) -> None:
+    data = Numbers()
+    with ContinuousLoader(DataLoader(data, 4, shuffle=True, generator=seeded()), **engine) as loader:
+
+        def tell(epoch: int) -> None:
+            if through == "loader":
+                loader.set_epoch(epoch)
+            elif through == "dataset":
+                data.set_epoch(epoch)
+            else:
+                data.epoch = epoch
+
+        seen = run(loader, 5, set_epoch=tell)
+
+    assert [{float(value) for batch in epoch for value in batch[:, 1]} for epoch in seen] == [
+        {float(e)} for e in range(5)
+    ]
+
+
+def test_an_epoch_that_moves_evenly_is_fetched_ahead() -> None:
+    data = Numbers()
+    sampler = DistributedSampler(data, num_replicas=2, rank=0)
+    with ContinuousLoader(DataLoader(data, 4, sampler=sampler), mode="fork", workers=1) as loader:
+        seen = run(loader, 6, set_epoch=loader.set_epoch)
+        continuous = loader._way._continuous
+        assert continuous is not None
+
+        assert [float(epoch[0][0, 1]) for epoch in seen] == [0, 1, 2, 3, 4, 5]
+        # The first move of the dataset could not be known; all after it were.
+        assert continuous.failed_guesses == 1
+
+
+def test_a_change_that_can_not_be_sent_starts_the_workers_anew() -> None:
+    class Table(Numbers):
+        def __init__(self) -> None:
+            super().__init__(8)
+            self.table = torch.zeros(8)
+
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.tensor([float(index), float(self.table[index])])
+
+    data = Table()
+    with ContinuousLoader(DataLoader(data, 4), mode="fork", workers=2) as loader:
+        run(loader, 1)
+        data.table += 3
+        again = run(loader, 1)
+
+    assert torch.cat(again[0])[:, 1].tolist() == [3.0] * 8
+
+
+# -- augmentation ----------------------------------------------------------------------------------------------------
+
+
+def test_random_numbers_do_not_depend_on_how_batches_are_made() -> None:
+    def augmented(mode: Any, workers: int) -> tuple[list[list[Tensor]], Tensor]:
+        torch.manual_seed(9)
+        with ContinuousLoader(DataLoader(Numbers(51), 4, shuffle=True), mode=mode, workers=workers) as loader:
+            return run(loader, 3), torch.get_rng_state()
+
+    (inline, state), *others = [augmented("inline", 1), augmented("fork", 1), augmented("fork", 3)]
+
+    assert len({float(value) for epoch in inline for batch in epoch for value in batch[:, 2]}) == 3 * 51
+    for seen, end in others:
+        assert same(seen, inline)
+        assert torch.equal(end, state)
+
+
+def test_worker_init_fn_runs_once_in_each_worker() -> None:
+    def init(number: int) -> None:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        assert (info.id, info.num_workers) == (number, 2)
+        info.dataset.epoch = 100 + number  # type: ignore[attr-defined]
+
+    with ContinuousLoader(DataLoader(Numbers(), 4, worker_init_fn=init), mode="fork", workers=2) as loader:
+        seen = run(loader, 2)
+
+    assert {float(batch[0, 1]) for epoch in seen for batch in epoch} == {100.0, 101.0}
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(state: dict[str, Any]) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("at", [0, 1, 7, 12, 13], ids=lambda at: f"after_{at}")
+@pytest.mark.parametrize("then", ENGINES, ids=lambda engine: f"then_{engine[0]}{engine[1]}")
+def test_going_on_in_the_middle_of_an_epoch(engine: dict[str, Any], then: tuple[str, int], at: int) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Numbers(), 4, shuffle=True, generator=seeded())
+
+    plain = run(make(), 4)
+    with ContinuousLoader(make(), **engine) as loader:
+        run(loader, 1)
+        batches = iter(loader)
+        for _ in range(at):
+            next(batches)
+        if at == 13:
+            assert next(batches, None) is None
+        state = saved_and_loaded(loader.state_dict())
+    with ContinuousLoader(make(), mode=then[0], workers=then[1]) as other:  # type: ignore[arg-type]
+        other.load_state_dict(state)
+        assert other.state_dict().keys() == state.keys()
+        rest = run(other, 2)
+
+    expected = plain[1:3] if at == 0 else [plain[1][at:], plain[2]] if at < 13 else plain[2:4]
+    assert same(rest, expected)
+
+
+def test_augmentation_goes_on_as_it_would_have() -> None:
+    def make() -> ContinuousLoader:
+        return ContinuousLoader(
+            DataLoader(Numbers(51), 4, shuffle=True, generator=seeded()), mode="fork", workers=2, prefetch=3
+        )
+
+    with make() as loader:
+        whole = run(loader, 1)[0]
+    with make() as loader:
+        batches = iter(loader)
+        for _ in range(5):
+            next(batches)
+        state = loader.state_dict()
+    with make() as loader:
+        loader.load_state_dict(state)
+        assert same(run(loader, 1), [whole[5:]])
+
+
+@pytest.mark.parametrize("old_ranks", [1, 3])
+@pytest.mark.parametrize("new_ranks", [1, 2, 4])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_going_on_with_another_number_of_ranks(old_ranks: int, new_ranks: int, drop_last: bool) -> None:
+    data = Numbers(101)
+
+    def make(rank: int, ranks: int, batch: int) -> ContinuousLoader:
+        sampler = DistributedSampler(data, num_replicas=ranks, rank=rank, seed=3, drop_last=drop_last)
+        return ContinuousLoader(DataLoader(data, batch, sampler=sampler), mode="inline")
+
+    seen: list[int] = []
+    for rank in range(old_ranks):
+        loader = make(rank, old_ranks, 4)
+        loader.set_epoch(2)
+        for count, batch in enumerate(loader):
+            seen += indices(batch)
+            state = loader.state_dict()
+            if count == 4:
+                break
+    lengths = []
+    for rank in range(new_ranks):
+        loader = make(rank, new_ranks, 5)
+        loader.load_state_dict(state)
+        loader.set_epoch(2)
+        rest = [i for batch in loader for i in indices(batch)]
+        lengths.append(len(rest))
+        seen += rest
+
+    assert len(set(lengths)) == 1
+    whole = (101 // (old_ranks if new_ranks == old_ranks else new_ranks)) if drop_last else 0
+    assert len(set(seen)) == 101 if not drop_last else len(set(seen)) >= whole
+    # Repeats only even out the ranks; with drop_last there are none.
+    assert len(seen) - len(set(seen)) < max(old_ranks, new_ranks)
+    if drop_last:
+        assert len(seen) == len(set(seen)) > 101 - old_ranks - new_ranks
+
+
+def test_setting_another_epoch_after_loading_begins_that_epoch() -> None:
+    data = Numbers()
+    sampler = DistributedSampler(data, num_replicas=1, rank=0)
+    loader = ContinuousLoader(DataLoader(data, 4, sampler=sampler), mode="inline")
+    loader.set_epoch(3)
+    batches = iter(loader)
+    next(batches)
+    loader.load_state_dict(loader.state_dict())
+    loader.set_epoch(4)
+
+    assert len(run(loader, 1)[0]) == 13
+
+
+def test_an_elastic_sampler_keeps_the_place_itself(engine: dict[str, Any]) -> None:
+    def make() -> tuple[ElasticSampler, ContinuousLoader]:
+        sampler = ElasticSampler(Numbers(), batch_size=4, num_replicas=1, rank=0)
+        return sampler, ContinuousLoader(DataLoader(Numbers(), batch_sampler=sampler), **engine)
+
+    sampler, loader = make()
+    seen = []
+    for count, batch in enumerate(loader):
+        seen += indices(batch)
+        if count == 5:
+            break
+    assert sampler.position == 24
+    state = saved_and_loaded(loader.state_dict())
+    loader.close()
+    sampler, loader = make()
+    loader.load_state_dict(state)
+    seen += [i for batch in loader for i in indices(batch)]
+
+    assert sorted(seen) == list(range(50))
+    assert sampler.epoch == 1
+    loader.close()
+
+
+def test_a_loop_that_iterates_what_its_elastic_sampler_consumed(engine: dict[str, Any]) -> None:
+    sampler = ElasticSampler(Numbers(), batch_size=4, num_replicas=1, rank=0)
+    with ContinuousLoader(DataLoader(Numbers(), batch_sampler=sampler), **engine) as loader:
+        for _ in range(2):
+            assert sorted(i for batch in sampler.consumed(loader) for i in indices(batch)) == list(range(50))
+
+    assert sampler.epoch == 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda state: {}, "version 1, got None"),
+        (lambda state: [], "version 1, got 'list'"),
+        (lambda state: state | {"length": 7}, "had 7 samples; this one has 50"),
+        (lambda state: state | {"begun": state["begun"] | {"random": []}}, "generators"),
+        (lambda state: state | {"begun": state["begun"] | {"sampler": {"sampler": 1}}}, "same samplers"),
+    ],
+)
+def test_states_that_do_not_fit(spoil: Any, words: str) -> None:
+    loader = ContinuousLoader(DataLoader(Numbers(), 4), mode="inline")
+    next(iter(loader))
+    with pytest.raises(ValueError, match=words):
+        loader.load_state_dict(spoil(loader.state_dict()))
+
+
+# -- what it is ------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_a_data_loader_with_the_same_parts() -> None:
+    plain = DataLoader(Numbers(), 4, shuffle=True, drop_last=True)
+    loader = ContinuousLoader(plain, mode="inline")
+
+    assert isinstance(loader, DataLoader)
+    assert len(loader) == len(plain)
+    assert loader.dataset is plain.dataset
+    assert loader.sampler is plain.sampler
+    assert loader.batch_size == 4
+    with pytest.raises(ValueError, match="batch_size attribute should not be set"):
+        loader.batch_size = 5
+
+
+def test_a_changed_collate_function_is_used(engine: dict[str, Any]) -> None:
+    with ContinuousLoader(DataLoader(Numbers(), 4), **engine) as loader:
+        run(loader, 1)
+        loader.collate_fn = lambda samples: torch.stack(samples) + 1
+        assert float(run(loader, 1)[0][0][0, 0]) == 1.0
+
+
+def test_a_pickled_loader_is_one_with_the_same_options() -> None:
+    copy = pickle.loads(pickle.dumps(ContinuousLoader(DataLoader(Numbers(), 4), mode="threads", workers=3)))
+
+    assert copy.setting == "threads(3)"
+    assert next(indices(batch) for batch in copy) == [0, 1, 2, 3]
+    copy.close()
+
+
+def test_tensors_are_indexed_whole_and_come_out_alike(engine: dict[str, Any]) -> None:
+    data = TensorDataset(torch.randn(50, 3), torch.arange(50))
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(data, 7, shuffle=True, generator=seeded())
+
+    with ContinuousLoader(make(), **engine) as loader:
+        for one, other in zip(loader, make(), strict=True):
+            assert type(one) is type(other)
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Counting(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(20.0)[:, None])
+
+
+def test_an_iterable_dataset_is_passed_through() -> None:
+    loader = ContinuousLoader(DataLoader(Counting(), 4))
+    batches = iter(loader)
+    seen = [next(batches), next(batches)]
+    state = saved_and_loaded(loader.state_dict())
+    assert "left as it is: its dataset is iterable" in loader.explain()
+    other = ContinuousLoader(DataLoader(Counting(), 4))
+    other.load_state_dict(state)
+
+    assert torch.cat([*seen, *other])[:, 0].tolist() == list(range(20))
+    with pytest.raises(ValueError, match="mode='fork' needs a map-style loader"):
+        ContinuousLoader(DataLoader(Counting(), 4), mode="fork")
+
+
+def test_a_device_gets_each_batch_and_the_state_counts_those_handed_over(engine: dict[str, Any]) -> None:
+    with ContinuousLoader(DataLoader(Numbers(), 4), device="cpu", **engine) as loader:
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        state = loader.state_dict()
+        assert state["served"] == 3
+        assert len(list(batches)) == 10
+        assert loader.state_dict()["finished"]
+        assert next(batches, None) is None
+        loader.load_state_dict(state)
+        assert [i for batch in loader for i in indices(batch)] == list(range(12, 50))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"mode": "fast"}, ValueError, "mode must be one of auto, inline"),
+        ({"workers": 0}, ValueError, "workers must be at least 1, got 0"),
+        ({"prefetch": 0}, ValueError, "prefetch must be at least 1, got 0"),
+    ],
+)
+def test_arguments_out_of_range(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        ContinuousLoader(DataLoader(Numbers(), 4), **options)
+
+
+def test_what_can_not_be_wrapped() -> None:
+    with pytest.raises(TypeError, match=r"wraps a torch\.utils\.data\.DataLoader, got list"):
+        ContinuousLoader([1, 2])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ContinuousLoader already"):
+        ContinuousLoader(ContinuousLoader(DataLoader(Numbers(), 4)))
