@@ -87,17 +87,19 @@ def _find(folder: str | None) -> tuple[Path, str] | None:
 
 
 def _from_debian() -> bool:
-    """Fetch Debian's package without installing it: no root needed."""
+    with tempfile.TemporaryDirectory() as folder:
+        return unpack_debian(["dataset-fashion-mnist"], folder) and _keep(folder + str(_DEBIAN))
+
+
+def unpack_debian(packages: list[str], folder: str) -> bool:
+    """Fetch Debian's packages and unpack them into a folder without installing them: no root needed."""
     if not (shutil.which("apt-get") and shutil.which("dpkg")):
         return False
-    with tempfile.TemporaryDirectory() as folder:
-        download = ["apt-get", "-qq", "download", "dataset-fashion-mnist"]
-        if _run(download, folder) or (_run(["apt-get", "-qq", "update"], folder) == 0 and _run(download, folder)):
-            return False
-        packages = list(Path(folder).glob("*.deb"))
-        if not packages or _run(["dpkg", "-x", str(packages[0]), folder], folder):
-            return False
-        return _keep(folder + str(_DEBIAN))
+    download = ["apt-get", "-qq", "download", *packages]
+    if _run(download, folder) and (_run(["apt-get", "-qq", "update"], folder) or _run(download, folder)):
+        return False
+    files = list(Path(folder).glob("*.deb"))
+    return len(files) >= len(packages) and not any(_run(["dpkg", "-x", str(file), folder], folder) for file in files)
 
 
 def _run(command: list[str], folder: str) -> int:

@@ -1,0 +1,225 @@
+"""An `ImageDataset` read by NVIDIA DALI: on a GPU its decoder and kernels, without one its CPU operators.
+
+DALI decodes and resizes, nothing else. Order, sharding, crops and epochs are those of torch and of the data set, and
+computed here: DALI's own readers cannot resume without a checkpoint of their state, and their shards and last batches
+differ from `DistributedSampler`'s. So the loader can be put in place of
+
+    DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset, …), collate_fn=collate)
+
+and the same samples come in the same batches with the same crops.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from accel.dataio.dali_graph import Batch, Graph
+from accel.dataio.dealing import world
+from accel.dataio.images import ImageDataset
+
+LastBatch = Literal["partial", "drop", "fill"]
+Batches = Generator[tuple[Tensor, Tensor], None, None]
+
+
+class DaliLoader:
+    """Iterate (images, labels) batches of an image data set, decoded by DALI.
+
+    Args:
+        dataset: what to read; its transform, seed, `interpolation` and `exif` are used, its `threads` and
+            `reducing_gap` are not.
+        batch_size: images of one rank's batch, at least 1.
+        shuffle: another order in each epoch, the one of `DistributedSampler`; default False.
+        seed: of the order, the same on every rank, default 0.
+        num_replicas: number of ranks, default that of the process group, else 1.
+        rank: this one, default that of the process group, else 0.
+        last_batch: what becomes of samples that don't fill a batch, see below.
+        device: to decode on and to leave the batches on; default the current CUDA device, else the CPU.
+        threads: of DALI, default 2.
+        prefetch: batches under way, at least 1, default 2.
+
+    | last_batch | ranks with unequal shares | the last batch of a rank |
+    |---|---|---|
+    | `"partial"` | the first samples of the epoch come twice (`drop_last=False` of the sampler) | is smaller |
+    | `"drop"` | samples are left out (`drop_last=True` of the sampler) | is left out |
+    | `"fill"` | as `"partial"` | is filled from the beginning of the rank's epoch |
+
+    Images are (B, 3, H, W) uint8 in channels_last on `device`, labels (B,) int64 there too.
+
+    Raises:
+        ValueError: if an argument is out of range; while iterating, if an image cannot be decoded.
+        ImportError: if DALI is not installed.
+
+    Example:
+        >>> loader = DaliLoader(ImageFolder("imagenet/train", RandomResizedCrop(224)), 256, shuffle=True)
+        >>> for epoch in range(90):
+        ...     loader.set_epoch(epoch)
+        ...     for images, labels in loader:
+        ...         loss = criterion(model(normalize(images)), labels)
+    """
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        last_batch: LastBatch = "partial",
+        device: torch.device | str | None = None,
+        threads: int = 2,
+        prefetch: int = 2,
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("threads", threads), ("prefetch", prefetch)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if last_batch not in get_args(LastBatch):
+            raise ValueError(f"last_batch must be one of {get_args(LastBatch)}, got {last_batch!r}")
+        self.dataset, self.batch_size, self.last_batch = dataset, batch_size, last_batch
+        self.num_replicas, self.rank = world(num_replicas, rank)
+        self.sampler: DistributedSampler[int] = DistributedSampler(
+            dataset, self.num_replicas, self.rank, shuffle, seed, drop_last=last_batch == "drop"
+        )
+        self.device = _device(device)
+        self._threads, self._prefetch = threads, prefetch
+        self._graph: Graph | None = None
+        self._running: Batches | None = None
+        self._start = self._given = 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the order."""
+        return self.sampler.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch, of order and crops; setting the one that a loaded state is in leaves its place alone."""
+        if epoch != self.sampler.epoch:
+            self._start = self._given = 0
+        self.sampler.set_epoch(epoch)
+        self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Return the number of batches in a whole epoch."""
+        samples = len(self.sampler)
+        return samples // self.batch_size if self.last_batch == "drop" else -(-samples // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate the epoch's batches, from where a loaded state left it; an iteration under way ends."""
+        if self._running is not None:
+            self._running.close()
+        start, self._start = self._start, 0
+        self._given = start
+        self._running = self._iterate(self.batches()[start:])
+        return self._running
+
+    def batches(self) -> list[list[int]]:
+        """Return the samples of each batch of this rank's epoch."""
+        order = list(self.sampler) if len(self.dataset) else []
+        found = [order[at : at + self.batch_size] for at in range(0, len(order), self.batch_size)]
+        if self.last_batch == "drop":
+            return found[: len(self)]
+        if self.last_batch == "fill" and found:
+            missing = self.batch_size - len(found[-1])
+            found[-1] = found[-1] + (order * (missing // len(order) + 1))[:missing]
+        return found
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where this epoch stands: after the batches that the loop has had."""
+        return {"epoch": self.epoch, "batch": self._given, "settings": self._fingerprint()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where `state` was taken, with the very samples and crops that would have come.
+
+        Raises:
+            ValueError: if it was taken with another data set, order, batch size or number of ranks.
+        """
+        if state["settings"] != self._fingerprint():
+            raise ValueError(
+                f"the state must be of the same samples, seeds, batch_size, ranks and last_batch, got settings "
+                f"{state['settings']}, these are {self._fingerprint()}; go on at the next epoch with "
+                f"set_epoch({state['epoch'] + 1})"
+            )
+        if not 0 <= state["batch"] <= len(self):
+            raise ValueError(f"batch must be 0 to {len(self)}, got {state['batch']}")
+        self.set_epoch(state["epoch"])
+        self._start = self._given = state["batch"]
+
+    def _fingerprint(self) -> int:
+        sampler = self.sampler
+        settings = (len(self.dataset), self.dataset.seed, sampler.shuffle, sampler.seed, self.batch_size)
+        return zlib.crc32(repr((*settings, self.num_replicas, self.last_batch)).encode())
+
+    # -- one epoch ---------------------------------------------------------------------------------------------------
+
+    def _iterate(self, batches: list[list[int]]) -> Batches:
+        if not batches:
+            return
+        graph, self._graph = self._ready(), None
+        under_way: deque[list[int]] = deque()
+        pool = ThreadPoolExecutor(2, "accel-dali-read")
+        try:
+            for images in self._decoded(graph, self._read_ahead(batches, pool, under_way), under_way):
+                indices = under_way.popleft()
+                labels = torch.tensor([self.dataset.samples[index][1] for index in indices], dtype=torch.int64)
+                self._given += 1
+                yield images, labels.to(self.device)
+            # Kept for the next epoch; after a break or an error batches are left inside, and it is thrown away.
+            self._graph = graph
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _ready(self) -> Graph:
+        if self._graph is None:
+            self._graph = Graph(
+                self.batch_size,
+                self.dataset.transform.size,
+                self.device,
+                self._threads,
+                self._prefetch,
+                self.dataset.interpolation,
+                self.dataset.exif,
+            )
+        return self._graph
+
+    def _read_ahead(
+        self, batches: Iterable[list[int]], pool: ThreadPoolExecutor, under_way: deque[list[int]]
+    ) -> Iterator[Batch]:
+        reading: deque[tuple[list[int], Future[Batch]]] = deque()
+        for indices in (*batches, None, None):
+            if indices is not None:
+                reading.append((indices, pool.submit(self._read, indices)))
+            if reading and (indices is None or len(reading) > 2):
+                first, future = reading.popleft()
+                found = future.result()
+                under_way.append(first)
+                yield found
+
+    def _read(self, indices: list[int]) -> Batch:
+        data, placements = zip(*self.dataset.encoded(indices), strict=True)
+        return data, placements
+
+    def _decoded(self, graph: Graph, batches: Iterator[Batch], under_way: deque[list[int]]) -> Iterator[Tensor]:
+        try:
+            yield from graph.run(batches)
+        except RuntimeError as error:
+            indices = under_way[0]
+            self.dataset.__getitems__(indices)  # says which one it is, if it cannot be read without DALI either
+            raise ValueError(f"samples must be readable by DALI, one of {indices} is not: {error}") from error
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = torch.device(device)
+    if str(found) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
