@@ -1,0 +1,366 @@
+"""Communication hooks against DDP as it is, on shaped links between network namespaces.
+
+    python -m benchmarks.comm_hooks [--shape 2x2] [--rate 100mbit] [--only "hierarchical int8"] [--record]
+    python -m benchmarks.comm_hooks --launches 50 [--record]
+
+The model is 24 layers of 1024 x 1024, 25.2 million float32 parameters, 100.8 MB of gradients in DDP's buckets of 25 MB;
+batch 8, SGD, one thread to a rank. All methods of a row stay in one launch, each with a DDP module of its own over the
+same parameters, and take turns (A B C, C B A, …); a step's time is that of its slowest rank. Bytes are those of the
+interface of host 0, headers included. With --launches every hook trains a small model of 5 buckets, in each of as many
+launches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.comm.compressor import Compressor, Exact
+from accel.comm.half import Half
+from accel.comm.hooks import CommState, hook
+from accel.comm.int8 import Int8
+from accel.comm.one_bit import OneBit
+from accel.files import write_atomic
+from benchmarks.lab import Lab, why_not
+
+COMPRESSORS: dict[str, Callable[[], Compressor]] = {
+    "exact": Exact,
+    "fp16": lambda: Half(torch.float16),
+    "bf16": Half,
+    "int8": Int8,
+    "1-bit": OneBit,
+}
+
+
+class Setting(NamedTuple):
+    """One network and what is run on it."""
+
+    hosts: int
+    ranks: int
+    rate: str
+    methods: tuple[str, ...]
+
+
+SETTINGS = (
+    Setting(2, 2, "100mbit", ("hierarchical exact", "hierarchical bf16", "hierarchical int8", "hierarchical 1-bit")),
+    Setting(2, 4, "100mbit", ("hierarchical exact",)),
+    Setting(2, 1, "100mbit", ("bf16", "int8", "1-bit")),
+    Setting(2, 1, "1gbit", ("bf16", "int8", "1-bit")),
+)
+
+
+class Row(NamedTuple):
+    """One method on one network, against DDP in the same launch."""
+
+    shape: str
+    rate: str
+    method: str
+    step_s: float
+    low_s: float
+    """20th percentile."""
+    high_s: float
+    """80th percentile."""
+    speedup: float
+    """Median step of DDP over that of the method."""
+    speedup_low: float
+    """Least ratio over the rounds; each round runs every method once."""
+    speedup_high: float
+    sent_mb: float
+    """By host 0, MB per step."""
+    of_theory: float
+    """Sent bytes over those of the formula, which counts no headers."""
+    replicas_equal: bool
+
+
+def make_state(model: nn.Module, method: str, timeout_s: float = 120.0) -> CommState:
+    """Return the state of a method: "int8", "hierarchical bf16", …"""
+    *way, name = method.split()
+    return CommState(
+        model, COMPRESSORS[name](), hierarchical=way == ["hierarchical"], timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def uplink_bytes(method: str, hosts: int, ranks: int, gradient_bytes: int) -> float:
+    """Return what a host must send each step."""
+    *way, name = method.split()
+    world = hosts * ranks
+    share = 1.0 if name == "ddp" else COMPRESSORS[name]().bytes_per_element() / 4
+    if way == ["hierarchical"]:
+        return 2 * (hosts - 1) / hosts * share * gradient_bytes
+    if name in ("ddp", "exact"):
+        return 2 * (world - 1) / world * gradient_bytes  # a ring: one of a host's ranks sends to the next host
+    # All-to-all and all-gather: each rank sends to each rank of other hosts.
+    return 2 * ranks * (world - ranks) / world * share * gradient_bytes
+
+
+# One rank
+
+
+def mlp(width: int, depth: int) -> nn.Module:
+    """Return the model."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())])
+
+
+def tx_bytes() -> int:
+    """Return what this host has sent."""
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+class Method:
+    """A DDP module under one method; all share parameters."""
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self.name = name
+        self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=False)
+        self.state = None if name == "ddp" else make_state(self.ddp, name)
+        if self.state is not None:
+            self.ddp.register_comm_hook(self.state, hook)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        self.seconds: list[float] = []
+        self.sent: list[int] = []
+
+    def step(self, batch: torch.Tensor, keep: bool) -> None:
+        """Take a step and, if `keep`, note its time over all ranks and what this host sent."""
+        dist.barrier()
+        sent, began = tx_bytes(), time.perf_counter()
+        self.optimizer.zero_grad()
+        self.ddp(batch).square().mean().backward()
+        self.optimizer.step()
+        took = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        dist.barrier()
+        time.sleep(0.02)  # what is in the shaper's queue counts as not sent yet
+        moved = tx_bytes() - sent
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        if keep:
+            self.seconds.append(took.item())
+            self.sent.append(moved)
+
+
+def work(methods: list[str], rounds: int, width: int, depth: int) -> None:
+    """Measure as one rank; rank 0 prints the result."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    model = mlp(width, depth)
+    runs = [Method(name, model) for name in methods]
+    torch.manual_seed(dist.get_rank())
+    batch = torch.randn(8, width)
+    for run in runs:
+        # DDP makes new buckets after the first step; the second one is the first in its final form.
+        for _ in range(2):
+            run.step(batch, keep=False)
+    for number in range(rounds):
+        for run in runs if number % 2 == 0 else runs[::-1]:
+            run.step(batch, keep=True)
+    equal = replicas_equal(model)
+    if dist.get_rank() == 0:
+        found = {run.name: {"seconds": run.seconds, "sent": run.sent} for run in runs}
+        print("RESULT " + json.dumps({"methods": found, "replicas_equal": equal}), flush=True)
+    for run in runs:
+        if run.state is not None:
+            run.state.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def replicas_equal(model: nn.Module) -> bool:
+    """Tell whether the weights are the same bits on all ranks."""
+    own = torch.cat([p.detach().flatten() for p in model.parameters()])
+    first = own.clone()
+    dist.broadcast(first, 0)
+    same = torch.tensor([int(torch.equal(own, first))])
+    dist.all_reduce(same, op=dist.ReduceOp.MIN)
+    return bool(same)
+
+
+def hooks() -> list[str]:
+    """Return every method."""
+    return [way + name for way in ("", "hierarchical ") for name in COMPRESSORS]
+
+
+def work_once() -> None:
+    """Train small models of 5 buckets with every hook, 4 steps each, and leave with 0 if all replicas are equal."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    wrong = []
+    for method in hooks():
+        model = mlp(64, 10)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.032)
+        state = make_state(ddp, method, 60.0)
+        ddp.register_comm_hook(state, hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(4):
+            optimizer.zero_grad()
+            ddp(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+        buckets = max(layout.index for layout in state._layouts.values()) + 1
+        if buckets < 4 or not replicas_equal(model):
+            wrong.append(f"{method}: {buckets} buckets, or replicas differ")
+        state.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit("\n".join(wrong) or 0)
+
+
+# The lab
+
+
+def measure(setting: Setting, rounds: int, depth: int = 24) -> list[Row]:
+    """Run one setting and return a row for DDP and for each method."""
+    methods = ["ddp", *setting.methods]
+    arguments = [
+        "-m",
+        "benchmarks.comm_hooks",
+        "--worker",
+        json.dumps(methods),
+        "--rounds",
+        str(rounds),
+        "--depth",
+        str(depth),
+    ]
+    with Lab(setting.hosts, setting.rate) as lab:
+        output = lab.run(arguments, setting.ranks, timeout_s=900)[0].output
+    line = next(line for line in output.splitlines() if line.startswith("RESULT "))
+    result = json.loads(line.removeprefix("RESULT "))
+    gradient_bytes = 4 * depth * (1024 * 1024 + 1024)
+    plain = result["methods"]["ddp"]["seconds"]
+    rows = []
+    for method in methods:
+        seconds, sent = result["methods"][method]["seconds"], result["methods"][method]["sent"]
+        ratios = [one / other for one, other in zip(plain, seconds, strict=True)]
+        fifths = statistics.quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 4
+        typical = statistics.median(sent)
+        rows.append(
+            Row(
+                f"{setting.hosts}x{setting.ranks}",
+                setting.rate,
+                method,
+                statistics.median(seconds),
+                fifths[0],
+                fifths[3],
+                statistics.median(plain) / statistics.median(seconds),
+                min(ratios),
+                max(ratios),
+                typical / 1e6,
+                typical / uplink_bytes(method, setting.hosts, setting.ranks, gradient_bytes),
+                result["replicas_equal"],
+            )
+        )
+    return rows
+
+
+class Launches(NamedTuple):
+    """How many launches ended well; each trains with every hook."""
+
+    shape: str
+    hooks: list[str]
+    launches: int
+    good: int
+    seconds: float
+
+
+def launch_all(launches: int) -> Launches:
+    """Launch two hosts of two ranks again and again."""
+    good, began = 0, time.monotonic()
+    with Lab(2) as lab:
+        for _ in range(launches):
+            try:
+                lab.run(["-m", "benchmarks.comm_hooks", "--once"], 2, timeout_s=120)
+                good += 1
+            except (RuntimeError, TimeoutError) as error:
+                print(error, flush=True)
+    return Launches("2x2", hooks(), launches, good, time.monotonic() - began)
+
+
+@click.command()
+@click.option("--shape", help="Only this one, hosts x ranks: 2x2.")
+@click.option("--rate", help="Only this link: 100mbit.")
+@click.option("--only", multiple=True, help="Only this method, beside DDP.")
+@click.option("--rounds", default=5, show_default=True, help="Times each method is measured.")
+@click.option("--launches", default=0, help="Launch every hook so many times instead.")
+@click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
+@click.option("--depth", default=24, hidden=True)
+@click.option("--worker", hidden=True)
+@click.option("--once", is_flag=True, hidden=True)
+def main(
+    shape: str | None,
+    rate: str | None,
+    only: tuple[str, ...],
+    rounds: int,
+    launches: int,
+    record: bool,
+    depth: int,
+    worker: str | None,
+    once: bool,
+) -> None:
+    """Measure."""
+    if worker is not None:
+        return work(json.loads(worker), rounds, 1024, depth)
+    if once:
+        return work_once()
+    if reason := why_not():
+        raise click.ClickException(reason)
+    command = " ".join(["python -m benchmarks.comm_hooks", *(one for one in sys.argv[1:] if one != "--record")])
+    if launches:
+        ended = launch_all(launches)
+        print(f"{ended.good} of {launches} launches of {len(ended.hooks)} hooks ended well, {ended.seconds:.0f} s")
+        if record:
+            write("launches", "launches that train with every hook, 5 buckets, gloo, replicas equal", command, [ended])
+        sys.exit(int(ended.good < launches))
+    found: list[Row] = []
+    for setting in SETTINGS:
+        if (shape or f"{setting.hosts}x{setting.ranks}") != f"{setting.hosts}x{setting.ranks}":
+            continue
+        if (rate or setting.rate) != setting.rate:
+            continue
+        methods = tuple(method for method in setting.methods if not only or method in only)
+        rows = measure(setting._replace(methods=methods), rounds)
+        found += rows
+        for row in rows:
+            print(
+                f"{row.shape} {row.rate:8} {row.method:20} {row.step_s:7.3f} s ({row.low_s:.3f} to {row.high_s:.3f}), "
+                f"{row.speedup:5.2f} ({row.speedup_low:.2f} to {row.speedup_high:.2f}) times DDP, {row.sent_mb:6.1f} MB"
+                f" = {row.of_theory:.3f} of theory, replicas {'equal' if row.replicas_equal else 'DIFFER'}",
+                flush=True,
+            )
+    if record:
+        write("hooks", "a DDP step on shaped links, by communication hook", command, found)
+
+
+def write(kind: str, what: str, command: str, found: list[Any]) -> None:
+    """Write the figures beside the others; rows of other settings measured on the same day stay."""
+    from accel.journal import machine_name
+
+    target = Path(__file__).parent / "results" / f"comm-{kind}-cpu-{date.today().isoformat()}.json"
+    rows = [{**one._asdict(), "command": command} for one in found]
+    measured = {(row["shape"], row.get("rate")) for row in rows}
+    if target.exists():
+        before = json.loads(target.read_text(encoding="utf-8"))["rows"]
+        rows = [row for row in before if (row["shape"], row.get("rate")) not in measured] + rows
+    summary = {
+        "what": what,
+        "date": date.today().isoformat(),
+        "machine": machine_name(torch.device("cpu")),
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "rows": rows,
+    }
+    write_atomic(target, json.dumps(summary, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

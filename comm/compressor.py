@@ -1,0 +1,153 @@
+"""What is sent in place of gradients: the interface of a compressor, and the two commonest families.
+
+A compressor is a list of stages. Each runs in a thread of its own with a group of its own, bucket after bucket, so that
+stage 2 of one bucket overlaps stage 1 of the next; within a stage all ranks issue the same collectives in the same
+order, whatever happens elsewhere.
+
+* Exact: one all-reduce.
+* Quantised: encode, all-to-all, sum what arrived, encode the sum, all-gather, decode: 2 (n − 1)/n of the encoded bytes
+  on the wire, as a ring sends of the plain ones; an all-gather of everything would send n − 1. Each rank sums one chunk
+  and all decode the same bytes, so replicas stay equal to the bit. With error feedback, a rank keeps what its encoding
+  lost of its values and of the sum of its chunk: Σ_r residual + decoded = Σ_r values holds at every step.
+
+Sources: two-phase compressed all-reduce with error feedback (Tang et al. 2021, arxiv.org/abs/2102.02888), whose second
+residual is here added to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel.comm.channel import Channel
+from accel.comm.layout import Layout, Piece, equal_cuts
+
+RESIDUAL = "residual"
+
+
+class Stage(NamedTuple):
+    """One step of a compressor."""
+
+    name: str
+    run: Callable[[Piece, Channel], None]
+
+
+class Compressor:
+    """Base of all compressors: configuration only, no tensors, so that it pickles and compares by its `repr`."""
+
+    fields: tuple[str, ...] = ()
+    """Own fields that the compressor needs in `piece.slot`, beside `residual`."""
+    feedback = False
+    """Whether error feedback is on unless the user says otherwise."""
+    takes_feedback = True
+    """Whether the compressor uses `residual` where it is there."""
+    lossless = False
+
+    def stages(self) -> Sequence[Stage]:
+        """Return the stages; the last one leaves the sum over the channel's ranks in `piece.values`."""
+        raise NotImplementedError
+
+    def boundaries(self, layout: Layout, parts: int) -> list[int]:
+        """Return parts + 1 offsets at which the ranks of a host may share out a bucket."""
+        return equal_cuts(layout.numel, parts)
+
+    def check(self, layout: Layout) -> None:
+        """Raise ValueError if the compressor can't handle a bucket; called once for each layout."""
+
+    def bytes_per_element(self) -> float:
+        """Return encoded bytes per element, for cost models."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
+        return f"{type(self).__name__}({settings})"
+
+
+class Exact(Compressor):
+    """Send gradients as they are; sums differ from DDP's own by rounding alone."""
+
+    takes_feedback = False
+    lossless = True
+
+    def stages(self) -> Sequence[Stage]:
+        return [Stage("all-reduce", lambda piece, channel: channel.all_reduce(piece.values))]
+
+    def bytes_per_element(self) -> float:
+        return 4.0
+
+
+class Quantised(Compressor):
+    """Base of compressors that encode each block of elements by itself.
+
+    A block with a NaN or an infinity must decode to something that is not finite: it tells GradScaler, and the memory,
+    that the step is void.
+    """
+
+    block = 1
+    """Elements that share a scale."""
+
+    def encoded_bytes(self, numel: int) -> int:
+        """Return the size of `numel` encoded elements."""
+        raise NotImplementedError
+
+    def encode(self, values: Tensor, out: Tensor, lost: Tensor | None) -> None:
+        """Encode `values` (m,) into `out` (encoded_bytes(m),) uint8 and write what that lost of them to `lost` (m,)."""
+        raise NotImplementedError
+
+    def decode(self, encoded: Tensor, out: Tensor, add: bool = False) -> None:
+        """Decode into `out` (m,), or add to it."""
+        raise NotImplementedError
+
+    def boundaries(self, layout: Layout, parts: int) -> list[int]:
+        return equal_cuts(layout.numel, parts, self.block)
+
+    def bytes_per_element(self) -> float:
+        return self.encoded_bytes(1 << 20) / (1 << 20)
+
+    def stages(self) -> Sequence[Stage]:
+        return [Stage("sum of encoded", self._scatter), Stage("gather of encoded", self._gather)]
+
+    def _scatter(self, piece: Piece, channel: Channel) -> None:
+        """Sum this rank's chunk of the piece over all ranks, as they encoded it, and encode the sum."""
+        values, rank = piece.values, channel.rank
+        feedback = piece.slot.has(RESIDUAL)
+        lost = piece.slot.write(RESIDUAL) if feedback else None
+        if feedback:
+            values += piece.slot.read(RESIDUAL)
+        cuts = equal_cuts(values.numel(), channel.size, self.block)
+        chunks = [slice(low, high) for low, high in pairwise(cuts)]
+        if channel.size == 1:
+            if lost is not None:
+                lost.zero_()
+            return
+        going = [self._room(values, part.stop - part.start) for part in chunks]
+        for r, part in enumerate(chunks):
+            if r != rank:
+                self.encode(values[part], going[r], None if lost is None else lost[part])
+        own = chunks[rank]
+        coming = [
+            self._room(values, own.stop - own.start) if r != rank else values.new_empty(0, dtype=torch.uint8)
+            for r in range(channel.size)
+        ]
+        channel.exchange(going, coming)
+        for r, encoded in enumerate(coming):
+            if r != rank:
+                self.decode(encoded, values[own], add=True)
+        self.encode(values[own], going[rank], None if lost is None else lost[own])
+        piece.carry.update(chunks=chunks, encoded=going)
+
+    def _gather(self, piece: Piece, channel: Channel) -> None:
+        """Give the encoded sums to everyone."""
+        if channel.size == 1:
+            return
+        chunks, encoded = piece.carry["chunks"], piece.carry["encoded"]
+        channel.all_gather(encoded[channel.rank], encoded)
+        for part, one in zip(chunks, encoded, strict=True):
+            self.decode(one, piece.values[part])
+
+    def _room(self, like: Tensor, numel: int) -> Tensor:
+        return torch.empty(self.encoded_bytes(numel), dtype=torch.uint8, device=like.device)

@@ -1,0 +1,105 @@
+"""What a bucket holds, and the part of it that one rank reduces.
+
+DDP lays the gradients of a bucket end to end in one flat buffer. Which ones may change: after the first step DDP makes
+new buckets in the order in which gradients arrived. So whatever outlives a step is kept by parameter, not by bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from accel.comm.memory import Slot
+
+
+class Extent(NamedTuple):
+    """Part of one parameter within a range of a bucket."""
+
+    name: str
+    begin: int
+    """First element, counted within the range."""
+    length: int
+    skipped: int
+    """Elements of the parameter before the range."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parameters in a bucket, end to end."""
+
+    index: int
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype
+    is_last: bool
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Return where each parameter begins, and where the last one ends."""
+        ends = [0]
+        for shape in self.shapes:
+            ends.append(ends[-1] + shape.numel())
+        return tuple(ends)
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.offsets[-1]
+
+    def extents(self, low: int, high: int) -> Iterator[Extent]:
+        """Yield what of which parameter stands in elements [low, high)."""
+        for name, begin, end in zip(self.names, self.offsets, self.offsets[1:], strict=False):
+            first, last = max(begin, low), min(end, high)
+            if first < last:
+                yield Extent(name, first - low, last - first, first - begin)
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"bucket {self.index}{' (the last)' if self.is_last else ''} of {self.numel:,} {kind}"
+
+
+@dataclass
+class Piece:
+    """The part of a bucket that one group of ranks reduces: all of it, or one slice where hosts reduce first.
+
+    A compressor reads `values`, each rank's own, and leaves their sum over the group there, the same bits on each rank.
+    The values are divided by the number of all ranks already, so that the sum is the mean gradient.
+    """
+
+    values: Tensor
+    """(high − low,), float32 or float64, contiguous; the compressor may write into it at any time."""
+    layout: Layout
+    low: int
+    high: int
+    slot: Slot
+    """What outlives the step; see `accel.comm.memory`."""
+    carry: dict[str, Any] = field(default_factory=dict)
+    """Whatever one stage of the compressor leaves for the next."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, view into `values` of the parameter's shape); the piece must hold parameters as a whole.
+
+        A compressor that calls it cuts between parameters: `boundaries` returns `accel.comm.layout.between`.
+        """
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        for one in self.layout.extents(self.low, self.high):
+            assert one.length == shapes[one.name].numel(), "a slice cuts through a parameter"
+            yield one.name, self.values[one.begin : one.begin + one.length].view(shapes[one.name])
+
+
+def equal_cuts(total: int, parts: int, unit: int = 1) -> list[int]:
+    """Return parts + 1 offsets that cut `total` elements into like parts, at multiples of `unit`."""
+    units = -(-total // unit)
+    return [min(units * part // parts * unit, total) for part in range(parts + 1)]
+
+
+def between(layout: Layout, parts: int) -> list[int]:
+    """Return parts + 1 offsets near those of equal parts, none within a parameter; parts may be empty."""
+    cuts = [min(layout.offsets, key=lambda at: abs(at - layout.numel * part / parts)) for part in range(parts + 1)]
+    return sorted(cuts)

@@ -1,0 +1,200 @@
+"""What a compressor remembers from step to step: error feedback, momentum, warm starts.
+
+A step whose mean gradient is not finite leaves the memory as it was, as if the step had not been: GradScaler skips the
+update, so what was sent is lost, and what was withheld must not become NaN. Every rank sees the same mean gradient, so
+all decide alike without a word. This costs a second copy of each field.
+
+Two kinds of fields:
+
+* own: differs by rank and adds up over the ranks of a host, (elements of the piece,). Error feedback is one: what the
+  ranks of a group withheld is what the mean gradient lacks, Σ_r e_r. New buckets, slices, ranks or hosts share it out
+  anew and keep that sum.
+* shared: one tensor by parameter, the same on every rank that reduces this parameter. PowerSGD's warm start is one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.comm.layout import Layout
+
+_VERSION = 1
+_Pieces = list[tuple[int, Tensor]]  # (elements of the parameter before it, values)
+
+
+class Slot:
+    """The memory of one piece of one bucket; compressors get it as `piece.slot`."""
+
+    def __init__(self, layout: Layout, shared: dict[str, dict[str, Tensor]]) -> None:
+        self.layout = layout
+        self.low, self.high = 0, layout.numel
+        self.filled = False
+        self._kept: dict[str, Tensor] = {}
+        self._next: dict[str, Tensor] = {}
+        self._spare: dict[str, Tensor] = {}
+        self._shared = shared
+        self._next_shared: dict[str, dict[str, Tensor]] = {}
+
+    def has(self, field: str) -> bool:
+        """Tell whether there is an own field of this name; `residual` is there if error feedback is on."""
+        return field in self._kept
+
+    def read(self, field: str) -> Tensor:
+        """Return an own field, (elements of the piece,) in the dtype of its values; zeros at first. Don't write."""
+        return self._kept[field]
+
+    def write(self, field: str) -> Tensor:
+        """Return a tensor to be filled with the field's next value, which holds once the step is known to be finite."""
+        if field not in self._next:
+            old = self._kept[field]
+            self._next[field] = self._spare.pop(field) if field in self._spare else torch.empty_like(old)
+        return self._next[field]
+
+    def read_shared(self, field: str, name: str) -> Tensor | None:
+        """Return a shared field of a parameter, None at first."""
+        return self._shared.get(field, {}).get(name)
+
+    def write_shared(self, field: str, name: str, value: Tensor) -> None:
+        """Set a shared field of a parameter, which holds once the step is known to be finite."""
+        self._next_shared.setdefault(field, {})[name] = value
+
+    def fill(self, field: str, values: Tensor) -> None:
+        """Set an own field at once."""
+        self._kept[field] = values
+
+    def _settle(self, finite: bool) -> None:
+        for field, value in self._next.items():
+            if finite:
+                self._spare[field], self._kept[field] = self._kept[field], value
+            else:
+                self._spare[field] = value
+        if finite:
+            for field, values in self._next_shared.items():
+                self._shared.setdefault(field, {}).update(values)
+        self._next, self._next_shared = {}, {}
+
+    def _scattered(self) -> Iterable[tuple[str, str, int, Tensor]]:
+        for field, values in self._kept.items():
+            for one in self.layout.extents(self.low, self.high):
+                yield field, one.name, one.skipped, values[one.begin : one.begin + one.length]
+
+
+class Memory:
+    """One rank's memory of all buckets."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, Slot] = {}
+        self._loose: dict[str, dict[str, _Pieces]] = {}
+        self._shared: dict[str, dict[str, Tensor]] = {}
+        self._finite: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def slot(self, layout: Layout) -> Slot:
+        """Return the slot of a bucket, a new and unfilled one where the bucket holds other parameters than before."""
+        slot = self._slots.get(layout.index)
+        if slot is None or slot.layout != layout:
+            # Earlier buckets of this step are as they were and share no parameter with later ones.
+            for index in [index for index in self._slots if index >= layout.index]:
+                self._loosen(self._slots.pop(index))
+            slot = self._slots[layout.index] = Slot(layout, self._shared)
+        return slot
+
+    def _loosen(self, slot: Slot) -> None:
+        with self._lock:
+            for field, name, skipped, values in slot._scattered():
+                self._loose.setdefault(field, {}).setdefault(name, []).append((skipped, values))
+
+    def take(self, layout: Layout, field: str, like: Tensor) -> Tensor:
+        """Return what is kept of a field for a bucket's parameters, zeros elsewhere, and keep it no longer."""
+        whole = torch.zeros(layout.numel, dtype=like.dtype, device=like.device)
+        with self._lock:
+            pieces = self._loose.get(field, {})
+            found = [(one, pieces.pop(one.name, [])) for one in layout.extents(0, layout.numel)]
+        for one, parts in found:
+            for skipped, values in parts:
+                if skipped + values.numel() > one.length:
+                    raise ValueError(
+                        f"the memory of {one.name!r} must be of its {one.length:,} elements, got "
+                        f"{skipped + values.numel():,}; load a state of the same model"
+                    )
+                whole[one.begin + skipped : one.begin + skipped + values.numel()] += values.to(whole)
+        return whole
+
+    def note(self, finite: Tensor) -> None:
+        """Note whether the mean gradient of one bucket is finite, (1,) bool."""
+        self._finite.append(finite)
+
+    def settle(self) -> None:
+        """Take over what the last step wrote if all its buckets were finite, else forget it."""
+        if self._finite:
+            finite = bool(torch.stack(self._finite).all())
+            self._finite = []
+            for slot in self._slots.values():
+                slot._settle(finite)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of this rank's fields by parameter."""
+        self.settle()
+        own: dict[str, dict[str, _Pieces]] = {
+            field: {name: [(skipped, values.clone()) for skipped, values in pieces] for name, pieces in names.items()}
+            for field, names in self._loose.items()
+        }
+        for slot in self._slots.values():
+            for field, name, skipped, values in slot._scattered():
+                own.setdefault(field, {}).setdefault(name, []).append((skipped, values.clone()))
+        shared = {field: {name: value.clone() for name, value in one.items()} for field, one in self._shared.items()}
+        return {"version": _VERSION, "own": own, "shared": shared}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace all fields by those of a state; they move to the ranks that need them at the next step."""
+        if state.get("version") != _VERSION:
+            raise ValueError(f"the state's version must be {_VERSION}, got {state.get('version')!r}")
+        self._slots, self._finite = {}, []
+        self._loose = {
+            field: {name: [(skipped, values.clone()) for skipped, values in pieces] for name, pieces in names.items()}
+            for field, names in state["own"].items()
+        }
+        self._shared = {
+            field: {name: value.clone() for name, value in one.items()} for field, one in state["shared"].items()
+        }
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.__init__()  # type: ignore[misc]
+
+
+def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """Return the memory of `world_size` ranks that holds what the ranks of a saved run remembered.
+
+    Σ over the new ranks = Σ over the old ones, for each own field: that sum is what the mean gradient still lacks,
+    since gradients are divided by the number of ranks before anything is withheld. New rank r gets the old ranks r,
+    r + world_size, …; ranks beyond the old number start with nothing. Shared fields go to every rank.
+
+    Args:
+        states: the `state_dict()` of each old rank, in rank order.
+        world_size: new number of ranks, ≥ 1.
+
+    Example:
+        >>> mine = reshard([torch.load(f"comm-{r}.pt") for r in range(8)], world_size=4)[dist.get_rank()]
+        >>> state.load_state_dict(mine)
+    """
+    if world_size < 1 or not states:
+        raise ValueError(f"there must be at least one state and one rank, got {len(states)} and {world_size}")
+    shared: dict[str, dict[str, Tensor]] = {}
+    for one in states:
+        for field, values in one["shared"].items():
+            shared.setdefault(field, {}).update(values)
+    found: list[dict[str, Any]] = []
+    for rank in range(world_size):
+        own: dict[str, dict[str, _Pieces]] = {}
+        for one in states[rank::world_size]:
+            for field, names in one["own"].items():
+                for name, pieces in names.items():
+                    own.setdefault(field, {}).setdefault(name, []).extend(pieces)
+        found.append({**states[0], "own": own, "shared": shared})
+    return found

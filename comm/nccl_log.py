@@ -1,0 +1,169 @@
+"""What an NCCL log says: the text that NCCL_DEBUG=INFO writes, of any number of ranks and hosts.
+
+    node1:3319:3329 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/Socket/0
+    host  pid  tid  gpu          channel        from     to              transport
+
+Lines of torchrun and of mpirun carry a prefix (`[rank0]:`, `[1,0]<stderr>:`), which is skipped. Formats are those of
+NCCL 2.4 to 2.28: src/transport/{net,p2p,shm,net_socket}.cc, src/graph/{topo,paths}.cc, src/init.cc.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_LINE = re.compile(r"(?:(?P<host>[\w.-]+):\d+:\d+ )?\[\d+\] (?P<where>\S+:\d+ )?NCCL (?P<kind>INFO|WARN) (?P<text>.*)")
+_BARE = re.compile(r"NCCL (?P<kind>INFO|WARN) (?P<text>.*)")
+_VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
+_SETTING = re.compile(r"(NCCL_\w+) set (?:by environment )?to (\S+?)\.?$")
+_CHANNEL = re.compile(r"Channel (\d+)(?:/\d+)? : (\d+)\[\w+\] -> (\d+)\[\w+\] (?:\[(send|receive)\] )?via (\S+)")
+_RING = re.compile(r"Channel \d+/(\d+) :")
+_COUNTS = re.compile(r"(\d+) coll channels")
+_RANK = re.compile(r"comm 0x[\da-f]+ rank (\d+) n[rR]anks (\d+)")
+_THREADS = re.compile(r"NET/Socket: Using (\d+) threads and (\d+) sockets per thread")
+_INTERFACES = re.compile(r"(?:NET/Socket|Bootstrap|NET/IB) : Using ?(.*)")
+_NAME = re.compile(r"(?:\[\d+\])?([\w.@-]+):(?=\[?[\da-fA-F.:]+\]?<)")
+
+
+class NotALog(ValueError):
+    """The text holds no line of NCCL."""
+
+
+@dataclass
+class NcclLog:
+    """What was found; empty fields where the log says nothing."""
+
+    lines: int = 0
+    """Lines of NCCL."""
+    hosts: set[str] = field(default_factory=set)
+    host_of: dict[int, str] = field(default_factory=dict)
+    """Rank → host."""
+    versions: dict[str, set[str]] = field(default_factory=dict)
+    """NCCL version → hosts that say it."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Environment variables that NCCL says it read."""
+    network: set[str] = field(default_factory=set)
+    """`Socket`, `IB` or a plugin's name."""
+    interfaces: dict[str, set[str]] = field(default_factory=dict)
+    """Interface chosen for data over sockets → hosts."""
+    channels: set[int] = field(default_factory=set)
+    """Numbers of channels of a communicator."""
+    transports: Counter[str] = field(default_factory=Counter)
+    """`NET/Socket`, `NET/IB`, `NET/IB/GDRDMA`, `P2P`, `SHM` → connections."""
+    local_net: int = 0
+    """Connections between two ranks of one host that go through the network."""
+    socket_threads: tuple[int, int] | None = None
+    """Helper threads and sockets per thread, where NCCL says them."""
+    gdr_disabled: dict[str, str] = field(default_factory=dict)
+    """Network device → the log's line."""
+    distance: list[str] = field(default_factory=list)
+    """Lines in which the GPU is too far from its network card."""
+    no_ib_device: bool = False
+    p2p_disabled: list[str] = field(default_factory=list)
+    shm_failed: list[str] = field(default_factory=list)
+    acs_hint: bool = False
+    plugin_failed: list[str] = field(default_factory=list)
+    mismatch: list[str] = field(default_factory=list)
+    warnings: Counter[str] = field(default_factory=Counter)
+    """Other lines with WARN → how often."""
+
+
+def read(path: Path) -> NcclLog:
+    """Read a log file.
+
+    Raises:
+        OSError: if it can't be read.
+        NotALog: if it holds no line of NCCL.
+    """
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return parse(file)
+
+
+def parse(lines: Iterable[str]) -> NcclLog:
+    """Collect what the lines of a log say.
+
+    Raises:
+        NotALog: if no line is NCCL's.
+    """
+    log = NcclLog()
+    nets: list[tuple[int, int]] = []
+    for line in lines:
+        if version := _VERSION.search(line):
+            log.lines += 1
+            found = _LINE.search(line)
+            log.versions.setdefault(version[1], set()).add((found and found["host"]) or "")
+        match = _LINE.search(line) or _BARE.search(line)
+        if match is None:
+            continue
+        log.lines += 1
+        host = match.groupdict().get("host") or ""
+        if host:
+            log.hosts.add(host)
+        _take(log, host, match["kind"], match["text"].strip(), nets)
+    if not log.lines:
+        raise NotALog("it holds no line of NCCL; run with NCCL_DEBUG=INFO and give what that prints")
+    hosts = log.host_of
+    log.local_net = sum(bool(hosts.get(a)) and hosts.get(a) == hosts.get(b) and a != b for a, b in nets)
+    return log
+
+
+def _take(log: NcclLog, host: str, kind: str, text: str, nets: list[tuple[int, int]]) -> None:
+    if setting := _SETTING.search(text):
+        log.settings[setting[1]] = setting[2]
+    if rank := _RANK.search(text):
+        log.host_of[int(rank[1])] = host
+    if text.startswith("Using network "):
+        log.network.add(text.removeprefix("Using network ").strip())
+    if threads := _THREADS.search(text):
+        log.socket_threads = int(threads[1]), int(threads[2])
+    if chosen := _INTERFACES.match(text):
+        _interfaces(log, host, text, chosen[1])
+    if channel := _CHANNEL.search(text):
+        _channel(log, channel, nets)
+    elif ring := _RING.search(text):
+        log.channels.add(int(ring[1]))
+    if counts := _COUNTS.search(text):
+        log.channels.add(int(counts[1]))
+    _trouble(log, kind, text)
+
+
+def _interfaces(log: NcclLog, host: str, text: str, rest: str) -> None:
+    if text.startswith("NET/Socket"):
+        for name in _NAME.findall(rest):
+            log.interfaces.setdefault(name, set()).add(host)
+
+
+def _channel(log: NcclLog, channel: re.Match[str], nets: list[tuple[int, int]]) -> None:
+    via = channel[5]
+    parts = via.split("/")
+    if parts[0] == "NET":
+        gdr = "/GDRDMA" if "GDRDMA" in via else ""
+        log.transports[f"NET/{parts[1].split('(')[0] if len(parts) > 1 else ''}{gdr}"] += 1
+        nets.append((int(channel[2]), int(channel[3])))
+    else:
+        log.transports[parts[0]] += 1
+
+
+def _trouble(log: NcclLog, kind: str, text: str) -> None:
+    if "GPU Direct RDMA Disabled" in text:
+        if "distance" in text:
+            log.distance.append(text)
+        named = re.search(r"HCA (\d+)(?: '([^']+)')?", text)
+        log.gdr_disabled.setdefault((named and (named[2] or named[1])) or "?", text)
+    elif "NET/IB : No device found" in text:
+        log.no_ib_device = True
+    elif "P2P is disabled between" in text:
+        log.p2p_disabled.append(text)
+    elif "ACS is enabled" in text:
+        log.acs_hint = True
+    elif ("shared memory" in text.lower() and kind == "WARN") or "failed to extend /dev/shm" in text:
+        log.shm_failed.append(text)
+    elif "version mismatch" in text.lower() or "Mismatched NCCL version" in text:
+        log.mismatch.append(text)
+    elif text.startswith("NET/Plugin") and re.search(r"failed|could not|cannot open|incompatible", text, re.IGNORECASE):
+        log.plugin_failed.append(text)
+    elif kind == "WARN":
+        log.warnings[text] += 1

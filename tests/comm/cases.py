@@ -1,0 +1,408 @@
+"""What the ranks of the tests do. Nothing here asserts: ranks return what they found."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import pickle
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.comm.compressor import Compressor, Exact
+from accel.comm.half import Half
+from accel.comm.hooks import CommState, hook
+from accel.comm.int8 import Int8
+from accel.comm.memory import reshard
+from accel.comm.one_bit import OneBit
+
+SECONDS = timedelta(seconds=20)
+COMPRESSORS: dict[str, Callable[[], Compressor]] = {
+    "exact": Exact,
+    "fp16": lambda: Half(torch.float16),
+    "bf16": Half,
+    "int8": lambda: Int8(64),
+    "1-bit": lambda: OneBit(64),
+}
+
+
+class Given(nn.Module):
+    """Parameters whose gradients are what `forward` is given."""
+
+    # Scalars, odd sizes, one element, a size that is no multiple of any block, one larger than a bucket.
+    SHAPES = ((7,), (33, 5), (1,), (64, 16), (129,), (), (40, 40), (3, 3, 3), (257,), (50, 21), (5,), (31, 31))
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.p = nn.ParameterList(nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in self.SHAPES)
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return torch.stack([(p * g).sum() for p, g in zip(self.p, gradients, strict=True) if g is not None]).sum()
+
+
+def gradients(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return the gradients of a rank at a step, of very different sizes."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [
+        (torch.randn(shape, generator=generator) * 10.0 ** (i % 4 - 2)).to(dtype)
+        for i, shape in enumerate(Given.SHAPES)
+    ]
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([one.reshape(-1) for one in tensors])
+
+
+def mean_gradient(world: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the mean over the ranks, in float64."""
+    return sum(flat(gradients(rank, step, dtype)).double() for rank in range(world)) / world
+
+
+def make(
+    compressor: Compressor | None, dtype: torch.dtype = torch.float32, group: Any = None, **options: Any
+) -> tuple[DistributedDataParallel, CommState]:
+    """Return a DDP module of about 6 buckets with the hook on it."""
+    ours = ("hierarchical", "error_feedback", "timeout")
+    of_ddp = {key: options.pop(key) for key in list(options) if key not in ours}
+    model = Given(dtype)
+    settings = {"bucket_cap_mb": 0.004, **of_ddp}
+    ddp = DistributedDataParallel(model, process_group=group, **settings)
+    state = CommState(ddp, compressor, process_group=group, **{"timeout": SECONDS, **options})
+    ddp.register_comm_hook(state, hook)
+    return ddp, state
+
+
+def backward(ddp: DistributedDataParallel, given: list[Tensor]) -> Tensor:
+    """Return the averaged gradients, a zero for those that have none."""
+    ddp.zero_grad(set_to_none=True)
+    ddp(given).backward()
+    return flat([torch.zeros_like(p) if p.grad is None else p.grad for p in ddp.parameters()]).clone()
+
+
+def same_everywhere(values: Tensor) -> bool:
+    """Tell whether all ranks have the same bits, NaN included."""
+    own = values.contiguous().view(torch.uint8)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    return all(torch.equal(own, part) for part in parts)
+
+
+def residual(state: CommState, group: Any = None) -> Tensor:
+    """Return the sum over ranks of what each has withheld, in float64, in the order of the parameters."""
+    own = state.state_dict()["own"].get("residual", {})
+    total = []
+    for i, shape in enumerate(Given.SHAPES):
+        whole = torch.zeros(shape.numel() if isinstance(shape, torch.Size) else torch.Size(shape).numel()).double()
+        for skipped, values in own.get(f"p.{i}", []):
+            whole[skipped : skipped + values.numel()] += values
+        total.append(whole)
+    found = torch.cat(total)
+    dist.all_reduce(found, group=group)
+    return found
+
+
+def buckets(state: CommState) -> int:
+    return max(layout.index for layout in state._layouts.values()) + 1
+
+
+def laws(rank: int, world: int) -> dict[Any, Any]:
+    """Run every compressor, flat and by hosts, in float32 and float64, with error feedback where it can have it."""
+    found = {}
+    for name, hierarchical, dtype in itertools.product(COMPRESSORS, (False, True), (torch.float32, torch.float64)):
+        compressor = COMPRESSORS[name]()
+        ddp, state = make(compressor, dtype, hierarchical=hierarchical, error_feedback=compressor.takes_feedback)
+        applied, wanted, errors, same = 0.0, 0.0, [], True
+        for step in range(4):
+            got = backward(ddp, gradients(rank, step, dtype))
+            want = mean_gradient(world, step, dtype)
+            same &= same_everywhere(got)
+            applied, wanted = applied + got.double(), wanted + want
+            errors.append(((got.double() - want).norm() / want.norm()).item())
+        left = residual(state)
+        found[name, hierarchical, dtype] = {
+            "buckets": buckets(state),
+            "same": same,
+            "first error": errors[0],
+            "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
+            "withheld": (left.norm() / wanted.norm()).item(),
+        }
+        state.close()
+    return found
+
+
+def void_step(rank: int, world: int) -> dict[Any, Any]:
+    """Give rank 1 an infinity, then a NaN, between good steps."""
+    found = {}
+    for name, hierarchical in itertools.product(COMPRESSORS, (False, True)):
+        compressor = COMPRESSORS[name]()
+        ddp, state = make(compressor, hierarchical=hierarchical, error_feedback=compressor.takes_feedback)
+        for step in range(3):
+            backward(ddp, gradients(rank, step))
+        before = residual(state)
+        arrived = []
+        for bad in (float("inf"), float("nan")):
+            given = gradients(rank, 3)
+            if rank == 1:
+                given[6][20, 20] = bad
+            got = backward(ddp, given)
+            place = sum(torch.Size(shape).numel() for shape in Given.SHAPES[:6]) + 20 * 40 + 20
+            arrived.append(not torch.isfinite(got[place]).item())
+        after = residual(state)
+        found[name, hierarchical] = {
+            "arrived": all(arrived),
+            "untouched": torch.equal(before, after),
+            "recovers": bool(torch.isfinite(backward(ddp, gradients(rank, 4))).all()),
+        }
+        state.close()
+    return found
+
+
+def modes(rank: int, world: int) -> dict[str, Any]:
+    """Compare the exact hook and bf16, flat and by hosts, with the mean under DDP's options and dtypes."""
+    cases: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "bucket views": {"gradient_as_bucket_view": True},
+        "static graph": {"static_graph": True},
+        "static graph, views": {"static_graph": True, "gradient_as_bucket_view": True},
+        "unused": {"find_unused_parameters": True},
+        "float64": {"dtype": torch.float64},
+        "float16": {"dtype": torch.float16},
+        "bfloat16": {"dtype": torch.bfloat16},
+        "one bucket": {"bucket_cap_mb": 25},
+        "no_sync": {},
+    }
+    found = {}
+    for name, options in cases.items():
+        for hierarchical, compressor in ((False, Half()), (True, Exact())):
+            dtype = options.get("dtype", torch.float32)
+            ddp, state = make(compressor, hierarchical=hierarchical, **options)
+            worst, same = 0.0, True
+            for step in range(3):
+                given = gradients(rank, step, dtype)
+                want = mean_gradient(world, step, dtype)
+                if name == "unused":
+                    given[3] = None if rank == 1 else torch.zeros(64, 16)
+                    given[8] = None
+                    at = itertools.accumulate((torch.Size(shape).numel() for shape in Given.SHAPES), initial=0)
+                    starts = list(at)
+                    for i in (3, 8):
+                        want[starts[i] : starts[i + 1]] = 0
+                if name == "no_sync":
+                    with ddp.no_sync():
+                        ddp.zero_grad(set_to_none=True)
+                        ddp(given).backward()
+                    ddp(given).backward()
+                    got, want = flat([p.grad for p in ddp.parameters()]), 2 * want
+                else:
+                    got = backward(ddp, given)
+                same &= same_everywhere(got)
+                worst = max(worst, ((got.double() - want).norm() / want.norm()).item())
+            found[f"{name}, {'hosts' if hierarchical else 'flat'}, {compressor}"] = {"error": worst, "same": same}
+            state.close()
+    return found
+
+
+def resume(rank: int, world: int) -> dict[str, Any]:
+    """Stop after 3 steps and go on: with the same ranks to the bit, and the rest of the sum on two ranks."""
+    found: dict[str, Any] = {}
+    for name, hierarchical in (("int8", False), ("1-bit", True)):
+        options: dict[str, Any] = {"hierarchical": hierarchical, "error_feedback": True}
+
+        def fresh(**more: Any) -> tuple[DistributedDataParallel, CommState]:
+            # With find_unused_parameters DDP keeps its first buckets, so that both runs quantise alike.
+            return make(COMPRESSORS[name](), **{**options, "find_unused_parameters": True, **more})  # noqa: B023
+
+        ddp, state = fresh()
+        whole = [backward(ddp, gradients(rank, step)) for step in range(6)]
+        state.close()
+        ddp, first = fresh()
+        parts = [backward(ddp, gradients(rank, step)) for step in range(3)]
+        saved = pickle.loads(pickle.dumps(first.state_dict()))
+        through_pickle = pickle.loads(pickle.dumps(first))
+        withheld = residual(first)
+        first.close()
+        ddp, second = fresh()
+        second.load_state_dict(saved)
+        parts += [backward(ddp, gradients(rank, step)) for step in range(3, 6)]
+        second.close()
+        ddp = DistributedDataParallel(Given(), bucket_cap_mb=0.004, find_unused_parameters=True)
+        through_pickle.bind(ddp)
+        ddp.register_comm_hook(through_pickle, hook)
+        again = backward(ddp, gradients(rank, 3))
+        through_pickle.close()
+
+        states: list[Any] = [None] * world
+        dist.all_gather_object(states, saved)
+        pair = dist.new_group([0, 1])
+        law = None
+        if rank < 2:
+            ddp, fewer = make(COMPRESSORS[name](), group=pair, error_feedback=True)
+            fewer.load_state_dict(reshard(states, 2)[rank])
+            got = backward(ddp, gradients(rank, 3)).double() + backward(ddp, gradients(rank, 4)).double()
+            want = withheld + mean_gradient(2, 3) + mean_gradient(2, 4)
+            law = ((got + residual(fewer, pair) - want).abs().max() / want.abs().max()).item()
+            fewer.close()
+        found[f"{name}, {'hosts' if hierarchical else 'flat'}"] = {
+            "same bits": all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True)),
+            "pickled": torch.equal(again, whole[3]),
+            "law on two": law,
+            "withheld": withheld.norm().item(),
+            "steps": second.step,
+        }
+    return found
+
+
+def shapes_of_hosts(rank: int, world: int, per_host: list[int]) -> dict[int, dict[str, Any]]:
+    """Compare by hosts with flat for several numbers of ranks per host."""
+    found = {}
+    for count in per_host:
+        os.environ.update(GROUP_RANK=str(rank // count), LOCAL_WORLD_SIZE=str(count))
+        for name in ("exact", "int8"):
+            ddp, state = make(COMPRESSORS[name](), hierarchical=True)
+            worst, same = 0.0, True
+            for step in range(2):
+                got, want = backward(ddp, gradients(rank, step)), mean_gradient(world, step)
+                same &= same_everywhere(got)
+                worst = max(worst, ((got.double() - want).norm() / want.norm()).item())
+            hosts = len(state.topology.hosts)
+            state.close()
+            found[count, name] = {"hosts": hosts, "error": worst, "same": same}
+    return found
+
+
+# What is refused
+
+
+def message(call: Callable[[], Any]) -> str:
+    """Return what `call` raised, as "Class: text"."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
+
+
+def refusals(rank: int, world: int) -> dict[str, str]:
+    """Return the message of each bad input, on every rank."""
+    found = {}
+    model = Given()
+    ddp = DistributedDataParallel(model)
+    state = CommState(ddp, timeout=SECONDS)
+    ddp.register_comm_hook(state, hook)
+    found["twice"] = message(lambda: ddp.register_comm_hook(state, hook))
+    state.close()
+    found["closed"] = message(lambda: backward(ddp, gradients(rank, 0)))
+    other = DistributedDataParallel(Given())
+    other.register_comm_hook(None, hook)
+    found["no state"] = message(lambda: backward(other, gradients(rank, 0)))
+    other = DistributedDataParallel(Given())
+    state = CommState(Given(), timeout=SECONDS)
+    other.register_comm_hook(state, hook)
+    found["another model"] = message(lambda: backward(other, gradients(rank, 0)))
+    state.close()
+    found["compressor"] = message(lambda: CommState(model, "int8"))  # type: ignore[arg-type]
+    found["feedback"] = message(lambda: CommState(model, Exact(), error_feedback=True))
+    found["timeout"] = message(lambda: CommState(model, timeout=timedelta()))
+    found["no parameters"] = message(lambda: CommState(nn.ReLU()))
+
+    embedding = DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
+    state = CommState(embedding, Int8(), timeout=SECONDS)
+    embedding.register_comm_hook(state, hook)
+    found["sparse"] = message(lambda: embedding(torch.tensor([1, 2])).sum().backward())
+    state.close()
+
+    # After torch's own, by position: what differs between ranks.
+    found["settings differ"] = message(lambda: CommState(model, Int8() if rank else Half(), timeout=SECONDS))
+    narrow = nn.Linear(3 + rank, 2)
+    found["models differ"] = message(lambda: CommState(narrow, timeout=SECONDS))
+    os.environ.update(GROUP_RANK=str(min(rank, 1)))
+    found["uneven"] = message(lambda: CommState(model, hierarchical=True, timeout=SECONDS))
+    half = dist.new_group([0])
+    found["outside"] = message(lambda: CommState(model, process_group=half, timeout=SECONDS).close())
+    if rank:
+        found["no show"] = message(lambda: CommState(model, timeout=timedelta(seconds=1)))
+    dist.barrier()
+    return found
+
+
+def chained(rank: int, world: int) -> dict[str, Any]:
+    """Use the hook's future as torch's own tests do, and drop a state without closing it."""
+
+    def twice(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with the classes
+        return hook(state, bucket).then(lambda done: done.value() * 2)
+
+    ddp = DistributedDataParallel(Given(), bucket_cap_mb=0.004)
+    state = CommState(ddp, timeout=SECONDS)
+    ddp.register_comm_hook(state, twice)
+    got = [backward(ddp, gradients(rank, step)) for step in range(2)]
+    errors = [(one.double() - 2 * mean_gradient(world, step)).abs().max().item() for step, one in enumerate(got)]
+    threads = state._pipeline._threads  # type: ignore[union-attr]
+    ddp = state = None  # type: ignore[assignment]
+    gc.collect()
+    for thread in threads:
+        thread.join(5)
+    return {"error": max(errors), "alive": [thread.is_alive() for thread in threads]}
+
+
+# Faults
+
+
+def dies(rank: int, world: int, hierarchical: bool) -> dict[str, Any] | None:
+    """Let rank 1 end at its third step, as if killed."""
+    ddp, state = make(Int8(64), hierarchical=hierarchical, timeout=timedelta(seconds=10))
+    for step in range(2):
+        backward(ddp, gradients(rank, step))
+    if rank == 1:
+        time.sleep(0.3)
+        os._exit(3)
+    return _failure(ddp, state, rank)
+
+
+def different_buckets(rank: int, world: int) -> dict[str, Any]:
+    """Give rank 1 buckets of another size; with find_unused_parameters DDP doesn't even them out."""
+    ddp, state = make(
+        Half(), bucket_cap_mb=0.01 if rank == 1 else 0.004, find_unused_parameters=True, timeout=timedelta(seconds=10)
+    )
+    return _failure(ddp, state, rank)
+
+
+def hangs(rank: int, world: int) -> dict[str, Any]:
+    """Let rank 1 not come to its third step."""
+    ddp, state = make(Int8(64), timeout=timedelta(seconds=1))
+    for step in range(2):
+        backward(ddp, gradients(rank, step))
+    if rank == 1:
+        time.sleep(7.5)
+    return _failure(ddp, state, rank)
+
+
+class Failing(Half):
+    """Fails on rank 1 alone."""
+
+    def encode(self, values: Tensor, out: Tensor, lost: Tensor | None) -> None:
+        if dist.get_rank() == 1:
+            raise MemoryError("no room for the codes")
+        super().encode(values, out, lost)
+
+
+def compressor_fails(rank: int, world: int) -> dict[str, Any]:
+    """Let a compressor raise on one rank."""
+    ddp, state = make(Failing(), timeout=timedelta(seconds=10))
+    return _failure(ddp, state, rank)
+
+
+def _failure(ddp: DistributedDataParallel, state: CommState, rank: int) -> dict[str, Any]:
+    began = time.monotonic()
+    said = message(lambda: backward(ddp, gradients(rank, 2)))
+    took = time.monotonic() - began
+    again = message(lambda: backward(ddp, gradients(rank, 2)))
+    began = time.monotonic()
+    state.close()
+    return {"said": said, "again": again, "seconds": took, "closing": time.monotonic() - began}

@@ -1,0 +1,104 @@
+"""What hooks compute: sums, residuals, void steps, DDP's options, resuming; on four ranks, as two hosts of two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.comm import cases
+from tests.comm.ranks import run_ranks
+
+# Of one encoding of values and one of their sum: half a step of bfloat16 and of float16, half of 1/127 of the largest.
+# A 1-bit step keeps the direction at best; error feedback makes up for it.
+FIRST_ERROR = {"exact": 1e-6, "fp16": 2**-10, "bf16": 2**-7, "int8": 2 / 127, "1-bit": 1.2}
+
+
+@pytest.fixture(scope="module")
+def laws() -> list[dict[Any, Any]]:
+    return run_ranks(cases.laws, 4, per_host=2)
+
+
+@pytest.mark.parametrize("hierarchical", [False, True], ids=["flat", "hosts"])
+@pytest.mark.parametrize("name", cases.COMPRESSORS)
+class TestLaws:
+    def test_four_buckets_and_more_are_the_same_bits_on_all_ranks(
+        self, laws: list[dict[Any, Any]], name: str, hierarchical: bool
+    ) -> None:
+        for found in laws:
+            for dtype in (torch.float32, torch.float64):
+                assert found[name, hierarchical, dtype]["buckets"] >= 4
+                assert found[name, hierarchical, dtype]["same"]
+
+    def test_what_was_applied_and_what_was_withheld_are_the_sum_of_gradients(
+        self, laws: list[dict[Any, Any]], name: str, hierarchical: bool
+    ) -> None:
+        # Over four steps of twelve tensors, four ranks: roundings of the sums, in the dtype of the gradients. Without
+        # a residual (exact) the law is that the sum is right.
+        for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-13)):
+            assert laws[0][name, hierarchical, dtype]["law"] < bound
+        if name != "exact":
+            assert laws[0][name, hierarchical, torch.float64]["withheld"] > 1e-6
+
+    def test_first_step_is_as_near_as_the_encoding_is_fine(
+        self, laws: list[dict[Any, Any]], name: str, hierarchical: bool
+    ) -> None:
+        assert laws[0][name, hierarchical, torch.float64]["first error"] < FIRST_ERROR[name]
+
+
+def test_a_void_step_arrives_and_leaves_the_residual_alone() -> None:
+    for found in run_ranks(cases.void_step, 4, per_host=2):
+        assert len(found) == 10
+        for what, one in found.items():
+            assert one == {"arrived": True, "untouched": True, "recovers": True}, what
+
+
+def test_options_and_dtypes_of_ddp() -> None:
+    bounds = {"float16": 2**-9, "bfloat16": 2**-6}
+    for found in run_ranks(cases.modes, 4, per_host=2):
+        assert len(found) == 20
+        for what, one in found.items():
+            half = 2**-7 if "Half" in what else 1e-6
+            assert one["error"] < max(half, bounds.get(what.partition(",")[0], 0)), what
+            assert one["same"], what
+
+
+def test_resuming_equals_not_stopping() -> None:
+    for rank, found in enumerate(run_ranks(cases.resume, 4, per_host=2)):
+        for what, one in found.items():
+            assert one["same bits"], what
+            assert one["pickled"], what
+            assert one["withheld"] > 0
+            assert one["steps"] == 6
+            if rank < 2:
+                assert one["law on two"] < 1e-5, what
+
+
+@pytest.mark.parametrize(
+    ("world", "per_host"),
+    [
+        (6, [2, 3]),
+        pytest.param(12, [1, 2, 3, 4, 6, 12], marks=pytest.mark.slow),
+        pytest.param(16, [1, 2, 4, 8, 16], marks=pytest.mark.slow),
+    ],
+)
+def test_by_hosts_equals_flat_for_every_shape(world: int, per_host: list[int]) -> None:
+    for found in run_ranks(cases.shapes_of_hosts, world, per_host, timeout_s=240):
+        assert len(found) == 2 * len(per_host)
+        for (count, name), one in found.items():
+            assert one["hosts"] == world // count
+            assert one["same"]
+            assert one["error"] < (1e-6 if name == "exact" or count == world else 2 / 127)
+
+
+def test_one_rank_alone_gets_its_own_gradients() -> None:
+    (found,) = run_ranks(cases.shapes_of_hosts, 1, [1])
+    assert [one["error"] for one in found.values()] == [0.0, 0.0]
+
+
+def test_future_chains_and_a_dropped_state_ends_its_threads() -> None:
+    for found in run_ranks(cases.chained, 2):
+        assert found["error"] < 1e-5
+        assert found["alive"]
+        assert not any(found["alive"])

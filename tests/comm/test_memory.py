@@ -1,0 +1,131 @@
+"""What a compressor remembers: committed on finite steps, moved with its parameters, kept in sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.comm.layout import Layout, between, equal_cuts
+from accel.comm.memory import Memory, reshard
+
+SHAPES = {"a": torch.Size([3]), "b": torch.Size([2, 2]), "c": torch.Size([5])}
+
+
+def layout(index: int, *names: str) -> Layout:
+    return Layout(index, names, tuple(SHAPES[name] for name in names), torch.float32, False)
+
+
+def ready(memory: Memory, one: Layout) -> Any:
+    slot = memory.slot(one)
+    if not slot.filled:
+        slot.fill("residual", memory.take(one, "residual", torch.zeros(0)))
+        slot.filled = True
+    return slot
+
+
+def step(memory: Memory, one: Layout, values: torch.Tensor, finite: bool = True) -> None:
+    ready(memory, one).write("residual").copy_(values)
+    memory.note(torch.tensor([finite]))
+    memory.settle()
+
+
+def by_name(memory: Memory) -> dict[str, list[float]]:
+    return {name: pieces[0][1].tolist() for name, pieces in memory.state_dict()["own"]["residual"].items()}
+
+
+def test_a_void_step_leaves_it_alone_and_the_next_one_goes_on() -> None:
+    memory, one = Memory(), layout(0, "a", "b")
+    step(memory, one, torch.arange(7.0))
+    step(memory, one, torch.full((7,), float("nan")), finite=False)
+    assert by_name(memory) == {"a": [0, 1, 2], "b": [3, 4, 5, 6]}
+    step(memory, one, 2 * torch.arange(7.0))
+    assert by_name(memory) == {"a": [0, 2, 4], "b": [6, 8, 10, 12]}
+
+
+def test_one_void_bucket_voids_the_step_for_all() -> None:
+    memory = Memory()
+    first, second = layout(0, "a"), layout(1, "b")
+    for one in (first, second):
+        ready(memory, one).write("residual").fill_(1.0)
+    memory.note(torch.tensor([True]))
+    memory.note(torch.tensor([False]))
+    memory.settle()
+    assert by_name(memory) == {"a": [0, 0, 0], "b": [0, 0, 0, 0]}
+
+
+def test_new_buckets_take_over_what_old_ones_held() -> None:
+    memory = Memory()
+    step(memory, layout(0, "a", "b", "c"), torch.arange(12.0))
+    one, two = ready(memory, layout(0, "c")), ready(memory, layout(1, "b", "a"))
+    assert one.read("residual").tolist() == [7, 8, 9, 10, 11]
+    assert two.read("residual").tolist() == [3, 4, 5, 6, 0, 1, 2]
+
+
+def test_shared_fields_hold_after_a_finite_step_only() -> None:
+    memory, one = Memory(), layout(0, "a")
+    slot = ready(memory, one)
+    assert slot.read_shared("warm", "a") is None
+    slot.write_shared("warm", "a", torch.ones(2))
+    memory.note(torch.tensor([False]))
+    memory.settle()
+    assert slot.read_shared("warm", "a") is None
+    slot.write_shared("warm", "a", torch.ones(2))
+    memory.note(torch.tensor([True]))
+    memory.settle()
+    other = Memory()
+    other.load_state_dict(memory.state_dict())
+    assert ready(other, one).read_shared("warm", "a").tolist() == [1, 1]
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_resharding_keeps_the_sum(old: int, new: int) -> None:
+    states = []
+    for rank in range(old):
+        memory = Memory()
+        step(memory, layout(0, "b", "a"), torch.arange(7.0) + 10 * rank)
+        states.append(memory.state_dict())
+    found = reshard(states, new)
+    assert len(found) == new
+    total = torch.zeros(7)
+    for state in found:
+        memory = Memory()
+        memory.load_state_dict(state)
+        total += ready(memory, layout(0, "b", "a")).read("residual")
+    assert total.tolist() == [sum(i + 10 * rank for rank in range(old)) for i in range(7)]
+
+
+def test_bad_states_are_refused() -> None:
+    memory = Memory()
+    with pytest.raises(ValueError, match="version must be 1, got None"):
+        memory.load_state_dict({})
+    with pytest.raises(ValueError, match="at least one state and one rank, got 0 and 2"):
+        reshard([], 2)
+    step(memory, layout(0, "a"), torch.zeros(3))
+    other = Memory()
+    other.load_state_dict(memory.state_dict())
+    smaller = Layout(0, ("a",), (torch.Size([2]),), torch.float32, False)
+    with pytest.raises(ValueError, match="must be of its 2 elements, got 3; load a state of the same model"):
+        other.take(smaller, "residual", torch.zeros(0))
+
+
+@given(st.integers(0, 500), st.integers(1, 9), st.integers(1, 70))
+def test_cuts_cover_everything_at_multiples_of_the_unit(total: int, parts: int, unit: int) -> None:
+    cuts = equal_cuts(total, parts, unit)
+    assert len(cuts) == parts + 1
+    assert cuts == sorted(cuts)
+    assert (cuts[0], cuts[-1]) == (0, total)
+    assert all(cut % unit == 0 for cut in cuts[:-1] if cut < total)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_cuts_between_parameters_are_at_their_borders(parts: int) -> None:
+    one = layout(0, "a", "b", "c")
+    cuts = between(one, parts)
+    assert len(cuts) == parts + 1
+    assert (cuts[0], cuts[-1]) == (0, one.numel)
+    assert set(cuts) <= set(one.offsets)
+    assert cuts == sorted(cuts)
