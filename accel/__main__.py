@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 from accel.cli import main
 
 if __name__ == "__main__":
-    main(prog_name="accel")
+    job = main.prepared(prog_name="accel")
+    if job is not None:
+        with job:  # here rather than in a function: the script's stack is hardly deeper than without the profiler
+            exec(job.script.code(), job.script.globals)
+        sys.exit(job.script.ending.status)

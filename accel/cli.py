@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
 from accel import __version__, compare, profile_compare, profile_terminal, terminal
+from accel.bench_command import bench
 from accel.doctor_command import doctor
 from accel.errors import AccelError, ReportError
 from accel.files import write_atomic
-from accel.profile_command import profile
+from accel.profile_command import Job, profile
 from accel.profiler.report import ProfileReport
 from accel.report import Report
 from accel.reports import load
@@ -31,6 +33,24 @@ class _Group(click.Group):
         except AccelError as error:
             click.echo(f"error: {clean(error)}", err=True)
             ctx.exit(UNUSABLE)
+
+    def prepared(self, *args: Any, **kwargs: Any) -> Job | None:
+        """Carry out a command; if that is to run a script, return it instead, ready to run without click's frames."""
+        jobs: list[Job] = []
+        try:
+            self.main(*args, obj=jobs, **kwargs)
+        except SystemExit:
+            if not jobs:
+                raise
+        return jobs[0] if jobs else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Carry out a command."""
+        job = self.prepared(*args, **kwargs)
+        if job is not None:
+            with job:
+                exec(job.script.code(), job.script.globals)
+            sys.exit(job.script.ending.status)
 
 
 def _threshold(ctx: click.Context, param: click.Parameter, value: str) -> float:
@@ -104,3 +124,4 @@ def _write_page(loaded: Report | ProfileReport, file: Path, page: Path) -> None:
 
 main.add_command(profile)
 main.add_command(doctor)
+main.add_command(bench)

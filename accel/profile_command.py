@@ -8,7 +8,8 @@ import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -19,7 +20,7 @@ from accel.files import write_atomic
 if TYPE_CHECKING:
     from accel.profiler.gather import Exchange
     from accel.profiler.report import ProfileReport
-    from accel.profiler.script import Ending
+    from accel.profiler.script import Ending, Script
     from accel.profiler.session import ProfileSession
 
 _DIAGNOSING = (
@@ -41,7 +42,10 @@ _DIAGNOSING = (
     help="The report; its web page and its trace are written beside it.",
 )
 @click.option("--confirm/--no-confirm", default=True, help="Try the suspects on real steps.  [default: confirm]")
-def profile(script: str, arguments: tuple[str, ...], module: bool, target: Path, confirm: bool) -> None:
+@click.pass_context
+def profile(
+    context: click.Context, script: str, arguments: tuple[str, ...], module: bool, target: Path, confirm: bool
+) -> None:
     """Run SCRIPT with its own ARGUMENTS and name what holds its training back.
 
     \b
@@ -54,8 +58,8 @@ def profile(script: str, arguments: tuple[str, ...], module: bool, target: Path,
     target = target.absolute()  # the script may change its directory
     given = list(arguments[1:] if arguments[:1] == ("--",) else arguments)
 
-    from accel.profiler import script as runner
     from accel.profiler.gather import Exchange
+    from accel.profiler.script import Script
     from accel.profiler.session import ProfileSession
 
     exchange = Exchange()
@@ -63,17 +67,51 @@ def profile(script: str, arguments: tuple[str, ...], module: bool, target: Path,
     session = ProfileSession(confirm=confirm, trace_file=trace, exchange=exchange)
     if confirm and exchange.rank == 0:
         click.echo(_DIAGNOSING, err=True)
-    started = datetime.now(timezone.utc)
-    session.start()
-    ending = runner.run(script, given, module=module)
     line = shlex.join(["accel", "profile", *(["-m"] if module else []), script, *given])
-    try:
-        session.stop()
-        _conclude(session, exchange, ending, target, line, started)
-    except Exception as error:  # the script has run; that its report fails must not change how it ended
-        click.echo(f"accel: the report could not be made: {type(error).__name__}: {error}", err=True)
-    sys.stdout.flush()
-    click.get_current_context().exit(ending.status)
+    job = Job(Script(script, given, module=module), session, exchange, target, line)
+    session.start()
+    if isinstance(context.obj, list):  # who called click runs it, below click's frames
+        context.obj.append(job)
+        return
+    with job:
+        exec(job.script.code(), job.script.globals)
+    context.exit(job.script.ending.status)
+
+
+class Job:
+    """A script ready to be profiled; once it has run, the report is made.
+
+        with job:
+            exec(job.script.code(), job.script.globals)
+        sys.exit(job.script.ending.status)
+
+    Args:
+        script: what to run.
+        session: has begun.
+        exchange: the other ranks.
+        target: where the report goes.
+        line: the command, for the report.
+    """
+
+    def __init__(self, script: Script, session: ProfileSession, exchange: Exchange, target: Path, line: str) -> None:
+        self.script, self._session, self._exchange = script, session, exchange
+        self._target, self._line = target, line
+        self._started = datetime.now(timezone.utc)
+
+    def __enter__(self) -> None:
+        self.script.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[True]:
+        self.script.__exit__(kind, error, trace)
+        try:
+            self._session.stop()
+            _conclude(self._session, self._exchange, self.script.ending, self._target, self._line, self._started)
+        except Exception as fault:  # the script has run; that its report fails must not change how it ended
+            click.echo(f"accel: the report could not be made: {type(fault).__name__}: {fault}", err=True)
+        sys.stdout.flush()
+        return True
 
 
 def _check(script: str, module: bool, target: Path) -> None:

@@ -1,15 +1,21 @@
-"""What the profiler's always-on part costs a step: bare and marked stretches of a tenth of a second in turns.
+"""What the profiler's always-on part costs a step: pieces of some 25 ms, bare and marked in turns.
 
     python -m benchmarks.profiler_overhead [--rounds 60] [--record]
 
 Two steps are timed: one of 0.07 ms, in which every instruction shows, and one of about 3 ms. The clocks alone, then the
 clocks with the looks at the stack as they are after the experiments. All in one process, on the same objects: the marks
-are taken out and put back between two stretches.
+are taken out and put back between two pieces.
+
+A round of one arm is eight pieces of either kind. Each of its sides is a whole epoch, from the making of the iterator
+on, so that what comes only now and then (an epoch's start, the tape put by, looks at the stack) comes at its ordinary
+rate. Figures are the median of the differences of neighbouring pieces, and the 95 % interval of that median by order
+statistics; beside it their mean, in which a disturbance of the machine counts as much as what is rare.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import threading
@@ -31,18 +37,24 @@ from accel.profiler import callslot
 from accel.profiler.recorder import Recorder
 from accel.profiler.sampler import Sampler
 from accel.profiler.session import WATCH_S
-from accel.profiler.trial import interval, winsorised
 
-STRETCH_S = 0.1
+PIECE_S = 0.025
+PIECES = 8
+"""Pieces of either kind in a round."""
+SETTLING = 1
+"""Steps after a switch that are not timed: a class that was changed has lost its caches in the interpreter."""
+
+Train = Callable[[int], Iterator[None]]
 
 
 @dataclass(frozen=True)
 class Added:
-    """What was added to a step, µs: mean of winsorised differences of neighbours, and its 95 % interval."""
+    """What was added to a step, µs: median of the differences of neighbours, and its 95 % interval."""
 
     us: float
     low: float
     high: float
+    mean: float
 
 
 @dataclass(frozen=True)
@@ -50,15 +62,16 @@ class Cost:
     """What the profiler adds to a step."""
 
     step_us: float
-    """Median bare stretch, mean of its steps."""
+    """Median of the bare pieces' mean steps."""
     clocks: Added
     with_looks: Added
     """Clocks and looks at the stack."""
     rounds: int
+    epoch_steps: int
 
 
-def loop_of(width: int, depth: int) -> Callable[[int], None]:
-    """Return a loop of so many steps whose loader costs next to nothing."""
+def loop_of(width: int, depth: int) -> Train:
+    """Return a loop over an epoch of so many steps, which stops after each; its loader costs next to nothing."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -74,13 +87,14 @@ def loop_of(width: int, depth: int) -> Callable[[int], None]:
 
     loader: DataLoader[Any] = DataLoader(Same(), batch_size=None)  # type: ignore[arg-type]
 
-    def loop(steps: int) -> None:
+    def loop(steps: int) -> Iterator[None]:
         nonlocal length
         length = steps
         for x, y in loader:
             nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
+            yield
 
     return loop
 
@@ -92,12 +106,12 @@ class Marks:
         loop: is run for its first steps, in which the profiler learns it.
     """
 
-    def __init__(self, loop: Callable[[int], None]) -> None:
+    def __init__(self, loop: Train) -> None:
         self._recorder = recorder = Recorder()
         recorder.start()
-        loop(32)
+        microseconds(loop(32), 32)
         recorder.late = True
-        loop(32)
+        microseconds(loop(1024), 1024)  # until it knows how many steps a second has
         self._calls = [(module, callslot.held(module)) for module in recorder.roots.modules]
         self._sampler = Sampler(recorder.clock, recorder.thread, threading.get_native_id(), WATCH_S)
         self._sampler.pause(True)
@@ -128,39 +142,66 @@ class Marks:
         self._recorder.stop()
 
 
-def cost(loop: Callable[[int], None], rounds: int) -> Cost:
-    """Time bare, clocks, clocks with looks, in an order drawn anew each round."""
-    steps = max(8, round(STRETCH_S / (microseconds(loop, 64) * 1e-6)))
+def cost(loop: Train, rounds: int) -> Cost:
+    """Time clocks, and clocks with looks, each against bare pieces between its own, in an order drawn anew."""
+    piece = max(8, round(PIECE_S / (microseconds(loop(64), 64) * 1e-6)))
     marks, draw = Marks(loop), random.Random(0)
     arms: dict[str, Callable[[], AbstractContextManager[None]]] = {
-        "bare": nullcontext,
         "clocks": lambda: marks.put_in(looks=False),
         "looks": lambda: marks.put_in(looks=True),
     }
+    bare: list[float] = []
     seen: dict[str, list[float]] = {name: [] for name in arms}
     try:
         for _ in range(rounds):
             for name in draw.sample(list(arms), k=len(arms)):
-                with arms[name]():
-                    seen[name].append(microseconds(loop, steps))
+                plain, marked = in_turns(loop, piece, arms[name], marked_first=draw.random() < 0.5)
+                bare += plain
+                seen[name] += [b - a for a, b in zip(plain, marked, strict=True)]
     finally:
         marks.close()
-    return Cost(
-        statistics.median(seen["bare"]), added(seen["bare"], seen["clocks"]), added(seen["bare"], seen["looks"]), rounds
-    )
+    steps = PIECES * (piece + SETTLING)
+    return Cost(statistics.median(bare), added(seen["clocks"]), added(seen["looks"]), rounds, steps)
 
 
-def microseconds(loop: Callable[[int], None], steps: int) -> float:
-    """Return the mean step, µs."""
+def in_turns(
+    loop: Train, piece: int, marks: Callable[[], AbstractContextManager[None]], *, marked_first: bool
+) -> tuple[list[float], list[float]]:
+    """Return the mean steps of the pieces of a bare and of a marked epoch, µs, taken in turns A B B A A B B A …"""
+    length = PIECES * (piece + SETTLING)
+    contexts = {False: nullcontext, True: marks}
+    epochs = {False: loop(length), True: loop(length)}
+    pieces: dict[bool, list[float]] = {False: [], True: []}
+    order = [marked_first, not marked_first]
+    for _ in range(PIECES):
+        for marked in order:
+            with contexts[marked]():
+                if pieces[marked]:  # an epoch's first step makes its iterator, which counts
+                    microseconds(epochs[marked], SETTLING)
+                pieces[marked].append(microseconds(epochs[marked], piece))
+        order.reverse()
+    return pieces[False], pieces[True]
+
+
+def microseconds(steps: Iterator[None], count: int) -> float:
+    """Take so many steps and return the mean, µs."""
     began = time.perf_counter()
-    loop(steps)
-    return (time.perf_counter() - began) / steps * 1e6
+    for _ in range(count):
+        next(steps)
+    return (time.perf_counter() - began) / count * 1e6
 
 
-def added(bare: list[float], marked: list[float]) -> Added:
-    """Return the mean difference and its interval."""
-    differences = winsorised([b - a for a, b in zip(bare, marked, strict=True)])
-    return Added(statistics.fmean(differences), *interval(differences, 0.025))
+def added(differences: list[float]) -> Added:
+    """Return the median and its interval."""
+    ordered = sorted(differences)
+    reach = 0.98 * math.sqrt(len(ordered))
+    low, high = (round(len(ordered) / 2 + side) for side in (-reach, reach))
+    return Added(
+        statistics.median(ordered),
+        ordered[max(0, low)],
+        ordered[min(len(ordered) - 1, high)],
+        statistics.fmean(ordered),
+    )
 
 
 @click.command()
@@ -169,7 +210,7 @@ def added(bare: list[float], marked: list[float]) -> Added:
 def main(rounds: int, record: bool) -> None:
     """Measure."""
     torch.set_num_threads(1)
-    found = {"0.07 ms step": cost(loop_of(4, 1), rounds), "3 ms step": cost(loop_of(64, 120), 3 * rounds)}
+    found = {"0.07 ms step": cost(loop_of(4, 1), rounds), "3 ms step": cost(loop_of(64, 120), rounds)}
     for name, seen in found.items():
         print(f"{name}: bare {seen.step_us:.1f} µs; clocks {told(seen.clocks)}; with looks {told(seen.with_looks)}")
     if record:
@@ -189,7 +230,7 @@ def main(rounds: int, record: bool) -> None:
 
 def told(found: Added) -> str:
     """Return it as text."""
-    return f"{found.us:+.1f} µs [{found.low:+.1f}, {found.high:+.1f}]"
+    return f"{found.us:+.1f} µs [{found.low:+.1f}, {found.high:+.1f}], mean {found.mean:+.1f}"
 
 
 if __name__ == "__main__":

@@ -180,6 +180,72 @@ def test_experiments_leave_the_training_as_it_was_too(tmp_path: Path) -> None:
     assert done.stdout == plain.stdout
 
 
+DEPTH = """
+import sys
+
+def depth():
+    frame, count = sys._getframe(1), 0
+    while frame is not None:
+        frame, count = frame.f_back, count + 1
+    return count
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 2)
+
+    def forward(self, x):
+        global within
+        within = depth()
+        return self.inner(x)
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for x, y in loader:
+    step(x, y)
+print(depth(), within)
+"""
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_few_frames_lie_below_a_profiled_script(tmp_path: Path, module: bool) -> None:
+    """Anomaly detection pays for each frame of the stack, in each operation; there were 12 more, 13 in the model.
+
+    Below a script lie two of runpy's, for `python -m accel`, and the module's that runs it; a marked model's call takes
+    the place of torch's own.
+    """
+    script(tmp_path, DEPTH)
+    arguments = ["-m", "train"] if module else ["train.py"]
+    done = accel_profile(tmp_path, "--no-confirm", *arguments)
+    plain = subprocess.run(
+        [sys.executable, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
+
+    assert done.returncode == 0, done.stderr
+    (outside, within), (bare_outside, bare_within) = (map(int, text.split()) for text in (done.stdout, plain.stdout))
+    assert outside - bare_outside <= 3
+    assert within - bare_within <= 3
+
+
+def test_a_module_that_is_not_there_is_named(tmp_path: Path) -> None:
+    done = accel_profile(tmp_path, "-m", "not_there")
+
+    assert done.returncode == 1
+    assert "no module named 'not_there'" in done.stderr
+    assert "profiler/script.py" not in done.stderr
+
+
+def test_a_package_runs_its_main_module(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    body = "from . import __name__ as name\nimport sys\nprint(name, __name__, __package__, sys.argv[1:])\n"
+    (tmp_path / "package" / "__main__.py").write_text(body)
+    done = accel_profile(tmp_path, "-m", "package", "--", "x")
+
+    assert done.stdout == "package __main__ package ['x']\n", done.stderr
+    assert done.returncode == 0
+
+
 def test_a_crash_is_shown_as_python_shows_it_and_reported(tmp_path: Path) -> None:
     script(
         tmp_path,

@@ -294,14 +294,46 @@ def test_steps_put_by_are_the_same_steps(recorder: Recorder, seen: list[Measurem
 
 
 def test_steps_put_by_are_dropped_from_the_front(recorder: Recorder, seen: list[Measurement]) -> None:
-    recorder._torn = type(recorder._torn)(maxlen=2)
+    recorder._pieces._most = 600
     model, optimizer, loader = parts()
     recorder.late = True
-    for _ in range(40):
+    for _ in range(200):
         train(model, optimizer, loader)
     recorder.catch_up()
 
-    assert 128 <= len(seen) <= 200
+    assert 64 <= len(seen) <= 600 + 2 * 512  # whole pieces, and what is still on the tape
+    assert [m.step for m in seen] == list(range(seen[0].step, seen[0].step + len(seen)))
     assert recorder.unattributed() < 0.02
     assert all(m.seconds < 1.0 for m in seen)
     assert sum(m.phases["data"] for m in seen) < sum(m.seconds for m in seen) / 2
+
+
+def test_hooks_of_a_marked_model_run_whenever_they_come(recorder: Recorder) -> None:
+    model, optimizer, loader = parts()
+    train(model, optimizer, loader)
+    ran: list[str] = []
+    handles = [
+        model.register_forward_pre_hook(lambda *_: ran.append("before")),
+        model.register_forward_hook(lambda *_: ran.append("after")),
+        model.register_full_backward_pre_hook(lambda *_: ran.append("before backward")),
+        model.register_full_backward_hook(lambda *_: ran.append("backward")),
+    ]
+    for handle in handles:
+        ran.clear()
+        model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+        assert len(ran) == len(handles) - handles.index(handle)
+        handle.remove()
+    ran.clear()
+    everywhere = nn.modules.module.register_module_forward_hook(lambda *_: ran.append("everywhere"))
+    model(torch.randn(4, 8))
+    everywhere.remove()
+    model(torch.randn(4, 8))
+    assert ran and set(ran) == {"everywhere"}
+
+
+def test_a_forward_put_in_later_is_called(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, loader = parts()
+    train(model, optimizer, loader)
+    monkeypatch.setattr(model, "forward", lambda x: "mine")
+
+    assert model(torch.randn(4, 8)) == "mine"
