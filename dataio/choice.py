@@ -94,14 +94,13 @@ class Choice:
 
     Args:
         process_mode: start method of worker processes.
-        threads: whether several threads may read the dataset at once.
+        no_threads: why threads may not read the dataset at once; '' if they may.
     """
 
-    def __init__(self, process_mode: str, threads: bool) -> None:
-        self._process_mode, self._threads = process_mode, threads
+    def __init__(self, process_mode: str, no_threads: str = "") -> None:
+        self._process_mode, self._no_threads = process_mode, no_threads
         self.current = Setting("inline")
         self.reason = "not decided yet"
-        self._no_threads = "nothing says that several threads may read the dataset at once (thread_safe=True)"
         self.tried: list[Tried] = []
         self.changes = 0
         self._begin()
@@ -110,7 +109,7 @@ class Choice:
         self._phase = "first"
         self.current = Setting("inline")
         self.tried = [Tried(self.current)]
-        if not self._threads:
+        if self._no_threads:
             self.tried.append(Tried(Setting("threads"), failure=self._no_threads))
         self._plan: list[Tried] = [self.tried[0]]
         self._began = time.perf_counter()
@@ -130,8 +129,8 @@ class Choice:
 
     def forbid_threads(self, reason: str) -> None:
         """Don't try threads: the dataset was seen to be no function of the index."""
-        if self._threads:
-            self._threads, self._no_threads = False, reason
+        if not self._no_threads:
+            self._no_threads = reason
             self.tried.append(Tried(Setting("threads"), failure=reason))
 
     def failed(self, error: BaseException) -> None:
@@ -179,7 +178,7 @@ class Choice:
             self._decide(f"making a batch takes {cost.fetch_s * 1e3:.2f} ms of {self.tried[0].score * 1e3:.2f} ms")
             return
         failed = {each.setting: each for each in self.tried}
-        new = [s for s in candidates(cost, cores(), self._process_mode, self._threads) if s not in failed]
+        new = [s for s in candidates(cost, cores(), self._process_mode, not self._no_threads) if s not in failed]
         self.tried += [Tried(setting) for setting in new]
         usable = [each for each in self.tried if not each.failure]
         # There and back again, so that what drifts meanwhile touches all alike; inline has had one block already.

@@ -36,9 +36,8 @@ class ContinuousLoader(DataLoader[Any]):
         workers: threads or processes; default the loader's num_workers, or else the cores this process may use. With
             "auto" it is measured.
         prefetch: batches each worker may be ahead; default the loader's prefetch_factor, or 2.
-        thread_safe: whether several threads may read the dataset at once; default its attribute `thread_safe`, True
-            for a `TensorDataset`, False for all others. Only if it is does "auto" try threads: two threads that seek in
-            one open file read nonsense, and no measurement would show it.
+        thread_safe: whether several threads may read the dataset at once; only then does "auto" try them. Default: its
+            attribute `thread_safe`, or else whether it holds nothing but data, see `accel.dataio.thread_safety`.
         device: where to copy batches to, one ahead, on a stream of its own; default: nowhere.
 
     Raises:

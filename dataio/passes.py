@@ -18,8 +18,8 @@ from accel.dataio.choice import Choice, Setting, cores
 from accel.dataio.continuous import Continuous
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.engine import Engine, InlineEngine, Job, ThreadEngine, WorkerDied
-from accel.dataio.fetch import thread_safe
 from accel.dataio.processes import ProcessEngine
+from accel.dataio.thread_safety import unsafe
 from accel.dataio.witness import Witness
 
 log = logging.getLogger("accel.dataio")
@@ -72,7 +72,8 @@ class Way:
         mode, loader = self.options.mode, self.loader
         if mode == "auto" and not self.passed_through:
             told = self.options.thread_safe
-            self.choice = Choice(_start_method(loader), thread_safe(loader.dataset) if told is None else told)
+            reason = unsafe(loader.dataset) if told is None else "" if told else "as told (thread_safe=False)"
+            self.choice = Choice(_start_method(loader), no_threads=reason)
             return self.choice.current
         if mode in ("auto", "inline"):
             return Setting("inline")

@@ -6,9 +6,9 @@ from typing import Any
 
 from accel.dataio.continuous import Continuous
 from accel.dataio.engine import Engine, ThreadEngine
-from accel.dataio.fetch import thread_safe
 from accel.dataio.processes import ProcessEngine
 from accel.dataio.proxy import movable, same_as_plain
+from accel.dataio.thread_safety import unsafe
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
@@ -19,7 +19,7 @@ class LoaderWorkers(Strategy):
 
     It applies only when fetching depends on the indices alone (see `accel.dataio.witness`): then the batches are the
     same bits. The next epoch's first batches are fetched while the last ones of this epoch are used. Threads are tried
-    only on a dataset that is known to bear them.
+    only on a dataset that they may read together (see `accel.dataio.thread_safety`).
     """
 
     name = "loader_workers"
@@ -47,7 +47,7 @@ class LoaderWorkers(Strategy):
     def settings(self, run: Run) -> list[Any]:
         """Return 1, 2, 4, … processes up to the cores this process may use and at most 8; before them threads."""
         counts = [n for n in (1, 2, 4, 8) if n <= run.cores]
-        threads = [f"{_THREADS}{n}" for n in counts] if thread_safe(run.loader.dataset) else []
+        threads = [] if unsafe(run.loader.dataset) else [f"{_THREADS}{n}" for n in counts]
         return [*threads, *counts]
 
     def enable(self, run: Run, setting: Any) -> None:

@@ -1,0 +1,273 @@
+"""The continuous loader against others: seconds per epoch, and to the first batch of an epoch, interleaved.
+
+    python -m benchmarks.loaders [--only small] [--turns 5] [--record]
+
+Turn after turn, each loader runs some epochs of a job without a pause; the first of them is not counted. Ratios are
+taken within a turn. `best of hand` is the fastest of the continuous loader's own modes with any number of workers, each
+chosen by hand; `auto` has chosen before the first turn, and what that took is told.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch.utils.data import DataLoader
+
+from accel.dataio.loader import ContinuousLoader
+from accel.files import write_atomic
+from benchmarks.loader_jobs import FAR, PHOTOS, SMALL, STARTS, TINY, Job
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one loader took for one job."""
+
+    job: str
+    loader: str
+    epoch_s: float
+    epoch_low_s: float
+    epoch_high_s: float
+    first_ms: float
+    """Median time to the first batch of an epoch."""
+    first_most_ms: float
+    speedup: float
+    """Of the job's baseline, the median over turns of the ratio within a turn."""
+    speedup_low: float
+    speedup_high: float
+    note: str = ""
+
+
+def plain(job: Job, workers: int = 0, kind: Any = DataLoader, **options: Any) -> Any:
+    """Return a loader of torch's interface."""
+    if workers:
+        options["num_workers"] = workers
+    if job.collate is not None:
+        options["collate_fn"] = job.collate
+    # A generator of the loader's own, so that every loader could know the next epoch's order.
+    return kind(job.dataset(), job.batch_size, shuffle=True, generator=torch.Generator().manual_seed(0), **options)
+
+
+def ours(job: Job, mode: Any, workers: int | None = None) -> ContinuousLoader:
+    """Return a continuous loader."""
+    return ContinuousLoader(plain(job), mode=mode, workers=workers)
+
+
+def stateful(job: Job, workers: int) -> Any:
+    """Return torchdata's loader."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it calls what torch has deprecated
+        kind = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
+    return plain(job, workers, kind, persistent_workers=True)
+
+
+def multi_epochs(job: Job, workers: int) -> Any:
+    """Return timm's loader that keeps its workers over epochs."""
+    _let_torchvision_import()
+    return plain(job, workers, importlib.import_module("timm.data.loader").MultiEpochsDataLoader)
+
+
+def _let_torchvision_import() -> None:
+    """Declare the operators that torchvision's compiled part would have declared; they are not called."""
+    for operator in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, operator):
+            library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            _LIBRARIES.append(library)
+
+
+_LIBRARIES: list[Any] = []
+
+Maker = Callable[[], Any]
+
+
+def rivals(job: Job, workers: int) -> dict[str, Maker]:
+    """Return the loaders of others, by name; the first is the baseline."""
+    return {
+        f"DataLoader, {workers} workers": lambda: plain(job, workers),
+        f"DataLoader, {workers} persistent workers": lambda: plain(job, workers, persistent_workers=True),
+        f"torchdata StatefulDataLoader, {workers} persistent workers": lambda: stateful(job, workers),
+        f"timm MultiEpochsDataLoader, {workers} workers": lambda: multi_epochs(job, workers),
+        "DataLoader, no workers": lambda: plain(job),
+    }
+
+
+def hand(job: Job, counts: Iterable[int] = (1, 2)) -> dict[str, Maker]:
+    """Return the continuous loader in each mode."""
+    found: dict[str, Maker] = {"continuous, inline": lambda: ours(job, "inline")}
+    for count in counts:
+        found[f"continuous, fork({count})"] = partial(ours, job, "fork", count)
+        found[f"continuous, threads({count})"] = partial(ours, job, "threads", count)
+    return found
+
+
+def epoch(loader: Any, job: Job) -> tuple[float, float]:
+    """Run one epoch and return its seconds, and those to the first batch."""
+    began = time.perf_counter()
+    first = None
+    for _ in loader:
+        if first is None:
+            first = time.perf_counter() - began
+        if job.step_s:
+            time.sleep(job.step_s)
+    return time.perf_counter() - began, first or 0.0
+
+
+def warm(loader: Any, job: Job) -> str:
+    """Run a first epoch, and more until an automatic choice is made; return what was chosen."""
+    began = time.perf_counter()
+    epoch(loader, job)
+    if not isinstance(loader, ContinuousLoader):
+        return ""
+    while "trying" in loader.explain() and time.perf_counter() - began < 60:
+        epoch(loader, job)
+    return f"{loader.explain().splitlines()[0]}; after {time.perf_counter() - began:.1f} s"
+
+
+def compare(job: Job, makers: dict[str, Maker], turns: int) -> Iterator[Row]:
+    """Run all loaders in turn and yield a row for each; the first one is the baseline."""
+    loaders, notes = {}, {}
+    for name, make in makers.items():
+        try:
+            loaders[name] = make()
+            notes[name] = warm(loaders[name], job)
+        except ImportError as error:
+            click.echo(f"  {name}: left out, {error}")
+    times: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in loaders}
+    for _ in range(turns):
+        for name, loader in loaders.items():
+            times[name].append([epoch(loader, job) for _ in range(job.epochs)][1:])
+    for loader in loaders.values():
+        if isinstance(loader, ContinuousLoader):
+            loader.close()
+    base = [statistics.fmean(seconds for seconds, _ in turn) for turn in next(iter(times.values()))]
+    for name, taken in times.items():
+        yield _row(job, name, taken, base, notes[name])
+
+
+def _row(job: Job, name: str, taken: list[list[tuple[float, float]]], base: list[float], note: str) -> Row:
+    means = [statistics.fmean(seconds for seconds, _ in turn) for turn in taken]
+    ratios = [one / mine for one, mine in zip(base, means, strict=True)]
+    firsts = [first * 1e3 for turn in taken for _, first in turn]
+    middle = [statistics.median(values) for values in (means, firsts, ratios)]
+    row = Row(
+        job.name, name, middle[0], min(means), max(means), middle[1], max(firsts), middle[2], min(ratios), max(ratios)
+    )
+    return Row(**(asdict(row) | {"note": note}))
+
+
+def small(turns: int) -> Iterator[Row]:
+    """2,000 small images."""
+    auto = {"continuous, auto": lambda: ours(SMALL, "auto")}
+    yield from compare(SMALL, rivals(SMALL, 2) | hand(SMALL) | auto, turns)
+
+
+def pictures(turns: int) -> Iterator[Row]:
+    """500 JPEG files."""
+    auto = {"continuous, auto": lambda: ours(PHOTOS, "auto")}
+    yield from compare(PHOTOS, rivals(PHOTOS, 2) | hand(PHOTOS) | auto, turns)
+
+
+def tiny(turns: int) -> Iterator[Row]:
+    """60,000 tiny samples, against the best number of workers."""
+    workers: dict[str, Maker] = {
+        f"DataLoader, {n} persistent workers": partial(plain, TINY, n, persistent_workers=True) for n in (1, 2, 4)
+    }
+    auto = {"continuous, auto": lambda: ours(TINY, "auto")}
+    yield from compare(TINY, workers | hand(TINY) | auto, turns)
+
+
+def far(turns: int) -> Iterator[Row]:
+    """Samples that are waited for."""
+    auto = {"continuous, auto": lambda: ours(FAR, "auto")}
+    yield from compare(FAR, rivals(FAR, 8) | hand(FAR, (2, 4, 8, 16)) | auto, turns)
+
+
+def starts(turns: int) -> Iterator[Row]:
+    """Workers that are started without fork."""
+    for method in ("forkserver", "spawn"):
+        job = Job(f"{SMALL.name}, {method}", SMALL.dataset, SMALL.batch_size, SMALL.step_s, epochs=2)
+        makers: dict[str, Maker] = {
+            f"DataLoader, 2 workers by {method}": partial(plain, job, 2, multiprocessing_context=method),
+            f"continuous, {method}(2)": partial(ours, job, method, 2),
+        }
+        yield from compare(job, makers, max(2, turns // 2))
+
+
+def heap(turns: int) -> Iterator[Row]:
+    """Eight workers of a process with 3 GB in memory."""
+    ballast = torch.ones(3 << 28)
+    job = Job(f"{STARTS.name}, 3 GB parent, 8 workers", STARTS.dataset, STARTS.batch_size, STARTS.step_s, epochs=4)
+    makers: dict[str, Maker] = {
+        "DataLoader, 8 workers": lambda: plain(job, 8),
+        "DataLoader, 8 persistent workers": lambda: plain(job, 8, persistent_workers=True),
+        "continuous, fork(8)": lambda: ours(job, "fork", 8),
+        "continuous, auto": lambda: ours(job, "auto"),
+    }
+    yield from compare(job, makers, turns)
+    assert float(ballast[-1]) == 1.0  # kept to the end
+
+
+PARTS = {"small": small, "pictures": pictures, "tiny": tiny, "far": far, "starts": starts, "heap": heap}
+
+
+@click.command()
+@click.option("--only", type=click.Choice(list(PARTS)), multiple=True, help="Parts; default all.")
+@click.option("--turns", default=5, show_default=True)
+@click.option(
+    "--record", is_flag=True, help="Write the rows to benchmarks/results/, in place of older ones of the job."
+)
+def main(only: tuple[str, ...], turns: int, record: bool) -> None:
+    """Compare loaders."""
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for part in only or PARTS:
+        for row in PARTS[part](turns):
+            _show(row, rows)
+            rows.append(row)
+    if record:
+        write(rows, f"python -m benchmarks.loaders --turns {turns}")
+
+
+def _show(row: Row, before: list[Row]) -> None:
+    if not before or before[-1].job != row.job:
+        click.echo(row.job)
+    click.echo(
+        f"  {row.loader:52} {row.epoch_s:7.3f} s, first batch {row.first_ms:7.2f} ms (≤ {row.first_most_ms:.1f}), "
+        f"{row.speedup:5.2f}x [{row.speedup_low:.2f}, {row.speedup_high:.2f}]  {row.note}"
+    )
+
+
+def write(rows: list[Row], command: str) -> None:
+    """Write the rows beside those of other jobs."""
+    from accel.journal import machine_name
+
+    target = RESULTS / f"loaders-cpu-{date.today().isoformat()}.json"
+    jobs = {row.job for row in rows}
+    old = json.loads(target.read_text())["rows"] if target.is_file() else []
+    summary = {
+        "what": "seconds per epoch of data loaders, interleaved; speedup over the first loader of each job",
+        "command": command,
+        "date": date.today().isoformat(),
+        "machine": machine_name(torch.device("cpu")),
+        "torch": torch.__version__,
+        "rows": [row for row in old if row["job"] not in jobs] + [asdict(row) for row in rows],
+    }
+    write_atomic(target, json.dumps(summary, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
