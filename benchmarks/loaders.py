@@ -102,6 +102,7 @@ def rivals(job: Job, workers: int) -> dict[str, Maker]:
         f"torchdata StatefulDataLoader, {workers} persistent workers": lambda: stateful(job, workers),
         f"timm MultiEpochsDataLoader, {workers} workers": lambda: multi_epochs(job, workers),
         "DataLoader, no workers": lambda: plain(job),
+        "no loading: the steps alone": lambda: range(len(plain(job))),
     }
 
 

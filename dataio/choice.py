@@ -24,6 +24,8 @@ _FIRST = 8
 _FIRST_S = 0.2
 _BLOCK_S = 0.06
 _BLOCK = 6
+_LONGEST = 2000
+_START_S = 0.1
 _WINDOW = 100
 _WINDOW_S = 2.0
 # No new choice before so many times the seconds that the last one took have passed.
@@ -116,11 +118,12 @@ class Choice:
         self._took_s = 0.0
         self._block()
 
-    def _block(self, settle: int = 0) -> None:
-        self._settle = settle
+    def _block(self, settle: int = 0, settle_s: float = 0.0) -> None:
+        self._settle, self._settle_until = settle, time.perf_counter() + settle_s
         self._steps: list[float] = []
         self._waits: list[float] = []
         self._cpu: list[float] = []
+        self._spent_s = 0.0
 
     @property
     def decided(self) -> bool:
@@ -153,12 +156,13 @@ class Choice:
         """
         if math.isnan(own_s):
             return
-        if self._settle > 0:
+        if self._settle > 0 or time.perf_counter() < self._settle_until:
             self._settle -= 1
             return
         self._waits.append(wait_s)
         self._steps.append(own_s)
         self._cpu.append(cpu_s)
+        self._spent_s += wait_s + own_s
         if self._phase == "first":
             self._after_first()
         elif self._phase == "trial":
@@ -169,29 +173,28 @@ class Choice:
     # -- deciding ----------------------------------------------------------------------------------------------------
 
     def _after_first(self) -> None:
-        count, spent = len(self._waits), sum(self._waits) + sum(self._steps)
-        if count < 3 or (count < _FIRST and spent < _FIRST_S):
+        count = len(self._waits)
+        if count < 3 or (count < _FIRST and self._spent_s < _FIRST_S):
             return
         cost = Cost(statistics.median(self._waits), statistics.median(self._cpu), statistics.median(self._steps))
-        self._note(self.tried[0])
         if cost.fetch_s < _NEGLIGIBLE * (cost.fetch_s + cost.step_s):
+            self._note(self.tried[0])
             self._decide(f"making a batch takes {cost.fetch_s * 1e3:.2f} ms of {self.tried[0].score * 1e3:.2f} ms")
             return
         failed = {each.setting: each for each in self.tried}
         new = [s for s in candidates(cost, cores(), self._process_mode, not self._no_threads) if s not in failed]
         self.tried += [Tried(setting) for setting in new]
         usable = [each for each in self.tried if not each.failure]
-        # There and back again, so that what drifts meanwhile touches all alike; inline has had one block already.
-        self._plan = [*usable[1:], *reversed(usable)]
+        # There and back again, so that what drifts meanwhile touches all alike. The first batches don't count: the
+        # dataset was watched while they were made.
+        self._plan = [*usable, *reversed(usable)]
         self._phase = "trial"
         self._next_block(0)
 
     def _after_trial(self, capacity: int) -> None:
         # A full queue at a block's end would flatter it: as many batches as can be queued are taken at the least.
         enough = max(_BLOCK, 2 * capacity)
-        if len(self._waits) < enough or (
-            sum(self._waits) + sum(self._steps) < _BLOCK_S and len(self._waits) < 10 * enough
-        ):
+        if len(self._waits) < enough or (self._spent_s < _BLOCK_S and len(self._waits) < _LONGEST):
             return
         self._note(self._plan.pop(0))
         best = min(each.score for each in self.tried)
@@ -210,8 +213,11 @@ class Choice:
             self._decide("the fastest of those tried")
         else:
             self.current = self._plan[0].setting
-            # The first batches of a setting find its queue empty, and those of a new pool wait for its start.
-            self._block(settle=max(2, capacity) + (2 if self.current.mode == "inline" else 2 * self.current.workers))
+            # The first batches find the queue empty; those of a new pool wait for its start, and for the pages that a
+            # fork shares to be copied.
+            new = not self._plan[0].step_s and self.current.mode not in ("inline", "threads")
+            settle = max(2, capacity) + (2 if self.current.mode == "inline" else 2 * self.current.workers)
+            self._block(settle, _START_S if new else 0.0)
 
     def _decide(self, reason: str) -> None:
         usable = [each for each in self.tried if each.score < math.inf]
@@ -226,8 +232,7 @@ class Choice:
 
     def _watch(self) -> None:
         """Look whether the loop is another than when the setting was chosen."""
-        spent = sum(self._waits) + sum(self._steps)
-        if len(self._waits) < _WINDOW or spent < _WINDOW_S:
+        if self._spent_s < _WINDOW_S or len(self._waits) < _WINDOW:
             return
         wait, step = statistics.fmean(self._waits), statistics.median(self._steps)
         expected_wait, expected = self._expected

@@ -85,8 +85,13 @@ def _parts(thing: Any) -> list[tuple[str, Any]] | None:
     return [(f".{name}", value) for name, value in attributes.items()]
 
 
+class _Plain:
+    pass
+
+
 def _written_in_python(kind: type) -> bool:
-    """Tell whether a class adds nothing to `object` but Python code: what it holds is then in its `__dict__`."""
-    return all(base is object or base.__flags__ & (1 << 9) for base in kind.__mro__) and not any(
-        "__slots__" in vars(base) and vars(base)["__slots__"] for base in kind.__mro__
-    )
+    """Tell whether a class adds nothing to `object` but Python code: what it holds is then in its `__dict__`.
+
+    A class of C code, and one with `__slots__`, has room for more in its instances.
+    """
+    return kind.__basicsize__ <= _Plain.__basicsize__ and kind.__itemsize__ == 0

@@ -1,0 +1,155 @@
+"""The choice is made on a loop that is only played: each setting has its times, and a clock that they move."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from accel.dataio import choice as module
+from accel.dataio.choice import Choice, Cost, Setting, candidates
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module, "cores", lambda: 4)
+    return clock
+
+
+Times = Callable[[Setting], tuple[float, float]]
+"""Setting → seconds waited for a batch, and of the step itself."""
+
+
+def play(choice: Choice, clock: Clock, times: Times, batches: int, noise: float = 0.05, seed: int = 0) -> None:
+    chance = random.Random(seed)
+    for number in range(batches):
+        wait, step = (value * chance.uniform(1 - noise, 1 + noise) for value in times(choice.current))
+        clock.now += wait + step
+        capacity = 1 if choice.current.mode == "inline" else 2 * choice.current.workers
+        choice.served(wait, math.nan if number % 50 == 49 else step, wait, capacity)
+
+
+def overlapped(fetch: float, step: float, *, ipc: float = 0.0, gil: float = 0.0) -> Times:
+    """A fetch that workers share, hidden behind the step as far as it goes."""
+
+    def times(setting: Setting) -> tuple[float, float]:
+        if setting.mode == "inline":
+            return fetch, step
+        if setting.mode == "threads":
+            return max(0.0, fetch / min(setting.workers, 4) - step) + 1e-5, step + gil
+        return max(0.0, fetch / min(setting.workers, 4) - step) + ipc, step
+
+    return times
+
+
+def test_a_fetch_that_costs_next_to_nothing_stays_inline_without_a_trial(clock: Clock) -> None:
+    choice = Choice("fork")
+    play(choice, clock, overlapped(1e-5, 0.01), 20)
+
+    assert choice.decided
+    assert choice.current == Setting("inline")
+    assert "making a batch takes 0.01 ms of" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("times", "no_threads", "expected"),
+    [
+        (overlapped(0.001, 0.003), "", "threads(1)"),
+        (overlapped(0.001, 0.003), "an open file", "fork(1)"),
+        (overlapped(0.020, 0.003, gil=0.02), "", "fork(4)"),
+        (overlapped(0.0001, 0.0, ipc=0.001, gil=0.001), "", "inline"),
+    ],
+    ids=["threads", "no_threads", "the_lock_of_the_interpreter", "sending_costs_more"],
+)
+def test_the_fastest_is_chosen(clock: Clock, times: Times, no_threads: str, expected: str) -> None:
+    choice = Choice("fork", no_threads)
+    play(choice, clock, times, 3000)
+
+    assert choice.decided
+    assert str(choice.current) == expected
+    assert ("not used: an open file" in choice.explain()) == bool(no_threads)
+
+
+def test_of_two_that_are_equally_fast_the_simpler_one_is_chosen(clock: Clock) -> None:
+    choice = Choice("fork")
+    play(choice, clock, overlapped(0.001, 0.003), 3000, noise=0.01)
+
+    assert choice.current == Setting("threads", 1)
+
+
+def test_the_search_is_over_in_about_a_second(clock: Clock) -> None:
+    choice = Choice("fork")
+    while not choice.decided:
+        play(choice, clock, overlapped(0.001, 0.003), 1)
+
+    assert clock.now < 2.0
+
+
+def test_a_setting_that_fails_is_left_and_told(clock: Clock) -> None:
+    choice = Choice("spawn", "no")
+    for _ in range(3000):
+        if choice.current.mode == "spawn":
+            choice.failed(TypeError("cannot pickle 'lambda'\nat length"))
+        else:
+            play(choice, clock, overlapped(0.01, 0.003), 1)
+
+    assert choice.current == Setting("inline")
+    assert "spawn(1)         not used: TypeError: cannot pickle 'lambda'" in choice.explain()
+
+
+def test_what_was_chosen_may_fail_later(clock: Clock) -> None:
+    choice = Choice("fork", "no")
+    play(choice, clock, overlapped(0.001, 0.003), 3000)
+    assert choice.current.mode == "fork"
+    choice.failed(OSError("no memory"))
+
+    assert choice.decided
+    assert choice.current.mode != "fork" or choice.current.workers != 1
+
+
+def test_a_loop_that_waits_longer_than_before_chooses_anew(clock: Clock) -> None:
+    choice = Choice("fork")
+    play(choice, clock, overlapped(1e-5, 0.01), 100)
+    assert str(choice.current) == "inline"
+    play(choice, clock, overlapped(0.02, 0.01), 4000)
+
+    assert choice.changes == 2
+    assert str(choice.current) == "threads(2)"
+
+
+def test_a_steady_loop_keeps_its_choice(clock: Clock) -> None:
+    choice = Choice("fork")
+    play(choice, clock, overlapped(0.004, 0.003), 30000, noise=0.3)
+
+    assert choice.changes == 1
+
+
+def test_waiting_for_storage_is_worth_more_workers_than_there_are_cores() -> None:
+    waiting = candidates(Cost(fetch_s=0.03, fetch_cpu_s=0.001, step_s=0.003), 2, "fork", True)
+    busy = candidates(Cost(fetch_s=0.03, fetch_cpu_s=0.03, step_s=0.003), 2, "fork", True)
+
+    assert max(setting.workers for setting in waiting) == 16
+    assert Setting("fork", 12) in waiting
+    assert [str(setting) for setting in busy] == ["threads(1)", "threads(2)", "fork(1)", "fork(2)"]
+    assert candidates(Cost(1.0, 1.0, 0.0), 1, "spawn", False) == [Setting("spawn", 1)]
+
+
+def test_a_dataset_that_draws_is_not_read_by_threads(clock: Clock) -> None:
+    choice = Choice("fork")
+    choice.forbid_threads("fetching a sample draws random numbers")
+    play(choice, clock, overlapped(0.02, 0.01), 3000)
+
+    assert choice.current.mode == "fork"
+    assert "threads          not used: fetching a sample draws random numbers" in choice.explain()
