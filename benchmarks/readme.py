@@ -1,4 +1,4 @@
-"""Fill the marked blocks of README.md and docs/kernels.md from committed results: no figure is typed by hand.
+"""Fill the marked blocks of README.md and the manual from committed results: no figure is typed by hand.
 
     python -m benchmarks.readme [--check]
 
@@ -151,12 +151,39 @@ def fcos_block(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def loaders_block(result: dict[str, Any]) -> str:
+    """Return the race of data loaders."""
+    lines = [
+        f"`{result['command']}`, {result['date']}, {result['machine']}, torch {result['torch']}. Turns of some epochs "
+        "each, interleaved; medians over turns, and the lowest and highest ratio within a turn.",
+    ]
+    for job in dict.fromkeys(row["job"] for row in result["rows"]):
+        lines += [
+            "",
+            f"**{job}**",
+            "",
+            "| loader | s per epoch | first batch, ms (most) | speed-up |",
+            "|---|---|---|---|",
+        ]
+        lines += [_loader_row(row) for row in result["rows"] if row["job"] == job]
+    return "\n".join(lines)
+
+
+def _loader_row(row: dict[str, Any]) -> str:
+    chosen = f": {row['note'].split(':')[0]}" if row["loader"].endswith("auto") and row["note"] else ""
+    return (
+        f"| {row['loader']}{chosen} | {row['epoch_s']:.3f} | {row['first_ms']:.1f} ({row['first_most_ms']:.1f}) | "
+        f"{row['speedup']:.2f}x [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}] |"
+    )
+
+
 BLOCKS: dict[str, tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...]] = {
     "README.md": (
         ("demo", "demo-*.json", demo_block),
         ("table", "never-slower-reordered-*.json", table_block),
         ("faults", "fault-matrix-cpu-*.json", faults_block),
     ),
+    "docs/loader.md": (("loaders", "loaders-cpu-*.json", loaders_block),),
     "docs/kernels.md": (
         ("simota", "simota-cpu-*.json", simota_block),
         ("fcos", "fcos-targets-cpu-*.json", fcos_block),

@@ -21,35 +21,6 @@ def _pin_tensor(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if movable else tensor
 
 
-class SideStreamCopier:
-    """Copy batches to `device` on a side stream while the compute stream goes on.
-
-    The compute stream waits for the copy by an event, not the host, and each copied tensor is recorded on the compute
-    stream so that its memory is not handed out again too early.
-
-    Args:
-        device: CUDA device to copy to.
-
-    Example:
-        >>> copier = SideStreamCopier(torch.device("cuda"))
-        >>> batch = copier(batch)
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def __call__(self, batch: Any) -> Any:
-        """Start the copy and return the device batch; work queued after it on the current stream sees it whole."""
-        pinned = pin(batch)
-        with torch.cuda.stream(self.stream):
-            moved = map_tensors(lambda t: t.to(self.device, non_blocking=True), pinned)
-        current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self.stream)
-        map_tensors(lambda t: _record(t, current), moved)
-        return moved
-
-
 class AheadCopier:
     """Copy each batch to `device` while the one before it is used.
 
@@ -95,6 +66,11 @@ class AheadCopier:
             # Made on the side stream, used on this one: its memory must not be handed out before this one is done.
             map_tensors(lambda t: _record(t, current), batch)
         return batch
+
+    def __call__(self, batch: Any) -> Any:
+        """Copy one batch and return it: what is queued before the step's own work overlaps the copy."""
+        self.start(batch)
+        return self.finish()
 
     def __len__(self) -> int:
         return len(self._under_way)

@@ -25,7 +25,7 @@ class AsyncCopy(Strategy):
     opt_in = "the loop would see batches on the GPU, which code that reads them on the CPU can't take"
 
     def __init__(self) -> None:
-        self._copier: transfer.SideStreamCopier | None = None
+        self._copier: transfer.AheadCopier | None = None
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no CUDA."""
@@ -34,7 +34,7 @@ class AsyncCopy(Strategy):
     def enable(self, run: Run, setting: Any) -> None:
         """Copy from the next batch on."""
         if self._copier is None:
-            self._copier = transfer.SideStreamCopier(run.device)
+            self._copier = transfer.AheadCopier(run.device)
         run.fetching.transforms[self.name] = self._copier
 
     def disable(self, run: Run) -> None:

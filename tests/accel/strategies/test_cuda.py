@@ -106,16 +106,19 @@ def test_pin_memory_acts_on_the_batches_of_the_loader(pretend_cuda: None) -> Non
 
 def test_a_side_stream_copy_waits_by_event_and_records_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    current = SimpleNamespace(wait_stream=lambda stream: log.append("compute waits for copy"))
+    current = SimpleNamespace(wait_event=lambda event: log.append("compute waits for copy"))
+    event = SimpleNamespace(record=lambda stream: log.append(f"event on {stream}"))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: _logged(log, f"on {stream}"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(transfer, "pin", lambda batch: batch)
     monkeypatch.setattr(transfer, "_record", lambda tensor, stream: (log.append("recorded"), tensor)[1])
 
-    moved = transfer.SideStreamCopier(torch.device("cpu"))([torch.ones(2), "label"])
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)
+    moved = transfer.AheadCopier(torch.device("cuda"))([torch.ones(2), "label"])
 
-    assert log == ["on side", "off side", "compute waits for copy", "recorded"]
+    assert log == ["on side", "event on side", "off side", "compute waits for copy", "recorded"]
     assert moved[1] == "label"
 
 
@@ -152,7 +155,7 @@ def test_on_a_gpu_model_strategies_pass_the_guard(strategy: Strategy) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_copied_batches_hold_the_same_bits() -> None:
-    copier = transfer.SideStreamCopier(torch.device("cuda"))
+    copier = transfer.AheadCopier(torch.device("cuda"))
     for size in (1, 1000, 1_000_003):
         batch = [torch.randn(size), {"label": torch.arange(size)}]
         moved = copier(batch)
