@@ -9,10 +9,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections import deque
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -55,7 +58,10 @@ class Engine(Protocol):
         """Take a job."""
 
     def collect(self) -> Any:
-        """Return the batch of the oldest job; raises what fetching it raised."""
+        """Return the batch of the oldest job; raises what fetching it raised.
+
+        After an Exception the job is gone. After any other one, Ctrl-C say, it is still the oldest.
+        """
 
     def discard(self) -> None:
         """Forget all jobs that were not collected."""
@@ -68,6 +74,19 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give up threads and processes."""
+
+
+_T = TypeVar("_T")
+
+
+@contextmanager
+def _oldest(jobs: deque[_T]) -> Iterator[_T]:
+    try:
+        yield jobs[0]
+    except Exception:
+        jobs.popleft()
+        raise
+    jobs.popleft()
 
 
 # Fetches that draw no random number, after which none is looked for any more: 60 µs each.
@@ -104,7 +123,10 @@ class InlineEngine:
 
     def collect(self) -> Any:
         """Make the batch of the oldest job."""
-        job = self._jobs.popleft()
+        with _oldest(self._jobs) as job:
+            return self._make(job)
+
+    def _make(self, job: Job) -> Any:
         if job.seed is None or self._quiet >= _TRIED:
             return self._fetch(job.indices)
         before = global_states()
@@ -157,9 +179,16 @@ class ThreadEngine:
         self._timeout_s = loader.timeout or None
         self._pool: ThreadPoolExecutor | None = None
         self._futures: deque[tuple[Job, Future[Any]]] = deque()
+        self._owner = os.getpid()
 
     def start(self) -> None:
         """Make the pool; its threads start with the first jobs."""
+        if os.getpid() != self._owner:  # a copy of the loader in a forked process, where no thread came along
+            self._owner, self._pool = os.getpid(), None
+            jobs = [job for job, _ in self._futures]
+            self._futures.clear()
+            for job in jobs:
+                self.submit(job)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="accel-loader")
 
@@ -171,16 +200,18 @@ class ThreadEngine:
 
     def collect(self) -> Any:
         """Return the batch of the oldest job; raises what fetching it raised."""
-        job, future = self._futures.popleft()
-        try:
-            return future.result(self._timeout_s)
-        except TimeoutError as error:
-            if future.done():
-                raise  # the dataset's own
-            what = blame(error, job.indices)
-            raise RuntimeError(f"a thread has been fetching {what} for {self._timeout_s:g} s") from None
-        except CancelledError:  # pragma: no cover - only of jobs that were discarded
-            raise RuntimeError("the batch was discarded") from None
+        self.start()
+        with _oldest(self._futures) as (job, future):
+            wait([future], self._timeout_s)
+            if not future.done():
+                raise RuntimeError(
+                    f"a thread has been fetching {blame(RuntimeError(), job.indices)} for {self._timeout_s:g} s "
+                    f"(timeout={self._timeout_s:g})"
+                )
+            error = future.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise RuntimeError(f"{type(error).__name__} was raised in a thread: {error}") from error
+            return future.result()
 
     def discard(self) -> None:
         """Forget all jobs; those not begun are never made."""
@@ -216,9 +247,15 @@ class _Elsewhere(Exception):
 
 def as_raised(pickled: bytes | None, text: str, where: str) -> BaseException:
     """Return an error of another process as it was raised there, with the place and the traceback as its cause."""
-    error: BaseException = RuntimeError(f"in {where}:\n{text}") if pickled is None else pickle.loads(pickled)
-    if isinstance(error, StopIteration):
-        # It would be taken for the end of the epoch.
-        error = RuntimeError(f"the dataset raised StopIteration in {where}")
-    error.__cause__ = _Elsewhere(f"in {where}:\n\n{text}")
+    try:
+        error = None if pickled is None else pickle.loads(pickled)
+    except Exception:  # of a class that only the worker knows
+        error = None
+    if not isinstance(error, BaseException):
+        error = RuntimeError(f"in {where}:\n{text}")
+    elif isinstance(error, StopIteration) or not isinstance(error, Exception):
+        # It would be taken for the end of the epoch, or for a wish to end the loop's own process.
+        error = RuntimeError(f"{type(error).__name__} was raised in {where}: {error}")
+    # Past a __setattr__ of its class.
+    object.__setattr__(error, "__cause__", _Elsewhere(f"in {where}:\n\n{text}"))
     return error

@@ -14,7 +14,8 @@ All three give the bits of the last one: for the first, indexing with a list cop
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,38 +41,43 @@ class Fetch:
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], batched: bool) -> None:
         self.dataset, self.collate, self.batched = dataset, collate, batched
-        self._whole = whole_tensors(dataset) if batched and collate is default_collate else None
-        many = getattr(dataset, "__getitems__", None) if batched else None
-        self._many: Callable[[Any], Any] | None = many if callable(many) else None
-
-    @property
-    def vectorised(self) -> bool:
-        """True if a whole batch is one call to the dataset."""
-        return self._whole is not None or self._many is not None
 
     def __call__(self, indices: Any) -> Any:
-        """Return the batch of `indices`; what the dataset or the collate function raises goes through."""
-        if self._whole is not None:
-            return self._index_whole(indices)
-        if self._many is not None:
-            return self.collate(self._many(indices))
-        if not self.batched:
-            return self.collate(self._one(indices))
+        """Return the batch of `indices`; what the dataset or the collate function raises goes through.
+
+        Only a StopIteration becomes a RuntimeError: it would be taken for the end of the epoch.
+        """
+        try:
+            return self._batch(indices) if self.batched else self.collate(self._one(indices))
+        except StopIteration as error:
+            raise RuntimeError(f"the dataset raised StopIteration at {blame(error, indices)}") from error
+
+    def _batch(self, indices: Any) -> Any:
+        # Looked up for each batch, 2 µs: between two epochs the loop may give the dataset other tensors or places.
+        whole = whole_tensors(self.dataset) if self.collate is default_collate else None
+        if whole is not None:
+            return _index(*whole, indices)
+        many = getattr(self.dataset, "__getitems__", None)
+        if many:
+            return self.collate(many(indices))
         return self.collate([self._one(index) for index in indices])
 
     def _one(self, index: Any) -> Any:
         try:
             return self.dataset[index]
-        except Exception as error:
-            with contextlib.suppress(AttributeError):  # an exception class with __slots__
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # an exception class with __slots__ or a __setattr__ of its own
                 setattr(error, _AT, index)
             raise
 
-    def _index_whole(self, indices: Sequence[int]) -> list[Tensor]:
-        assert self._whole is not None
-        tensors, places = self._whole
-        chosen = torch.as_tensor(indices if places is None else [places[index] for index in indices])
-        return [tensor[chosen] for tensor in tensors]
+
+def _index(tensors: Sequence[Tensor], places: Sequence[int] | None, indices: Iterable[int]) -> list[Tensor]:
+    rows = [operator.index(index if places is None else places[index]) for index in indices]
+    if not rows:
+        raise IndexError("list index out of range")  # as from collating no samples
+    chosen = torch.tensor(rows)
+    # Stacked samples are contiguous; rows of a channels_last tensor are channels_last again.
+    return [tensor[chosen].contiguous() for tensor in tensors]
 
 
 def whole_tensors(dataset: Any) -> tuple[Sequence[Tensor], Sequence[int] | None] | None:
@@ -85,11 +91,6 @@ def whole_tensors(dataset: Any) -> tuple[Sequence[Tensor], Sequence[int] | None]
     return (dataset.tensors, places) if plain else None
 
 
-def thread_safe(dataset: Any) -> bool:
-    """Tell whether several threads may read `dataset` at once: it says so, or it is tensors in memory."""
-    return bool(getattr(dataset, "thread_safe", False)) or whole_tensors(dataset) is not None
-
-
 def fetch_of(loader: DataLoader[Any]) -> Fetch:
     """Return what makes the batches of `loader`, which must be map-style."""
     return Fetch(loader.dataset, loader.collate_fn, loader._auto_collation)
@@ -100,7 +101,9 @@ def blame(error: BaseException, indices: Any) -> str:
     index = getattr(error, _AT, None)
     if index is not None:
         return f"sample {index!r}"
-    return "samples " + _few(list(indices)) if isinstance(indices, Sequence) else f"sample {indices!r}"
+    if isinstance(indices, Sequence) and not isinstance(indices, str | bytes):
+        return "samples " + _few(list(indices))
+    return f"sample {indices!r}"
 
 
 def _few(indices: list[Any], most: int = 8) -> str:

@@ -9,16 +9,11 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import pickle
 import selectors
-import signal
-import threading
 import time
 import weakref
 from collections import deque
-from multiprocessing.connection import Connection
-from socket import AF_UNIX, SOCK_STREAM, recv_fds, socket
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
@@ -27,61 +22,29 @@ from accel.dataio.engine import Job, WorkerDied, as_raised
 from accel.dataio.fetch import blame, fetch_of
 from accel.dataio.mirror import Path
 from accel.dataio.slots import MOST_HELD, SlotReader
+from accel.dataio.worker_handle import WorkerHandle, end_all
 
 log = logging.getLogger("accel.dataio")
 
 _MOST_TRIES = 2
 _WARN_S = 60.0
-# The loop's ends of all connections: a process forked later must not keep them open, or a worker would not hear that
-# the loop is gone.
-_ENDS: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
-def _close_ends() -> None:
-    for end in list(_ENDS):
-        end.close()
+class _Result(NamedTuple):
+    """What became of a job, with the slots of the worker that made it: a successor has its own."""
+
+    number: int
+    slots: SlotReader
+    message: Any
+    job: Job
 
 
-os.register_at_fork(after_in_child=_close_ends)
+class _Change(NamedTuple):
+    """Values in the dataset, for jobs from serial number `since` on."""
 
-
-class _Handle:
-    """The loop's side of one worker process."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.process: Any = None
-        self.connection: Connection | None = None
-        self.slots = SlotReader()
-        self.jobs: dict[int, Job] = {}
-        self.ready = False
-        self.served = 0
-        self.threads_at_start = 1
-
-    def send(self, kind: str, content: Any) -> bool:
-        """Send an order; False if the worker is gone, which receiving will find out."""
-        assert self.connection is not None
-        try:
-            self.connection.send_bytes(pickle.dumps((kind, content), protocol=pickle.HIGHEST_PROTOCOL))
-        except OSError:
-            return False
-        return True
-
-    def receive(self) -> Any:
-        """Return the next message; raises EOFError or OSError when the worker is gone."""
-        assert self.connection is not None
-        message = pickle.loads(self.connection.recv_bytes())
-        if isinstance(message, worker.Done):
-            for number in message.dropped:
-                self.slots.drop(number)
-            if message.new_file:
-                with socket(AF_UNIX, SOCK_STREAM, fileno=os.dup(self.connection.fileno())) as channel:
-                    _, files, _, _ = recv_fds(channel, 1, 1)
-                if not files:
-                    raise EOFError
-                assert message.slot is not None
-                self.slots.add(message.slot, files[0])
-        return message
+    number: int
+    since: int
+    leaves: dict[Path, Any]
 
 
 class ProcessEngine:
@@ -120,37 +83,48 @@ class ProcessEngine:
         self.start_method: str = self._context.get_start_method()
         self.workers, self.capacity = workers, workers * prefetch
         self._threads, self._stall_s, self._timeout_s = threads, stall_s, float(loader.timeout)
-        self._handles: list[_Handle] = []
-        self._selector = selectors.DefaultSelector()
+        # Not epoll: a forked process would share its set with the loop's.
+        self._selector = selectors.PollSelector()
         self._order: deque[int] = deque()
-        # With the slots of the worker that made it: a successor has its own.
-        self._results: dict[int, tuple[int, SlotReader, Any]] = {}
+        self._results: dict[int, _Result] = {}
+        # Jobs that no worker has: their workers were ended by a failure, or left behind in the process forked from.
+        self._waiting: dict[int, Job] = {}
         self._tries: dict[int, int] = {}
+        self._failed_starts = 0
+        # What the workers' copies of the dataset were told: for all jobs there are, and from a certain job on.
         self._leaves: dict[Path, Any] = {}
+        self._changes: deque[_Change] = deque()
+        self._told = 0
         self._next = 0
-        self._owner = os.getpid()
         self.base_seed = 0
         self.deaths: list[str] = []
         """What became of workers that died; the loop went on."""
-        self._finalizer = weakref.finalize(self, _shut, self._handles, os.getpid())
+        self._own([])
+
+    def _own(self, handles: list[WorkerHandle]) -> None:
+        self._handles, self._owner = handles, os.getpid()
+        self._finalizer = weakref.finalize(self, end_all, handles, self._owner)
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
         """Hand a job to the worker that has the fewest."""
         self.start()
-        serial, self._next = self._next, self._next + 1
-        self._order.append(serial)
-        handle = min(self._handles, key=lambda each: len(each.jobs))
-        self._give(handle, serial, job)
+        self._least_busy().give(self._next, job)
+        self._order.append(self._next)
+        self._next += 1
 
     def collect(self) -> Any:
         """Return the batch of the oldest job; raises what fetching it raised."""
+        self._come_along()
         serial = self._order[0]
-        self._await(serial)
-        self._order.popleft()
-        self._tries.pop(serial, None)
-        number, slots, message = self._results.pop(serial)
+        try:
+            self._await(serial)
+            number, slots, message, _ = self._results[serial]
+        except Exception:
+            self._forget(serial)
+            raise
+        self._forget(serial)
         if isinstance(message, BaseException):
             raise message
         if isinstance(message, worker.Failed):
@@ -159,52 +133,82 @@ class ProcessEngine:
 
     def discard(self) -> None:
         """Forget all jobs that were not collected."""
-        for _, slots, message in self._results.values():
-            if isinstance(message, worker.Done) and message.slot is not None:
-                slots.free_at_once(message.slot)
-        self._order.clear()
-        self._results.clear()
-        self._tries.clear()
+        self._come_along()
+        for result in self._results.values():
+            if isinstance(result.message, worker.Done) and result.message.slot is not None:
+                result.slots.free_at_once(result.message.slot)
+        for kept in (self._order, self._results, self._tries, self._waiting):
+            kept.clear()
+        self._settle()
         for handle in self._handles:
             handle.jobs.clear()
             handle.send("stale", self._next)
 
     def update(self, leaves: dict[Path, Any]) -> None:
         """Set values in the workers' copies of the dataset, for the jobs submitted from now on."""
-        self._leaves.update(leaves)
+        self._come_along()
+        self._told += 1
+        self._changes.append(_Change(self._told, self._next, leaves))
         for handle in self._handles:
-            handle.send("dataset", leaves)
+            handle.tell(self._told, leaves)
+        self._settle()
 
     def restart(self) -> None:
         """End the workers; the next job starts new ones, with the dataset as it is then."""
         self.discard()
         self._leaves = {}
-        _shut(self._handles, self._owner)
-        self._selector.close()
-        self._selector = selectors.DefaultSelector()
+        self._end_workers()
 
     def close(self) -> None:
         """End the workers."""
         self.restart()
 
+    def _forget(self, serial: int) -> None:
+        """Take the oldest job out, wherever it is."""
+        assert self._order[0] == serial
+        self._order.popleft()
+        for kept in (self._results, self._tries, self._waiting, *(handle.jobs for handle in self._handles)):
+            kept.pop(serial, None)  # type: ignore[attr-defined]
+        self._settle()
+
+    def _settle(self) -> None:
+        oldest = self._order[0] if self._order else self._next
+        while self._changes and self._changes[0].since <= oldest:
+            self._leaves |= self._changes.popleft().leaves
+
     # -- starting ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the workers, if there are none."""
+        self._come_along()
         if self._handles:
             return
-        if os.getpid() != self._owner:  # a copy of the loader in a forked process: workers of its own
-            self._owner = os.getpid()
-            self._finalizer = weakref.finalize(self, _shut, self._handles, self._owner)
-            self._selector = selectors.DefaultSelector()
-        for number in range(self.workers):
-            handle = _Handle(number)
-            self._handles.append(handle)
-            self._start(handle, self._context)
+        try:
+            for number in range(self.workers):
+                handle = WorkerHandle(number)
+                self._handles.append(handle)
+                self._start(handle)
+        except BaseException:
+            self._end_workers()
+            raise
+        jobs, self._waiting = self._waiting, {}
+        self._hand_out(self._handles, jobs)
 
-    def _start(self, handle: _Handle, context: Any) -> None:
-        ours, theirs = multiprocessing.Pipe(duplex=True)
-        _ENDS.add(ours)
+    def _come_along(self) -> None:
+        """In a process forked from the loop's: leave the workers to the loop, and have jobs made by others."""
+        if os.getpid() == self._owner:
+            return
+        self._finalizer.detach()
+        self._take_back(self._handles)
+        # Their slots will be filled again when the loop there is done with them.
+        for serial, result in list(self._results.items()):
+            if isinstance(result.message, worker.Done):
+                self._waiting[serial] = self._results.pop(serial).job
+        self._own([])
+        self._selector.close()
+        self._selector = selectors.PollSelector()
+
+    def _start(self, handle: WorkerHandle) -> None:
         loader = self._loader
         # A worker may hold as many free slots as it can have jobs, and one for the batch in the loop's hands.
         task = worker.Task(
@@ -216,35 +220,53 @@ class ProcessEngine:
             self._threads,
             most_free=self.capacity // self.workers + 2,
         )
-        name = f"accel-loader-{handle.number}"
-        process = context.Process(target=worker.run, args=(theirs, task), name=name, daemon=True)
-        handle.threads_at_start = threading.active_count()
-        try:
-            process.start()
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        handle.process, handle.connection = process, ours
-        handle.ready, handle.served, handle.slots = False, 0, SlotReader()
-        self._selector.register(ours, selectors.EVENT_READ, handle)
+        handle.start(self._context, task)
+        self._selector.register(handle.connection, selectors.EVENT_READ, handle)  # type: ignore[arg-type]
         if self._leaves:
             handle.send("dataset", self._leaves)
 
-    def _give(self, handle: _Handle, serial: int, job: Job) -> None:
-        handle.jobs[serial] = job
-        handle.send("order", worker.Order(serial, job.indices, job.seed, handle.slots.take_freed()))
+    def _hand_out(self, handles: list[WorkerHandle], jobs: dict[int, Job]) -> None:
+        """Give jobs to workers that were just started, each under the state of the dataset that it was meant for."""
+        for serial in sorted(jobs):
+            handle = min(handles, key=lambda each: len(each.jobs))
+            self._tell(handle, serial)
+            handle.give(serial, jobs[serial])
+        for handle in handles:
+            self._tell(handle, self._next)
+
+    def _tell(self, handle: WorkerHandle, serial: int) -> None:
+        for change in self._changes:
+            if change.since <= serial:
+                handle.tell(change.number, change.leaves)
+
+    def _least_busy(self) -> WorkerHandle:
+        return min(self._handles, key=lambda each: len(each.jobs))
+
+    def _end_workers(self) -> None:
+        """End the workers; their jobs wait for others."""
+        self._take_back(self._handles)
+        end_all(self._handles, self._owner)
+        self._selector.close()
+        self._selector = selectors.PollSelector()
+
+    def _take_back(self, handles: list[WorkerHandle]) -> None:
+        for handle in handles:
+            self._waiting |= handle.jobs
+            handle.jobs = {}
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
     def _await(self, serial: int) -> None:
+        if serial in self._results:
+            return
+        self.start()
         began = warned = time.monotonic()
+        patience = min(1.0, self._timeout_s or 1.0)
         while serial not in self._results:
-            for key, _ in self._selector.select(0.5):
+            for key, _ in self._selector.select(patience / 2):
                 self._hear(key.data)
             waited = time.monotonic() - began
-            if serial in self._results or waited < 1.0:
+            if serial in self._results or waited < patience:
                 continue
             self._look_for_dead()
             holder = next((h for h in self._handles if serial in h.jobs), None)
@@ -256,14 +278,14 @@ class ProcessEngine:
                 warned = time.monotonic()
                 holder.send("where", None)
 
-    def _hear(self, handle: _Handle) -> None:
+    def _hear(self, handle: WorkerHandle) -> None:
         try:
             message = handle.receive()
         except (EOFError, OSError):
             self._died(handle)
             return
         if isinstance(message, worker.Ready):
-            handle.ready = True
+            handle.ready, self._failed_starts = True, 0
         elif isinstance(message, worker.Where):
             log.warning(
                 "worker process %d has been at one batch for over %.0f s; it is here:\n%s",
@@ -272,94 +294,92 @@ class ProcessEngine:
                 message.stack,
             )
         elif isinstance(message, worker.Failed) and message.serial is None:
-            self.restart()
+            self._end_workers()
             raise as_raised(message.error, message.text, f"worker process {handle.number} in {message.at}")
         elif message.serial in handle.jobs:
-            del handle.jobs[message.serial]
+            job = handle.jobs.pop(message.serial)
             handle.served += 1
-            self._results[message.serial] = (handle.number, handle.slots, message)
+            self._results[message.serial] = _Result(handle.number, handle.slots, message, job)
         elif isinstance(message, worker.Done) and message.slot is not None:
             handle.slots.free_at_once(message.slot)  # it was given up meanwhile
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
     def _look_for_dead(self) -> None:
-        for handle in self._handles:
+        for handle in list(self._handles):
             if not handle.process.is_alive() and not handle.connection.poll():  # type: ignore[union-attr]
                 self._died(handle)
 
-    def _died(self, handle: _Handle) -> None:
+    def _died(self, handle: WorkerHandle) -> None:
         """Put a new worker in the place of one that is gone; a batch that was begun twice is given up."""
-        self._unlink(handle)
-        handle.process.join(5)
-        how = _how_it_ended(handle.process.exitcode)
-        jobs, handle.jobs = handle.jobs, {}
-        first = next(iter(jobs), None)
-        what = "at its start" if first is None else f"while fetching {blame(RuntimeError(), jobs[first].indices)}"
-        told = f"worker process {handle.number} (pid {handle.process.pid}) {how} {what}"
+        self._selector.unregister(handle.connection)  # type: ignore[arg-type]
+        first = next(iter(handle.jobs), None) if handle.ready else None
+        what = "at its start"
+        if handle.ready:
+            what = "between batches" if first is None else f"while fetching {_samples(handle.jobs[first])}"
+        told = f"{handle.bury()} {what}"
         self.deaths.append(told)
         if first is not None:
-            self._tries[first] = self._tries.get(first, 0) + 1
-            if self._tries[first] >= _MOST_TRIES:
-                error = WorkerDied(
-                    f"{told}; so did the worker before it. Often memory ran out, or the samples crash native code: "
-                    "fetch these samples in the main process to see, or use fewer workers."
-                )
-                self._results[first] = (handle.number, handle.slots, error)
-                del jobs[first]
-        elif not handle.ready and len(self.deaths) > 2 * self.workers:
-            self.restart()
-            raise WorkerDied(f"{told}; no worker process can be started")
+            self._count_try(handle, first, told)
+        elif not handle.ready:
+            self._failed_starts += 1
+            if self._failed_starts > max(2, self.workers):
+                self._end_workers()
+                raise WorkerDied(f"{told}, and so did those before it: no worker process can be started")
         log.warning("%s; a new one takes its place", told)
-        self._start(handle, self._context)
-        for serial, job in jobs.items():
-            self._give(handle, serial, job)
+        jobs, handle.jobs = handle.jobs, {}
+        try:
+            self._start(handle)
+        except Exception as error:
+            self._waiting |= jobs
+            self._end_workers()
+            raise WorkerDied(f"{told}, and no other could be started: {error}") from error
+        self._hand_out([handle], jobs)
 
-    def _unlink(self, handle: _Handle) -> None:
-        assert handle.connection is not None
-        self._selector.unregister(handle.connection)
-        handle.connection.close()
+    def _count_try(self, handle: WorkerHandle, serial: int, told: str) -> None:
+        self._tries[serial] = self._tries.get(serial, 0) + 1
+        if self._tries[serial] >= _MOST_TRIES:
+            error = WorkerDied(
+                f"{told}; so did the worker before it. Often memory ran out, or the samples crash native code: "
+                "fetch these samples in the main process to see, or use fewer workers."
+            )
+            self._results[serial] = _Result(handle.number, handle.slots, error, handle.jobs.pop(serial))
 
-    def _stuck(self, handle: _Handle, waited: float) -> bool:
+    def _stuck(self, handle: WorkerHandle, waited: float) -> bool:
         forked = self.start_method == "fork" and handle.threads_at_start > 1
         return forked and handle.served == 0 and waited > self._stall_s
 
-    def _replace_forked(self, handle: _Handle) -> None:
+    def _replace_forked(self, handle: WorkerHandle) -> None:
         """Start afresh without fork: the worker waits for a lock that a thread of the loop held when it was forked."""
         told = (
             f"worker process {handle.number} has not made its first batch in {self._stall_s:g} s; it was forked while "
             f"{handle.threads_at_start} threads ran, so it probably waits for a lock that no thread of it can release"
         )
-        try:
-            pickle.dumps(fetch_of(self._loader))
-        except Exception as error:
-            self.restart()
-            raise WorkerDied(
-                f"{told}. It can't be started without fork either, since the dataset can't be pickled ({error}). "
-                "Start the loader before other threads, or make the dataset picklable."
-            ) from error
         log.warning("%s; starting again by forkserver", told)
         self.deaths.append(told)
-        jobs = {serial: job for each in self._handles for serial, job in each.jobs.items()}
-        handles = list(self._handles)
-        for each in handles:
-            self._unlink(each)
-            each.process.kill()
-            each.process.join()
-            each.jobs = {}
+        self._end_workers()
+        before = self._context, self.start_method
         self._context, self.start_method = _context(self._loader, "forkserver"), "forkserver"
-        for each in handles:
-            self._start(each, self._context)
-        for serial in sorted(jobs):
-            self._give(min(handles, key=lambda one: len(one.jobs)), serial, jobs[serial])
+        try:
+            self.start()
+        except Exception as error:
+            self._context, self.start_method = before
+            raise WorkerDied(
+                f"{told}. It can't be started without fork either: the dataset, the collate function and the "
+                f"worker_init_fn must bear pickling ({error}). Start the loader before other threads, or make them so."
+            ) from error
 
     def _late(self, serial: int, waited: float) -> str:
+        limit = f"timeout={self._timeout_s:g}"
         for handle in self._handles:
             if serial in handle.jobs:
-                what = blame(RuntimeError(), handle.jobs[serial].indices)
-                limit = f"timeout={self._timeout_s:g}"
+                what = _samples(handle.jobs[serial])
                 return f"worker process {handle.number} has been fetching {what} for {waited:.0f} s ({limit})"
-        return f"no worker has the batch after {waited:.0f} s"
+        return f"no worker has the batch after {waited:.0f} s ({limit})"
+
+
+def _samples(job: Job) -> str:
+    return blame(RuntimeError(), job.indices)
 
 
 def _open(slots: SlotReader, message: worker.Done) -> Any:
@@ -383,33 +403,3 @@ def _context(loader: DataLoader[Any], start_method: str | None) -> Any:
         # Paid once, by the server, instead of by every worker: importing torch takes seconds.
         context.set_forkserver_preload(["__main__", "accel.dataio.worker"])
     return context
-
-
-def _how_it_ended(code: int | None) -> str:
-    if code is None:
-        return "closed its connection"
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
-
-
-def _shut(handles: list[_Handle], owner: int) -> None:
-    """End all workers: they hear that the connection is closed; who doesn't hear within a second is terminated."""
-    mine, handles[:] = list(handles), []
-    if os.getpid() != owner:
-        return
-    for handle in mine:
-        if handle.connection is not None:
-            handle.connection.close()
-    deadline = time.monotonic() + 1.0
-    for handle in mine:
-        if handle.process is None:
-            continue
-        handle.process.join(max(0.0, deadline - time.monotonic()))
-        if handle.process.is_alive():
-            handle.process.terminate()
-            handle.process.join(1.0)
-        if handle.process.is_alive():
-            handle.process.kill()
-            handle.process.join()
-        handle.process.close()

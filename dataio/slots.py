@@ -8,6 +8,7 @@ lies in /dev/shm, whose size a container limits. The file has no name and goes w
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import weakref
@@ -23,6 +24,25 @@ def supported() -> bool:
     return hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate")
 
 
+def map_memory(file: int, size: int) -> memoryview:
+    """Map `size` bytes of a file; the memory stays until the last view of it is gone. The file may be closed at once.
+
+    An `mmap.mmap` would hold a descriptor of its own for each slot: with 16 workers more than the usual 1,024.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    if address == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    # Not at the interpreter's end: there may be tensors still.
+    weakref.finalize(memory, libc.munmap, address, size).atexit = False
+    return memoryview(memory).cast("B")
+
+
 class Slot:
     """One piece of shared memory, as the worker sees it."""
 
@@ -32,7 +52,7 @@ class Slot:
         try:
             # Reserved now: without it a machine out of memory would answer with SIGBUS in the middle of a copy.
             os.posix_fallocate(self.file, 0, size)
-            self.memory = mmap.mmap(self.file, size)
+            self.memory = map_memory(self.file, size)
         except OSError:
             os.close(self.file)
             raise
@@ -74,10 +94,13 @@ class SlotWriter:
         self._held[slot.number] = slot
         return slot, slot.file >= 0
 
-    def release(self, number: int) -> None:
-        """Take back a slot that the loop is done with."""
+    def release(self, number: int, *, again: bool = True) -> None:
+        """Take back a slot that the loop is done with; it is filled anew only if `again`."""
         slot = self._held.pop(number, None)
         if slot is None:
+            return
+        if not again:
+            self._drop(slot)
             return
         self._free.append(slot)
         if len(self._free) > self._most_free:
@@ -87,7 +110,6 @@ class SlotWriter:
 
     def _drop(self, slot: Slot) -> None:
         slot.close_file()
-        slot.memory.close()
         self.dropped.append(slot.number)
 
 
@@ -95,20 +117,23 @@ class SlotReader:
     """The loop's view of one worker's slots."""
 
     def __init__(self) -> None:
-        self._memory: dict[int, mmap.mmap] = {}
+        self._memory: dict[int, memoryview] = {}
         self._in_use: dict[int, weakref.ref[memoryview]] = {}
         self._freed: deque[int] = deque()
+        self._forked: set[int] = set()
+        _READERS.add(self)
 
     def add(self, number: int, file: int) -> None:
         """Map a slot that the worker made; closes the file."""
         try:
-            self._memory[number] = mmap.mmap(file, 0)
+            self._memory[number] = map_memory(file, os.fstat(file).st_size)
         finally:
             os.close(file)
 
     def drop(self, number: int) -> None:
         """Forget a slot that the worker gave up."""
-        self._memory.pop(number).close()
+        self._forked.discard(number)
+        del self._memory[number]
 
     @property
     def held(self) -> int:
@@ -133,9 +158,26 @@ class SlotReader:
         """Give a slot back whose batch was not wanted."""
         self._freed.append(number)
 
-    def take_freed(self) -> list[int]:
-        """Return the numbers of the slots that came free since the last call."""
-        freed = []
+    def take_freed(self) -> tuple[list[int], list[int]]:
+        """Return the slots that came free since the last call: those to fill anew, and those to give up."""
+        again: list[int] = []
+        spent: list[int] = []
         while self._freed:
-            freed.append(self._freed.popleft())
-        return freed
+            number = self._freed.popleft()
+            (spent if number in self._forked else again).append(number)
+        return again, spent
+
+    def forked(self) -> None:
+        """Never fill again what the loop holds now: a process that was just forked holds the same batches."""
+        self._forked.update(list(self._in_use))
+
+
+_READERS: weakref.WeakSet[SlotReader] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for reader in list(_READERS):
+        reader.forked()
+
+
+os.register_at_fork(after_in_parent=_after_fork)

@@ -26,6 +26,9 @@ _DTYPES = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
         *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
+        # These torch can't unpickle at all.
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+        torch.complex32,
     }
 )
 
@@ -64,7 +67,7 @@ class _Pickler(pickle.Pickler):
             return self._add("tensor", thing, thing) if _plain(thing) else None
         if type(thing) is np.ndarray:
             flat = _bytes_of(thing)
-            return None if flat is None else self._add("array", thing, flat)
+            return None if flat is None else self._add("fortran" if _fortran(thing) else "array", thing, flat)
         return None
 
     def _add(self, kind: str, thing: Any, array: Tensor) -> int:
@@ -101,10 +104,14 @@ def _plain(tensor: Tensor) -> bool:
 def _bytes_of(array: np.ndarray[Any, Any]) -> Tensor | None:
     if array.dtype.hasobject or array.dtype.names is not None or array.dtype.kind not in "biufc":
         return None
-    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    raw = np.ascontiguousarray(array.T if _fortran(array) else array).reshape(-1).view(np.uint8)
     if not raw.flags.writeable:
         raw = raw.copy()  # torch warns of memory that may not be written
     return torch.from_numpy(raw)
+
+
+def _fortran(array: np.ndarray[Any, Any]) -> bool:
+    return array.flags.f_contiguous and not array.flags.c_contiguous
 
 
 def dense(tensor: Tensor) -> bool:
@@ -173,4 +180,8 @@ def _array(place: Place, memory: Any) -> np.ndarray[Any, Any]:
     return array.reshape(place.shape)
 
 
-_VIEWS: dict[str, Callable[[Place, Any], Any]] = {"tensor": _tensor, "array": _array}
+def _fortran_array(place: Place, memory: Any) -> np.ndarray[Any, Any]:
+    return _array(place._replace(shape=place.shape[::-1]), memory).T
+
+
+_VIEWS: dict[str, Callable[[Place, Any], Any]] = {"tensor": _tensor, "array": _array, "fortran": _fortran_array}

@@ -11,6 +11,7 @@ it likes, a worker is seeded once, as `DataLoader` does.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import pickle
@@ -21,13 +22,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from socket import AF_UNIX, SOCK_STREAM, send_fds, socket
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from accel.dataio import slots, wire
@@ -53,12 +55,13 @@ class Task:
 
 
 class Order(NamedTuple):
-    """One batch to be made."""
+    """One batch to be made; slots in `again` may be filled anew, those in `spent` not."""
 
     serial: int
-    indices: Any
+    indices: bytes
     seed: int | None
-    released: list[int]
+    again: list[int]
+    spent: list[int]
 
 
 class Done(NamedTuple):
@@ -95,6 +98,17 @@ class Where(NamedTuple):
     stack: str
 
 
+def channel_of(connection: Connection) -> socket:
+    """Return the connection as a socket, for files; made once, while nothing else reads or writes.
+
+    A new socket object takes on `socket.setdefaulttimeout` of the process: with that set, the connection itself would
+    no longer wait.
+    """
+    channel = socket(AF_UNIX, SOCK_STREAM, fileno=os.dup(connection.fileno()))
+    channel.setblocking(True)
+    return channel
+
+
 def run(connection: Connection, task: Task) -> None:
     """Serve orders until the loop's end of `connection` is closed; the target of the process."""
     # Ctrl-C goes to the whole group: the loop's process decides, and closes the connection. Handlers for a polite end
@@ -103,12 +117,25 @@ def run(connection: Connection, task: Task) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # what was inherited is not looked at by the collector, so that its pages stay shared
     torch.set_num_threads(task.threads)
+    torch_collate.default_collate_fn_map[torch.Tensor] = functools.partial(
+        _stack, torch_collate.default_collate_fn_map[torch.Tensor]
+    )
     _Worker(connection, task).serve()
+
+
+def _stack(stack: Callable[..., Any], batch: Any, **options: Any) -> Any:
+    """Stack samples in plain memory: in a worker torch takes a new file in /dev/shm for each tensor."""
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        return stack(batch, **options)
+    finally:
+        torch_worker._worker_info = info
 
 
 class _Worker:
     def __init__(self, connection: Connection, task: Task) -> None:
         self._connection, self._task, self._fetch = connection, task, task.fetch
+        self._channel = channel_of(connection)
         self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._stale_below = 0
@@ -125,6 +152,9 @@ class _Worker:
                 self._orders.put(None)
                 time.sleep(_GRACE_S)
                 os._exit(0)
+            except BaseException:  # without this thread nothing would ever be heard again
+                traceback.print_exc()
+                os._exit(1)
             if kind == "stale":
                 self._stale_below = content
             elif kind == "where":
@@ -140,16 +170,16 @@ class _Worker:
         with self._sending:
             self._connection.send_bytes(data)
             if file >= 0:
-                with socket(AF_UNIX, SOCK_STREAM, fileno=os.dup(self._connection.fileno())) as channel:
-                    send_fds(channel, [b"f"], [file])
+                send_fds(self._channel, [b"f"], [file])
 
     # -- work --------------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
         try:
+            # Before the user's worker_init_fn: a worker that is stuck in it must hear that the loop is gone.
+            threading.Thread(target=self._receive, name="accel-loader-receive", daemon=True).start()
             if not self._start():
                 return
-            threading.Thread(target=self._receive, name="accel-loader-receive", daemon=True).start()
             for kind, content in iter(self._orders.get, None):
                 if kind == "dataset":
                     apply_leaves(self._fetch.dataset, content)
@@ -172,36 +202,40 @@ class _Worker:
             )
             if task.init is not None:
                 task.init(task.number)
-        except Exception as error:
+        except BaseException as error:
             self._send(Failed(None, _pickled(error), traceback.format_exc(), "its worker_init_fn"))
             return False
         self._send(Ready(task.number))
         return True
 
     def _serve(self, order: Order) -> None:
-        self._release(order.released)
+        self._release(order)
         if order.serial < self._stale_below:
             return
-        began = time.perf_counter()
+        began, indices = time.perf_counter(), None
         try:
             if order.seed is not None:
                 seed_everything(order.seed)
-            batch = self._fetch(order.indices)
-        except Exception as error:
-            self._send(Failed(order.serial, _pickled(error), traceback.format_exc(), blame(error, order.indices)))
+            indices = pickle.loads(order.indices)
+            batch = self._fetch(indices)
+        except BaseException as error:  # sys.exit() in a dataset too: it is the loop that decides
+            at = "its samples" if indices is None else blame(error, indices)
+            self._send(Failed(order.serial, _pickled(error), traceback.format_exc(), at))
             return
         try:
             packed = wire.pack(batch)
         except Exception as error:
             text = f"the batch is a {type(batch).__name__} that can't be sent to another process: {error!r}"
-            self._send(Failed(order.serial, _pickled(TypeError(text)), text, blame(error, order.indices)))
+            self._send(Failed(order.serial, _pickled(TypeError(text)), text, blame(error, indices)))
             return
         self._deliver(order.serial, packed, began)
 
-    def _release(self, released: Iterable[int]) -> None:
+    def _release(self, order: Order) -> None:
         if self._slots is not None:
-            for number in released:
+            for number in order.again:
                 self._slots.release(number)
+            for number in order.spent:
+                self._slots.release(number, again=False)
 
     def _deliver(self, serial: int, packed: wire.Packed, began: float) -> None:
         slot, fresh, data = None, False, None

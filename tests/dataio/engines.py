@@ -1,0 +1,165 @@
+"""What the tests of the engines share: small datasets, a way to run jobs, a watchdog, a count of what is held."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from accel.dataio.engine import Job
+from accel.dataio.processes import ProcessEngine
+
+
+@contextmanager
+def watched(seconds: float = 120) -> Iterator[None]:
+    """End the test run with all stacks if the body hangs."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def watchdog() -> Iterator[None]:
+    with watched():
+        yield
+
+
+class Squares(Dataset[Tensor]):
+    """Sample i is i squared; `at` names an index at which `act` is called first, in a worker only."""
+
+    def __init__(self, length: int = 40, at: int | None = None, act: Callable[[], Any] | None = None) -> None:
+        self.length, self.at, self.act, self.offset = length, at, act, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == self.at and self.act is not None and multiprocessing.parent_process() is not None:
+            self.act()
+        return torch.tensor([index, index * index + self.offset])
+
+
+class Draws(Dataset[Tensor]):
+    """Samples are random numbers of all three kinds."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Tensor:
+        import random
+
+        return torch.tensor([float(torch.rand(1)), random.random(), float(np.random.rand())], dtype=torch.float64)
+
+
+class Told(Dataset[Tensor]):
+    """Samples tell which worker made them."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        info = get_worker_info()
+        assert info is not None
+        assert info.dataset is self
+        return torch.tensor([info.id, info.num_workers, info.seed, torch.get_num_threads(), os.getpid()])
+
+
+def lists(length: int = 40, size: int = 4) -> list[list[int]]:
+    return [list(range(at, min(at + size, length))) for at in range(0, length, size)]
+
+
+def loader_of(dataset: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size=4, **options)
+
+
+@contextmanager
+def engine_of(dataset: Any = None, workers: int = 2, loader: Any = None, **options: Any) -> Iterator[ProcessEngine]:
+    engine = ProcessEngine(loader or loader_of(dataset or Squares()), workers, **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def run(engine: Any, indices: list[Any] | None = None, seeds: Callable[[int], int | None] = lambda n: None) -> Any:
+    """Return what the engine makes of all index lists, or the exception where it raises."""
+    jobs = [Job(each, seeds(number)) for number, each in enumerate(lists() if indices is None else indices)]
+    made: list[Any] = []
+    submitted = 0
+    while len(made) < len(jobs):
+        while submitted < len(jobs) and submitted - len(made) < engine.capacity:
+            engine.submit(jobs[submitted])
+            submitted += 1
+        try:
+            made.append(engine.collect())
+        except Exception as error:
+            made.append(error)
+    return made
+
+
+def expected(dataset: Any = None, indices: list[list[int]] | None = None) -> list[Tensor]:
+    data = dataset or Squares()
+    return [torch.stack([data[i] for i in each]) for each in indices or lists(len(data))]
+
+
+def assert_made(made: list[Any], wanted: list[Tensor] | None = None) -> None:
+    wanted = expected() if wanted is None else wanted
+    assert len(made) == len(wanted)
+    for one, other in zip(made, wanted, strict=True):
+        assert isinstance(one, Tensor), repr(one)
+        assert torch.equal(one, other)
+
+
+def pids(engine: ProcessEngine) -> list[int]:
+    engine.start()
+    return [handle.process.pid for handle in engine._handles]
+
+
+def ready(engine: ProcessEngine) -> None:
+    """Return once every worker has made a batch."""
+    run(engine, [[0]] * 4 * engine.workers)
+    for handle in engine._handles:
+        while not handle.ready:
+            engine._hear(handle)
+
+
+def gone(pid: int, seconds: float = 30) -> bool:
+    """Tell whether a process ends in time; a zombie has ended."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                if stat.read().rsplit(")", 1)[1].split()[0] in "ZX":
+                    return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def held() -> dict[str, int]:
+    """Return what this process holds that a loader may leak."""
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        batches = sum("accel-batch" in line for line in maps)
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "slots": batches,
+        "threads": threading.active_count(),
+        "children": len(multiprocessing.active_children()),
+        "shared memory": len(os.listdir("/dev/shm")),
+    }

@@ -1,0 +1,232 @@
+"""All engines keep one contract: the oldest job first, an error takes its job with it, Ctrl-C takes none."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from accel.dataio.engine import Engine, InlineEngine, Job, ThreadEngine
+from accel.dataio.processes import ProcessEngine
+from accel.dataio.randomness import derived_seed, random_state
+from tests.dataio.engines import Draws, Squares, assert_made, expected, lists, loader_of, run, watchdog
+
+__all__ = ["watchdog"]
+
+MAKERS: dict[str, Any] = {
+    "inline": InlineEngine,
+    "threads": lambda loader: ThreadEngine(loader, 2),
+    "processes": lambda loader: ProcessEngine(loader, 2),
+}
+
+
+class Broken(Dataset[Any]):
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            raise self.error
+        return torch.tensor([index, index * index])
+
+
+@pytest.fixture(params=MAKERS)
+def make(request: pytest.FixtureRequest) -> Iterator[Any]:
+    made: list[Engine] = []
+
+    def build(dataset: Any = None, **options: Any) -> Any:
+        made.append(MAKERS[request.param](loader_of(dataset or Squares(), **options)))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.close()
+
+
+def test_the_oldest_job_first(make: Any) -> None:
+    engine = make()
+
+    assert_made(run(engine))
+    assert engine.capacity >= 1
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("bad"), StopIteration(), TimeoutError("slow")], ids=lambda e: type(e).__name__
+)
+def test_an_error_takes_its_job_with_it(make: Any, error: Exception) -> None:
+    made = run(make(Broken(error)))
+    caught = made.pop(1)
+
+    assert type(caught) is (RuntimeError if isinstance(error, StopIteration) else type(error))
+    assert_made(made, expected(indices=[each for each in lists() if 5 not in each]))
+
+
+def test_discarded_jobs_never_come(make: Any) -> None:
+    engine = make()
+    for _ in range(5):
+        for n in range(engine.capacity):
+            engine.submit(Job([n], None))
+        engine.discard()
+        assert_made(run(engine, [[9]]), expected(indices=[[9]]))
+
+
+def test_closed_engines_begin_again(make: Any) -> None:
+    engine = make()
+    engine.submit(Job([1], None))
+    for _ in range(2):
+        engine.close()
+        engine.close()
+        assert_made(run(engine, [[2], [3]]), expected(indices=[[2], [3]]))
+
+
+def test_an_interrupt_takes_no_job(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    engine.submit(Job([1], None))
+    with monkeypatch.context() as patch:
+        if isinstance(engine, ProcessEngine):
+            patch.setattr(engine, "_hear", interrupt)
+        elif isinstance(engine, ThreadEngine):
+            patch.setattr("accel.dataio.engine.wait", interrupt)
+        else:
+            patch.setattr(engine, "_fetch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.collect()
+
+    assert_made([engine.collect()], expected(indices=[[1]]))
+
+
+def test_a_forked_process_makes_the_batches_itself(make: Any) -> None:
+    engine = make()
+    for n in range(engine.capacity):
+        engine.submit(Job([n], None))
+    here, there = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            seen = [int(engine.collect()[0, 1]) for _ in range(engine.capacity)]
+            os.write(there, bytes(seen))
+            engine.close()
+        finally:
+            os._exit(0)
+    os.close(there)
+    with os.fdopen(here, "rb") as pipe:
+        said = list(pipe.read())
+    os.waitpid(child, 0)
+
+    assert said == [n * n for n in range(engine.capacity)]
+    assert [int(engine.collect()[0, 1]) for _ in range(engine.capacity)] == said
+
+
+# Inline
+
+
+def test_the_loops_random_numbers_are_its_own() -> None:
+    engine = InlineEngine(loader_of(Draws()))
+    before = random_state()
+    made = run(engine, seeds=lambda n: derived_seed(1, n))
+
+    assert random_state() == before
+    assert engine.draws
+    assert len(torch.cat(made).unique()) == 40 * 3
+
+
+def test_an_exit_in_a_thread_is_an_error_of_its_batch() -> None:
+    engine = ThreadEngine(loader_of(Broken(SystemExit(3))), 1)
+    made = run(engine, [[4], [5], [6]])
+    engine.close()
+
+    assert type(made[1]) is RuntimeError
+    assert "SystemExit was raised in a thread: 3" in str(made[1])
+    assert_made(made[::2], expected(indices=[[4], [6]]))
+
+
+def test_random_states_are_put_back_after_an_error() -> None:
+    class Fails(Draws):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            super().__getitem__(index)
+            raise ValueError
+
+    before = random_state()
+    assert all(isinstance(each, ValueError) for each in run(InlineEngine(loader_of(Fails())), seeds=lambda n: n))
+    assert random_state() == before
+
+
+def test_without_a_seed_the_loops_numbers_are_drawn() -> None:
+    torch.manual_seed(3)
+    plain = torch.cat(list(loader_of(Draws())))[:, 0]
+    torch.manual_seed(3)
+    next(iter(loader_of(Draws())))  # the base seed of an epoch
+    torch.manual_seed(3)
+    torch.empty((), dtype=torch.int64).random_()
+
+    assert torch.equal(torch.cat(run(InlineEngine(loader_of(Draws()))))[:, 0], plain)
+
+
+def test_a_quiet_dataset_is_no_more_looked_at() -> None:
+    engine = InlineEngine(loader_of(Squares()))
+    run(engine, lists() * 2, seeds=lambda n: n)
+
+    assert not engine.draws
+
+
+# Threads
+
+
+def test_threads_work_side_by_side() -> None:
+    barrier = threading.Barrier(2, timeout=60)
+
+    class Meets(Squares):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            barrier.wait()
+            return super().__getitem__(index)
+
+    engine = ThreadEngine(loader_of(Meets()), 2)
+    assert_made(run(engine, [[n] for n in range(8)]), expected(indices=[[n] for n in range(8)]))
+    engine.close()
+
+
+def test_the_loaders_timeout_is_kept_by_threads() -> None:
+    late = threading.Event()
+
+    class Waits(Squares):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index == 5:
+                late.wait(60)
+            return super().__getitem__(index)
+
+    engine = ThreadEngine(loader_of(Waits(), num_workers=1, timeout=0.2), 2)
+    made = run(engine, [[4], [5], [6]])
+    late.set()
+    engine.close()
+
+    assert str(made[1]) == "a thread has been fetching samples [5] for 0.2 s (timeout=0.2)"
+    assert_made(made[::2], expected(indices=[[4], [6]]))
+
+
+def test_threads_end_with_the_engine() -> None:
+    engine = ThreadEngine(loader_of(Squares()), 3)
+    run(engine)
+    engine.close()
+    until = time.monotonic() + 30
+    while time.monotonic() < until and any(t.name.startswith("accel-loader") for t in threading.enumerate()):
+        time.sleep(0.01)
+
+    assert not any(thread.name.startswith("accel-loader") for thread in threading.enumerate())
+
+
+def test_threads_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
+        ThreadEngine(DataLoader(Squares()), 0)

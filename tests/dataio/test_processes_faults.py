@@ -1,0 +1,391 @@
+"""What goes wrong in a worker process, or with it, must come out as a clear error or not at all; nothing may hang."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accel.dataio.engine import Job, WorkerDied, as_raised
+from tests.dataio.engines import (
+    Squares,
+    assert_made,
+    engine_of,
+    expected,
+    gone,
+    held,
+    lists,
+    loader_of,
+    pids,
+    ready,
+    run,
+    watchdog,
+)
+
+__all__ = ["watchdog"]
+
+
+def throw(error: BaseException) -> None:
+    raise error
+
+
+class TwoArguments(Exception):
+    """Can be pickled but not made again."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class NoPickle(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("no")
+
+
+class OnlyHere(Exception):
+    """Can be made again in its worker only."""
+
+    def __reduce__(self) -> Any:
+        return (_only_in, (os.getpid(),))
+
+
+class Impostor(Exception):
+    """Comes out of pickle as something else."""
+
+    def __reduce__(self) -> Any:
+        return (str, ("not an error",))
+
+
+class Bare(Exception):
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise RuntimeError("can't be written")
+
+
+def _only_in(pid: int) -> OnlyHere:
+    if os.getpid() != pid:
+        raise LookupError("made elsewhere")
+    return OnlyHere()
+
+
+# What the dataset raises, what comes out, and what its text holds.
+ERRORS = {
+    "value": (ValueError("a bad picture"), ValueError, "a bad picture"),
+    "key": (KeyError("missing"), KeyError, "missing"),
+    "os": (FileNotFoundError(2, "No such file", "a.jpg"), FileNotFoundError, "a.jpg"),
+    "two arguments": (TwoArguments(1, 2), RuntimeError, "1 and 2"),
+    "no pickle": (NoPickle("odd"), RuntimeError, "odd"),
+    "only there": (OnlyHere("far"), RuntimeError, "far"),
+    "impostor": (Impostor("false"), RuntimeError, "false"),
+    "slots": (Bare("bare"), Bare, "bare"),
+    "timeout": (TimeoutError("the storage is slow"), TimeoutError, "the storage is slow"),
+    "stop": (StopIteration(3), RuntimeError, "StopIteration"),
+    "interrupt": (KeyboardInterrupt("not by a key"), RuntimeError, "KeyboardInterrupt"),
+    "exit": (SystemExit(3), RuntimeError, "SystemExit"),
+    "end of file": (EOFError("cut short"), EOFError, "cut short"),
+    "broken pipe": (BrokenPipeError(32, "their own pipe"), BrokenPipeError, "their own pipe"),
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_what_the_dataset_raises_comes_out(kind: str) -> None:
+    error, wanted, text = ERRORS[kind]
+    with engine_of(Squares(at=13, act=functools.partial(throw, error)), workers=2) as engine:
+        made = run(engine)
+        assert not engine.deaths
+    caught = made.pop(3)
+
+    assert type(caught) is wanted
+    assert text in str(caught)
+    cause = str(caught.__cause__)
+    assert "worker process" in cause
+    assert "Traceback" in cause
+    assert "in __getitem__" in cause
+    assert "sample" in cause
+    if kind != "slots":
+        assert "sample 13" in cause
+    assert_made(made, expected(indices=[each for each in lists() if 13 not in each]))
+
+
+def test_what_the_collate_function_raises_names_the_samples() -> None:
+    with engine_of(
+        loader=DataLoader(Squares(), batch_size=4, collate_fn=lambda _: throw(ValueError("uneven")))
+    ) as engine:
+        (caught,) = run(engine, [list(range(11))])
+
+    assert str(caught) == "uneven"
+    assert "samples [0, 1, 2, 3, 4, 5, 6, 7, …] (11)" in str(caught.__cause__)
+
+
+GARBAGE = {
+    "lambda": lambda _: lambda: 1,
+    "generator": lambda samples: (each for each in samples),
+    "file": lambda _: sys.stdin,
+    "lock": lambda _: threading.Lock(),
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_a_batch_that_can_not_be_sent(kind: str) -> None:
+    with engine_of(loader=DataLoader(Squares(), batch_size=4, collate_fn=GARBAGE[kind]), workers=1) as engine:
+        made = run(engine, [[1, 2], [3]])
+        assert not engine.deaths
+
+    for caught in made:
+        assert type(caught) is TypeError
+        assert "can't be sent to another process" in str(caught)
+    assert "samples [3]" in str(made[1].__cause__)
+
+
+class Unreadable:
+    """Can be sent but not received."""
+
+    def __reduce__(self) -> Any:
+        return (_only_in, (os.getpid(),))
+
+
+def test_a_batch_that_can_not_be_received() -> None:
+    with engine_of(loader=DataLoader(Squares(), collate_fn=lambda s: Unreadable() if len(s) == 1 else s)) as engine:
+        made = run(engine, [[1], [2, 3]])
+
+    assert type(made[0]) is LookupError
+    assert len(made[1]) == 2
+
+
+@pytest.mark.parametrize("error", [ValueError("no licence"), SystemExit(1)], ids=["error", "exit"])
+def test_a_worker_init_fn_that_raises(error: BaseException) -> None:
+    loader = loader_of(Squares(), num_workers=1, worker_init_fn=lambda _: throw(error))
+    with engine_of(loader=loader) as engine:
+        made = run(engine, lists()[:3])
+
+    assert len(made) == 3
+    for caught in made:
+        assert "worker_init_fn" in str(caught.__cause__)
+        assert isinstance(caught, ValueError | RuntimeError)
+
+
+def test_a_worker_init_fn_that_ends_the_process() -> None:
+    loader = loader_of(Squares(), num_workers=1, worker_init_fn=lambda _: os._exit(7))
+    with engine_of(loader=loader) as engine:
+        caught = run(engine, lists()[:2])
+
+    for each in caught:
+        assert type(each) is WorkerDied
+        assert "exit code 7 at its start" in str(each)
+        assert "no worker process can be started" in str(each)
+
+
+def test_starting_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of processes: the jobs are kept, and made when it can start again."""
+    fork, calls = os.fork, []
+
+    def refuse() -> int:
+        calls.append(1)
+        if len(calls) == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", refuse)
+    with engine_of() as engine:
+        with pytest.raises(BlockingIOError):
+            engine.submit(Job([1], None))
+        assert not engine._handles
+        assert_made(run(engine))
+
+
+# Processes that end
+
+
+def die(number: int = signal.SIGKILL) -> None:
+    faulthandler.disable()  # of pytest: it would print the stack
+    os.kill(os.getpid(), number)
+
+
+class Once:
+    """Act in the first process only that comes here."""
+
+    def __init__(self, path: Any, act: Any) -> None:
+        self.path, self.act = path, act
+
+    def __call__(self) -> None:
+        try:
+            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        self.act()
+
+
+ENDS = {"killed": die, "segfault": functools.partial(die, signal.SIGSEGV), "exit": functools.partial(os._exit, 3)}
+
+
+@pytest.mark.parametrize("way", ENDS)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_ends_once_is_replaced(way: str, workers: int, tmp_path: Any) -> None:
+    with engine_of(Squares(at=13, act=Once(tmp_path / "once", ENDS[way])), workers) as engine:
+        assert_made(run(engine))
+        (told,) = engine.deaths
+
+    assert "while fetching samples [12, 13, 14, 15]" in told
+    assert {"killed": "SIGKILL", "segfault": "SIGSEGV", "exit": "exit code 3"}[way] in told
+
+
+@pytest.mark.parametrize("way", ENDS)
+def test_a_batch_that_ends_two_workers_is_given_up(way: str) -> None:
+    with engine_of(Squares(at=13, act=ENDS[way]), workers=2) as engine:
+        made = run(engine)
+    caught = made.pop(3)
+
+    assert type(caught) is WorkerDied
+    assert "so did the worker before it" in str(caught)
+    assert "samples [12, 13, 14, 15]" in str(caught)
+    assert_made(made, expected(indices=[each for each in lists() if 13 not in each]))
+
+
+def test_all_workers_are_killed_again_and_again() -> None:
+    with engine_of(workers=3) as engine:
+        for _ in range(4):
+            ready(engine)
+            for pid in pids(engine):
+                os.kill(pid, signal.SIGKILL)
+            assert_made(run(engine))
+        assert len(engine.deaths) == 12
+
+
+def test_killed_at_the_start() -> None:
+    with engine_of(workers=2) as engine:
+        for pid in pids(engine):
+            os.kill(pid, signal.SIGKILL)
+        assert_made(run(engine))
+
+
+def test_killed_between_batches_and_closed() -> None:
+    before = held()
+    with engine_of(workers=2) as engine:
+        ready(engine)
+        for pid in pids(engine):
+            os.kill(pid, signal.SIGKILL)
+            assert gone(pid)
+        engine.close()
+    assert held() == before
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_any_moment(seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    batches = [[n % 40, (n * 3) % 40] for n in range(150)]
+    with engine_of(workers=2) as engine:
+        made, submitted, kills = [], 0, 0
+        for number in range(len(batches)):
+            while submitted < len(batches) and submitted - number < engine.capacity:
+                engine.submit(Job(batches[submitted], None))
+                submitted += 1
+            if number % 25 == 24:  # seldom enough that no batch meets two
+                victim = engine._handles[int(torch.randint(2, (), generator=chance))]
+                os.kill(victim.process.pid, signal.SIGKILL)
+                kills += 1
+            made.append(engine.collect())
+        assert_made(made, expected(indices=batches))
+        assert kills
+
+
+def test_a_dead_worker_lets_go_of_its_changes_in_order() -> None:
+    """A job of before a change is made again under the state of before, even though the change has been sent."""
+    data = Squares()
+    with engine_of(data, workers=1, prefetch=8) as engine:
+        ready(engine)
+        os.kill(pids(engine)[0], signal.SIGSTOP)
+        engine.submit(Job([1], None))
+        engine.update({(("attribute", "offset"),): 100})
+        engine.submit(Job([1], None))
+        engine.update({(("attribute", "offset"),): 200})
+        engine.submit(Job([1], None))
+        os.kill(pids(engine)[0], signal.SIGKILL)
+        made = [int(engine.collect()[0, 1]) for _ in range(3)]
+
+    assert made == [1, 101, 201]
+
+
+def _closes_everything() -> None:
+    os.closerange(3, 100)
+
+
+def test_a_dataset_that_closes_the_connection(tmp_path: Any) -> None:
+    with engine_of(Squares(at=13, act=Once(tmp_path / "once", _closes_everything)), workers=1) as engine:
+        first = pids(engine)[0]
+        assert_made(run(engine))
+        assert gone(first)
+
+
+# Waiting
+
+
+def test_the_loaders_timeout_is_kept() -> None:
+    with engine_of(loader=loader_of(Squares(at=13, act=lambda: time.sleep(60)), num_workers=1, timeout=0.3)) as engine:
+        ready(engine)
+        made = run(engine)
+    caught = made[3]
+
+    assert type(caught) is RuntimeError
+    assert "has been fetching samples [12, 13, 14, 15]" in str(caught)
+    assert "timeout=0.3" in str(caught)
+    # What its worker had to make after it is late as well; nothing takes the place of another.
+    for batch, wanted in zip(made, expected(), strict=True):
+        assert isinstance(batch, RuntimeError) or torch.equal(batch, wanted)
+
+
+def test_a_stopped_worker_times_out_and_goes_on() -> None:
+    with engine_of(loader=loader_of(Squares(), num_workers=1, timeout=1), workers=1) as engine:
+        ready(engine)
+        (pid,) = pids(engine)
+        os.kill(pid, signal.SIGSTOP)
+        (caught,) = run(engine, [[1]])
+        assert "has been fetching samples [1]" in str(caught)
+        os.kill(pid, signal.SIGCONT)
+        assert_made(run(engine))
+
+
+def test_a_stopped_worker_can_be_closed() -> None:
+    with engine_of(workers=1) as engine:
+        ready(engine)
+        (pid,) = pids(engine)
+        os.kill(pid, signal.SIGSTOP)
+        engine.close()
+        assert gone(pid)
+
+
+def test_closing_while_fetching() -> None:
+    with engine_of(Squares(at=1, act=lambda: time.sleep(60)), workers=2) as engine:
+        for indices in ([1], [1], [2]):
+            engine.submit(Job(indices, None))
+        workers = pids(engine)
+        engine.close()
+        assert all(gone(pid) for pid in workers)
+        assert_made(run(engine, [[3], [4]]), expected(indices=[[3], [4]]))
+
+
+def test_an_interrupt_loses_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(workers=1) as engine:
+        for indices in ([1], [2]):
+            engine.submit(Job(indices, None))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_hear", lambda _: throw(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                engine.collect()
+        assert_made([engine.collect(), engine.collect()], expected(indices=[[1], [2]]))
+
+
+def test_errors_from_elsewhere_keep_their_cause() -> None:
+    error = as_raised(pickle.dumps(KeyError(3)), "Traceback: there", "worker process 0")
+
+    assert type(error) is KeyError
+    assert "in worker process 0:\n\nTraceback: there" in str(error.__cause__)

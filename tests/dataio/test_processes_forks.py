@@ -1,0 +1,188 @@
+"""Forks around worker processes: a lock held at one, the loop's process gone, a copy of the loop in a child."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from accel.dataio.engine import Job, WorkerDied
+from tests.dataio.engines import Squares, assert_made, engine_of, expected, gone, pids, ready, run, watchdog
+
+__all__ = ["watchdog"]
+
+# Locks held at a fork
+
+LOCK = threading.Lock()
+
+
+class Locks(Squares):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with LOCK:
+            return super().__getitem__(index)
+
+
+@pytest.fixture
+def held_lock() -> Iterator[None]:
+    """A thread that holds the dataset's lock while the workers are forked."""
+    taken, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with LOCK:
+            taken.set()
+            done.wait(100)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait()
+    yield
+    done.set()
+    thread.join()
+
+
+@pytest.mark.usefixtures("held_lock")
+def test_a_lock_that_was_held_at_the_fork() -> None:
+    with engine_of(Locks(), start_method="fork", stall_s=1.0) as engine:
+        made = run(engine)
+        assert_made(made)
+        assert engine.start_method == "forkserver"
+        assert "forked while 2 threads ran" in engine.deaths[0]
+
+
+@pytest.mark.usefixtures("held_lock")
+def test_a_lock_that_was_held_at_the_fork_of_what_can_not_be_pickled() -> None:
+    class Local(Locks):
+        pass
+
+    with engine_of(Local(), start_method="fork", stall_s=1.0) as engine:
+        (caught,) = run(engine, [[1]])
+
+    assert type(caught) is WorkerDied
+    assert "must bear pickling" in str(caught)
+
+
+def test_start_methods_that_pickle_say_what_they_can_not() -> None:
+    class Local(Squares):
+        pass
+
+    with engine_of(Local(), start_method="spawn") as engine:
+        for _ in range(2):
+            with pytest.raises((AttributeError, pickle.PicklingError), match="Local"):
+                engine.submit(Job([1], None))
+        assert not engine._handles
+
+
+# Processes beside the loop's
+
+_PARENT = """
+import os, sys, time, torch
+from torch.utils.data import DataLoader, Dataset
+from accel.dataio.engine import Job
+from accel.dataio.processes import ProcessEngine
+
+class Slow(Dataset):
+    def __len__(self): return 100
+    def __getitem__(self, index):
+        time.sleep({sleep})
+        return torch.ones(3)
+
+loader = DataLoader(Slow(), batch_size=1, worker_init_fn={init})
+engine = ProcessEngine(loader, 2)
+for n in range(4): engine.submit(Job([n], None))
+print(*(handle.process.pid for handle in engine._handles), flush=True)
+{then}
+"""
+
+
+def parent(then: str, *, sleep: float = 0.01, init: str = "None") -> tuple[subprocess.Popen[str], list[int]]:
+    code = _PARENT.format(sleep=sleep, then=then, init=init)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sleep": 100}, {"init": "lambda _: time.sleep(100)"}],
+    ids=["between batches", "in a batch", "in worker_init_fn"],
+)
+def test_workers_end_when_the_loops_process_is_killed(options: dict[str, Any]) -> None:
+    process, workers = parent("time.sleep(100)", **options)
+    process.kill()
+    process.communicate()
+
+    assert len(workers) == 2
+    assert all(gone(pid) for pid in workers)
+
+
+@pytest.mark.parametrize("then", ["engine.collect()", "raise SystemExit", "del engine", "1/0"])
+def test_a_script_that_just_ends(then: str) -> None:
+    process, workers = parent(then)
+    _, errors = process.communicate(timeout=60)
+
+    assert process.returncode == (1 if then == "1/0" else 0)
+    assert errors.count("Traceback") == (1 if then == "1/0" else 0)
+    assert all(gone(pid) for pid in workers)
+
+
+def in_child(work: Any) -> bytes:
+    """Return what `work` returns in a forked process."""
+    here, there = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(there, work())
+        except BaseException as error:
+            os.write(there, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(there)
+    with os.fdopen(here, "rb") as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def test_a_forked_process_makes_the_batches_by_workers_of_its_own() -> None:
+    with engine_of(workers=2) as engine:
+        ready(engine)
+        for indices in ([1], [2], [3], [4]):
+            engine.submit(Job(indices, None))
+        first = engine.collect()
+        while len(engine._results) < 1:
+            engine._await(engine._order[0])
+
+        def work() -> bytes:
+            made = [engine.collect() for _ in range(3)]
+            mine = {handle.process.pid for handle in engine._handles}
+            engine.close()
+            return b"%d %d" % (sum(int(each[0, 1]) for each in made), len(mine))
+
+        workers = pids(engine)
+        assert in_child(work) == b"29 2"
+        assert pids(engine) == workers
+        assert_made([first, *(engine.collect() for _ in range(3))], expected(indices=[[1], [2], [3], [4]]))
+        assert not engine.deaths
+
+
+def test_a_forked_process_that_drops_the_engine_leaves_the_workers_alone() -> None:
+    with engine_of(workers=2) as engine:
+        ready(engine)
+        workers = pids(engine)
+
+        def work() -> bytes:
+            engine.discard()
+            engine.close()
+            return b"%d" % len(multiprocessing.active_children())  # whom its end would terminate
+
+        assert in_child(work) == b"0"
+        assert_made(run(engine))
+        assert pids(engine) == workers
