@@ -10,6 +10,7 @@ chosen by hand; `auto` has chosen before the first turn, and what that took is t
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import statistics
 import time
@@ -30,6 +31,7 @@ from accel.files import write_atomic
 from benchmarks.loader_jobs import FAR, PHOTOS, SMALL, STARTS, TINY, Job
 
 RESULTS = Path(__file__).parent / "results"
+FLOOR = "no loading: the steps alone"
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def rivals(job: Job, workers: int) -> dict[str, Maker]:
         f"torchdata StatefulDataLoader, {workers} persistent workers": lambda: stateful(job, workers),
         f"timm MultiEpochsDataLoader, {workers} workers": lambda: multi_epochs(job, workers),
         "DataLoader, no workers": lambda: plain(job),
-        "no loading: the steps alone": lambda: range(len(plain(job))),
+        FLOOR: lambda: range(len(plain(job))),
     }
 
 
@@ -199,13 +201,15 @@ def far(turns: int) -> Iterator[Row]:
 
 def starts(turns: int) -> Iterator[Row]:
     """Workers that are started without fork."""
-    for method in ("forkserver", "spawn"):
-        job = Job(f"{SMALL.name}, {method}", SMALL.dataset, SMALL.batch_size, SMALL.step_s, epochs=2)
+    for method, step_s in itertools.product(("forkserver", "spawn"), (SMALL.step_s, 0.0)):
+        name = f"{SMALL.name if step_s else '2,000 small images, no step'}, {method}"
+        job = Job(name, SMALL.dataset, SMALL.batch_size, step_s, epochs=2)
         makers: dict[str, Maker] = {
             f"DataLoader, 2 workers by {method}": partial(plain, job, 2, multiprocessing_context=method),
             f"continuous, {method}(2)": partial(ours, job, method, 2),
         }
-        yield from compare(job, makers, max(2, turns // 2))
+        floor: dict[str, Maker] = {FLOOR: lambda job=job: range(len(plain(job)))} if step_s else {}  # type: ignore[misc]
+        yield from compare(job, makers | floor, max(3, turns // 2))
 
 
 def heap(turns: int) -> Iterator[Row]:
@@ -240,7 +244,8 @@ def main(only: tuple[str, ...], turns: int, record: bool) -> None:
             _show(row, rows)
             rows.append(row)
     if record:
-        write(rows, f"python -m benchmarks.loaders --turns {turns}")
+        parts = "".join(f" --only {part}" for part in only)
+        write(rows, f"python -m benchmarks.loaders{parts} --turns {turns}")
 
 
 def _show(row: Row, before: list[Row]) -> None:
@@ -261,11 +266,11 @@ def write(rows: list[Row], command: str) -> None:
     old = json.loads(target.read_text())["rows"] if target.is_file() else []
     summary = {
         "what": "seconds per epoch of data loaders, interleaved; speedup over the first loader of each job",
-        "command": command,
+        "command": "python -m benchmarks.loaders",
         "date": date.today().isoformat(),
         "machine": machine_name(torch.device("cpu")),
         "torch": torch.__version__,
-        "rows": [row for row in old if row["job"] not in jobs] + [asdict(row) for row in rows],
+        "rows": [row for row in old if row["job"] not in jobs] + [asdict(row) | {"command": command} for row in rows],
     }
     write_atomic(target, json.dumps(summary, indent=1) + "\n")
 

@@ -14,6 +14,8 @@ SUITES = (
     ["benchmarks.fcos_targets", "--record"],
     ["benchmarks.length_balance", "--record"],
     ["benchmarks.elastic_sampler", "--record"],
+    ["benchmarks.loaders", "--record"],
+    ["benchmarks.jpeg", "--record"],
     ["benchmarks.readme"],
 )
 

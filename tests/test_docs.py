@@ -29,7 +29,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
-MARKERS = [f"<!-- {block}:{end} -->" for block in ("demo", "table", "faults") for end in ("begin", "end")]
+MARKERS = [f"<!-- {block}:{end} -->" for block in ("demo", "proof") for end in ("begin", "end")]
 
 
 def text(page: str) -> str:
