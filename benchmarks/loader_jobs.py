@@ -86,6 +86,20 @@ class Remote(Dataset[Tensor]):
         return torch.full((100,), float(index))
 
 
+class Bursts(Dataset[Tensor]):
+    """Samples that cost next to nothing, but for one in 256 that is waited for."""
+
+    thread_safe = True
+
+    def __len__(self) -> int:
+        return 2048
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index % 256 == 0:
+            time.sleep(0.06)
+        return torch.full((100,), float(index))
+
+
 class Trivial(Dataset[Tensor]):
     """Samples that cost nothing: what is left is the start of the epoch."""
 
@@ -116,3 +130,4 @@ PHOTOS = Job("500 small JPEG, 12 ms step", lambda: SmallPhotos(500), 32, 0.012)
 TINY = Job("60,000 tiny samples, no step", lambda: WholeBatches(60000), 64, 0.0, as_it_is, epochs=3)
 FAR = Job("256 samples from far away, 3 ms step", Remote, 8, 0.003)
 STARTS = Job("epochs of 8 batches, trivial samples", lambda: Trivial(64), 8, 0.0, epochs=6)
+BURSTS = Job("2,048 samples, one in 256 takes 60 ms, 3 ms step", Bursts, 8, 0.003)

@@ -3,8 +3,8 @@
 The first batches are made in the loop's own thread. If that takes next to nothing beside the step, it stays so. If not,
 the settings that could be faster are tried on real batches, in blocks, A B C then C B A, about a second in all. What
 counts is the loop's time per batch: its wait for the batch, and its own step, which workers may slow down. The fastest
-setting stays; a simpler one does if it is within 3 %. When the loop waits much longer than it did when that was
-decided, or its step becomes another, the choice is made anew.
+setting stays; a simpler one does if it is within 3 %. From then on the look-ahead follows the loop's wait. When the
+loop waits much longer than it did when that was decided, or its step becomes another, the choice is made anew.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from accel.dataio.look_ahead import LookAhead
 
 # Of the loop's time per batch: below it, there is nothing to be won by fetching ahead.
 _NEGLIGIBLE = 0.02
@@ -97,10 +99,12 @@ class Choice:
     Args:
         process_mode: start method of worker processes.
         no_threads: why threads may not read the dataset at once; '' if they may.
+        ahead: how many batches each worker may be ahead.
     """
 
-    def __init__(self, process_mode: str, no_threads: str = "") -> None:
+    def __init__(self, process_mode: str, no_threads: str = "", ahead: LookAhead | None = None) -> None:
         self._process_mode, self._no_threads = process_mode, no_threads
+        self.ahead = LookAhead(2) if ahead is None else ahead
         self.current = Setting("inline")
         self.reason = "not decided yet"
         self.tried: list[Tried] = []
@@ -110,6 +114,7 @@ class Choice:
     def _begin(self) -> None:
         self._phase = "first"
         self.current = Setting("inline")
+        self.ahead.reset()
         self.tried = [Tried(self.current)]
         if self._no_threads:
             self.tried.append(Tried(Setting("threads"), failure=self._no_threads))
@@ -235,6 +240,10 @@ class Choice:
         if self._spent_s < _WINDOW_S or len(self._waits) < _WINDOW:
             return
         wait, step = statistics.fmean(self._waits), statistics.median(self._steps)
+        if self.current.mode != "inline" and self.ahead.saw(wait, step, self.current.workers):
+            self.changes += 1
+            self._block(settle=2 * self.current.workers * self.ahead.batches)
+            return
         expected_wait, expected = self._expected
         longer = wait - expected_wait > 0.15 * expected and wait > 0.1 * (wait + step)
         other_step = not 0.5 < step / max(expected - expected_wait, 1e-9) < 2.0 and wait > 0.05 * (wait + step)
@@ -248,7 +257,8 @@ class Choice:
 
     def explain(self) -> str:
         """Return what was tried and what was chosen, as lines of text."""
-        lines = [f"{self.current}: {self.reason}" if self.decided else f"trying {self.current}"]
+        ahead = "" if self.current.mode == "inline" else f", each {self.ahead.batches} batches ahead"
+        lines = [f"{self.current}: {self.reason}{ahead}" if self.decided else f"trying {self.current}"]
         for each in self.tried:
             if each.failure:
                 name = each.setting.mode if each.setting.mode == "threads" else str(each.setting)

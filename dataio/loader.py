@@ -35,7 +35,8 @@ class ContinuousLoader(DataLoader[Any]):
             and chooses, see `explain`.
         workers: threads or processes; default the loader's num_workers, or else the cores this process may use. With
             "auto" it is measured.
-        prefetch: batches each worker may be ahead; default the loader's prefetch_factor, or 2.
+        prefetch: batches each worker may be ahead; default the loader's prefetch_factor, or 2, and with `mode="auto"`
+            more, up to 64 in all, where that shortens the loop's wait.
         thread_safe: whether several threads may read the dataset at once; only then does "auto" try them. Default: its
             attribute `thread_safe`, or else whether it holds nothing but data, see `accel.dataio.thread_safety`.
         device: where to copy batches to, one ahead, on a stream of its own; default: nowhere.

@@ -18,6 +18,7 @@ from accel.dataio.choice import Choice, Setting, cores
 from accel.dataio.continuous import Continuous
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.engine import Engine, InlineEngine, Job, ThreadEngine, WorkerDied
+from accel.dataio.look_ahead import LookAhead
 from accel.dataio.processes import ProcessEngine
 from accel.dataio.thread_safety import unsafe
 from accel.dataio.witness import Witness
@@ -73,7 +74,8 @@ class Way:
         if mode == "auto" and not self.passed_through:
             told = self.options.thread_safe
             reason = unsafe(loader.dataset) if told is None else "" if told else "as told (thread_safe=False)"
-            self.choice = Choice(_start_method(loader), no_threads=reason)
+            ahead = LookAhead(self._prefetch, fixed=self.options.prefetch is not None)
+            self.choice = Choice(_start_method(loader), no_threads=reason, ahead=ahead)
             return self.choice.current
         if mode in ("auto", "inline"):
             return Setting("inline")
@@ -87,8 +89,12 @@ class Way:
             self._engines[setting] = self._make(setting)
         return self._engines[setting]
 
+    @property
+    def _prefetch(self) -> int:
+        return self.options.prefetch or self.loader.prefetch_factor or 2
+
     def _make(self, setting: Setting) -> Engine:
-        prefetch = self.options.prefetch or self.loader.prefetch_factor or 2
+        prefetch = self._prefetch
         if setting.mode == "inline":
             return InlineEngine(self.loader)
         if setting.mode == "threads":
@@ -107,6 +113,8 @@ class Way:
                 continue
             self._continuous.switch(engine)
             self.setting = choice.current
+        if self.setting.mode != "inline":
+            self._engines[self.setting].capacity = self.setting.workers * choice.ahead.batches
         if choice.decided:
             for other in [each for each in self._engines if each != self.setting]:
                 self._engines.pop(other).close()

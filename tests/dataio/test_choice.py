@@ -153,3 +153,17 @@ def test_a_dataset_that_draws_is_not_read_by_threads(clock: Clock) -> None:
 
     assert choice.current.mode == "fork"
     assert "threads          not used: fetching a sample draws random numbers" in choice.explain()
+
+
+def test_the_look_ahead_follows_the_wait_of_the_chosen_setting(clock: Clock) -> None:
+    choice = Choice("fork", "no")
+
+    def bursts(setting: Setting) -> tuple[float, float]:
+        if setting.mode == "inline":
+            return 0.002, 0.003
+        return 0.002 / choice.ahead.batches, 0.003
+
+    play(choice, clock, bursts, 8000)
+    assert choice.current.mode == "fork"
+    assert choice.ahead.batches > 2
+    assert f"each {choice.ahead.batches} batches ahead" in choice.explain()
