@@ -52,12 +52,13 @@ _ALL = (
     Cause(
         "input.handover",
         "taking batches over from the loader's workers costs the training process",
-        "fewer and larger tensors in a batch; for cheap samples, no workers",
+        "fewer and larger tensors in a batch; for cheap samples, no workers, or "
+        "accel.dataio.loader.ContinuousLoader(loader), which finds out what is fastest",
     ),
     Cause(
         "input.epoch_start",
         "each epoch begins with a wait for the loader's workers",
-        "persistent_workers=True, or a loader that reads ahead across epochs",
+        "accel.dataio.loader.ContinuousLoader(loader), whose workers go on across epochs, or persistent_workers=True",
         "loader_workers",
     ),
     Cause(

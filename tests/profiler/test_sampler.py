@@ -92,7 +92,8 @@ def test_time_is_told_by_phase_and_line_and_asleep_from_running() -> None:
     assert outside[0].share > 0.9
     assert outside[0].blocked > 0.9
     sleeping, running = sampler.thread("outside"), sampler.thread("forward")
-    assert sleeping is not None and sleeping.blocked > 0.9
+    # Others may hold the core when it wakes up.
+    assert sleeping is not None and sleeping.blocked > 0.9 * (1 - sleeping.wait) > 0.2
     assert running is not None and running.blocked < 0.2
     assert sampler.thread("data") is None
 
