@@ -58,13 +58,16 @@ def profile(
     target = target.absolute()  # the script may change its directory
     given = list(arguments[1:] if arguments[:1] == ("--",) else arguments)
 
+    from accel.dataio.loader import ContinuousLoader
+    from accel.dataio.passes import Pass
     from accel.profiler.gather import Exchange
     from accel.profiler.script import Script
     from accel.profiler.session import ProfileSession
 
     exchange = Exchange()
     trace = target.with_suffix(".trace.json")
-    session = ProfileSession(confirm=confirm, trace_file=trace, exchange=exchange)
+    loaders = ((ContinuousLoader, Pass),)
+    session = ProfileSession(confirm=confirm, trace_file=trace, exchange=exchange, loaders=loaders)
     if confirm and exchange.rank == 0:
         click.echo(_DIAGNOSING, err=True)
     line = shlex.join(["accel", "profile", *(["-m"] if module else []), script, *given])

@@ -90,10 +90,11 @@ class ContinuousLoader(DataLoader[Any]):
         if way.passed_through:
             return Through(way)
         if not isinstance(sampler, ElasticSampler):
-            return Pass(way)
+            return Pass(way, self)
         if way.counts is None:
             way.counts = not sampler.counting  # unless the loop iterates sampler.consumed(loader) itself
-        return sampler.consumed(Pass(way)) if way.counts else Pass(way)
+        running = Pass(way, self)
+        return sampler.consumed(running) if way.counts else running
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the samplers and of the dataset, where they have a `set_epoch`.
@@ -125,6 +126,11 @@ class ContinuousLoader(DataLoader[Any]):
         if not self._way.passed_through:
             resume.check(self._way.loader, state)
         self._way.load(state)
+
+    @property
+    def worker_processes(self) -> int:
+        """How many worker processes make batches now."""
+        return len(self._way.worker_processes())
 
     @property
     def setting(self) -> str:

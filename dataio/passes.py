@@ -119,6 +119,11 @@ class Way:
             for other in [each for each in self._engines if each != self.setting]:
                 self._engines.pop(other).close()
 
+    def worker_processes(self) -> list[Any]:
+        """Return the processes that make batches now."""
+        engine = self._engines.get(self.setting)
+        return engine.processes if isinstance(engine, ProcessEngine) else []
+
     def close(self) -> None:
         """End threads and processes."""
         self._detach()
@@ -240,14 +245,24 @@ class _Handing:
 
 
 class Pass(_Handing):
-    """One pass over the loader, as an iterator."""
+    """One pass over the loader, as an iterator.
 
-    def __init__(self, way: Way) -> None:
+    Args:
+        way: how batches are made.
+        loader: what the loop iterates.
+    """
+
+    def __init__(self, way: Way, loader: Any) -> None:
         super().__init__(way)
+        self._accel_loader = loader  # the profiler asks for it, as it does for `_workers`
         self._continuous: Continuous | None = way.begin(self)
         self._rest: Iterator[Any] = iter(())
         self._left_at = math.nan
         self._pins = way.loader.pin_memory and way.device is None and torch.cuda.is_available()
+
+    @property
+    def _workers(self) -> list[Any]:
+        return self._way.worker_processes()
 
     def detach(self) -> None:
         """Go on without the engine: another pass has begun, or the loader was closed."""

@@ -178,6 +178,11 @@ class ProcessEngine:
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
+    @property
+    def processes(self) -> list[Any]:
+        """The worker processes that run."""
+        return [handle.process for handle in self._handles if handle.process is not None]
+
     def start(self) -> None:
         """Start the workers, if there are none."""
         self._come_along()

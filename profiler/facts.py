@@ -14,13 +14,15 @@ from accel.profiler.evidence import LoaderFacts, OptimizerFacts
 
 def of_loader(loader: Any) -> LoaderFacts:
     """Describe a loader."""
-    workers = getattr(loader, "num_workers", None)
+    # A loader whose workers go on across epochs tells how many it has now, whatever it was told.
+    lasting = getattr(loader, "worker_processes", None)
+    workers = getattr(loader, "num_workers", None) if lasting is None else lasting
     if workers is None:
         return LoaderFacts(kind="own iterator")
     return LoaderFacts(
         kind="DataLoader",
         workers=workers,
-        persistent=bool(getattr(loader, "persistent_workers", False)),
+        persistent=lasting is not None or bool(getattr(loader, "persistent_workers", False)),
         pinned=bool(getattr(loader, "pin_memory", False)),
         prefetch=getattr(loader, "prefetch_factor", None) or 0,
     )

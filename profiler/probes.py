@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +46,7 @@ _COLLECTIVES = (
 
 
 Function = Callable[..., Any]
+Loaders = Sequence[tuple[type, type]]
 
 
 class Ear(Protocol):
@@ -79,19 +80,23 @@ class Patches:
     """Attributes replaced for a while."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[Any, str, Any]] = []
+        self._found: list[tuple[Any, str, Any, bool]] = []
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace an attribute by what `make` makes of it."""
-        found = vars(owner)[name] if name in vars(owner) else getattr(owner, name)
-        self._found.append((owner, name, found))
+        own = name in vars(owner)
+        found = vars(owner)[name] if own else getattr(owner, name)
+        self._found.append((owner, name, found, own))
         setattr(owner, name, make(found))
 
     def remove(self) -> None:
         """Put everything back, the last first."""
         while self._found:
-            owner, name, found = self._found.pop()
-            setattr(owner, name, found)
+            owner, name, found, own = self._found.pop()
+            if own:
+                setattr(owner, name, found)
+            else:
+                delattr(owner, name)
 
 
 class BackwardProbe:
@@ -137,10 +142,11 @@ class Probes:
 
     Args:
         ear: what listens.
+        loaders: loaders that iterate in their own way, each with the class of its iterators.
     """
 
-    def __init__(self, ear: Ear) -> None:
-        self._ear = ear
+    def __init__(self, ear: Ear, loaders: Loaders = ()) -> None:
+        self._ear, self._loaders = ear, ((DataLoader, _BaseDataLoaderIter), *loaders)
         self._patches = Patches()
         self._hooks: list[Any] = []
         self._gc_began = 0.0
@@ -148,8 +154,9 @@ class Probes:
     def install(self) -> None:
         """Begin to listen."""
         ear, replace = self._ear, self._patches.replace
-        replace(DataLoader, "__iter__", ear.iterating)
-        replace(_BaseDataLoaderIter, "__next__", ear.fetching)
+        for loader, iterator in self._loaders:
+            replace(loader, "__iter__", ear.iterating)
+            replace(iterator, "__next__", ear.fetching)
         for name in ("backward", "grad"):
             replace(torch.autograd, name, ear.differentiating)
         before, after = ear.updating()

@@ -7,6 +7,7 @@ iterator, a new optimizer, an evaluation) takes the slow way.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections import deque
@@ -25,7 +26,7 @@ from accel.profiler.device_events import DeviceEvents
 from accel.profiler.evidence import LoaderFacts
 from accel.profiler.phases import CUT, STEP, Measurement, PairTape, StepClock, Tape
 from accel.profiler.pieces import Pieces
-from accel.profiler.probes import Function, Probes
+from accel.profiler.probes import Function, Loaders, Probes
 from accel.profiler.roots import Roots
 
 _KEPT_STEPS = 20_000
@@ -59,6 +60,7 @@ class Recorder:
 
     Args:
         clock: seconds, monotonic.
+        loaders: loaders that iterate in their own way, each with the class of its iterators.
 
     Attributes:
         on_step: called between two steps with the step just ended; its time belongs to no step.
@@ -68,7 +70,7 @@ class Recorder:
         step_s: seconds in steps, the first left out.
     """
 
-    def __init__(self, clock: StepClock | None = None) -> None:
+    def __init__(self, clock: StepClock | None = None, *, loaders: Loaders = ()) -> None:
         self.thread = get_ident()
         self.clock = clock or StepClock()
         self.clock.backward_is_seen = True
@@ -92,7 +94,7 @@ class Recorder:
         self.loader: Any = None
         """The loader of the last training step."""
         self.iterator: Any = None
-        self.probes = Probes(self)
+        self.probes = Probes(self, loaders)
         self._training: set[int] = set()
         self._recent: list[int] = []
         self._hot = _Hot()
@@ -130,7 +132,8 @@ class Recorder:
             iterator = original(loader)
         finally:
             self.clock.enter("host" if training else "evaluation")
-        iterator._accel_loader = loader
+        with contextlib.suppress(AttributeError):  # a generator around the iterator, which tells for itself
+            iterator._accel_loader = loader
         if training and iterator is self.iterator:  # persistent workers come with the same iterator
             self.iterator = self._hot.iterator = None
         return iterator

@@ -31,6 +31,7 @@ from accel.profiler.meters import Crowd, Exposed, Span, Workers
 from accel.profiler.naming import Diagnosis
 from accel.profiler.nvml import Nvml
 from accel.profiler.phases import Measurement
+from accel.profiler.probes import Loaders
 from accel.profiler.recorder import Recorder, kept_steps
 from accel.profiler.report import Experiment, Finding
 from accel.profiler.sampler import Sampler
@@ -55,10 +56,11 @@ class ProfileSession:
         confirm: try the suspects by experiment.
         trace_file: where the Chrome trace of the window goes; None writes none.
         exchange: the other ranks.
+        loaders: loaders that iterate in their own way, each with the class of its iterators; see `Recorder`.
     """
 
-    def __init__(self, *, confirm: bool, trace_file: Path | None, exchange: Exchange) -> None:
-        self.recorder = Recorder()
+    def __init__(self, *, confirm: bool, trace_file: Path | None, exchange: Exchange, loaders: Loaders = ()) -> None:
+        self.recorder = Recorder(loaders=loaders)
         self.exchange = exchange
         self.experiments: dict[str, Experiment] = {}
         """By the cause they were made for."""
