@@ -38,7 +38,7 @@ from accel.plan import Choices
 from accel.profiler.phases import StepClock
 from accel.ranks import Ranks
 from accel.run import Run
-from accel.strategies.base import Exactness, Strategy
+from accel.strategies.base import Exactness, NothingHelps, Strategy
 from accel.watch import Watch
 
 log = logging.getLogger("accel")
@@ -377,7 +377,8 @@ class Session:
         try:
             self.strategies[name].enable(self.run, setting)
         except Exception as error:
-            self._result.trips[name] = f"it could not be switched on: {type(error).__name__}: {error}"
+            failed = f"it could not be switched on: {type(error).__name__}: {error}"
+            self._result.trips[name] = str(error) if isinstance(error, NothingHelps) else failed
             with contextlib.suppress(Exception):
                 self.strategies[name].disable(self.run)
             return

@@ -45,6 +45,8 @@ def variants() -> Iterator[Variant]:
     yield from _simota()
     yield from _fcos()
     yield from _rows()
+    yield from _codes()
+    yield from _thresholds()
 
 
 @dataclass(frozen=True)
@@ -188,3 +190,40 @@ def _rows() -> Iterator[Variant]:
         yield Variant(f"compact backward {data}", compact_triton._put_kernel, pointers, block)
     pointers = {"mask": "i1", "ends": "i64", "source": "i64"}
     yield Variant("compact sources", compact_triton._sources_kernel, pointers, {"BLOCK": 1024})
+
+
+def _codes() -> Iterator[Variant]:
+    from accel.kernels import quantise_triton, sign_pack_triton
+    from accel.kernels.block_codes import LARGEST, launches
+
+    data = {"values": "fp32", "encoded": "u8"}
+    for op, kernels in (("quantise", quantise_triton), ("sign_pack", sign_pack_triton)):
+        for block, numel in ((256, 256), (1024, 1024), (LARGEST, LARGEST), (LARGEST, LARGEST - 1)):
+            launch = next(launches(numel, block))
+            name = f"{block}" if launch.whole else f"{block} rest"
+            form = {"WHOLE": launch.whole, "ROWS": launch.rows, "BLOCK": block}
+            pointers = {**data, "residual": "fp32", "lost": "fp32"}
+            yield Variant(f"{op} encode {name}", kernels._encode_kernel, pointers, form, kernels.EXACT)
+            pointers = {"encoded": "u8", "out": "fp32"}
+            yield Variant(
+                f"{op} sum {name}", kernels._decode_sum_kernel, pointers, {**form, "ADD": True}, kernels.EXACT
+            )
+        form = {"WHOLE": True, "ROWS": 2, "BLOCK": 1024}
+        absent: dict[str, Any] = {**form, "residual": None, "lost": None}
+        yield Variant(f"{op} encode 1024 plain", kernels._encode_kernel, data, absent, kernels.EXACT)
+        pointers = {"encoded": "u8", "out": "fp32"}
+        yield Variant(f"{op} decode 1024", kernels._decode_sum_kernel, pointers, {**form, "ADD": False}, kernels.EXACT)
+
+
+def _thresholds() -> Iterator[Variant]:
+    from accel.kernels import threshold_triton as kernels
+    from accel.kernels.threshold import BLOCK
+
+    form = {"ROWS": kernels._ROWS, "WIDTH": BLOCK}
+    yield Variant("threshold maxima", kernels._block_maxima_kernel, {"values": "fp32", "maxima": "fp32"}, form)
+    for name, maxima in (("", False), (" by maxima", True)):
+        given = {"values": "fp32", "least": "fp32", **({"maxima": "fp32"} if maxima else {})}
+        fixed = form if maxima else {**form, "maxima": None}
+        yield Variant(f"threshold tally{name}", kernels._tally_kernel, {**given, "counts": "i32"}, fixed)
+        outputs = {"ends": "i64", "positions": "i64", "found": "fp32"}
+        yield Variant(f"threshold take{name}", kernels._take_kernel, {**given, **outputs}, fixed)

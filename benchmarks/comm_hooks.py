@@ -29,10 +29,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.compressor import Compressor, Exact
+from accel.comm.dgc import DGC
+from accel.comm.dgc_sgd import take_momentum
 from accel.comm.half import Half
 from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
+from accel.comm.powersgd import PowerSGD
 from accel.files import write_atomic
 from benchmarks.lab import Lab, why_not
 
@@ -42,6 +45,9 @@ COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "bf16": Half,
     "int8": Int8,
     "1-bit": OneBit,
+    "powersgd": PowerSGD,
+    "acp-sgd": lambda: PowerSGD(alternate=True),
+    "dgc": DGC,
 }
 
 
@@ -55,10 +61,22 @@ class Setting(NamedTuple):
 
 
 SETTINGS = (
-    Setting(2, 2, "100mbit", ("hierarchical exact", "hierarchical bf16", "hierarchical int8", "hierarchical 1-bit")),
+    Setting(
+        2,
+        2,
+        "100mbit",
+        (
+            "hierarchical exact",
+            "hierarchical bf16",
+            "hierarchical int8",
+            "hierarchical 1-bit",
+            "hierarchical powersgd",
+            "hierarchical dgc",
+        ),
+    ),
     Setting(2, 4, "100mbit", ("hierarchical exact",)),
-    Setting(2, 1, "100mbit", ("bf16", "int8", "1-bit")),
-    Setting(2, 1, "1gbit", ("bf16", "int8", "1-bit")),
+    Setting(2, 1, "100mbit", ("bf16", "int8", "1-bit", "powersgd", "acp-sgd", "dgc")),
+    Setting(2, 1, "1gbit", ("bf16", "int8", "1-bit", "powersgd", "acp-sgd", "dgc")),
 )
 
 
@@ -97,11 +115,18 @@ def uplink_bytes(method: str, hosts: int, ranks: int, gradient_bytes: int) -> fl
     """Return what a host must send each step."""
     *way, name = method.split()
     world = hosts * ranks
+    if name == "dgc":  # all-gather of positions and values, and of the biases: one row in 1025
+        pack = (2 * 1024 * DGC().ratio + 1) / 1025 * gradient_bytes
+        return (hosts - 1) * pack if way else ranks * (world - ranks) * pack
+    if name == "1-bit" and (hosts if way else world) <= 4:  # everyone's bits to everyone, and the biases
+        codes = (hosts - 1) if way else ranks * (world - ranks)
+        biases = 2 * (hosts - 1) / hosts if way else 2 * (world - 1) / world
+        return (1024 * OneBit().bytes_per_element() / 4 * codes + biases) / 1025 * gradient_bytes
     share = 1.0 if name == "ddp" else COMPRESSORS[name]().bytes_per_element() / 4
     if way == ["hierarchical"]:
         return 2 * (hosts - 1) / hosts * share * gradient_bytes
-    if name in ("ddp", "exact"):
-        return 2 * (world - 1) / world * gradient_bytes  # a ring: one of a host's ranks sends to the next host
+    if name in ("ddp", "exact", "powersgd", "acp-sgd"):
+        return 2 * (world - 1) / world * share * gradient_bytes  # a ring: one of a host's ranks sends to the next host
     # All-to-all and all-gather: each rank sends to each rank of other hosts.
     return 2 * ranks * (world - ranks) / world * share * gradient_bytes
 
@@ -113,6 +138,15 @@ def mlp(width: int, depth: int) -> nn.Module:
     """Return the model."""
     torch.manual_seed(0)
     return nn.Sequential(*[layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())])
+
+
+def make_optimizer(model: nn.Module, state: CommState | None) -> torch.optim.SGD:
+    """Return SGD, with momentum where that is part of the method."""
+    if state is None or not isinstance(state.compressor, DGC):
+        return torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    take_momentum(state, optimizer)
+    return optimizer
 
 
 def tx_bytes() -> int:
@@ -129,7 +163,7 @@ class Method:
         self.state = None if name == "ddp" else make_state(self.ddp, name)
         if self.state is not None:
             self.ddp.register_comm_hook(self.state, hook)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        self.optimizer = make_optimizer(model, self.state)
         self.seconds: list[float] = []
         self.sent: list[int] = []
 
@@ -201,7 +235,7 @@ def work_once() -> None:
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.032)
         state = make_state(ddp, method, 60.0)
         ddp.register_comm_hook(state, hook)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        optimizer = make_optimizer(model, state)
         torch.manual_seed(dist.get_rank())
         for _ in range(4):
             optimizer.zero_grad()
@@ -341,16 +375,29 @@ def main(
         write("hooks", "a DDP step on shaped links, by communication hook", command, found)
 
 
+def merged(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of before that were not measured again, followed by those that were."""
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["shape"], row.get("rate"), row.get("method")
+
+    measured = {key(row) for row in rows}
+    others = {key(row)[:2] for row in before if key(row) not in measured}
+    replaced = {one for one in measured if one[2] != "ddp" or one[:2] not in others}
+    return [row for row in before if key(row) not in replaced] + [row for row in rows if key(row) in replaced]
+
+
 def write(kind: str, what: str, command: str, found: list[Any]) -> None:
-    """Write the figures beside the others; rows of other settings measured on the same day stay."""
+    """Write the figures beside the others; rows of the same day stay unless measured again.
+
+    A row of DDP stays too where methods do that were compared with it; each row has its own launch's ratio to DDP.
+    """
     from accel.journal import machine_name
 
     target = Path(__file__).parent / "results" / f"comm-{kind}-cpu-{date.today().isoformat()}.json"
     rows = [{**one._asdict(), "command": command} for one in found]
-    measured = {(row["shape"], row.get("rate")) for row in rows}
     if target.exists():
-        before = json.loads(target.read_text(encoding="utf-8"))["rows"]
-        rows = [row for row in before if (row["shape"], row.get("rate")) not in measured] + rows
+        rows = merged(json.loads(target.read_text(encoding="utf-8"))["rows"], rows)
     summary = {
         "what": what,
         "date": date.today().isoformat(),

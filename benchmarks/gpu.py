@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.files import write_atomic
-from benchmarks import assignment, copy_overlap, window_attention
+from benchmarks import assignment, copy_overlap, gradient_kernels, window_attention
 from benchmarks.fault_rows import summarise
 from benchmarks.fault_runs import Plan
 from benchmarks.faults.table import CUDA_CASES
@@ -98,6 +98,7 @@ def main(out: str | None) -> None:
         summary["window_attention"] = window_attention.everything()
         bytes_per_s = summary["window_attention"]["gb_per_s"] * 1e9
         summary["assignment"] = {"fcos": assignment.fcos_rows(), "simota": assignment.simota_rows(bytes_per_s)}
+        summary["gradient_kernels"] = gradient_kernels.everything(bytes_per_s)
         summary["copy_overlap"] = copy_overlap.overlap()
         rows = [Plan(steps=400).examine(case) for case in CUDA_CASES.values()]
         summary["faults"] = {"summary": summarise(rows), "cases": [asdict(row) for row in rows]}

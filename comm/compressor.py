@@ -46,6 +46,11 @@ class Compressor:
     takes_feedback = True
     """Whether the compressor uses `residual` where it is there."""
     lossless = False
+    needs_whole_step = False
+    """Whether `whole_step` must see a step's gradients before any is sent; nothing then overlaps backward."""
+
+    def whole_step(self, buckets: Sequence[Tensor], ranks: int) -> None:
+        """Change this rank's gradients of a step, all buckets of them, which are not divided by `ranks` yet."""
 
     def stages(self) -> Sequence[Stage]:
         """Return the stages; the last one leaves the sum over the channel's ranks in `piece.values`."""

@@ -13,7 +13,7 @@ import itertools
 import json
 import secrets
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -51,6 +51,9 @@ class CommState:
             Two copies of the gradients (by hosts: of a slice), float32 or float64.
         process_group: the group that DDP reduces over, default the world.
         timeout: for each collective, default 5 minutes. A fault elsewhere is an error here by then.
+        memory: where what was not sent is kept; states of one model whose buckets go different ways share one.
+        scaler: the GradScaler in use, so that what was not sent yet follows its scale. Default None: at a change of the
+            scale it counts by the old one.
 
     Raises:
         ValueError: if arguments or models differ between ranks, or don't fit the model or the hosts.
@@ -72,6 +75,8 @@ class CommState:
         error_feedback: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta = timedelta(minutes=5),
+        memory: Memory | None = None,
+        scaler: Any = None,
     ) -> None:
         compressor = Exact() if compressor is None else compressor
         if not isinstance(compressor, Compressor):
@@ -80,12 +85,15 @@ class CommState:
             raise ValueError(
                 f"error_feedback=True needs a compressor that uses it, got {compressor!r}; leave the argument out"
             )
+        if scaler is not None and compressor.fields:
+            raise ValueError(f"{compressor!r} takes the scaler from take_momentum; pass it there, not to CommState")
         if timeout <= timedelta():
             raise ValueError(f"timeout must be positive, got {timeout}")
         self.compressor, self.hierarchical, self.timeout = compressor, hierarchical, timeout
         self.error_feedback = compressor.feedback if error_feedback is None else error_feedback
         self.step = 0
-        self.memory = Memory()
+        self.memory = Memory() if memory is None else memory
+        self._scaler, self._scale = scaler, 1.0
         self._pipeline: Pipeline | None = None
         self.bind(model, process_group)
 
@@ -98,6 +106,8 @@ class CommState:
         rank, size, store = group.rank(), group.size(), group.get_group_store()
         self._names = _names(model)
         self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._held: list[BucketJob] = []
+        self._size = size
         device = next(iter(model.parameters())).device
         prefix = f"accel-comm/{next(_made.setdefault(group.group_name, itertools.count()))}"
         store = PrefixStore(prefix, store)
@@ -137,35 +147,21 @@ class CommState:
 
     def _stages(self, rank: int, size: int, store: Any, device: torch.device) -> list[PipelineStage]:
         # No closure below may hold the state: it would never be dropped.
-        stages: list[PipelineStage] = []
-        hierarchical, timeout = self.hierarchical, self.timeout
-        fields = ((RESIDUAL,) if self.error_feedback else ()) + self.compressor.fields
-        reduction = Reduction(self.compressor, fields, self.memory, size)
-        inner = self.compressor.stages()
+        timeout = self.timeout
+        reduction = Reduction(self.compressor, self.fields, self.memory, size)
         kind: type[GlooChannel] | type[NcclChannel] = NcclChannel if device.type == "cuda" else GlooChannel
+        everyone, within = tuple(range(size)), self.topology.within(rank)
+        across = self.topology.across(rank) if self.hierarchical else everyone
 
         def channel(name: str, ranks: tuple[int, ...]) -> Channel:
             return kind(PrefixStore(f"{name}/{ranks[0]}", store), ranks, rank, timeout)
 
-        everyone = tuple(range(size))
-        across = self.topology.across(rank) if hierarchical else everyone
-        within = self.topology.within(rank)
-        if hierarchical:
-            stages.append(PipelineStage("sum within the host", reduction.sum_within, channel("sum", within)))
-        for number, one in enumerate(inner):
+        return pipeline_stages(self.compressor, reduction, self.hierarchical, within, across, channel)
 
-            def run(job: BucketJob, channel: Channel, number: int = number) -> None:
-                if number == 0 and not hierarchical:
-                    reduction.open_flat(job)
-                assert job.piece is not None
-                inner[number].run(job.piece, channel)
-                if number == len(inner) - 1 and not hierarchical:
-                    reduction.close_flat(job)
-
-            stages.append(PipelineStage(one.name, run, channel(f"{number}", across)))
-        if hierarchical:
-            stages.append(PipelineStage("gather within the host", reduction.gather_within, channel("gather", within)))
-        return stages
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Return the own fields of the memory that this state uses."""
+        return ((RESIDUAL,) if self.error_feedback else ()) + self.compressor.fields
 
     def close(self) -> None:
         """End the threads and free the groups; what is under way breaks off."""
@@ -183,17 +179,38 @@ class CommState:
         layout = self._layout(bucket, buffer)
         if layout.index == 0:
             self.memory.settle()
+            self._follow_scale()
             self.step += 1
         # Raised at the end of backward, where it reaches the caller: DDP would make a cast error of it. A callback of a
         # callback comes after DDP's own, which then leaves the reducer in order.
         wait, failed = self._pipeline.wait, self._pipeline.failed
         engine = Variable._execution_engine
-        engine.queue_callback(lambda: engine.queue_callback(wait))
+        # Within join() a rank that has no more data calls the hook for the others' backward passes, and waits itself.
+        joined = torch._C._current_graph_task_id() == -1
+        if not joined:
+            engine.queue_callback(lambda: engine.queue_callback(wait))
         devices = [buffer.device] if buffer.device.type == "cuda" else []
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         job = BucketJob(self.step, layout, buffer, self.memory.slot(layout), done)
-        self._pipeline.submit(job)
-        return done.then(lambda future: buffer if failed() else future.value())
+        for one in self._ready(job):
+            self._pipeline.submit(one)
+        return done if joined else done.then(lambda future: buffer if failed() else future.value())
+
+    def _follow_scale(self) -> None:
+        if self._scaler is not None and (scale := float(self._scaler.get_scale())) != self._scale:
+            self.memory.multiply(RESIDUAL, scale / self._scale)
+            self._scale = scale
+
+    def _ready(self, job: BucketJob) -> list[BucketJob]:
+        """Return the buckets to be sent now: this one, or all after the last where the compressor asks for it."""
+        if not self.compressor.needs_whole_step:
+            return [job]
+        self._held = [job] if job.layout.index == 0 else [*self._held, job]
+        if not job.layout.is_last:
+            return []
+        held, self._held = self._held, []
+        self.compressor.whole_step([one.buffer for one in held], self._size)
+        return held
 
     def _layout(self, bucket: dist.GradBucket, buffer: Tensor) -> Layout:  # type: ignore[name-defined]
         parameters = bucket.parameters()
@@ -223,7 +240,7 @@ class CommState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's memory by parameter, and the step; save it on each rank, between steps."""
-        return {**self.memory.state_dict(), "step": self.step}
+        return {**self.memory.state_dict(), "step": self.step, "scale": self._scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved memory, on every rank.
@@ -235,7 +252,7 @@ class CommState:
             ValueError: if it is of another version; at the next step, if it is of another model.
         """
         self.memory.load_state_dict(state)
-        self.step = state["step"]
+        self.step, self._scale = state["step"], state.get("scale", 1.0)
 
     def __getstate__(self) -> dict[str, Any]:
         plain = ("compressor", "hierarchical", "timeout", "error_feedback")
@@ -243,8 +260,46 @@ class CommState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state.pop("saved")
-        self.__dict__.update(state, memory=Memory(), step=0, _pipeline=None)
+        self.__dict__.update(state, memory=Memory(), step=0, _pipeline=None, _scaler=None)
         self.load_state_dict(saved)
+
+
+def pipeline_stages(
+    compressor: Compressor,
+    reduction: Reduction,
+    hierarchical: bool,
+    within: tuple[int, ...],
+    across: tuple[int, ...],
+    channel: Callable[[str, tuple[int, ...]], Channel],
+) -> list[PipelineStage]:
+    """Return the stages that a bucket passes through, each with a channel of its own.
+
+    Args:
+        compressor: what is sent between the ranks `across`.
+        reduction: what happens around it.
+        hierarchical: sum over the ranks `within` a host first, and gather there in the end.
+        within: ranks of this host.
+        across: all ranks, or by hosts those with the same slice.
+        channel: makes a channel, from a name and its ranks.
+    """
+    stages: list[PipelineStage] = []
+    inner = compressor.stages()
+    if hierarchical:
+        stages.append(PipelineStage("sum within the host", reduction.sum_within, channel("sum", within)))
+    for number, one in enumerate(inner):
+
+        def run(job: BucketJob, channel: Channel, number: int = number) -> None:
+            if number == 0 and not hierarchical:
+                reduction.open_flat(job)
+            assert job.piece is not None
+            inner[number].run(job.piece, channel)
+            if number == len(inner) - 1 and not hierarchical:
+                reduction.close_flat(job)
+
+        stages.append(PipelineStage(one.name, run, channel(f"{number}", across)))
+    if hierarchical:
+        stages.append(PipelineStage("gather within the host", reduction.gather_within, channel("gather", within)))
+    return stages
 
 
 def hook(state: CommState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]

@@ -79,6 +79,8 @@ class Piece:
     high: int
     slot: Slot
     """What outlives the step; see `accel.comm.memory`."""
+    step: int = 0
+    """Number of this step, from 1, the same on all ranks; void steps count."""
     carry: dict[str, Any] = field(default_factory=dict)
     """Whatever one stage of the compressor leaves for the next."""
 

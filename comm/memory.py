@@ -34,6 +34,8 @@ class Slot:
         self.layout = layout
         self.low, self.high = 0, layout.numel
         self.filled = False
+        self.agreed = False
+        """Whether the compressor has made sure that shared fields are the same on all ranks."""
         self._kept: dict[str, Tensor] = {}
         self._next: dict[str, Tensor] = {}
         self._spare: dict[str, Tensor] = {}
@@ -62,6 +64,10 @@ class Slot:
     def write_shared(self, field: str, name: str, value: Tensor) -> None:
         """Set a shared field of a parameter, which holds once the step is known to be finite."""
         self._next_shared.setdefault(field, {})[name] = value
+
+    def forget_shared(self, field: str, name: str) -> None:
+        """Drop a shared field of a parameter at once."""
+        self._shared.get(field, {}).pop(name, None)
 
     def fill(self, field: str, values: Tensor) -> None:
         """Set an own field at once."""
@@ -125,14 +131,29 @@ class Memory:
                 whole[one.begin + skipped : one.begin + skipped + values.numel()] += values.to(whole)
         return whole
 
+    def multiply(self, field: str, factor: float) -> None:
+        """Multiply an own field by a number, between steps."""
+        self.settle()
+        with self._lock:
+            for slot in self._slots.values():
+                if slot.has(field):
+                    slot.read(field).mul_(factor)
+            for pieces in self._loose.get(field, {}).values():
+                for _, values in pieces:
+                    values.mul_(factor)
+
     def note(self, finite: Tensor) -> None:
         """Note whether the mean gradient of one bucket is finite, (1,) bool."""
         self._finite.append(finite)
 
+    def finite(self) -> bool:
+        """Tell whether all that was noted since the last step settled is finite."""
+        return bool(torch.stack(self._finite).all()) if self._finite else True
+
     def settle(self) -> None:
         """Take over what the last step wrote if all its buckets were finite, else forget it."""
         if self._finite:
-            finite = bool(torch.stack(self._finite).all())
+            finite = self.finite()
             self._finite = []
             for slot in self._slots.values():
                 slot._settle(finite)

@@ -72,7 +72,7 @@ class Reduction:
             for name in self._fields:
                 slot.fill(name, self._memory.take(job.layout, name, values))
             slot.filled = True
-        job.piece = Piece(values, job.layout, 0, job.layout.numel, slot)
+        job.piece = Piece(values, job.layout, 0, job.layout.numel, slot, job.step)
 
     def close_flat(self, job: BucketJob) -> None:
         """Put the mean into the bucket."""
@@ -96,7 +96,7 @@ class Reduction:
                 whole = self._memory.take(job.layout, name, values)
                 slot.fill(name, _sum_slices(whole, job.cuts, channel, wide))
             slot.filled = True
-        job.piece = Piece(values, job.layout, low, high, slot)
+        job.piece = Piece(values, job.layout, low, high, slot, job.step)
 
     def gather_within(self, job: BucketJob, channel: Channel) -> None:
         """Give the slices to the ranks of the host."""

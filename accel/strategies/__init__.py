@@ -12,6 +12,9 @@ from accel.strategies.base import Exactness, Strategy
 from accel.strategies.channels_last import ChannelsLast
 from accel.strategies.cudnn_benchmark import CudnnBenchmark
 from accel.strategies.fused_optimizer import FusedOptimizer
+from accel.strategies.gradient_by_hosts import GradientByHosts
+from accel.strategies.gradient_compression import GradientCompression
+from accel.strategies.gradient_half import GradientHalf
 from accel.strategies.intraop_threads import IntraopThreads
 from accel.strategies.loader_workers import LoaderWorkers
 from accel.strategies.pin_memory import PinMemory
@@ -34,6 +37,9 @@ REGISTRY: list[type[Strategy]] = [
     IntraopThreads,
     PinMemory,
     AsyncCopy,
+    GradientCompression,
+    GradientHalf,
+    GradientByHosts,
 ]
 
 

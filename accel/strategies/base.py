@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from accel.run import Run
 
 
+class NothingHelps(Exception):
+    """What `Strategy.enable` raises to decline: it looked, and its message says with numbers why nothing would help."""
+
+
 class Exactness(IntEnum):
     """How far the numbers may move; a higher value moves them further."""
 

@@ -24,12 +24,21 @@ from accel.comm.memory import reshard
 from accel.comm.one_bit import OneBit
 
 SECONDS = timedelta(seconds=20)
+
+
+class OneBitTwice(OneBit):
+    """Rounds values and sums, as more ranks than there are here do."""
+
+    direct = 0
+
+
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "exact": Exact,
     "fp16": lambda: Half(torch.float16),
     "bf16": Half,
     "int8": lambda: Int8(64),
-    "1-bit": lambda: OneBit(64),
+    "1-bit": lambda: OneBit(64, exact_below=0),
+    "1-bit twice": lambda: OneBitTwice(64, exact_below=200),
 }
 
 
@@ -110,6 +119,20 @@ def residual(state: CommState, group: Any = None) -> Tensor:
 
 def buckets(state: CommState) -> int:
     return max(layout.index for layout in state._layouts.values()) + 1
+
+
+def dense_start(rank: int, world: int) -> dict[Any, Any]:
+    """Run signs after two dense steps."""
+    found = {}
+    for hierarchical in (False, True):
+        ddp, state = make(OneBit(64, start_step=2), torch.float64, hierarchical=hierarchical)
+        errors = []
+        for step in range(4):
+            got, want = backward(ddp, gradients(rank, step, torch.float64)), mean_gradient(world, step, torch.float64)
+            errors.append(((got - want).norm() / want.norm()).item())
+        found[hierarchical] = errors
+        state.close()
+    return found
 
 
 def laws(rank: int, world: int) -> dict[Any, Any]:

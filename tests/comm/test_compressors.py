@@ -97,6 +97,8 @@ def test_compressors_pickle_and_tell_their_settings(kind: Quantised) -> None:
         (lambda: Int8(4), "block must be from 8"),
         (lambda: OneBit(12), "multiple of 8"),
         (lambda: OneBit(0), "multiple of 8"),
+        (lambda: OneBit(exact_below=-1), "exact_below must be a whole number ≥ 0, got -1"),
+        (lambda: OneBit(start_step=1.5), "start_step must be a whole number ≥ 0, got 1.5"),
     ],
 )
 def test_bad_settings_are_refused(make: object, text: str) -> None:

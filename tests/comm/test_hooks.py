@@ -12,7 +12,7 @@ from tests.comm.ranks import run_ranks
 
 # Of one encoding of values and one of their sum: half a step of bfloat16 and of float16, half of 1/127 of the largest.
 # A 1-bit step keeps the direction at best; error feedback makes up for it.
-FIRST_ERROR = {"exact": 1e-6, "fp16": 2**-10, "bf16": 2**-7, "int8": 2 / 127, "1-bit": 1.2}
+FIRST_ERROR = {"exact": 1e-6, "fp16": 2**-10, "bf16": 2**-7, "int8": 2 / 127, "1-bit": 1.2, "1-bit twice": 1.4}
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,16 @@ class TestLaws:
         assert laws[0][name, hierarchical, torch.float64]["first error"] < FIRST_ERROR[name]
 
 
+def test_signs_after_a_dense_start() -> None:
+    for found in run_ranks(cases.dense_start, 4, per_host=2):
+        for errors in found.values():
+            assert max(errors[:2]) < 1e-13
+            assert min(errors[2:]) > 0.01
+
+
 def test_a_void_step_arrives_and_leaves_the_residual_alone() -> None:
     for found in run_ranks(cases.void_step, 4, per_host=2):
-        assert len(found) == 10
+        assert len(found) == 2 * len(cases.COMPRESSORS)
         for what, one in found.items():
             assert one == {"arrived": True, "untouched": True, "recovers": True}, what
 

@@ -45,7 +45,7 @@ def test_lab_without_root_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hierarchical exact", 4, 8, 1.5),
         ("hierarchical bf16", 2, 2, 0.5),
         ("hierarchical int8", 2, 2, (1 + 4 / 1024) / 4),
-        ("1-bit", 2, 1, (1 / 8 + 4 / 1024) / 4),
+        ("1-bit", 2, 1, ((1 / 8 + 4 / 256) / 4 * 1024 + 1) / 1025),  # biases go as they are
     ],
 )
 def test_bytes_of_an_uplink_follow_the_formulas(method: str, hosts: int, ranks: int, share: float) -> None:

@@ -1,0 +1,28 @@
+"""gradient_by_hosts: gradients summed within each host before they cross the network."""
+
+from __future__ import annotations
+
+from accel.run import Run
+from accel.strategies.base import Exactness
+from accel.strategies.gradient_choice import GradientChoice, ranks_per_host
+
+
+class GradientByHosts(GradientChoice):
+    """Choose for each bucket between DDP's own all-reduce and a sum within each host first.
+
+    N hosts of G ranks send 2 (N - 1)/N of the gradient each, where a ring over all sends 2 (NG - 1)/(NG) of it.
+    """
+
+    name = "gradient_by_hosts"
+    summary = "gradients summed within each host first"
+    exactness = Exactness.REORDERED
+    level = "reordered"
+    above = ("lossy", "reduced")
+
+    def refusal(self, run: Run) -> str:
+        """Say why not: also where there are not several hosts with several ranks each."""
+        if reason := super().refusal(run):
+            return reason
+        if ranks_per_host() == 1:
+            return "each host has one rank"
+        return "there is one host" if ranks_per_host() == run.world_size else ""

@@ -1,0 +1,227 @@
+"""Kernels of gradient compressors on a GPU: 100 MB encoded, summed over ranks, and searched for the largest.
+
+    python3 -m benchmarks.gradient_kernels
+
+For each op: milliseconds launched (median, 20 and 80 %) and as a replay of a graph where it waits for nothing, the
+bytes it must move at least in a second, and the share of the device's measured copy bandwidth that is. Rivals: the
+compressor's own code in plain torch, and torch.topk. Nothing is timed whose result is wrong. Runs as part of
+`make gpu`. Unproven until it has run on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+import click
+import torch
+from torch import Tensor
+
+from accel.comm import top_k
+from accel.comm.fused import Codec, Fused
+from accel.comm.int8 import Int8
+from accel.comm.one_bit import OneBit
+from accel.kernels import quantise, sign_pack, threshold
+from accel.kernels.support import Cost
+from benchmarks.window_attention import timed
+
+ELEMENTS = 25_000_000  # 100 MB of float32, no multiple of a block
+RANKS = 8
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op on one input."""
+
+    name: str
+    ours: Call
+    cost: Cost
+    right: Callable[[], bool]
+    """Whether `ours` gives what it should."""
+    rivals: dict[str, Call] = field(default_factory=dict)
+    waits: bool = False
+    """Whether it waits for the device, and so can't be replayed as a graph."""
+
+
+class _NoKernels:
+    """A codec that takes nothing: the compressor then runs its own code."""
+
+    def takes(self, values: Tensor, block: int) -> bool:
+        return False
+
+    def encode(self, *arguments: Any, **named: Any) -> None:
+        raise AssertionError("takes() said no")
+
+    decode_sum = encode
+
+
+class _PlainInt8(Int8):
+    codec: ClassVar[Codec] = _NoKernels()
+
+
+class _PlainOneBit(OneBit):
+    codec: ClassVar[Codec] = _NoKernels()
+
+
+def cases(device: str, elements: int = ELEMENTS) -> Iterator[Case]:
+    """Yield all cases, on inputs of one size."""
+    generator = torch.Generator(device).manual_seed(0)
+    values, residual = (torch.randn(elements, device=device, generator=generator) for _ in range(2))
+    yield from _codes("int8", quantise, Int8(), _PlainInt8(), values, residual)
+    yield from _codes("1-bit", sign_pack, OneBit(), _PlainOneBit(), values, residual)
+    yield from _thresholds(values)
+    for share in (0.001, 1 / 64):
+        yield _largest(values, share)
+
+
+def _codes(name: str, op: Any, kind: Fused, plain: Fused, values: Tensor, residual: Tensor) -> Iterator[Case]:
+    numel, block = len(values), kind.block
+    size = kind.encoded_bytes(numel)
+    out, lost, total = values.new_empty(size, dtype=torch.uint8), torch.empty_like(values), torch.zeros_like(values)
+    rows = values.new_empty(RANKS - 1, -(-size // 16) * 16, dtype=torch.uint8)[:, :size]
+
+    def encode() -> None:
+        op.encode(values, out, block, residual, lost)
+
+    def encode_plainly() -> None:
+        plain.encode(values + residual, out, lost)
+
+    def kept() -> bool:
+        encode()
+        kind.decode(out, total)
+        return _near(total + lost, values + residual, 4)
+
+    yield Case(f"{name} encode", encode, op.cost_encode(numel, block), kept, {"plain": encode_plainly})
+    for row in rows:
+        op.encode(values.roll(1), row, block)
+
+    def decode_sum() -> None:
+        op.decode_sum(rows, total, block, True)
+
+    def sum_plainly() -> None:
+        for row in rows:
+            plain.decode(row, total, add=True)
+
+    def summed() -> bool:
+        total.copy_(residual)
+        decode_sum()
+        found = total.clone()
+        total.copy_(residual)
+        sum_plainly()
+        return _near(found, total, 4 * RANKS)
+
+    cost = op.cost_decode_sum(numel, RANKS - 1, block, add=True)
+    yield Case(f"{name} sum of {RANKS - 1}", decode_sum, cost, summed, {"plain": sum_plainly})
+
+    def decode() -> None:
+        op.decode_sum(rows[:1], total, block)
+
+    def decoded() -> bool:
+        decode()
+        found = total.clone()
+        plain.decode(rows[0], total)
+        return torch.equal(found, total)
+
+    cost = op.cost_decode_sum(numel, 1, block)
+    yield Case(f"{name} decode", decode, cost, decoded, {"plain": lambda: plain.decode(rows[0], total)})
+
+
+def _near(found: Tensor, expected: Tensor, roundings: int) -> bool:
+    """Tell whether two tensors are equal to some roundings of their largest element."""
+    bound = roundings * torch.finfo(found.dtype).eps * float(expected.abs().max())
+    return float((found - expected).abs().max()) <= bound
+
+
+def _thresholds(values: Tensor) -> Iterator[Case]:
+    numel = len(values)
+
+    def same_maxima() -> bool:
+        return torch.equal(threshold.block_maxima(values), threshold.block_maxima_ref(values))
+
+    yield Case(
+        "maxima of blocks",
+        lambda: threshold.block_maxima(values),
+        threshold.cost_block_maxima(numel),
+        same_maxima,
+        {"plain": lambda: threshold.block_maxima_ref(values)},
+    )
+    maxima, count = threshold.block_maxima(values), max(numel // 1000, 1)
+    least = values.abs().topk(count).values[-1].clone()
+    blocks = int((maxima >= least).sum())
+    for name, given in (("", None), (" by maxima", maxima)):
+        yield Case(
+            f"at least a threshold{name}",
+            lambda given=given: threshold.at_least(values, least, count, given),  # type: ignore[misc]
+            threshold.cost_at_least(numel, count, blocks=None if given is None else blocks),
+            lambda given=given: _same_found(values, least, count, given),  # type: ignore[misc]
+            {"plain": lambda: threshold.at_least_ref(values, least, count)},
+        )
+
+
+def _same_found(values: Tensor, least: Tensor, count: int, maxima: Tensor | None) -> bool:
+    found = threshold.at_least(values, least, count, maxima)
+    expected = threshold.at_least_ref(values, least, count)
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def _largest(values: Tensor, share: float) -> Case:
+    count = max(int(len(values) * share), 1)
+
+    def topk() -> Tensor:
+        return values.abs().topk(count, sorted=False).indices
+
+    def right() -> bool:
+        found, expected = (values[one].abs().sort().values for one in (top_k.largest(values, count), topk()))
+        return torch.equal(found, expected)
+
+    # Every value is read once, at least, and every position is written.
+    cost = Cost(flops=len(values), bytes=4 * len(values) + 8 * count)
+    rivals: dict[str, Call] = {"plain": lambda: top_k._by_torch(values, count), "torch.topk": topk}
+    return Case(f"largest {share:.2%}", lambda: top_k.largest(values, count), cost, right, rivals, waits=True)
+
+
+def everything(bytes_per_s: float) -> list[dict[str, Any]]:
+    """Return a row for each case."""
+    rows = []
+    for case in cases("cuda"):
+        rows.append({"op": case.name, "elements": ELEMENTS, **_row(case, bytes_per_s)})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def _row(case: Case, bytes_per_s: float) -> dict[str, Any]:
+    if not case.right():
+        return {"failed": "the result is wrong: nothing is timed"}
+    launched = timed(case.ours)
+    device = launched if case.waits else timed(case.ours, captured=True)
+    floor_ms = case.cost.seconds(math.inf, bytes_per_s) * 1e3
+    rivals = {name: timed(call) for name, call in case.rivals.items()}
+    return {
+        "ms": asdict(launched),
+        "device_ms": None if case.waits else asdict(device),
+        "gb_per_s": case.cost.bytes / device.median / 1e6,
+        "roofline": floor_ms / device.median,
+        "rivals_ms": {name: asdict(one) for name, one in rivals.items()},
+        "speedup": {name: one.median / launched.median for name, one in rivals.items()},
+    }
+
+
+@click.command()
+def main() -> None:
+    """Time the kernels of gradient compressors on this machine's GPU."""
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing was run")
+        sys.exit(2)
+    from accel.profiler import roofline
+
+    everything(roofline.measure(torch.device("cuda"), []).gb_per_s * 1e9)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What there is to choose from: compressors by name, each with how far it moves the numbers.
+
+    exact       the same bits: DDP's own all-reduce and nothing else
+    reordered   the same precision, another order of summation: by hosts
+    reduced     16 bits on the wire
+    lossy       fewer, or fewer numbers, and what a step lost is sent with the next (error feedback)
+
+Int8 counts as lossy and is offered with error feedback alone: without it, what a step loses is lost for good. DGC is
+not here: it takes momentum over from the optimizer (`accel.comm.dgc_sgd`), which no choice between two steps can do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from accel.comm.compressor import Compressor, Exact
+from accel.comm.half import Half
+from accel.comm.int8 import Int8
+from accel.comm.one_bit import OneBit
+
+LEVELS = ("exact", "reordered", "reduced", "lossy")
+
+
+class Way(NamedTuple):
+    """How a bucket is averaged: by which compressor of the catalogue, and by hosts or not."""
+
+    compressor: str
+    hierarchical: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.compressor}{' by hosts' if self.hierarchical else ''}"
+
+
+class Entry(NamedTuple):
+    """A compressor of the catalogue."""
+
+    make: Callable[[], Compressor]
+    level: str
+    """Of `LEVELS`: what a user must allow."""
+    linear: bool = True
+    """Whether bytes and work grow with the elements of a bucket alone, not with the shapes in it."""
+
+
+def _optional(module: str, name: str, **arguments: Any) -> Callable[[], Compressor]:
+    def make() -> Compressor:
+        made: Compressor = getattr(importlib.import_module(module), name)(**arguments)
+        return made
+
+    return make
+
+
+# In the order of fidelity: of two that are about as fast the first is taken.
+CATALOGUE: dict[str, Entry] = {
+    "exact": Entry(Exact, "reordered"),
+    "half": Entry(Half, "reduced"),
+    "int8": Entry(Int8, "lossy"),
+    "1-bit": Entry(OneBit, "lossy"),
+}
+
+if importlib.util.find_spec("accel.comm.powersgd") is not None:
+    # Lower ranks are faster and learn worse: 4 % more loss of a transformer of width 96 at rank 4, 0.8 % at 16.
+    for _rank in (16, 4):
+        _make = _optional("accel.comm.powersgd", "PowerSGD", rank=_rank)
+        CATALOGUE[f"powersgd {_rank}"] = Entry(_make, "lossy", linear=False)
+
+
+def register(name: str, make: Callable[[], Compressor], level: str, *, linear: bool = False) -> None:
+    """Add a compressor to what is chosen from; call it on every rank before choosing.
+
+    Args:
+        name: how it is called in tables and plans, not yet taken.
+        make: makes the compressor, the same on every rank.
+        level: "reduced" or "lossy", what a user must allow. Lossy ones that can use error feedback get it.
+        linear: True if bytes and work depend on the number of elements alone; one bucket then stands for all.
+
+    Raises:
+        ValueError: if an argument is out of range, or the compressor must see a whole step at once.
+
+    Example:
+        >>> register("int8 fine", lambda: Int8(block=64), "lossy", linear=True)
+    """
+    if level not in ("reduced", "lossy"):
+        raise ValueError(f"level must be 'reduced' or 'lossy', got {level!r}; exact sums need no other compressor")
+    if name in CATALOGUE or not name:
+        raise ValueError(f"name must be new, got {name!r}, which is taken; known: {', '.join(CATALOGUE)}")
+    if make().needs_whole_step:
+        raise ValueError(f"{name!r} must see all buckets of a step, but each goes its own way; use it with CommState")
+    CATALOGUE[name] = Entry(make, level, linear)
+
+
+def check_level(allow: str) -> str:
+    """Return `allow`, or raise ValueError unless it is one of `LEVELS`."""
+    if allow not in LEVELS:
+        raise ValueError(f"allow must be one of {', '.join(map(repr, LEVELS))}, got {allow!r}")
+    return allow
+
+
+def allowed(allow: str, *, by_hosts: bool) -> list[Way]:
+    """Return the ways to average a bucket, beside DDP's own, that a level permits.
+
+    Args:
+        allow: of `LEVELS`.
+        by_hosts: there are several hosts with several ranks, as many on each.
+    """
+    level = LEVELS.index(check_level(allow))
+    names = [name for name, one in CATALOGUE.items() if LEVELS.index(one.level) <= level]
+    flat = [Way(name) for name in names if name != "exact"]  # flat and exact is what DDP does by itself
+    return flat + [Way(name, hierarchical=True) for name in names if by_hosts]
+
+
+def error_feedback(compressor: Compressor, level: str) -> bool:
+    """Tell whether a compressor of a level is used with error feedback."""
+    return compressor.takes_feedback and (level == "lossy" or compressor.feedback)

@@ -1,0 +1,265 @@
+"""Deep Gradient Compression: the largest of what has gathered, momentum included.
+
+    g ← clip(g, C N^−½),  u ← m u + g,  r ← r + u,  send s = the k largest of r,  r ← r − s,  u ← 0 where sent
+                                                    (Nesterov: r ← r + g + m u)
+
+of each parameter, k = ⌈ratio · elements⌉. Momentum is taken before anything is withheld: the step dense SGD would have
+taken arrives late, not twice (momentum correction). u is dropped where it was sent, so that old gradients don't push on
+(momentum factor masking). After each step T, to rounding:
+
+    Σ_r r + Σ_t≤T decoded_t = Σ_t≤T Σ_r u_t, each u_t as it was added to r (Nesterov: g_t + m u_t), void steps left out
+
+* Biases, norms and other small tensors go along as they are. The optimizer keeps their momentum, and that of weight
+  decay, which every rank knows: nothing of either is withheld. See `accel.comm.dgc_sgd`.
+* One all-gather of packs that have the same size on every rank; see `accel.comm.dgc_pack`.
+* Where ratio · ranks ≥ 1, packs would be as long as dense gradients on a ring: these are sent then, nothing is withheld
+  and no momentum dropped. Ratio 1 is dense momentum SGD. Warm-up stages often fall under this.
+* A parameter whose gradient is zero on all ranks stands still, its momentum too, as in SGD where it has no gradient:
+  DDP would drop what is sent for a parameter that no rank used. By hosts, this goes for each slice of a parameter.
+
+Source: Lin et al. 2018, arxiv.org/abs/1712.01887. There, k is met roughly, by a sampled threshold; here exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from accel.comm.channel import Channel
+from accel.comm.compressor import RESIDUAL, Compressor, Stage
+from accel.comm.dgc_pack import Pack, Part
+from accel.comm.layout import Layout, Piece
+from accel.comm.top_k import largest
+
+VELOCITY = "velocity"
+
+
+class MomentumSource(Protocol):
+    """Where momentum coefficients and the loss scale come from; `accel.comm.dgc_sgd.SGDMomentum` is one."""
+
+    def coefficients(self, name: str) -> tuple[float, bool]:
+        """Return the momentum of a parameter and whether it is Nesterov's."""
+
+    def loss_scale(self) -> float:
+        """Return by what this step's gradients are too large."""
+
+
+class DGC(Compressor):
+    """Send the largest of the accumulated, momentum-corrected gradients; 8 bytes for each.
+
+    With momentum, hand the optimizer's over before the first step: `accel.comm.dgc_sgd.take_momentum`.
+
+    Args:
+        ratio: share of elements sent at each step, in (0, 1], default 0.001.
+        momentum: accumulate SGD's momentum here, default True: two more copies of the gradients. False for other
+            optimizers: plain top-k with error feedback, which is less accurate where the optimizer has momentum.
+        masking: drop the momentum of what was sent, default True.
+        clip_norm: clip each rank's gradient to this norm by √ranks before it is accumulated; None (default) doesn't.
+            The norm is that of all gradients, so nothing is sent before backward ends. Don't clip again after backward:
+            that would clip what has gathered over many steps.
+        warmup: ratios to begin with, default (0.25, 0.0625, 0.015625, 0.004); a smaller one than `ratio` counts as it.
+        warmup_steps: steps that each of them lasts, an epoch in the paper; default 0: no warm-up.
+        dense_below: parameters of fewer elements, and all of less than two dimensions, are sent as they are; default
+            1024.
+
+    Raises:
+        ValueError: if an argument is out of range; from `loss.backward()`, if the optimizer's momentum was not taken.
+
+    Example:
+        >>> state = CommState(ddp, DGC(0.001, warmup_steps=len(loader)), hierarchical=True)
+        >>> ddp.register_comm_hook(state, hook)
+        >>> momentum = take_momentum(state, optimizer)
+    """
+
+    feedback = True
+
+    def __init__(
+        self,
+        ratio: float = 0.001,
+        *,
+        momentum: bool = True,
+        masking: bool = True,
+        clip_norm: float | None = None,
+        warmup: Sequence[float] = (0.25, 0.0625, 0.015625, 0.004),
+        warmup_steps: int = 0,
+        dense_below: int = 1024,
+    ) -> None:
+        for one in (ratio, *warmup):
+            if not 0 < one <= 1:
+                raise ValueError(f"ratio and those of warmup must be in (0, 1], got {one}; 0.001 sends a thousandth")
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm must be positive, got {clip_norm}; None leaves gradients unclipped")
+        if warmup_steps < 0 or dense_below < 0:
+            raise ValueError(f"warmup_steps and dense_below must be ≥ 0, got {warmup_steps} and {dense_below}")
+        self.ratio, self.momentum, self.masking, self.clip_norm = ratio, momentum, masking, clip_norm
+        self.warmup, self.warmup_steps, self.dense_below = tuple(warmup), warmup_steps, dense_below
+        self._bind(None)
+
+    # -- settings ----------------------------------------------------------------------------------------------------
+
+    def _bind(self, source: MomentumSource | None) -> None:
+        """Read coefficients from `source` from now on."""
+        self._source = source
+        self.fields = (VELOCITY,) if self.momentum else ()
+        self.needs_whole_step = self.clip_norm is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("ratio", "momentum", "masking", "clip_norm", "warmup", "warmup_steps", "dense_below")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._bind(None)
+
+    def __repr__(self) -> str:
+        return f"DGC({', '.join(f'{name}={value!r}' for name, value in sorted(self.__getstate__().items()))})"
+
+    def ratio_at(self, step: int) -> float:
+        """Return the share of elements sent at a step, counted from 1."""
+        stage = (step - 1) // self.warmup_steps if self.warmup_steps else len(self.warmup)
+        return max(self.warmup[stage], self.ratio) if stage < len(self.warmup) else self.ratio
+
+    def is_dense(self, shape: torch.Size) -> bool:
+        """Tell whether parameters of this shape are sent as they are."""
+        return len(shape) < 2 or shape.numel() < self.dense_below
+
+    def bytes_per_element(self) -> float:
+        return 8.0 * self.ratio
+
+    def check(self, layout: Layout) -> None:
+        self._momentum_source()
+        if layout.numel >= 1 << 31:
+            raise ValueError(
+                f"DGC sends positions as 32 bits, got {layout}; pass a smaller bucket_cap_mb, or divide the parameter"
+            )
+
+    def _momentum_source(self) -> MomentumSource | None:
+        if self.momentum and self._source is None:
+            raise ValueError(
+                "DGC accumulates the optimizer's momentum, which was not handed over: call "
+                "accel.comm.dgc_sgd.take_momentum(state, optimizer) first, or use DGC(momentum=False)"
+            )
+        return self._source
+
+    def _loss_scale(self) -> float:
+        source = self._momentum_source()
+        return 1.0 if source is None else source.loss_scale()
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def whole_step(self, buckets: Sequence[Tensor], ranks: int) -> None:
+        """Clip this rank's gradients to clip_norm · ranks^−½ by the norm of all of them."""
+        assert self.clip_norm is not None
+        limit = self.clip_norm * self._loss_scale() / math.sqrt(ranks)
+        # In float64, where no square of a float32 overflows: a large gradient is clipped, not lost.
+        norms = torch.stack([torch.linalg.vector_norm(one, dtype=torch.float64) for one in buckets])
+        factor = (limit / torch.linalg.vector_norm(norms)).clamp(max=1.0)
+        for one in buckets:
+            one.mul_(factor)
+
+    def stages(self) -> Sequence[Stage]:
+        return [Stage("selection", self._select), Stage("gather of selected", self._gather)]
+
+    def _select(self, piece: Piece, channel: Channel) -> None:
+        """Accumulate, and take the largest of each parameter out of what has gathered."""
+        ratio = self.ratio_at(piece.step)
+        dense = ratio * channel.size >= 1
+        parts = list(self._parts(piece, 1.0 if dense else ratio))
+        scale = self._loss_scale()
+        flags = []
+        pack = None if dense else Pack.empty(piece.values, parts)
+        velocity = piece.slot.write(VELOCITY) if self.momentum else None
+        gathered = piece.slot.write(RESIDUAL) if piece.slot.has(RESIDUAL) else torch.empty_like(piece.values)
+        filled = 0
+        for part in parts:
+            span = slice(part.begin, part.end)
+            flags.append(_any(piece.values[span]))
+            if part.sent == 0:
+                for field in (velocity, gathered):
+                    if field is not None:
+                        field[span].zero_()
+                continue
+            if scale != 1.0:
+                piece.values[span].div_(scale)
+            self._accumulate(piece, part, gathered[span], None if velocity is None else velocity[span])
+            if pack is None:
+                continue
+            found = largest(gathered[span], part.sent)
+            filled = pack.put(filled, found, gathered[span], part.begin)
+            gathered[span].index_fill_(0, found, 0.0)
+            if velocity is not None and self.masking:
+                velocity[span].index_fill_(0, found, 0.0)
+        used = torch.stack(flags).int() if flags else piece.values.new_empty(0, dtype=torch.int32)
+        if pack is not None:
+            pack.head[0] = filled
+            pack.head[1:] = used
+            pack.put_dense(piece.values, parts)
+        piece.carry.update(parts=parts, pack=pack, used=used, gathered=gathered, scale=scale)
+        piece.carry["raw"] = None if pack is None else pack.raw  # a tensor by itself: the next stage's stream holds it
+
+    def _parts(self, piece: Piece, ratio: float) -> Iterator[Part]:
+        shapes = dict(zip(piece.layout.names, piece.layout.shapes, strict=True))
+        for one in piece.layout.extents(piece.low, piece.high):
+            count = 0 if self.is_dense(shapes[one.name]) else math.ceil(ratio * one.length)
+            yield Part(one.name, one.begin, one.begin + one.length, count)
+
+    def _accumulate(self, piece: Piece, part: Part, gathered: Tensor, velocity: Tensor | None) -> None:
+        """Leave the new velocity in `velocity`, and in `gathered` all that was not sent so far."""
+        span = slice(part.begin, part.end)
+        gradient, source = piece.values[span], self._momentum_source()
+        old = piece.slot.read(RESIDUAL)[span] if piece.slot.has(RESIDUAL) else None
+        if velocity is None or source is None:
+            new, nesterov, momentum = gradient, False, 0.0
+        else:
+            momentum, nesterov = source.coefficients(part.name)
+            new = torch.add(gradient, piece.slot.read(VELOCITY)[span], alpha=momentum, out=velocity)
+        if nesterov:
+            torch.add(gradient, new, alpha=momentum, out=gathered)
+            if old is not None:
+                gathered += old
+        elif old is not None:
+            torch.add(old, new, out=gathered)
+        else:
+            gathered.copy_(new)
+
+    def _gather(self, piece: Piece, channel: Channel) -> None:
+        """Add up what all ranks sent."""
+        parts, pack, gathered = piece.carry["parts"], piece.carry["pack"], piece.carry["gathered"]
+        if pack is None:
+            used = self._sum_all(piece, channel, parts, gathered)
+        else:
+            used = pack.gather(piece.values, parts, channel)
+        scale = piece.carry["scale"]
+        for part, moved in zip(parts, used, strict=True):
+            span = slice(part.begin, part.end)
+            if part.sent and not moved:
+                piece.values[span].zero_()
+                for field in (VELOCITY, RESIDUAL):
+                    if piece.slot.has(field):
+                        piece.slot.write(field)[span] = piece.slot.read(field)[span]
+            elif part.sent and scale != 1.0:
+                piece.values[span].mul_(scale)
+
+    def _sum_all(self, piece: Piece, channel: Channel, parts: list[Part], gathered: Tensor) -> list[bool]:
+        """Leave the sum of all in `piece.values` and nothing in `gathered`; tell which parameters were used."""
+        for part in parts:
+            if part.sent:
+                span = slice(part.begin, part.end)
+                piece.values[span] = gathered[span]
+                gathered[span].zero_()
+        channel.all_reduce(piece.values)
+        own = piece.carry["used"]
+        told = [torch.empty_like(own) for _ in range(channel.size)]
+        channel.all_gather(own, told)
+        return [bool(one) for one in torch.stack(told).amax(0).tolist()] if parts else []
+
+
+def _any(values: Tensor) -> Tensor:
+    """Tell whether anything is not zero, () bool; mostly the first elements know."""
+    if values.device.type == "cpu" and (first := values[:64].any()):
+        return first
+    return values.any()

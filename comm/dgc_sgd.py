@@ -1,0 +1,240 @@
+"""SGD's momentum, taken over by DGC so that it is not applied twice.
+
+SGD is linear in what it is given: its momentum buffer is the sum of one that saw the gradients, one that saw weight
+decay, and what was there before. The first is what DGC accumulates on each rank and sends late. The others are the same
+on every rank: they stay in the optimizer, in its `momentum_buffer`, and move the weights at every step, unsent:
+
+    b ← m b + λ w,  w ← w − lr b  (Nesterov: w ← w − lr (λ w + m b)),  then  w ← w − lr · what DGC delivers
+
+For parameters that DGC sends as they are, b sees their gradients too. So with ratio 1 the weights are those of dense
+SGD, and a buffer of a dense run goes on as it was, without a byte on the wire.
+
+Nothing of the optimizer is changed outside of `step()`: `param_groups`, `state_dict()` and schedulers, also those of
+momentum, see what they always saw. Inside, momentum and weight decay are 0.
+
+Sources: momentum correction (Lin et al. 2018, arxiv.org/abs/1712.01887, section 3.2); weight decay kept in the
+optimizer with its own momentum as in the authors' code (github.com/synxlin/deep-gradient-compression).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accel.comm.dgc import DGC, VELOCITY
+from accel.comm.hooks import CommState
+
+BUFFER = "momentum_buffer"
+
+
+def take_momentum(
+    state: CommState,
+    optimizer: torch.optim.Optimizer,
+    scaler: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> SGDMomentum:
+    """Hand SGD's momentum over to the DGC compressor of `state`, until `close()`.
+
+    Call it on every rank, before the first step and after a pickled state was bound. Save the optimizer and the state;
+    load both in any order.
+
+    Args:
+        state: with a `DGC` that has momentum.
+        optimizer: torch.optim.SGD over parameters of the state's model; momentum, nesterov, weight_decay and lr are
+            read from its groups at each step.
+        scaler: the GradScaler in use, so that what is remembered does not depend on its scale; default None.
+        process_group: the group that the state got, default the world; `close` sums over it.
+
+    Returns:
+        What gives the momentum back.
+
+    Raises:
+        ValueError: if the state has no such compressor, or the optimizer is another or has an option that isn't linear
+            or not seen from outside: dampening, fused.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+        >>> momentum = take_momentum(state, optimizer)
+        >>> train(ddp, optimizer)
+        >>> momentum.close()
+    """
+    return SGDMomentum(state, optimizer, scaler, process_group)
+
+
+class SGDMomentum:
+    """A hand-over of momentum; `take_momentum` makes it."""
+
+    def __init__(
+        self, state: CommState, optimizer: torch.optim.Optimizer, scaler: Any, process_group: dist.ProcessGroup | None
+    ) -> None:
+        compressor = state.compressor
+        if not isinstance(compressor, DGC) or not compressor.momentum:
+            raise ValueError(f"the state must have a DGC with momentum to hand it over to, got {compressor!r}")
+        if compressor._source is not None:
+            raise ValueError("the state has taken an optimizer's momentum already; close() that hand-over first")
+        if type(optimizer) is not torch.optim.SGD:
+            raise ValueError(
+                f"DGC can take over the momentum of torch.optim.SGD alone, got {type(optimizer).__name__}; "
+                "use DGC(momentum=False) with others"
+            )
+        self._optimizer, self._scaler, self._process_group = optimizer, scaler, process_group
+        self._compressor, self._memory = compressor, state.memory  # not the state, which must be free to be dropped
+        self._names = dict(state._names)
+        self._inside: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._dense_grads: list[tuple[nn.Parameter, Tensor]] = []
+        self._index()
+        compressor._bind(self)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+            optimizer.register_state_dict_pre_hook(lambda _: self._restore()),
+        ]
+
+    def _index(self) -> None:
+        """Note the group of each parameter by name, or raise ValueError."""
+        self._shape = self._shape_now()
+        self._group: dict[str, int] = {}
+        for number, group in enumerate(self._optimizer.param_groups):
+            for option in ("dampening", "fused"):
+                if group.get(option):
+                    raise ValueError(f"DGC can't take over SGD's momentum with {option}={group[option]}; leave it out")
+            for parameter in group["params"]:
+                if id(parameter) not in self._names:
+                    raise ValueError(
+                        "the optimizer's parameters must all be of the state's model, got one of shape "
+                        f"{tuple(parameter.shape)} that is not; give it an optimizer of its own"
+                    )
+                self._group[self._names[id(parameter)]] = number
+
+    def _shape_now(self) -> list[int]:
+        return [len(group["params"]) for group in self._optimizer.param_groups]
+
+    # -- what DGC asks -----------------------------------------------------------------------------------------------
+
+    def coefficients(self, name: str) -> tuple[float, bool]:
+        """Return the momentum of a parameter and whether it is Nesterov's; none if the optimizer doesn't have it."""
+        if self._inside:
+            self._restore()  # a step raised an error
+        if name not in self._group and self._shape != self._shape_now():
+            self._index()
+        if name not in self._group:
+            return 0.0, False
+        group = self._optimizer.param_groups[self._group[name]]
+        return float(group["momentum"]), bool(group["nesterov"])
+
+    def loss_scale(self) -> float:
+        """Return the scale of this step's gradients."""
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    # -- around optimizer.step() -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Move the weights by the momentum that the optimizer has kept, and let `step` do the rest without any."""
+        if len(args) > 1 or kwargs.get("closure") is not None:  # the first is the optimizer
+            raise ValueError("with DGC, step() takes no closure; call backward() before it")
+        self._restore()
+        if self._shape != self._shape_now():
+            self._index()
+        for group in optimizer.param_groups:
+            if group["momentum"] == 0:
+                continue
+            parameters = [one for one in group["params"] if one.grad is not None]
+            self._keep([one for one in parameters if self._compressor.is_dense(one.shape)], group)
+            self._decay([one for one in parameters if not self._compressor.is_dense(one.shape)], group)
+            names = ("momentum", "weight_decay", "nesterov")
+            self._inside.append((group, {name: group[name] for name in names}))
+            group.update(momentum=0, weight_decay=0, nesterov=False)
+
+    def _decay(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Apply the momentum of weight decay, and what is left of earlier momentum."""
+        decay, momentum, lr = group["weight_decay"], float(group["momentum"]), float(group["lr"])
+        state = self._optimizer.state
+        moving = [one for one in parameters if decay or state.get(one, {}).get(BUFFER) is not None]
+        if not moving:
+            return
+        buffers = [self._buffer(one) for one in moving]
+        weights = [one.detach() for one in moving]
+        torch._foreach_mul_(buffers, momentum)
+        if decay:
+            torch._foreach_add_(buffers, weights, alpha=decay)
+        if group["nesterov"]:
+            torch._foreach_mul_(weights, 1 - lr * decay)
+            torch._foreach_add_(weights, buffers, alpha=-lr * momentum)
+        else:
+            torch._foreach_add_(weights, buffers, alpha=-lr)
+
+    def _keep(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Give `step`, in place of the gradients of parameters that DGC sends as they are, what momentum makes of them.
+
+        The gradients themselves come back after it.
+        """
+        if not parameters:
+            return
+        momentum = float(group["momentum"])
+        sign = -1.0 if group["maximize"] else 1.0
+        gradients = [sign * one.grad for one in parameters if one.grad is not None]
+        if group["weight_decay"]:
+            torch._foreach_add_(gradients, [one.detach() for one in parameters], alpha=group["weight_decay"])
+        buffers = [self._buffer(one) for one in parameters]
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, gradients)
+        if group["nesterov"]:
+            torch._foreach_add_(gradients, buffers, alpha=momentum)
+        else:
+            gradients = [one.clone() for one in buffers]
+        for one, moved in zip(parameters, gradients, strict=True):
+            assert one.grad is not None
+            self._dense_grads.append((one, one.grad))
+            one.grad = moved.mul_(sign)
+
+    def _buffer(self, parameter: nn.Parameter) -> Tensor:
+        kept = self._optimizer.state[parameter]
+        if kept.get(BUFFER) is None:
+            kept[BUFFER] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        found: Tensor = kept[BUFFER]
+        return found
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        """Undo what `_before` did to groups and gradients; after an error inside `step`, as soon as anyone asks."""
+        for group, options in self._inside:
+            group.update(options)
+        for parameter, gradient in self._dense_grads:
+            parameter.grad = gradient
+        self._inside, self._dense_grads = [], []
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Give the momentum back: SGD goes on with the sum of what the ranks have accumulated. Every rank takes part.
+
+        What was withheld and not sent yet stays in the state's memory.
+        """
+        if not self._hooks:
+            return
+        self._restore()
+        saved = self._memory.state_dict()
+        kept = saved["own"].pop(VELOCITY, {})
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if self._compressor.is_dense(parameter.shape):
+                    continue
+                kind = torch.promote_types(parameter.dtype, torch.float32)
+                total = torch.zeros(parameter.numel(), dtype=kind, device=parameter.device)
+                for skipped, values in kept.get(self._names[id(parameter)], []):
+                    total[skipped : skipped + values.numel()] += values.to(total)
+                dist.all_reduce(total, group=self._process_group)
+                if group["momentum"]:
+                    self._buffer(parameter).add_(total.view_as(parameter), alpha=-1 if group["maximize"] else 1)
+        self._memory.load_state_dict(saved)
+        for one in self._hooks:
+            one.remove()
+        self._hooks = []
+        self._compressor._bind(None)

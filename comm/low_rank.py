@@ -1,0 +1,73 @@
+"""Orthonormal bases and outer products of a few long vectors, stored as rows: (…, r, length).
+
+BLAS and LAPACK are quick at factors that lie as few long rows: `rows @ M` takes 1.7 ms for six matrices of 1024² and
+rank 4; M by a factor of 1024 rows of four takes 5.3 ms.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+@functools.lru_cache(maxsize=256)
+def noise(seed: int, rank: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return (rank, length) numbers from −1 to 1 that depend on the arguments alone. Don't write.
+
+    Uniform ones are made from integers, so they are the same bits on every processor, and those of a lower rank are the
+    first rows.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + length)
+    return torch.rand(rank, length, generator=generator).mul_(2).sub_(1).to(device, dtype)
+
+
+def orthonormal(rows: Tensor, filler: Tensor) -> Tensor:
+    """Return orthonormal rows that span at least what `rows` span.
+
+    By Householder reflections, which stay orthonormal where rows are dependent or nearly so, and end in some complement
+    of what the rows span where that has fewer dimensions. Rows are scaled by their largest value first, so that squares
+    neither overflow nor vanish, and get 1e-3 of an epsilon of `filler`: rows of nothing but zeros become those of the
+    filler, not unit vectors, which a gradient of many zeros might never touch. On the CPU this takes a third to a half
+    of the time of Gram-Schmidt twice and of Cholesky-QR, at ranks 4 to 64, one matrix or 24 at once.
+
+    Args:
+        rows: (batch, r, length), r ≤ length, float32 or float64. A matrix with a NaN or an infinity becomes NaN.
+        filler: (r, length), of full rank, values of about 1.
+
+    Returns:
+        (batch, r, length).
+    """
+    assert rows.shape[-2] <= rows.shape[-1]
+    largest = rows.abs().amax(-1, keepdim=True)
+    scaled = rows / largest.masked_fill(largest == 0, 1)
+    scaled = scaled.add_(filler, alpha=1e-3 * torch.finfo(rows.dtype).eps)
+    basis: Tensor = torch.linalg.qr(scaled.mT).Q.mT
+    # Some LAPACKs leave the rows before a NaN as they would be without it.
+    return basis + (largest * 0).sum(-2, keepdim=True)
+
+
+def add_product(target: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0, fresh: bool = False) -> None:
+    """Add alpha · leftᵀ right to `target`, or put it there.
+
+    MKL has no quick way for 2 to 15 inner dimensions: 24 matrices of 1024² take 16 ms to add a product of rank 4 and 21
+    ms to set one, but 9 ms each as four outer products, or with rows of zeros up to 16.
+
+    Args:
+        target: (m, n).
+        left: (r, m).
+        right: (r, n).
+        fresh: overwrite what `target` holds.
+    """
+    rank = left.shape[0]
+    if rank > 4 or target.is_cuda:
+        if 4 < rank < 16 and not target.is_cuda:
+            left, right = (torch.nn.functional.pad(one, (0, 0, 0, 16 - rank)) for one in (left, right))
+        target.addmm_(left.T, right, alpha=alpha, beta=0.0 if fresh else 1.0)
+        return
+    for i in range(rank):
+        if i == 0 and fresh:
+            torch.outer(left[0] if alpha == 1 else left[0] * alpha, right[0], out=target)
+        else:
+            target.addr_(left[i], right[i], alpha=alpha)

@@ -1,0 +1,272 @@
+"""PowerSGD: two thin factors in place of each gradient matrix, from one step of power iteration on the mean gradient.
+
+    M_r = G_r + E_r                      (m, n)  gradient of rank r plus what it withheld before; M = Σ_r M_r
+    P   = Σ_r M_r Q                      (m, k)  one all-reduce, in which biases and the like ride along
+    P̂   = orthonormal basis of P
+    Q   = Σ_r M_rᵀ P̂                     (n, k)  another one; the next step starts from it
+    M   ≈ P̂ Qᵀ                                   the mean gradient that all ranks apply
+    E_r = M_r − P̂ (M_rᵀ P̂)ᵀ                      what this rank withholds: Σ_r E_r + P̂ Qᵀ = M
+
+`alternate` takes one of the two halves per step, from the other factor of the step before, and needs one all-reduce.
+
+All is linear in M_r, so one all-reduce of any kind will do and the number of ranks doesn't matter. The published E_r
+takes the mean of P̂ Qᵀ from M_r in place of its own part. Their sums, and so all steps, are the same; but the former
+differences between ranks add up for ever, where here a rank withholds nothing of what it has sent.
+
+Sources: PowerSGD (Vogels et al. 2019, arxiv.org/abs/1905.13727); one factor per step, ACP-SGD (Zhang et al. 2023,
+arxiv.org/abs/2306.08881).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from accel.comm.channel import Channel
+from accel.comm.compressor import RESIDUAL, Compressor, Stage
+from accel.comm.layout import Layout, Piece, between
+from accel.comm.low_rank import add_product, noise, orthonormal
+from accel.comm.low_rank_plan import Group, Plan, Side, make_plan, matrix_of, note_used, ordered, other, project
+
+Rank = int | Mapping[tuple[int, ...], int] | Callable[[torch.Size], int]
+
+
+class PowerSGD(Compressor):
+    """Send a low-rank approximation of each gradient matrix, with error feedback and warm start.
+
+    A matrix of m x n costs rank · (m + n) elements for m · n. What is 1-D, or saves too little, is sent exactly, in the
+    same all-reduce as the first factors. With a rank of the smaller side the mean gradient is exact to rounding.
+
+    Replicas are equal to the bit where all ranks have processors of one kind and equal numbers of threads, for each
+    rank multiplies the factors by itself.
+
+    Args:
+        rank: of the approximation, default 4; or by shape of the parameter, as a mapping, or as a function of
+            `torch.Size` at the top level of a module, the same on all ranks. 0, or no entry, sends a parameter as it
+            is. No matrix gets more than its smaller side. Conv weights count as (out, in · height · width).
+        alternate: ACP-SGD: send left and right factors at alternate steps: half the bytes and one all-reduce, at some
+            loss of quality while gradients change fast. A matrix that gets all of its rank is sent as it is: its longer
+            factor would be no smaller.
+        start_step: steps at first, ≥ 0, that send gradients as they are, default 0.
+        min_compression: least ratio of a matrix's elements to those of both factors for which it is compressed, ≥ 0,
+            default 2; 0 compresses all matrices.
+        seed: of the first right factors, which are the same on all ranks.
+
+    Raises:
+        ValueError: if an argument is out of range; from `loss.backward()`, if the function of ranks returns no
+            whole number ≥ 0.
+
+    Example:
+        >>> state = CommState(ddp, PowerSGD(rank=4, start_step=100))
+        >>> ddp.register_comm_hook(state, hook)
+    """
+
+    feedback = True
+
+    def __init__(
+        self,
+        rank: Rank = 4,
+        *,
+        alternate: bool = False,
+        start_step: int = 0,
+        min_compression: float = 2.0,
+        seed: int = 0,
+    ) -> None:
+        if isinstance(rank, Mapping):
+            rank = {tuple(shape): rank[shape] for shape in sorted(rank)}
+            wrong = [one for one in rank.values() if not _whole(one, 0)]
+        else:
+            wrong = [] if callable(rank) or _whole(rank, 1) else [rank]
+        if wrong:
+            raise ValueError(
+                f"rank must be a whole number from 1, or by shape from 0, got {wrong[0]!r}; use Exact() to send "
+                "gradients as they are"
+            )
+        if not _whole(start_step, 0):
+            raise ValueError(f"start_step must be a whole number of steps from 0, got {start_step!r}")
+        if not _whole(seed, 0):
+            raise ValueError(f"seed must be a whole number from 0, got {seed!r}")
+        if not min_compression >= 0:
+            raise ValueError(f"min_compression must be 0 or more, got {min_compression!r}; 0 compresses all matrices")
+        self.rank, self.alternate, self.start_step = rank, alternate, start_step
+        self.min_compression, self.seed = min_compression, seed
+
+    def __repr__(self) -> str:
+        settings = vars(self).copy()
+        if not isinstance(self.rank, int | Mapping):
+            # The address of a function differs between ranks.
+            named = self.rank if hasattr(self.rank, "__qualname__") else type(self.rank)
+            settings["rank"] = f"{named.__module__}.{named.__qualname__}"
+        return f"PowerSGD({', '.join(f'{name}={value!r}' for name, value in sorted(settings.items()))})"
+
+    def stages(self) -> Sequence[Stage]:
+        decode = Stage("product of factors", self._decode)
+        if self.alternate:
+            return [Stage("one factor", self._one_factor), decode]
+        return [Stage("left factors", self._left), Stage("right factors", self._right), decode]
+
+    def boundaries(self, layout: Layout, parts: int) -> list[int]:
+        return between(layout, parts)
+
+    def check(self, layout: Layout) -> None:
+        for shape in layout.shapes:
+            self.rank_of(shape)
+
+    def bytes_per_element(self) -> float:
+        """Return 4 · (elements sent) / (elements) of a layer of 1024 x 1024; `sent` tells for given shapes."""
+        shapes = [torch.Size([1024, 1024]), torch.Size([1024])]
+        return 4 * self.sent(shapes) / sum(shape.numel() for shape in shapes)
+
+    def sent(self, shapes: Sequence[torch.Size]) -> float:
+        """Return how many elements are all-reduced per step, the mean of two, for parameters of these shapes."""
+        total = 0.0
+        for shape in shapes:
+            if rank := self.rank_of(shape):
+                total += rank * sum(matrix_of(shape)) / (2 if self.alternate else 1) + 1
+            else:
+                total += shape.numel()
+        return total
+
+    def rank_of(self, shape: torch.Size) -> int:
+        """Return the rank of what is sent for a parameter of this shape, 0 if it is sent as it is."""
+        if len(shape) < 2 or shape.numel() == 0:
+            return 0
+        rows, columns = matrix_of(shape)
+        if isinstance(self.rank, int):
+            wanted = self.rank
+        else:
+            wanted = self.rank.get(tuple(shape), 0) if isinstance(self.rank, Mapping) else self.rank(shape)
+            if not _whole(wanted, 0):
+                raise ValueError(f"the rank must be a whole number from 0, got {wanted!r} for the shape {tuple(shape)}")
+        rank = min(wanted, rows, columns)
+        complete = self.alternate and rank == min(rows, columns)
+        saves = rows * columns >= self.min_compression * rank * (rows + columns)
+        return rank if saves and not complete else 0
+
+    # -- stages ------------------------------------------------------------------------------------------------------
+
+    def _left(self, piece: Piece, channel: Channel) -> None:
+        """Sum the left factors that this step's right ones, from the step before, project the gradients to."""
+        self._begin(piece, channel, "right")
+
+    def _right(self, piece: Piece, channel: Channel) -> None:
+        """Sum the right factors for an orthonormal basis of the left ones."""
+        if "wire" not in piece.carry:
+            return
+        plan, left = piece.carry["plan"], piece.carry["wire"]
+        wire = left.new_empty(plan.sent("right"))
+        bases = [self._basis(factors) for factors in plan.factors(left, "left")]
+        project(plan, piece.carry["kept"], bases, "left", wire)
+        piece.carry.update(bases=bases, local=wire.clone(), wire=wire)
+        if plan.groups:
+            channel.all_reduce(wire)
+
+    def _one_factor(self, piece: Piece, channel: Channel) -> None:
+        self._begin(piece, channel, self._known(piece))
+
+    def _known(self, piece: Piece) -> Side:
+        """Return the side of the factor that all ranks have before they sum the other one."""
+        return "left" if not self.alternate or (piece.step - self.start_step) % 2 == 0 else "right"
+
+    def _begin(self, piece: Piece, channel: Channel, known: Side) -> None:
+        """Add what was withheld, and sum the factors that a basis from the step before projects to."""
+        feedback, values, slot = piece.slot.has(RESIDUAL), piece.values, piece.slot
+        if channel.size == 1 or piece.step <= self.start_step:
+            # During the first steps residuals, of a run before, wait.
+            if channel.size == 1 and feedback:
+                values += slot.read(RESIDUAL)
+                slot.write(RESIDUAL).zero_()
+            channel.all_reduce(values)
+            return
+        plan, kept = make_plan(piece, self.rank_of), values
+        if not slot.agreed:
+            _agree(plan, piece, channel)
+            slot.agreed = True
+        if feedback:
+            kept = slot.write(RESIDUAL)
+            torch.add(values, slot.read(RESIDUAL), out=kept)
+        side = other(known)
+        sizes = [plan.sent(side), plan.matrices, sum(length for _, length in plan.plain)]
+        wire = values.new_empty(sum(sizes))
+        factors, used, plain = torch.split(wire, sizes)
+        bases = [self._basis(self._warm(piece, one, known)) for one in plan.groups]
+        project(plan, kept, bases, known, factors)
+        note_used(plan, values, used)
+        if plan.plain:
+            torch.cat([kept[begin : begin + length] for begin, length in plan.plain], out=plain)
+        piece.carry.update(plan=plan, kept=kept, bases=bases, wire=wire, used=used, plain=plain)
+        if self.alternate:
+            piece.carry["local"] = factors.clone()
+        if sum(sizes):
+            channel.all_reduce(wire)
+
+    def _decode(self, piece: Piece, channel: Channel) -> None:
+        """Multiply the factors, note what they lack of this rank's gradients, and keep the newer factor."""
+        carry = piece.carry
+        if "wire" not in carry:
+            return
+        plan, known, kept = carry["plan"], self._known(piece), carry["kept"]
+        feedback, side = kept is not piece.values, other(known)
+        totals, locals_ = plan.factors(carry["wire"], side), plan.factors(carry["local"], side)
+        used = plan.by_group(carry["used"] > 0)
+        for group, basis, total, local, one in zip(plan.groups, carry["bases"], totals, locals_, used, strict=True):
+            means, rests = group.matrices(piece.values), group.matrices(kept)
+            # DDP drops what arrives for a parameter that no rank used: nothing is sent of its residual.
+            applied, sent = total * one, local * one
+            for i, name in enumerate(group.names):
+                if feedback:
+                    add_product(rests[i], *ordered(known, basis[i], sent[i]), alpha=-1.0)
+                add_product(means[i], *ordered(known, basis[i], applied[i]), fresh=True)
+                piece.slot.write_shared(side, name, total[i])
+        at = 0
+        for begin, length in plan.plain:
+            piece.values[begin : begin + length] = carry["plain"][at : at + length]
+            at += length
+            if feedback:
+                kept[begin : begin + length] = 0
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _basis(self, factors: Tensor) -> Tensor:
+        return orthonormal(factors, noise(self.seed, *factors.shape[1:], factors.dtype, factors.device))
+
+    def _warm(self, piece: Piece, group: Group, side: Side) -> Tensor:
+        """Return the factors that the last finite step left, (matrices, rank, length); noise where there are none."""
+        first = noise(self.seed, group.rank, group.length(side), piece.values.dtype, piece.values.device)
+        found = first.repeat(len(group.names), 1, 1)
+        for own, name in zip(found, group.names, strict=True):
+            before = piece.slot.read_shared(side, name)
+            if before is not None and before.shape[1] == group.length(side):
+                # Of a run with another rank: as many as there are.
+                own[: before.shape[0]] = before[: group.rank]
+        return found
+
+
+def _agree(plan: Plan, piece: Piece, channel: Channel) -> None:
+    """Forget factors of the steps before that are not the same on all ranks of the channel.
+
+    Those of a loaded state may differ: where hosts reduce first, each rank had but some. A step with unlike bases would
+    leave unlike replicas if only one factor is sent.
+    """
+    kept = [
+        (side, name, piece.slot.read_shared(side, name))
+        for group in plan.groups
+        for name in group.names
+        for side in ("left", "right")
+    ]
+    if not kept:
+        return
+    sums = [-1 if one is None else zlib.crc32(one.contiguous().cpu().numpy().tobytes()) for _, _, one in kept]
+    own = torch.tensor(sums, dtype=torch.int64, device=piece.values.device)
+    rows = [torch.empty_like(own) for _ in range(channel.size)]
+    channel.all_gather(own, rows)
+    for (side, name, _), same in zip(kept, (torch.stack(rows) == own).all(0).tolist(), strict=True):
+        if not same:
+            piece.slot.forget_shared(side, name)
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,304 @@
+"""Measure, model, choose: how each bucket of gradients is averaged on this network, with this model, on this machine.
+
+    state = AutoComm(ddp, allow="lossy")
+    ddp.register_comm_hook(state, hook)
+
+1. Links and cores are measured when the state is made; buckets' ready times on the first steps, which are DDP's own.
+2. Each way that `allow` permits runs on this machine over channels that send nothing: what it computes and would send.
+3. A model predicts the step for each way; see `accel.comm.cost`. Rank 0 decides, the others do as it says.
+4. The best goes on for `check` steps, and as long as another is predicted to be shorter than what was measured, that
+   one too: so a prediction that proves wrong leads to the next best. What was shortest stays, perhaps DDP's own. A
+   small gain must show in turns with DDP's own. Where nothing is gained the hook comes off.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import weakref
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.comm.bucket_size import bucket_cap_mb
+from accel.comm.catalogue import Way, allowed, check_level
+from accel.comm.choice import WORTH, Observed, Option, Plan, calibrated, describe, mean_of, options, worthwhile
+from accel.comm.cost import Network, Profile, Stages
+from accel.comm.dry_run import copy_byte_s, costs, shared_out
+from accel.comm.probe import probe
+from accel.comm.switch import Switch, hook
+
+__all__ = ["AutoComm", "Choice", "choose", "hook"]
+
+WARM_UP = 3
+"""First steps, which are no measure: DDP makes new buckets after the first, memory is touched for the first time."""
+_TRIALS = 4
+_SETTLE = 1
+_SURE = 1.5
+"""A gain below this must show in each of `_PAIRS` pairs: it may be a drift of the machine."""
+_PAIRS = 4
+
+
+@dataclass
+class Choice:
+    """What the model says of every candidate, and what real steps said of those tried."""
+
+    options: list[Option]
+    """Best first: the shortest predicted step, or about as short and nearer to exact."""
+    profile: Profile
+    network: Network
+    plain_s: float
+    """DDP's own step, measured."""
+    bucket_cap_mb: int
+    """Predicted to suit the best option; DDP takes it when it is made."""
+    measured: dict[Plan, float] = field(default_factory=dict)
+    """Steps of the options that were tried."""
+
+    def table(self, chosen: Plan | None = None) -> str:
+        """Return the candidates, one a line: predicted step, communication that backward does not hide, measured."""
+        width = max(len(str(one)) for one in self.options)
+        lines = [f"{'way':{width}}  predicted     exposed    measured"]
+        for one in self.options:
+            real = self.measured.get(one.plan)
+            said = f"{real * 1e3:8.1f} ms" if real is not None else " " * 11
+            mark = "  <- chosen" if chosen is not None and _same(one.plan, chosen) else ""
+            lines.append(
+                f"{one!s:{width}} {one.step_s * 1e3:8.1f} ms {one.exposed_s * 1e3:8.1f} ms {said}{mark}".rstrip()
+            )
+        return "\n".join(lines)
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    return one == other if any(one) or any(other) else True
+
+
+def choose(switch: Switch, network: Network, allow: str, ways: list[Way] | None = None) -> Choice:
+    """Return what the model says, from the steps that a switch has recorded; all ranks call this together.
+
+    Args:
+        switch: with recorded steps under DDP's own all-reduce.
+        network: from `accel.comm.probe.probe`.
+        allow: how far the numbers may move: "exact", "reordered", "reduced" or "lossy".
+        ways: candidates, default all that `allow` permits.
+
+    Returns:
+        The same on every rank.
+    """
+    found = allowed(allow, by_hosts=switch.by_hosts) if ways is None else ways
+    told = switch.talk.gather((switch.times.observed(), float(torch.get_num_threads())))
+    # All ranks at once, since they share memory, caches and cores in earnest too.
+    layouts = [switch.layouts[index] for index in sorted(switch.layouts)]
+    copying = 0.0 if switch.gradients_are_views else copy_byte_s(layouts, switch.device)
+    costs_told = switch.talk.gather(costs(found, layouts, switch.topology, switch.device))
+    decided: Choice | None = None
+    if switch.talk.rank == 0:
+        seen = mean_of([one for one, _ in told])
+        decided = _decide(seen, calibrated(seen, network, told[0][1], copying), shared_out(costs_told))
+    return switch.talk.first(decided)
+
+
+def _decide(seen: Observed, known: tuple[Profile, Network], cost: dict[Way, tuple[Stages, ...]]) -> Choice:
+    profile, fitted = known
+    found = options(profile, fitted, cost)
+    cap = bucket_cap_mb(found[0].plan[0], profile, fitted, cost)
+    plain_s = seen.step_s - seen.extra_s
+    return Choice(found, profile, fitted, plain_s, cap, {(None,) * len(seen.bytes): plain_s})
+
+
+class AutoComm(Switch):
+    """State of a hook that chooses how gradients are averaged, within what is allowed, and checks its choice.
+
+    Every rank makes one, with the same arguments. The first `WARM_UP` + `watch` steps are DDP's own. Saving, resuming
+    and errors are as with `CommState`; a resumed run measures and chooses anew, and keeps what was not sent yet.
+
+    Args:
+        ddp: the module; its process group must be the default one, whose links are measured.
+        allow: how far the numbers may move: "exact" (DDP's own all-reduce), "reordered" (sums by hosts first;
+            default), "reduced" (16 bits on the wire), "lossy" (compressed, with error feedback).
+        watch: steps that are measured under DDP's own all-reduce, default 5.
+        check: steps that a candidate is measured for, default 20.
+        network: the network, if known; default: it is measured.
+        verbose: print the outcome on rank 0, to stderr.
+        timeout: for each collective, default 5 minutes.
+
+    Raises:
+        ValueError: if an argument is out of range, or the module has a hook or a process group of its own.
+        accel.comm.post_mortem.CommError: from `loss.backward()`, if communication fails.
+
+    Example:
+        >>> ddp = DistributedDataParallel(model)
+        >>> state = AutoComm(ddp, allow="lossy")
+        >>> ddp.register_comm_hook(state, hook)
+        >>> ...  # train
+        >>> print(state.explain())
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        allow: str = "reordered",
+        *,
+        watch: int = 5,
+        check: int = 20,
+        network: Network | None = None,
+        verbose: bool = True,
+        timeout: timedelta = timedelta(minutes=5),
+    ) -> None:
+        check_level(allow)
+        for name, value in (("watch", watch), ("check", check)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1 step, got {value}")
+        self.allow, self.watch, self.check, self.verbose = allow, watch, check, verbose
+        self._network = network
+        super().__init__(ddp, timeout=timeout)
+
+    def bind(self, ddp: DistributedDataParallel) -> None:
+        """Take a module, measure the network, and choose anew; every rank takes part."""
+        super().bind(ddp)
+        self.choice: Choice | None = None
+        self.chosen: Plan = ()
+        """What the search came to, () where gradients were left as they are."""
+        self.settled = False
+        self._turns = self._decisions()
+        self._ways = allowed(self.allow, by_hosts=self.by_hosts) if self.topology.size > 1 else []
+        if self._ways:
+            self.network = self._network or probe_for(self)
+
+    def between_steps(self) -> None:
+        """Go on with the search."""
+        if not self.settled:
+            next(self._turns)
+
+    def _decisions(self) -> Iterator[None]:
+        """Measure, choose, try; at each yield a step is taken."""
+        if not self._ways:
+            yield from self._end(())
+        for _ in range(WARM_UP):
+            yield
+        self.times.clear()
+        self.recording = True
+        for _ in range(self.watch):
+            yield
+        self.choice = choose(self, self.network, self.allow, self._ways)
+        best: Plan = ()
+        best_s = self.choice.plain_s
+        for option in worthwhile(self.choice.options)[:_TRIALS]:
+            if option.step_s > best_s:
+                break
+            step_s = yield from self._measured(option.plan, self.check)
+            if step_s < min(best_s, (1 - WORTH) * self.choice.plain_s):
+                best, best_s = option.plan, step_s
+        if any(best) and best_s * _SURE > self.choice.plain_s and not (yield from self._proves(best)):
+            best = ()
+        yield from self._end(best)
+
+    def _proves(self, plan: Plan) -> Generator[None, None, bool]:
+        """Run a plan and DDP's own in turn, and tell whether the plan is faster in each pair, and enough over all."""
+        assert self.choice is not None
+        steps = max(self.check // _PAIRS, 2)
+        plain: Plan = (None,) * len(plan)
+        pairs = []
+        for _ in range(_PAIRS):
+            plain_s = yield from self._measured(plain, steps)
+            pairs.append((plain_s, (yield from self._measured(plan, steps))))
+        plain_s, plan_s = (statistics.median(times) for times in zip(*pairs, strict=True))
+        self.choice.plain_s = self.choice.measured[plain] = plain_s
+        self.choice.measured[plan] = plan_s
+        return all(after < before for before, after in pairs) and plan_s < (1 - WORTH) * plain_s
+
+    def _measured(self, plan: Plan, steps: int) -> Generator[None, None, float]:
+        """Run a plan for some steps and return the step's length: that of the slowest rank."""
+        assert self.choice is not None
+        self.use(plan)
+        self.recording = True
+        for turn in range(_SETTLE + steps):
+            if turn == _SETTLE:
+                self.times.clear()
+            yield
+        seen = self.times.observed()
+        step_s = max(self.talk.gather(seen.step_s if any(plan) else seen.step_s - seen.extra_s))
+        self.choice.measured[plan] = step_s
+        return step_s
+
+    def _end(self, plan: Plan) -> Iterator[None]:
+        self.use(plan)
+        self.chosen = self._wanted
+        self.recording = False
+        self.times.clear()
+        self.release()
+        self.settled = True
+        if not any(plan):
+            self._take_off_later()
+        if self.verbose and self.talk.rank == 0:
+            print(f"accel: {self.verdict()}", file=sys.stderr)
+        yield
+
+    def _take_off_later(self) -> None:
+        """Take the hook off before the next forward pass: now a backward pass is under way."""
+        ddp, own = self._ddp(), weakref.ref(self)
+        assert ddp is not None, "its own hook outlives a module only within a step"
+
+        def about_to_begin(module: torch.nn.Module, inputs: Any) -> None:
+            if module.training and torch.is_grad_enabled():
+                handle.remove()
+                if (state := own()) is not None:
+                    state.take_off()
+
+        handle = ddp.register_forward_pre_hook(about_to_begin)
+
+    def verdict(self) -> str:
+        """Return the outcome in a sentence."""
+        if not self.settled:
+            return "gradients: still measuring"
+        if self.choice is None:
+            why = "there is one rank" if self.topology.size == 1 else f"allow={self.allow!r} leaves nothing to choose"
+            return f"gradients: left as they are, {why}"
+        plain_ms = self.choice.plain_s * 1e3
+        if self.chosen:
+            step_ms = self.choice.measured[self.chosen] * 1e3
+            return f"gradients: {describe(self.chosen)}, a step takes {step_ms:.1f} ms in place of {plain_ms:.1f} ms"
+        best = next((one for one in self.choice.options if any(one.plan)), None)
+        tried = [
+            f"{describe(plan)} took {step_s * 1e3:.1f} ms" for plan, step_s in self.choice.measured.items() if any(plan)
+        ]
+        said = ", ".join(tried) or "no way fits these gradients"
+        if best is not None and not tried:
+            said = f"the best, {best}, is predicted to take {best.step_s * 1e3:.1f} ms"
+        return f"gradients: left as they are, nothing helps on this network: a step takes {plain_ms:.1f} ms, {said}"
+
+    def explain(self) -> str:
+        """Return the outcome, each candidate's predicted step, and the measured ones."""
+        if self.choice is None:
+            return self.verdict()
+        lines = [self.verdict(), "", self.choice.table(self.chosen if self.settled else None)]
+        if self.choice.bucket_cap_mb != 25:
+            lines += [
+                "",
+                f"DistributedDataParallel(bucket_cap_mb={self.choice.bucket_cap_mb}) is predicted to be faster",
+            ]
+        return "\n".join(lines)
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        plain = ("allow", "watch", "check", "verbose", "_network")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in plain}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.choice, self.chosen, self.settled = None, (), False
+
+
+def probe_for(switch: Switch) -> Network:
+    """Measure the network of a switch's ranks, which must be all; every rank takes part."""
+    size = torch.distributed.get_world_size()
+    if switch.topology.size != size:
+        raise ValueError(
+            f"the module's process group must have all {size} ranks for its links to be measured, got "
+            f"{switch.topology.size}; pass network="
+        )
+    return probe(switch.topology, switch.device)

@@ -1,0 +1,80 @@
+"""The rows of the benchmark of automatic choices, from played steps, and the models whose gradients it replays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import comm_choice
+from benchmarks.comm_choice import SETTINGS, Setting, rows_of, told, write
+from benchmarks.gradient_profiles import PROFILES, Layer, Replayed
+
+SETTING = Setting(2, 1, "1gbit", "mlp", 24)
+
+
+def result() -> dict[str, object]:
+    seconds = {name: [10.0] * 5 for name in ("half", "int8", "1-bit", "powersgd 16", "powersgd 4")}
+    seconds |= {"ddp": [8.0] * 5, "auto lossy": [2.0, 2.1, 2.2, 2.3, 2.4], "auto reduced": [8.1] * 5, "int8": [2.0] * 5}
+    searched = {
+        "auto lossy": {"chosen": "int8", "predicted": {"int8": 2.42, "plain": 8.0, "half": 5.0}, "search_s": 3.0},
+        "auto reduced": {"chosen": "plain", "predicted": {"plain": 8.0, "half": 5.0}, "search_s": 1.0},
+    }
+    return {"seconds": seconds, "searched": searched, "replicas_equal": True}
+
+
+def test_a_choice_is_compared_with_the_best_that_its_level_allows() -> None:
+    rows = {row.method: row for row in rows_of(SETTING, result())}
+    lossy, reduced = rows["auto lossy"], rows["auto reduced"]
+    assert (lossy.best, lossy.of_best, lossy.speedup) == ("int8", pytest.approx(1.1), pytest.approx(8 / 2.2))
+    assert lossy.of_best_low == pytest.approx(1.04)
+    assert (reduced.best, reduced.of_best) == ("ddp", pytest.approx(8.1 / 8))
+    assert (lossy.predicted_s, reduced.predicted_s, rows["ddp"].predicted_s) == (2.42, 8.0, 8.0)
+    assert rows["half"].predicted_s == 5.0
+    assert rows["half"].of_best is None
+    assert "predicted +10%" in told(lossy)
+    assert "DIFFER" not in told(lossy)
+
+
+def test_rows_of_other_settings_stay_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(comm_choice, "__file__", str(tmp_path / "comm_choice.py"))
+    for rate in ("1gbit", "100mbit", "1gbit"):
+        write("command", rows_of(SETTING._replace(rate=rate), result()))
+    (path,) = (tmp_path / "results").glob("comm-choice-cpu-*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 2 * 8
+    assert [row["rate"] for row in rows] == ["100mbit"] * 8 + ["1gbit"] * 8
+
+
+def test_settings_cover_what_is_claimed() -> None:
+    keys = {setting.key for setting in SETTINGS}
+    assert len(keys) == len(SETTINGS)
+    for shape in ("2x1", "2x2"):
+        assert {f"{shape},{rate},mlp" for rate in ("50mbit", "100mbit", "1gbit", "unshaped")} <= keys
+        assert f"{shape},1gbit,small" in keys
+    assert {f"2x1,1gbit,{name}" for name in PROFILES} <= keys
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "gmacs"),
+    [("resnet", 25_557_032, 3.86), ("vgg", 138_357_544, 15.47), ("bert", 109_482_240, 10.87)],
+)
+def test_profiles_have_the_parameters_and_operations_of_their_networks(
+    name: str, parameters: int, gmacs: float
+) -> None:
+    layers = PROFILES[name][0]()
+    assert sum(torch.Size(shape).numel() for layer in layers for shape in layer.shapes) == parameters
+    assert sum(layer.macs for layer in layers) / 1e9 == pytest.approx(gmacs, rel=1e-3)
+
+
+def test_gradients_of_all_shapes_are_replayed() -> None:
+    model = Replayed([Layer(((3, 4), (3,)), 1e3), Layer(((2, 2, 2),), 0.0)], batch=2)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(1)).square().mean().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad.flatten(), model.noise[: parameter.numel()])

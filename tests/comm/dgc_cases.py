@@ -1,0 +1,418 @@
+"""What the ranks of DGC's tests do. Nothing here asserts: ranks return what they found."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.comm.dgc import DGC
+from accel.comm.dgc_sgd import take_momentum
+from accel.comm.hooks import hook
+from accel.comm.memory import reshard
+from tests.comm.cases import buckets, flat, message, same_everywhere
+from tests.comm.dgc_training import DENSE_BELOW, SGD, Net, Published, Training, groups, loss
+
+
+def as_dense(rank: int, world: int) -> dict[str, float]:
+    """Compare ratio 1 with dense SGD: the largest difference of weights over 6 steps, relative."""
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+        "momentum": ({"momentum": 0.9}, None),
+        "weight decay": ({"momentum": 0.9, "weight_decay": 0.02}, None),
+        "nesterov": ({"momentum": 0.9, "weight_decay": 0.02, "nesterov": True}, None),
+        "groups": ({"momentum": 0.9, "weight_decay": 0.02}, {"momentum": 0.5, "lr": 0.02, "nesterov": True}),
+        "group without momentum": ({"momentum": 0.9, "weight_decay": 0.02}, {"momentum": 0.0}),
+        "maximize": ({"momentum": 0.9, "weight_decay": 0.02, "lr": 1e-3, "maximize": True}, None),
+    }
+    found = {}
+    for name, (given, second) in cases.items():
+        for hierarchical in (False, True) if name in ("momentum", "groups") else (False,):
+            sgd = {**SGD, **given}
+            run = Training(DGC(1.0, dense_below=DENSE_BELOW), sgd, second, hierarchical=hierarchical)
+            plain = Net()
+            other = torch.optim.SGD(groups(plain, sgd, second), lr=0.1)
+            # Both momentum and rate move at every step.
+            schedules = [
+                torch.optim.lr_scheduler.CyclicLR(one, 0.01, 0.1, step_size_up=3, base_momentum=0.5, max_momentum=0.9)
+                if name == "momentum"
+                else torch.optim.lr_scheduler.StepLR(one, 3, 0.5)
+                for one in (run.sgd, other)
+            ]
+            worst = 0.0
+            for step in range(6):
+                got = run.step(rank, step)
+                other.zero_grad()
+                (sum(loss(plain, r, step) for r in range(world)) / world).backward()  # type: ignore[union-attr]
+                other.step()
+                want = flat([one.detach() for one in plain.parameters()])
+                worst = max(worst, ((got - want).abs().max() / want.abs().max()).item())
+                for one in schedules:
+                    one.step()
+            found[f"{name}, {'hosts' if hierarchical else 'flat'}"] = worst
+            run.close()
+    return found
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
+    "plain": ({}, {}, None),
+    "decay": ({}, {"weight_decay": 0.02}, None),
+    "nesterov": ({}, {"nesterov": True, "weight_decay": 0.02}, None),
+    "groups": ({}, {"weight_decay": 0.02}, {"momentum": 0.5, "lr": 0.02}),
+    "no masking": ({"masking": False}, {}, None),
+    "clipped": ({"clip_norm": 0.05}, {}, None),
+    "warm-up": ({"warmup_steps": 2, "warmup": (0.5, 0.25, 0.0625, 0.001)}, {}, None),
+}
+
+
+def as_published(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Compare with the algorithm on one process over 10 steps, at 2 %."""
+    found = {}
+    for name, (settings, given, second) in PUBLISHED.items():
+        compressor = DGC(**{"ratio": 0.02, "dense_below": DENSE_BELOW, **settings})
+        run, want = (
+            Training(compressor, {**SGD, **given}, second),
+            Published(world, compressor, {**SGD, **given}, second),
+        )
+        worst, same = 0.0, True
+        for step in range(10):
+            got, right = run.step(rank, step), want.step(step)
+            same &= same_everywhere(got)
+            worst = max(worst, ((got - right).abs().max() / right.abs().max()).item())
+        held = (run.own("velocity"), run.own("residual"))
+        names = {id(p): name for name, p in want.net.named_parameters()}
+        for mine, theirs in zip(held, (want.u[rank], want.v[rank]), strict=True):
+            for p, value in theirs.items():
+                if p.dim() > 1 and p.numel() >= DENSE_BELOW:
+                    worst = max(worst, (mine[names[id(p)]] - value).abs().max().item())
+        found[name] = {"error": worst, "same": same, "buckets": buckets(run.state)}
+        run.close()
+    return found
+
+
+def law(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Add up what was decoded, what is left, and m u + g of every step."""
+    found = {}
+    for name, options in {
+        "flat": {},
+        "hosts": {"hierarchical": True},
+        "no masking": {"masking": False},
+        "clipped": {"clip_norm": 0.05},
+        "static": {"find_unused_parameters": False, "static_graph": True},
+        "float32": {"dtype": torch.float32},
+        "bfloat16": {"dtype": torch.bfloat16, "bucket_cap_mb": 0.001},
+        "float16": {"dtype": torch.float16, "hierarchical": True, "bucket_cap_mb": 0.001},
+        "views": {"gradient_as_bucket_view": True},
+        "rebuilt": {"find_unused_parameters": False},
+    }.items():
+        settings = {key: options.pop(key) for key in ("masking", "clip_norm") if key in options}
+        run = Training(DGC(0.01, dense_below=DENSE_BELOW, **settings), SGD, **options)
+        plain = Net(run.dtype)
+        decoded = {n: torch.zeros(p.numel(), dtype=torch.float64) for n, p in run.net.named_parameters()}
+        moved = {n: torch.zeros(p.numel(), dtype=torch.float64) for n, p in run.net.named_parameters()}
+        same = True
+        for step in range(5):
+            run.sgd.zero_grad()
+            velocity, gradient = run.own("velocity"), clipped_gradient(plain, run, rank, step)
+            loss(run.ddp, rank, step, True, run.dtype).backward()
+            for n, p in run.net.named_parameters():
+                assert p.grad is not None
+                same &= same_everywhere(p.grad.view(-1))
+                decoded[n] += p.grad.double().view(-1)
+                moved[n] += SGD["momentum"] * velocity[n] + gradient[n] / world
+            run.sgd.step()
+        left, worst, share = run.own("residual"), 0.0, 0.0
+        for n, p in run.net.named_parameters():
+            if run.state.compressor.is_dense(p.shape):  # type: ignore[attr-defined]
+                worst = max(worst, float(left[n].abs().max()))
+                continue
+            total = torch.stack([left[n], moved[n]])
+            dist.all_reduce(total)
+            scale = total[1].abs().max()
+            worst = max(worst, ((decoded[n] + total[0] - total[1]).abs().max() / scale).item())
+            share = max(share, (decoded[n] != 0).double().mean().item())
+        found[name] = {"law": worst, "share": share, "same": same, "buckets": buckets(run.state)}
+        run.close()
+    return found
+
+
+def clipped_gradient(plain: Net, run: Training, rank: int, step: int) -> dict[str, Tensor]:
+    """Return this rank's gradients by name, clipped as documented, from a model outside of DDP."""
+    plain.load_state_dict(run.net.state_dict())
+    plain.zero_grad()
+    loss(plain, rank, step, True, run.dtype).backward()
+    found = {n: p.grad.double().view(-1) for n, p in plain.named_parameters() if p.grad is not None}
+    limit = run.state.compressor.clip_norm  # type: ignore[attr-defined]
+    if limit is None:
+        return found
+    norm = flat(list(found.values())).norm().item()
+    return {n: min(1.0, limit / dist.get_world_size() ** 0.5 / norm) * g for n, g in found.items()}
+
+
+def masked(rank: int, world: int) -> dict[str, Any]:
+    """Tell where a first step's largest were sent, and what is left of velocity and residual there."""
+    found = {}
+    for masking in (True, False):
+        run = Training(DGC(0.05, dense_below=DENSE_BELOW, masking=masking), SGD)
+        plain = Net()
+        loss(plain, rank, 0).backward()
+        run.step(rank, 0)
+        velocity, left = run.own("velocity"), run.own("residual")
+        cleared, kept, sent = True, True, 0
+        for name, p in plain.named_parameters():
+            if p.dim() < 2 or p.numel() < DENSE_BELOW:
+                continue
+            g = p.grad.view(-1) / world  # type: ignore[union-attr]
+            top = g.abs().topk(math.ceil(0.05 * g.numel())).indices
+            rest = torch.ones_like(g, dtype=torch.bool)
+            rest[top] = False
+            cleared &= not left[name][top].any() and bool(velocity[name][top].any()) != masking
+            kept &= torch.equal(left[name][rest], g[rest]) and torch.equal(velocity[name][rest], g[rest])
+            sent += len(top)
+        found[str(masking)] = {"cleared": cleared, "kept": kept, "sent": sent}
+        run.close()
+    return found
+
+
+def held(run: Training) -> Tensor:
+    return flat([*run.own("velocity").values(), *run.own("residual").values()])
+
+
+def void_step(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Give rank 1 an infinity, then a NaN, in a matrix and in a bias."""
+    found = {}
+    for name, settings in {"sparse": {}, "dense": {"ratio": 1.0}, "clipped": {"clip_norm": 0.1}}.items():
+        for hierarchical in (False, True):
+            run = Training(
+                DGC(**{"ratio": 0.01, "dense_below": DENSE_BELOW, **settings}), SGD, hierarchical=hierarchical
+            )
+            for step in range(3):
+                run.step(rank, step)
+            before, arrived, untouched = held(run), True, True
+            for bad in (float("inf"), float("nan")):
+                for place in (run.net.layers[1].weight, run.net.layers[2].bias):
+                    run.sgd.zero_grad()
+                    handle = place.register_hook(  # type: ignore[union-attr,operator]
+                        lambda g, bad=bad: torch.full_like(g, bad) if rank == 1 else g
+                    )
+                    loss(run.ddp, rank, 3).backward()
+                    handle.remove()
+                    arrived &= not torch.isfinite(place.grad).all().item()  # type: ignore[union-attr,arg-type]
+                    untouched &= torch.equal(held(run), before)
+            again = run.step(rank, 4)
+            found[f"{name}, {'hosts' if hierarchical else 'flat'}"] = {
+                "arrived": arrived,
+                "untouched": untouched,
+                "recovers": bool(torch.isfinite(again).all()) and same_everywhere(again),
+                "moved": not torch.equal(held(run), before),
+            }
+            run.close()
+    return found
+
+
+def unused(rank: int, world: int) -> dict[str, Any]:
+    """Leave a layer out of some steps, on all ranks and on one."""
+    found = {}
+    for name, ratio, hierarchical in (("sparse", 0.02, False), ("hosts", 0.02, True), ("dense", 1.0, False)):
+        run = Training(DGC(ratio, dense_below=DENSE_BELOW), SGD, hierarchical=hierarchical)
+        for step in range(2):
+            run.step(rank, step)
+        keep = lambda run=run: [run.own(field)["extra.weight"] for field in ("velocity", "residual")]  # noqa: E731
+        before, weights = keep(), run.net.extra.weight.detach().clone()
+        run.step(rank, 2, extra=False)
+        stood = torch.equal(weights, run.net.extra.weight)
+        paused = all(map(torch.equal, before, keep()))
+        same = same_everywhere(run.step(rank, 3, extra=rank == 0))
+        found[name] = {"stood": stood, "paused": paused, "same": same, "went on": not torch.equal(before[0], keep()[0])}
+        run.close()
+    return found
+
+
+def resume(rank: int, world: int) -> dict[str, Any]:
+    """Stop after 4 of 8 steps: go on in new objects, from a pickle, and on two ranks."""
+    found: dict[str, Any] = {}
+    sgd = {**SGD, "weight_decay": 0.02}
+    for hierarchical in (False, True):
+        make = lambda **more: Training(  # noqa: E731
+            DGC(0.02, dense_below=DENSE_BELOW, warmup_steps=1, clip_norm=1.0), sgd, **more
+        )
+        run = make(hierarchical=hierarchical)
+        whole = [run.step(rank, step) for step in range(8)]
+        run.close()
+        run = make(hierarchical=hierarchical)
+        for step in range(4):
+            run.step(rank, step)
+        saved = pickle.loads(pickle.dumps([run.state.state_dict(), run.sgd.state_dict(), run.net.state_dict()]))
+        carried = pickle.loads(pickle.dumps(run.state))
+        run.close()
+
+        after = make(hierarchical=hierarchical)
+        after.state.load_state_dict(saved[0])
+        after.sgd.load_state_dict(saved[1])
+        after.net.load_state_dict(saved[2])
+        parts = [after.step(rank, step) for step in range(4, 8)]
+        after.close()
+
+        net = Net()
+        net.load_state_dict(saved[2])
+        ddp = DistributedDataParallel(net, bucket_cap_mb=0.004, find_unused_parameters=True)
+        carried.bind(ddp)
+        ddp.register_comm_hook(carried, hook)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        optimizer.load_state_dict(saved[1])
+        without = message(lambda: loss(ddp, rank, 4).backward())  # noqa: B023
+        carried.close()
+
+        states: list[Any] = [None] * world
+        dist.all_gather_object(states, saved[0])
+        totals = [_total(states, field) for field in ("velocity", "residual")]
+        fewer = reshard(states, 2)
+        kept = [
+            ((_total(fewer, field) - total).abs().max() / total.abs().max()).item()
+            for field, total in zip(("velocity", "residual"), totals, strict=True)
+        ]
+        pair, goes = dist.new_group([0, 1]), None
+        if rank < 2:
+            small = make(process_group=pair)
+            small.state.load_state_dict(fewer[rank])
+            small.sgd.load_state_dict(saved[1])
+            small.net.load_state_dict(saved[2])
+            goes = bool(torch.isfinite(small.step(rank, 4)).all())
+            small.close()
+        found["hosts" if hierarchical else "flat"] = {
+            "same bits": all(map(torch.equal, whole[4:], parts)),
+            "asks": without,
+            "kept": max(kept),
+            "goes on two": goes in (None, True),
+        }
+    return found
+
+
+def _total(states: list[Any], field: str) -> Tensor:
+    found = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in Net().named_parameters()}
+    for state in states:
+        for name, pieces in state["own"][field].items():
+            for skipped, values in pieces:
+                found[name][skipped : skipped + values.numel()] += values
+    return flat(list(found.values()))
+
+
+def no_sync(rank: int, world: int) -> dict[str, Any]:
+    """Accumulate two backward passes; they are one step of momentum."""
+    compressor = DGC(0.02, dense_below=DENSE_BELOW)
+    run, once = Training(compressor, SGD), Training(DGC(0.02, dense_below=DENSE_BELOW), SGD)
+    worst = 0.0
+    for step in range(4):
+        run.sgd.zero_grad()
+        with run.ddp.no_sync():
+            loss(run.ddp, rank, 2 * step).backward()
+        loss(run.ddp, rank, 2 * step + 1).backward()
+        run.sgd.step()
+        once.sgd.zero_grad()
+        (loss(once.ddp, rank, 2 * step) + loss(once.net, rank, 2 * step + 1)).backward()
+        once.sgd.step()
+        worst = max(worst, (run.weights() - once.weights()).abs().max().item())
+    run.close()
+    once.close()
+    return {"error": worst, "same": same_everywhere(run.weights())}
+
+
+class Scaler:
+    """The scale of a GradScaler, to be set by hand."""
+
+    scale = 1.0
+
+    def get_scale(self) -> float:
+        return self.scale
+
+
+def scaled(rank: int, world: int) -> float:
+    """Compare steps with a loss scale that changes with steps without one."""
+    scaler = Scaler()
+    runs = [Training(DGC(0.02, dense_below=DENSE_BELOW, clip_norm=0.1), SGD, scaler=given) for given in (scaler, None)]
+    worst = 0.0
+    for step in range(6):
+        scaler.scale = 2.0 ** (3 * step)
+        run = runs[0]
+        run.sgd.zero_grad()
+        (scaler.scale * loss(run.ddp, rank, step)).backward()
+        for p in run.net.parameters():
+            p.grad.div_(scaler.scale)  # type: ignore[union-attr]
+        run.sgd.step()
+        want = runs[1].step(rank, step)
+        worst = max(worst, (run.weights() - want).abs().max().item())
+    for run in runs:
+        run.close()
+    return worst
+
+
+def handed_over(rank: int, world: int) -> dict[str, Any]:
+    """Train densely, under DGC at ratio 1, and densely again; compare with dense training throughout."""
+    found: dict[str, Any] = {}
+    for nesterov in (False, True):
+        sgd = {**SGD, "weight_decay": 0.02, "nesterov": nesterov}
+        run, plain = Training(DGC(1.0, dense_below=DENSE_BELOW), sgd, take=False), Net()
+        other = torch.optim.SGD(plain.parameters(), **sgd)
+        worst, options = 0.0, []
+        for step in range(9):
+            if step == 3:
+                run.momentum = take_momentum(run.state, run.sgd)
+            if step == 6:
+                assert run.momentum is not None
+                run.momentum.close()
+                run.momentum.close()
+            other.zero_grad()
+            (sum(loss(plain, r, step) for r in range(world)) / world).backward()  # type: ignore[union-attr]
+            other.step()
+            if 3 <= step < 6:
+                run.step(rank, step)
+                before = {name: run.sgd.param_groups[0][name] for name in ("momentum", "weight_decay", "nesterov")}
+                options.append(before == {name: sgd[name] for name in before})
+                gradient = run.net.layers[0].bias.grad
+            else:
+                run.sgd.zero_grad()
+                local = sum(loss(run.net, r, step) for r in range(world)) / world
+                local.backward()  # type: ignore[union-attr]
+                run.sgd.step()
+            worst = max(worst, (run.weights() - flat([p.detach() for p in plain.parameters()])).abs().max().item())
+        found[str(nesterov)] = {
+            "error": worst,
+            "options": all(options),
+            "left": float(held(run).abs().sum()),
+            "gradient kept": gradient is not None and not torch.equal(gradient, torch.zeros_like(gradient)),
+            "asks again": message(lambda: loss(run.ddp, rank, 0).backward()),  # noqa: B023
+        }
+        run.close()
+    return found
+
+
+def refusals(rank: int, world: int) -> dict[str, str]:
+    """Return the message of each bad hand-over."""
+    run = Training(DGC(0.01), SGD, take=False)
+    found = {"not taken": message(lambda: loss(run.ddp, rank, 0).backward())}
+    run.close()
+    run = Training(DGC(0.01), SGD, take=False)
+    net, state = run.net, run.state
+    for name, optimizer in {
+        "adam": torch.optim.Adam(net.parameters()),
+        "dampening": torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, dampening=0.1),
+        "fused": torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True),
+        "another model": torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1, momentum=0.9),
+    }.items():
+        found[name] = message(lambda optimizer=optimizer: take_momentum(state, optimizer))
+    take_momentum(state, run.sgd)
+    found["twice"] = message(lambda: take_momentum(state, run.sgd))
+    found["closure"] = message(lambda: run.sgd.step(lambda: 0.0))
+    run.close()
+    other = Training(DGC(0.01, momentum=False), SGD, take=False)
+    found["without"] = message(lambda: take_momentum(other.state, other.sgd))
+    adam = torch.optim.Adam(other.net.parameters())
+    loss(other.ddp, rank, 0).backward()
+    adam.step()
+    found["adam trains"] = str(same_everywhere(other.weights()))
+    other.close()
+    return found

@@ -1,0 +1,159 @@
+"""A model under DGC, and the algorithm as published, on one process."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.comm.compressor import Compressor
+from accel.comm.dgc import DGC
+from accel.comm.dgc_sgd import SGDMomentum, take_momentum
+from accel.comm.hooks import CommState, hook
+from tests.comm.cases import SECONDS, flat
+
+SGD = {"lr": 0.05, "momentum": 0.9}
+DENSE_BELOW = 64
+
+
+class Net(nn.Module):
+    """Matrices large and small, biases, a scalar, and a layer that not every step uses."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        sizes = (12, 40, 33, 41, 6)
+        self.layers = nn.ModuleList(nn.Linear(a, b, dtype=dtype) for a, b in itertools.pairwise(sizes))
+        self.extra = nn.Linear(12, 40, dtype=dtype)
+        self.small = nn.Parameter(torch.full((3, 6), 0.5, dtype=dtype))
+        self.gain = nn.Parameter(torch.ones((), dtype=dtype))
+
+    def forward(self, x: Tensor, extra: bool) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x) + (self.extra(x) if extra and number == 0 else 0))
+        return x * self.small.sum(0) * self.gain
+
+
+def batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(8, 12, generator=generator, dtype=torch.float64)
+    return x.to(dtype), torch.sin(3 * x[:, :6]).to(dtype)
+
+
+def loss(model: nn.Module, rank: int, step: int, extra: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
+    x, y = batch(rank, step, dtype)
+    return (model(x, extra) - y).square().mean()
+
+
+def groups(model: nn.Module, sgd: dict[str, Any], second: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return one parameter group, or two where the second layer's differs."""
+    if second is None:
+        return [{"params": list(model.parameters()), **sgd}]
+    apart = set(model.layers[1].parameters())  # type: ignore[union-attr,operator]
+    return [
+        {"params": [one for one in model.parameters() if one not in apart], **sgd},
+        {"params": [one for one in model.parameters() if one in apart], **sgd, **second},
+    ]
+
+
+class Training:
+    """A model under DGC."""
+
+    def __init__(
+        self, compressor: Compressor, sgd: dict[str, Any], second: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        dtype, group = options.pop("dtype", torch.float64), options.pop("process_group", None)
+        self.net = Net(dtype)
+        keys = ("hierarchical", "error_feedback")
+        ours = {key: options.pop(key) for key in keys if key in options}
+        self.take, self.scaler = options.pop("take", True), options.pop("scaler", None)
+        options = {"bucket_cap_mb": 0.004, "find_unused_parameters": True, **options}
+        self.ddp = DistributedDataParallel(self.net, process_group=group, **options)
+        self.state = CommState(self.ddp, compressor, process_group=group, timeout=SECONDS, **ours)
+        self.ddp.register_comm_hook(self.state, hook)
+        self.sgd = torch.optim.SGD(groups(self.net, sgd, second), lr=0.1)
+        self.dtype = dtype
+        self.momentum: SGDMomentum | None = (
+            take_momentum(self.state, self.sgd, self.scaler, group) if self.take else None
+        )
+
+    def step(self, rank: int, number: int, extra: bool = True) -> Tensor:
+        self.sgd.zero_grad()
+        loss(self.ddp, rank, number, extra, self.dtype).backward()
+        self.sgd.step()
+        return self.weights()
+
+    def weights(self) -> Tensor:
+        return flat([one.detach() for one in self.net.parameters()]).clone()
+
+    def own(self, field: str) -> dict[str, Tensor]:
+        """Return a field of this rank by parameter, in float64."""
+        kept = self.state.state_dict()["own"].get(field, {})
+        found = {}
+        for name, one in self.net.named_parameters():
+            whole = torch.zeros(one.numel(), dtype=torch.float64)
+            for skipped, values in kept.get(name, []):
+                whole[skipped : skipped + values.numel()] += values
+            found[name] = whole
+        return found
+
+    def close(self) -> None:
+        self.state.close()
+
+
+class Published:
+    """The algorithm of the paper, one rank after the other; weight decay and small tensors as documented."""
+
+    def __init__(self, world: int, compressor: DGC, sgd: dict[str, Any], second: dict[str, Any] | None = None) -> None:
+        self.net, self.world, self.dgc = Net(), world, compressor
+        self.groups = groups(self.net, {"weight_decay": 0.0, "nesterov": False, **sgd}, second)
+        self.u, self.v = [self._zeros() for _ in range(world)], [self._zeros() for _ in range(world)]
+        self.b = self._zeros()
+
+    def _zeros(self) -> dict[Any, Tensor]:
+        return {p: torch.zeros_like(p).view(-1) for p in self.net.parameters()}
+
+    def step(self, number: int) -> Tensor:
+        dgc, gradients = self.dgc, []
+        for rank in range(self.world):
+            self.net.zero_grad()
+            loss(self.net, rank, number).backward()
+            own = {p: p.grad.view(-1) / self.world for p in self.net.parameters()}  # type: ignore[union-attr]
+            if dgc.clip_norm is not None:
+                norm = self.world * flat(list(own.values())).norm()
+                factor = min(1.0, dgc.clip_norm / math.sqrt(self.world) / norm.item())
+                own = {p: factor * g for p, g in own.items()}
+            gradients.append(own)
+        with torch.no_grad():
+            for group in self.groups:
+                for p in group["params"]:
+                    self._move(p, group, [own[p] for own in gradients], dgc.ratio_at(number + 1))
+        return flat([one.detach() for one in self.net.parameters()]).clone()
+
+    def _move(self, p: Tensor, group: dict[str, Any], gradients: list[Tensor], ratio: float) -> None:
+        m, lr, w = group["momentum"], group["lr"], p.view(-1)
+        dense = group["weight_decay"] * w
+        arrives = torch.zeros_like(w)
+        if p.dim() < 2 or p.numel() < DENSE_BELOW:
+            dense = dense + sum(gradients)
+        else:
+            for rank, g in enumerate(gradients):
+                u, v = self.u[rank][p], self.v[rank][p]
+                u.mul_(m).add_(g)
+                v.add_(g + m * u if group["nesterov"] else u)
+                if ratio * self.world >= 1:
+                    arrives += v
+                    v.zero_()
+                    continue
+                sent = v.abs().topk(math.ceil(ratio * v.numel())).indices
+                arrives[sent] += v[sent]
+                v[sent] = 0
+                if self.dgc.masking:
+                    u[sent] = 0
+        b = self.b[p]
+        b.mul_(m).add_(dense)
+        w.sub_(lr * (arrives + (dense + m * b if group["nesterov"] else b)))

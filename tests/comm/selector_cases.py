@@ -1,0 +1,386 @@
+"""What the ranks of the selector's tests do. Nothing here asserts: ranks return what they found."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.comm import probe as probing
+from accel.comm import switch as switching
+from accel.comm.catalogue import CATALOGUE, Entry, Way, allowed, error_feedback
+from accel.comm.choice import describe
+from accel.comm.cost import Link, Network
+from accel.comm.half import Half
+from accel.comm.hooks import CommState
+from accel.comm.hooks import hook as fixed_hook
+from accel.comm.memory import reshard
+from accel.comm.selector import AutoComm
+from accel.comm.switch import Switch, hook
+from tests.comm.cases import SECONDS, Given, backward, gradients, mean_gradient, message, residual, same_everywhere
+
+
+def module(**options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(Given(), **{"bucket_cap_mb": 0.004, **options})
+
+
+def switched(**options: Any) -> tuple[DistributedDataParallel, Switch]:
+    ddp = module(**options)
+    switch = Switch(ddp, timeout=SECONDS)
+    ddp.register_comm_hook(switch, hook)
+    return ddp, switch
+
+
+# The switch
+
+
+def off_is_ddps_own(rank: int, world: int) -> dict[str, bool]:
+    """Compare a switch that is off, before, between and after ways, with DDP without a hook, bit by bit."""
+    found = {}
+    for name, options in {
+        "plain": {},
+        "bucket views": {"gradient_as_bucket_view": True},
+        "unused": {"find_unused_parameters": True},
+        "static": {"static_graph": True},
+    }.items():
+        bare = module(**options)
+        ddp, switch = switched(**options)
+        same = []
+        for step in range(6):
+            switch.use((Way("int8"),) if step in (2, 3) else ())
+            got, want = backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step))
+            same.append(torch.equal(got, want))
+        found[name] = same == [True, True, False, False, True, True]
+        switch.close()
+        found[f"{name}, closed"] = torch.equal(backward(ddp, gradients(rank, 9)), backward(bare, gradients(rank, 9)))
+    return found
+
+
+def every_way(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Compare each way with a CommState of its own, and look at what the ranks have."""
+    found = {}
+    for way in allowed("lossy", by_hosts=world > 2):
+        ddp, switch = switched(find_unused_parameters=True)  # DDP keeps its first buckets
+        other = module(find_unused_parameters=True)
+        compressor = CATALOGUE[way.compressor].make()
+        feedback = error_feedback(compressor, CATALOGUE[way.compressor].level)
+        state = CommState(other, compressor, hierarchical=way.hierarchical, error_feedback=feedback, timeout=SECONDS)
+        other.register_comm_hook(state, fixed_hook)
+        switch.use((way,))
+        equal, same = True, True
+        for step in range(3):
+            got, want = backward(ddp, gradients(rank, step)), backward(other, gradients(rank, step))
+            equal &= torch.equal(got, want)
+            same &= same_everywhere(got)
+        found[str(way)] = {"as its own state": equal, "same on all ranks": same}
+        switch.close()
+        state.close()
+    return found
+
+
+def back_and_forth(rank: int, world: int) -> dict[str, Any]:
+    """Switch ways between steps, bucket by bucket, and look at the law of error feedback and at the replicas."""
+    ddp, switch = switched()
+    plans: list[Any] = [(), (Way("int8"),), (Way("1-bit"), None, Way("half")), (Way("powersgd 16"), Way("int8"))]
+    if world > 2:
+        plans += [(Way("int8", True), Way("1-bit")), (Way("exact", True),)]
+    plans += [(), (Way("1-bit"),), (None, Way("int8"))]
+    applied, wanted, same = 0.0, 0.0, True
+    for step, plan in enumerate(plan for plan in plans for _ in range(2)):
+        switch.use(plan)
+        got = backward(ddp, gradients(rank, step))
+        same &= same_everywhere(got)
+        applied, wanted = applied + got.double(), wanted + mean_gradient(world, step)
+    left = residual(switch)  # type: ignore[arg-type]  # it has a state_dict, too
+    found = {
+        "same": same,
+        "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
+        "withheld": left.norm().item(),
+        "steps": switch.step,
+    }
+    before = backward(ddp, gradients(rank, 50))
+    switch.release()
+    found["states"] = len(switch._states)
+    found["finite"] = bool(torch.isfinite(before).all())
+    switch.close()
+    return found
+
+
+def void_under_a_mixture(rank: int, world: int) -> dict[str, bool]:
+    """Give a bucket that goes DDP's way an infinity: what others withhold must stay as it was."""
+    ddp, switch = switched(find_unused_parameters=True)
+    switch.use((Way("int8"), None, Way("int8")))
+    switch.recording = True
+    for step in range(2):
+        backward(ddp, gradients(rank, step))
+    place = int(switch.layouts[1].names[0].removeprefix("p."))
+    before = residual(switch)  # type: ignore[arg-type]
+    sizes = [one.numel() for one in ddp.parameters()]
+    given = gradients(rank, 2)
+    given[place].view(-1)[0] = float("inf")
+    got = backward(ddp, given)
+    arrived = not torch.isfinite(got[sum(sizes[:place])]).item()
+    found = {"arrived": arrived, "untouched": torch.equal(before, residual(switch))}  # type: ignore[arg-type]
+    switch.close()
+    return found
+
+
+def saved_and_moved(rank: int, world: int) -> dict[str, Any]:
+    """Save a switch, pickle it, and deal its memory out to two ranks."""
+    options = {"find_unused_parameters": True}
+    ddp, switch = switched(**options)
+    switch.use((Way("int8"),))
+    for step in range(3):
+        backward(ddp, gradients(rank, step))
+    saved, copy = switch.state_dict(), pickle.loads(pickle.dumps(switch))
+    want = backward(ddp, gradients(rank, 3))
+    again = module(**options)
+    copy.bind(again)
+    again.register_comm_hook(copy, hook)
+    copy.use((Way("int8"),))
+    found = {"pickled": torch.equal(backward(again, gradients(rank, 3)), want), "steps": copy.step}
+    states: list[Any] = [None] * world
+    dist.all_gather_object(states, saved)
+    ddp2, fresh = switched(**options)
+    fresh.load_state_dict(reshard(states, world)[rank])
+    fresh.use((Way("int8"),))
+    found["loaded"] = torch.equal(backward(ddp2, gradients(rank, 3)), want)
+    for one in (switch, copy, fresh):
+        one.close()
+    return found
+
+
+def taken_off(rank: int, world: int) -> dict[str, Any]:
+    """Take the hook off and put it back, with what was withheld, under DDP's options."""
+    found = {}
+    for name, options in {
+        "plain": {},
+        "views": {"gradient_as_bucket_view": True},
+        "static": {"static_graph": True},
+    }.items():
+        bare, (ddp, switch) = module(**options), switched(**options)
+        for step in range(2):
+            switch.use((Way("int8"),))
+            backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step))
+        withheld = residual(switch)  # type: ignore[arg-type]
+        off = switch.take_off()
+        same = all(
+            torch.equal(backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step)))
+            for step in range(2, 6)
+        )
+        steps, hooks = switch.step, len(ddp._comm_hooks)
+        switch.put_on()
+        switch.put_on()
+        switch.use((Way("int8"),))
+        got = backward(ddp, gradients(rank, 6)).double()
+        law = got + residual(switch) - withheld - mean_gradient(world, 6)  # type: ignore[arg-type]
+        found[name] = {
+            "off": off,
+            "same": same,
+            "hooks": hooks,
+            "steps seen": steps,
+            "law": law.abs().max().item(),
+        }
+        switch.close()
+    return found
+
+
+def refusals(rank: int, world: int) -> dict[str, str]:
+    """Return the message of each bad input."""
+    found = {"no ddp": message(lambda: Switch(Given()))}  # type: ignore[arg-type]
+    ddp = module()
+    ddp.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[misc]
+    found["hooked"] = message(lambda: Switch(ddp))
+    ddp, switch = switched()
+    found["unknown way"] = message(lambda: switch.use((Way("int9"),)))
+    switch.close()
+    found["closed"] = message(lambda: switch.use((Way("int8"),)))
+    other = module()
+    other.register_comm_hook(None, hook)
+    found["no state"] = message(lambda: backward(other, gradients(rank, 0)))
+    found["watch"] = message(lambda: AutoComm(module(), watch=0))
+    found["allow"] = message(lambda: AutoComm(module(), "anything"))
+    pair = dist.new_group([0, 1])
+    if rank < 2 and world > 2:
+        found["part"] = message(lambda: AutoComm(module(process_group=pair), "lossy"))
+    return found
+
+
+# The search
+
+
+SLOW_S = 0.02
+"""What DDP's own all-reduce of a bucket takes in the played runs."""
+
+
+class Lying(Half):
+    """A compressor that is quick in a dry run and slow in earnest; below 0 it is as slow in both, and works for it."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def stages(self) -> Any:
+        first, second = super().stages()
+
+        def run(piece: Any, channel: Any) -> None:
+            if self.seconds > 0 and threading.current_thread().name.startswith("accel-comm"):
+                time.sleep(self.seconds)
+            end = time.thread_time() - self.seconds
+            while self.seconds < 0 and time.thread_time() < end:
+                pass
+            first.run(piece, channel)
+
+        return [first._replace(run=run), second]
+
+
+def _slow_plain() -> None:
+    """Let DDP's own all-reduce take SLOW_S."""
+    real = dist.all_reduce
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(dist, name)
+
+        def all_reduce(self, *arguments: Any, **options: Any) -> Any:
+            time.sleep(SLOW_S)
+            return real(*arguments, **options)
+
+    switching.dist = Slow()  # type: ignore[assignment]
+
+
+def played_network(world: int, byte_s: float) -> Network:
+    link = Link(1e-4, 1e-5, byte_s)
+    return Network(world, 1, link, link, link, cores=4.0)
+
+
+def search(rank: int, world: int, entries: dict[str, tuple[float, str]], allow: str, slow: bool) -> dict[str, Any]:
+    """Search among compressors that lie by so many seconds, on a network that is played to be slow."""
+    before = dict(CATALOGUE)
+    CATALOGUE.clear()
+    for name, (seconds, level) in entries.items():
+        CATALOGUE[name] = Entry(lambda seconds=seconds: Lying(seconds), level)  # type: ignore[misc]
+    if slow:
+        _slow_plain()
+    ddp = module(bucket_cap_mb=25)
+    nbytes = sum(p.nbytes for p in ddp.parameters())
+    state = AutoComm(
+        ddp, allow, watch=3, check=4, network=played_network(world, SLOW_S / nbytes), verbose=rank == 0, timeout=SECONDS
+    )
+    ddp.register_comm_hook(state, hook)
+    plans, same, steps = [], True, 0
+    while not state.settled and steps < 100:
+        got = backward(ddp, gradients(rank, steps))
+        same &= same_everywhere(got)
+        plans.append(describe(state.plan or (None,)))
+        steps += 1
+    for step in range(3):
+        same &= same_everywhere(backward(ddp, gradients(rank, step)))
+    CATALOGUE.clear()
+    CATALOGUE.update(before)
+    found = {
+        "plans": plans,
+        "same": same,
+        "steps": steps,
+        "plan": describe(state.plan or (None,)),
+        "verdict": state.verdict(),
+        "explained": state.explain(),
+        "measured": {} if state.choice is None else {describe(k): v for k, v in state.choice.measured.items()},
+        "options": [] if state.choice is None else [(str(one), one.step_s) for one in state.choice.options],
+        "hooks": len(ddp._comm_hooks),
+        "threads": sum(one.name.startswith("accel-comm") for one in threading.enumerate()),
+    }
+    state.close()
+    return found
+
+
+def real_search(rank: int, world: int, allow: str) -> dict[str, Any]:
+    """Measure this machine's own network, choose among everything, and train on."""
+    ddp = module(bucket_cap_mb=25)
+    state = AutoComm(ddp, allow, watch=2, check=3, verbose=False, timeout=SECONDS)
+    ddp.register_comm_hook(state, hook)
+    same, steps = True, 0
+    while not state.settled and steps < 200:
+        same &= same_everywhere(backward(ddp, gradients(rank, steps)))
+        steps += 1
+    for step in range(3):
+        same &= same_everywhere(backward(ddp, gradients(rank, step)))
+    options = [] if state.choice is None else [one.plan for one in state.choice.options]
+    found = {
+        "same": same,
+        "settled": state.settled,
+        "steps": steps,
+        "plan": state.plan,
+        "options": options,
+        "verdict": state.verdict(),
+        "levels": sorted({CATALOGUE[way.compressor].level for plan in options for way in plan if way is not None}),
+    }
+    state.close()
+    return found
+
+
+def resumed(rank: int, world: int) -> dict[str, Any]:
+    """Pickle an AutoComm in the middle of its search, and go on: it searches anew and keeps its settings."""
+    ddp = module(bucket_cap_mb=25)
+    state = AutoComm(ddp, "reduced", watch=2, check=2, verbose=False, timeout=SECONDS)
+    ddp.register_comm_hook(state, hook)
+    for step in range(4):
+        backward(ddp, gradients(rank, step))
+    copy = pickle.loads(pickle.dumps(state))
+    state.close()
+    other = module(bucket_cap_mb=25)
+    copy.bind(other)
+    other.register_comm_hook(copy, hook)
+    steps = 0
+    while not copy.settled and steps < 200:
+        backward(other, gradients(rank, steps))
+        steps += 1
+    found = {"allow": copy.allow, "watch": copy.watch, "settled": copy.settled, "step": copy.step - steps}
+    copy.close()
+    return found
+
+
+def dies_in_the_search(rank: int, world: int) -> dict[str, Any] | None:
+    """Let rank 1 end before all ranks choose."""
+    ddp = module(bucket_cap_mb=25)
+    state = AutoComm(
+        ddp, "reduced", watch=1, check=2, network=played_network(world, 1e-9), timeout=timedelta(seconds=10)
+    )
+    ddp.register_comm_hook(state, hook)
+    for step in range(4):
+        backward(ddp, gradients(rank, step))
+    if rank == 1:
+        time.sleep(0.3)
+        os._exit(3)
+    began = time.monotonic()
+    said = message(lambda: backward(ddp, gradients(rank, 4)))
+    return {"said": said, "seconds": time.monotonic() - began}
+
+
+def probed(rank: int, world: int) -> dict[str, Any]:
+    """Probe twice, then with one rank that has forgotten."""
+    switch = switched()[1]
+    calls = []
+    measure = probing.measure
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        return measure(*arguments, **options)
+
+    probing.measure = counted
+    cpu = torch.device("cpu")
+    first = probing.probe(switch.topology, cpu)
+    second = probing.probe(switch.topology, cpu)
+    once = len(calls)
+    if rank == 1:
+        probing._known.clear()
+    third = probing.probe(switch.topology, cpu)
+    switch.close()
+    return {"network": first, "same": second == first, "once": once, "again": len(calls), "third": third}

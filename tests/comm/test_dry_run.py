@@ -1,0 +1,112 @@
+"""What a bucket costs: the calls are those that go over the wire, times those of this machine."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from accel.comm.catalogue import CATALOGUE, Way, allowed
+from accel.comm.channel import PIECE_BYTES
+from accel.comm.cost import Call, Stages
+from accel.comm.dry_run import costs, dry_run
+from accel.comm.layout import Layout
+from accel.comm.powersgd import PowerSGD
+from accel.comm.topology import Topology
+
+CPU = torch.device("cpu")
+PAIR, FOUR = Topology(((0,), (1,))), Topology(((0, 1), (2, 3)))
+
+
+def bucket(*shapes: tuple[int, ...], index: int = 0, dtype: torch.dtype = torch.float32) -> Layout:
+    names = tuple(f"p{index}.{i}" for i in range(len(shapes)))
+    return Layout(index, names, tuple(map(torch.Size, shapes)), dtype, True)
+
+
+def calls(found: Stages) -> list[Call]:
+    return [one.call for stage in found for one in stage if one.call is not None]
+
+
+def test_half_sends_two_bytes_twice_for_each_element_of_the_others_chunks() -> None:
+    found = dry_run(Way("half"), bucket((1 << 20,)), PAIR, CPU)
+    half = 1 << 20  # of the elements, two bytes each
+    assert calls(found) == [Call("exchange", "world", 0, half, half)] * 2
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(("name", "parts"), [("int8", 2), ("1-bit", 1)])
+def test_what_is_sent_is_what_the_encoding_says(name: str, parts: int) -> None:
+    found = dry_run(Way(name), bucket((1024, 1024)), PAIR, CPU)
+    chunk = CATALOGUE[name].make().encoded_bytes((1 << 20) // parts)  # type: ignore[attr-defined]
+    assert [one.far_bytes for one in calls(found)] == [chunk] * parts  # signs go to everyone at once
+    assert sum(one.core_s for stage in found for one in stage) > 0
+
+
+def test_by_hosts_slices_cross_and_the_rest_stays_within() -> None:
+    whole = 4 * (1 << 20)
+    found = dry_run(Way("exact", True), bucket((1 << 20,)), FOUR, CPU)
+    assert [(one.kind, one.scope, one.near_bytes, one.far_bytes) for one in calls(found)] == [
+        ("exchange", "within", whole / 2, 0),
+        ("ring", "across", whole / 2, 0),
+        ("exchange", "within", whole / 2, 0),
+    ]
+
+
+def test_a_flat_exchange_of_four_goes_near_and_far() -> None:
+    found = dry_run(Way("half"), bucket((1 << 20,)), FOUR, CPU)
+    quarter = 2 * (1 << 18)
+    assert [(one.near_bytes, one.far_bytes) for one in calls(found)] == [(quarter, 2 * quarter)] * 2
+
+
+def test_powersgd_sends_its_factors() -> None:
+    layout = bucket((1024, 1024), (1024,), (512, 2048))
+    found = dry_run(Way("powersgd 4"), layout, PAIR, CPU)
+    sent = sum(one.near_bytes + one.far_bytes for one in calls(found))
+    assert sent == pytest.approx(4 * PowerSGD(rank=4).sent(layout.shapes))
+
+
+def test_more_elements_than_a_message_take_more_rounds() -> None:
+    small, large = (calls(dry_run(Way("half"), bucket((n,)), PAIR, CPU))[0] for n in (1000, 1 << 20))
+    assert small.largest_bytes < PIECE_BYTES < large.largest_bytes
+
+
+def test_all_ways_and_all_buckets_have_a_cost() -> None:
+    layouts = [bucket((300, 300), (7,), index=0), bucket((64, 16), index=1), bucket((5,), (1000, 40), index=2)]
+    ways = allowed("lossy", by_hosts=True)
+    found = costs(ways, layouts, FOUR, CPU)
+    assert set(found) == set(ways)
+    for way, layout_costs in found.items():
+        assert len(layout_costs) == len(layouts)
+        for stages, layout in zip(layout_costs, layouts, strict=True):
+            sent = sum(one.near_bytes + one.far_bytes for one in calls(stages))
+            assert 0 < sent < 8 * 4 * layout.numel + 10_000, way
+
+
+def test_costs_between_sizes_are_near_those_that_were_run() -> None:
+    layouts = [bucket((1 << 20,), index=0), bucket((1 << 18,), index=1)]
+    given = costs([Way("int8")], layouts, PAIR, CPU)[Way("int8")][1]
+    run = dry_run(Way("int8"), layouts[1], PAIR, CPU)
+    for one, other in zip(calls(given), calls(run), strict=True):
+        assert one[2:] == pytest.approx(other[2:], rel=0.01)
+
+
+def test_without_time_left_the_largest_bucket_stands_for_the_others() -> None:
+    layouts = [bucket((128, 128), index=0), bucket((512, 512), index=1), bucket((256, 256), index=2)]
+    found = costs([Way("powersgd 4")], layouts, PAIR, CPU, budget_s=0.0)[Way("powersgd 4")]
+    sizes = [sum(one.far_bytes + one.near_bytes for one in calls(stages)) for stages in found]
+    for (one, size), (other, larger) in itertools.pairwise([(128, sizes[0]), (256, sizes[2]), (512, sizes[1])]):
+        assert larger / size == pytest.approx((other / one) ** 2)
+
+
+def test_a_way_that_cannot_handle_a_bucket_is_left_out() -> None:
+    class Picky(PowerSGD):
+        def check(self, layout: Layout) -> None:
+            raise ValueError("no")
+
+    CATALOGUE["picky"] = CATALOGUE["int8"]._replace(make=Picky)
+    try:
+        found = costs([Way("picky"), Way("half")], [bucket((10, 10))], PAIR, CPU)
+    finally:
+        del CATALOGUE["picky"]
+    assert list(found) == [Way("half")]

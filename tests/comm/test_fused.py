@@ -1,0 +1,191 @@
+"""Compressors on their kernels against the same ones in plain torch: bytes sent, sums, what is withheld."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel.comm.fused import Fused
+from accel.comm.int8 import Int8
+from accel.comm.layout import Layout, Piece
+from accel.comm.memory import Slot
+from accel.comm.one_bit import OneBit
+from accel.comm.top_k import largest
+from accel.kernels import support
+from tests.comm import test_top_k
+
+# The default, where some ranks have nothing; small blocks; one that no kernel takes.
+KINDS = [Int8(64), OneBit(64), Int8(1024), OneBit(1024), Int8(100), OneBit(1000)]
+RANKS = 3
+EPS = torch.finfo(torch.float32).eps
+
+
+class _Sent(Exception):
+    """Ends a stage where it would wait for the others."""
+
+
+class Replay:
+    """A channel of one rank after another: the first run tells what each sends, the second one gets it."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.ranks = rank, size, tuple(range(size))
+        self.others: list[list[Tensor]] | None = None
+        self.own: list[list[Tensor]] = [[] for _ in range(size)]
+
+    def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
+        if self.others is None:
+            self.own[self.rank] = [one.clone() for one in sends]
+            raise _Sent
+        for r, into in enumerate(receives):
+            if r != self.rank:
+                into.copy_(self.others[r][self.rank])
+
+
+@pytest.fixture
+def kernels() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which CPU tensors run kernels."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here; the interpreter is for machines without a GPU")
+    if not support.has_triton():
+        pytest.skip("needs triton, which is not installed")
+    return support.interpreted
+
+
+def _piece(rank: int, numel: int, feedback: bool, device: str) -> Piece:
+    layout = Layout(0, ("w",), (torch.Size([numel]),), torch.float32, True)
+    generator = torch.Generator().manual_seed(rank)
+    slot = Slot(layout, {})
+    values, residual = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
+    if feedback:
+        slot.fill("residual", residual.to(device))
+    return Piece(values.to(device), layout, 0, numel, slot)
+
+
+def _scattered(
+    kind: Fused, numel: int, feedback: bool, device: str = "cpu"
+) -> list[tuple[list[Tensor], Tensor, Tensor]]:
+    """Return of each rank the bytes it sent, the bytes of its chunk's sum, and its residual."""
+    channels = [Replay(rank, RANKS) for rank in range(RANKS)]
+    for channel in channels:
+        with pytest.raises(_Sent):
+            kind._scatter(_piece(channel.rank, numel, feedback, device), channel)  # type: ignore[arg-type]
+    everything = [channel.own[channel.rank] for channel in channels]
+    found = []
+    for channel in channels:
+        channel.others = everything
+        piece = _piece(channel.rank, numel, feedback, device)
+        kind._scatter(piece, channel)  # type: ignore[arg-type]
+        sent = [one.cpu() for r, one in enumerate(everything[channel.rank]) if r != channel.rank]
+        left = piece.slot.write("residual") if feedback else piece.values.new_zeros(0)
+        found.append((sent, piece.carry["encoded"][channel.rank].cpu(), left.cpu()))
+    return found
+
+
+def _decoded(kind: Fused, encoded: Tensor, numel: int) -> Tensor:
+    out = torch.empty(numel)
+    kind.decode(encoded, out)
+    return out
+
+
+@pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
+@pytest.mark.parametrize("numel", [1, 100, 2049, 3333])
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+def test_kernels_send_and_keep_what_plain_torch_does(
+    kernels: Callable[[], AbstractContextManager[None]], kind: Fused, numel: int, feedback: bool
+) -> None:
+    plain = _scattered(kind, numel, feedback)
+    with kernels():
+        fused = _scattered(kind, numel, feedback)
+    for (sent, total, left), (sent_too, total_too, left_too) in zip(plain, fused, strict=True):
+        for one, other in zip(sent, sent_too, strict=True):
+            assert one.shape == other.shape
+            if isinstance(kind, Int8):
+                assert torch.equal(one, other)
+        assert total.shape == total_too.shape
+        _near(kind, left, left_too, flips=0.002)
+    _conserved(kind, numel, feedback, fused)
+
+
+def _near(kind: Fused, one: Tensor, other: Tensor, flips: float) -> None:
+    """Compare residuals: apart from roundings, but for the few elements whose code tips over."""
+    roundings = 16 if isinstance(kind, Int8) else 4 * kind.block  # a mean is a sum in some order
+    apart = (one - other).abs() > roundings * EPS * (1 + one.abs())
+    assert apart.sum() <= flips * apart.numel()
+
+
+def _conserved(kind: Fused, numel: int, feedback: bool, found: list[tuple[list[Tensor], Tensor, Tensor]]) -> None:
+    """What was applied and what was withheld are the sum of values and of what was withheld before."""
+    if not feedback:
+        return
+    pieces = [_piece(rank, numel, True, "cpu") for rank in range(RANKS)]
+    before = torch.stack([piece.values + piece.slot.read("residual") for piece in pieces])
+    unit = kind.block
+    units = -(-numel // unit)
+    cuts = [min(units * r // RANKS * unit, numel) for r in range(RANKS + 1)]
+    applied = torch.cat([_decoded(kind, found[r][1], cuts[r + 1] - cuts[r]) for r in range(RANKS)])
+    after = applied.double() + torch.stack([left for _, _, left in found]).double().sum(0)
+    # Each rank's values are rounded, encoded and summed: some ten roundings of what is at most the sum of magnitudes.
+    bound = 32 * EPS * (before.abs().sum(0).double() + applied.abs() + 1)
+    assert ((after - before.double().sum(0)).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("kind", KINDS[:2], ids=repr)
+def test_one_rank_alone_sends_nothing(kernels: Callable[[], AbstractContextManager[None]], kind: Fused) -> None:
+    piece = _piece(0, 100, True, "cpu")
+    expected = piece.values + piece.slot.read("residual")
+    with kernels():
+        kind._scatter(piece, Replay(0, 1))  # type: ignore[arg-type]
+    assert torch.equal(piece.values, expected)
+    assert not piece.slot.write("residual").any()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+def test_float64_takes_the_plain_way(kernels: Callable[[], AbstractContextManager[None]], kind: Fused) -> None:
+    values = torch.randn(500, dtype=torch.float64)
+    room = [torch.empty(kind.encoded_bytes(500), dtype=torch.uint8) for _ in range(2)]
+    for context, out in zip((nullcontext(), kernels()), room, strict=True):
+        with context:
+            kind.encode(values, out, None)
+            assert kind.codec.takes(values, kind.block) is False
+    assert torch.equal(room[0], room[1])
+
+
+@pytest.mark.parametrize("pattern", test_top_k.patterns(8))
+@pytest.mark.parametrize("size", [1, 65, 1000, 9001])
+def test_kernels_find_the_largest(kernels: Callable[[], AbstractContextManager[None]], size: int, pattern: str) -> None:
+    values = test_top_k.patterns(size)[pattern]
+    with kernels():
+        for share in (1e-4, 1 / 300, 0.02, 0.9, 1.0):
+            test_top_k.check(values, max(int(size * share), 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+def test_gpu_sends_and_keeps_what_a_cpu_does(kind: Fused, feedback: bool) -> None:
+    numel = 300_001
+    plain, fused = _scattered(kind, numel, feedback), _scattered(kind, numel, feedback, "cuda")
+    for (sent, _, left), (sent_too, _, left_too) in zip(plain, fused, strict=True):
+        for one, other in zip(sent, sent_too, strict=True):
+            assert one.shape == other.shape
+            if isinstance(kind, Int8) and kind.block != 100:  # plain torch divides otherwise on CUDA
+                assert torch.equal(one, other)
+        _near(kind, left, left_too, flips=0.01)
+    _conserved(kind, numel, feedback, fused)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", test_top_k.patterns(8))
+def test_gpu_finds_the_largest(pattern: str) -> None:
+    for size in (1, 65, 70_001):
+        values = test_top_k.patterns(size)[pattern]
+        for share in (1e-4, 1 / 300, 0.02, 0.9, 1.0):
+            count = max(int(size * share), 1)
+            found, expected = largest(values.cuda(), count).cpu(), largest(values, count)
+            assert found.unique().numel() == expected.numel()
+            magnitudes = [values[one].abs().nan_to_num(torch.inf).sort().values for one in (found, expected)]
+            assert torch.equal(magnitudes[0], magnitudes[1])

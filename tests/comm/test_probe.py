@@ -1,0 +1,81 @@
+"""The network as the model wants it: from played measurements, and measured once for each topology."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel.comm.bandwidth import Bandwidth, Row
+from accel.comm.probe import network_of
+from accel.comm.topology import Topology
+from tests.comm import selector_cases as cases
+from tests.comm.ranks import run_ranks
+
+
+def rows(link: str, ranks: int, alpha_s: float, beta_s: float, message_s: float) -> list[Row]:
+    """Return all-reduces of α + β S, and all-to-alls with another α."""
+    found = []
+    for operation, latency in (("all_reduce", alpha_s), ("all_to_all", message_s)):
+        for size in (4096, 1 << 20):
+            found.append(
+                Row(
+                    link=link,
+                    operation=operation,
+                    ranks=ranks,
+                    size_bytes=size,
+                    count=size // 4,
+                    dtype="float32",
+                    redop="",
+                    in_place=True,
+                    time_s=latency + beta_s * size,
+                )
+            )
+    return found
+
+
+def test_the_bytes_that_are_sent_are_what_a_link_takes_time_for() -> None:
+    speed = Bandwidth(
+        ((0, 1), (2, 3)),
+        tuple(
+            rows("intra", 2, 1e-4, 1e-9, 1e-5) + rows("inter", 2, 2e-3, 1e-8, 1e-4) + rows("world", 4, 4e-3, 3e-8, 2e-4)
+        ),
+        1.0,
+        False,
+        ("intra", "inter", "world"),
+    )
+    found = network_of(speed, Topology(((0, 1), (2, 3))), cores=0.5)
+    assert (found.hosts, found.ranks, found.cores, found.size) == (2, 2, 0.5, 4)
+    # 2 (n - 1)/n: S for two ranks, 1.5 S for four.
+    assert found.intra == pytest.approx((1e-4, 1e-5, 1e-9), rel=1e-3)
+    assert found.inter == pytest.approx((2e-3, 1e-4, 1e-8), rel=1e-3)
+    assert found.world == pytest.approx((4e-3, 2e-4, 2e-8), rel=1e-3)
+
+
+def test_a_ring_over_all_is_no_faster_than_the_link_it_crosses() -> None:
+    speed = Bandwidth(
+        ((0, 1), (2, 3)),
+        tuple(rows("intra", 2, 0, 1e-9, 0) + rows("inter", 2, 0, 1e-8, 0) + rows("world", 4, 0, 1e-9, 0)),
+        1.0,
+        False,
+        ("intra", "inter", "world"),
+    )
+    found = network_of(speed, Topology(((0, 1), (2, 3))), cores=1.0)
+    assert found.world.byte_s == found.inter.byte_s
+
+
+def test_with_one_rank_a_host_one_class_stands_for_all() -> None:
+    speed = Bandwidth(((0,), (1,)), tuple(rows("inter", 2, 1e-3, 1e-8, 1e-4)), 1.0, False, ("inter",))
+    found = network_of(speed, Topology(((0,), (1,))), cores=1.0)
+    assert found.intra == found.inter == found.world
+
+
+def test_a_topology_is_measured_once_unless_a_rank_does_not_know_it() -> None:
+    found = run_ranks(cases.probed, 2)
+    for one in found:
+        assert one["network"] == found[0]["network"]
+        assert (one["once"], one["same"], one["again"]) == (1, True, 2)
+        assert one["third"] == found[0]["third"]
+        network = one["network"]
+        assert network.hosts == 2
+        assert 0 < network.world.byte_s < 1e-6
+        assert network.core_byte_s > 0
+        assert network.cores > 0

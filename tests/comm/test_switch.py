@@ -1,0 +1,67 @@
+"""A switch between two steps: DDP's own bits while it is off, equal replicas, nothing lost, and off for good."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.comm import selector_cases as cases
+from tests.comm.ranks import run_ranks
+
+
+def test_off_is_ddps_own_all_reduce_to_the_bit() -> None:
+    for found in run_ranks(cases.off_is_ddps_own, 2):
+        assert len(found) == 8
+        assert all(found.values()), found
+
+
+@pytest.mark.parametrize(("world", "ways"), [(2, 5), pytest.param(4, 11, marks=pytest.mark.slow)])
+def test_each_way_is_the_hook_of_its_own_state(world: int, ways: int) -> None:
+    for found in run_ranks(cases.every_way, world, per_host=max(world // 2, 1)):
+        assert len(found) == ways
+        assert all(one == {"as its own state": True, "same on all ranks": True} for one in found.values()), found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_after_each_switch_replicas_are_equal_and_nothing_is_lost(world: int) -> None:
+    for found in run_ranks(cases.back_and_forth, world, per_host=world // 2):
+        assert found["same"]
+        # Of some 14 to 18 steps in float32; half precision alone rounds what is never fed back.
+        assert found["law"] < 2**-8
+        assert found["withheld"] > 0
+        assert found["states"] == 1
+        assert found["finite"]
+
+
+def test_what_is_withheld_waits_while_a_plain_bucket_is_void() -> None:
+    for found in run_ranks(cases.void_under_a_mixture, 2):
+        assert found == {"arrived": True, "untouched": True}
+
+
+def test_a_switch_is_saved_and_pickled() -> None:
+    for found in run_ranks(cases.saved_and_moved, 2):
+        assert found == {"pickled": True, "loaded": True, "steps": 4}
+
+
+def test_the_hook_comes_off_and_goes_on_again() -> None:
+    for found in run_ranks(cases.taken_off, 2):
+        for name, one in found.items():
+            assert one["same"], name
+            assert one["law"] < 1e-3, name
+            # A static graph is more than a new reducer knows: its hook stays, switched off.
+            kept = name == "static"
+            assert (one["off"], one["hooks"], one["steps seen"]) == (not kept, int(kept), 6 if kept else 2), name
+
+
+def test_what_cannot_be_is_refused() -> None:
+    found: list[dict[str, Any]] = run_ranks(cases.refusals, 3)
+    for one in found:
+        assert "must be a DistributedDataParallel module, got Given" in one["no ddp"]
+        assert "must have no communication hook yet" in one["hooked"]
+        assert "ways must be of the catalogue (exact, half, int8" in one["unknown way"]
+        assert "must be bound first" in one["closed"]
+        assert "must be a Switch or an AutoComm, got NoneType" in one["no state"]
+        assert one["watch"] == "ValueError: watch must be at least 1 step, got 0"
+        assert "allow must be one of" in one["allow"]
+    assert "must have all 3 ranks" in found[0]["part"]

@@ -1,0 +1,189 @@
+"""Signs by blocks: bits of the reference and of the compressor's own path, sums, limits, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel.comm.one_bit import OneBit
+from accel.kernels import sign_pack as op
+from tests.kernels.code_cases import BLOCKS, SIZES, decoded, encoded, refused, rows, same_bits, values_of
+
+EPS = torch.finfo(torch.float32).eps
+quiet = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities and NaN
+
+
+def _check(found: Tensor, lost: Tensor, x: Tensor, block: int) -> None:
+    """Compare bits with the signs of x, scales with float64's mean, and what was lost with x less what is decoded."""
+    blocks = -(-len(x) // block)
+    scales = found[: 4 * blocks].view(torch.float32)
+    exact = torch.stack([part.double().abs().mean() for part in x.split(block)]) if len(x) else x.double()
+    # Sums of magnitudes in any order: (block − 1) roundings of half EPS, one of the quotient, and of subnormal results.
+    assert ((scales - exact).abs() <= block * EPS / 2 * exact + 1.5e-45).all()
+    bits = torch.tensor([(byte >> (7 - i)) & 1 for byte in found[4 * blocks :].tolist() for i in range(8)])
+    assert torch.equal(bits[: len(x)].bool(), x.signbit())
+    assert not bits[len(x) :].any()
+    sent = torch.copysign(scales.repeat_interleave(block)[: len(x)], x)
+    assert same_bits(lost, x - sent)
+
+
+@pytest.mark.parametrize("block", [*BLOCKS, 1000])  # 1000: a size that kernels don't take
+@pytest.mark.parametrize("size", SIZES)
+def test_reference_is_the_formula_and_the_compressors_own_code(size: int, block: int) -> None:
+    values, residual = values_of(size), values_of(size, 1)
+    found, lost = encoded(op, values, block, residual)
+    x = values + residual
+    _check(found, lost, x, block)
+    plain, left = torch.empty_like(found), torch.empty_like(x)
+    x = torch.where(x == 0, 0.0, x)  # the sign of −0 is told apart below
+    OneBit(block).encode(x, plain, left)
+    found, lost = encoded(op, x, block)
+    cut = 4 * -(-size // block)
+    assert torch.equal(found[cut:], plain[cut:])
+    scales, others = found[:cut].view(torch.float32), plain[:cut].view(torch.float32)
+    assert ((scales - others).abs() <= block * EPS * others + 1.5e-45).all()
+    assert (
+        (lost - left).abs() <= (block * EPS * others + 1.5e-45).repeat_interleave(block)[:size] + EPS * left.abs()
+    ).all()
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("size", SIZES)
+def test_kernel_is_the_formula(interpreted: None, size: int, block: int) -> None:
+    values, residual = values_of(size), values_of(size, 1)
+    _check(*encoded(op, values, block), values, block)
+    _check(*encoded(op, values, block, residual), values + residual, block)
+    assert same_bits(values, values_of(size))
+
+
+@pytest.mark.parametrize("path", ["plain", "kernels"])
+def test_negative_zeros_lose_what_they_are_decoded_to(path: str, request: pytest.FixtureRequest) -> None:
+    if path == "kernels":
+        request.getfixturevalue("interpreted")
+    values = torch.tensor([-0.0, 0.0, 1.0, -1.0, -0.0, 2.0, -2.0, 2.0])
+    found, lost = encoded(op, values, 8)
+    assert torch.equal(decoded(op, found[None], 8, 8) + lost, values)
+
+
+@pytest.mark.parametrize("path", ["plain", "kernels"])
+@pytest.mark.parametrize("size", [1, 9, 64, 2049])
+def test_decoded_and_lost_are_the_values(size: int, path: str, request: pytest.FixtureRequest) -> None:
+    if path == "kernels":
+        request.getfixturevalue("interpreted")
+    values = values_of(size)
+    found, lost = encoded(op, values, 64)
+    out = decoded(op, found[None], size, 64)
+    assert ((out + lost - values).abs() <= EPS * (values.abs() + out.abs())).all()  # two roundings
+
+
+def test_lost_may_be_the_residual_and_need_not_be_asked_for(interpreted: None) -> None:
+    values, residual = values_of(2049), values_of(2049, 1)
+    bytes_, left = encoded(op, values, 64, residual)
+    out = torch.empty_like(bytes_)
+    op.encode(values, out, 64, residual, residual)
+    assert torch.equal(out, bytes_)
+    assert same_bits(residual, left)
+    without = torch.full_like(out, 255)
+    op.encode(values, without, 64)
+    assert torch.equal(without, encoded(op, values, 64)[0])
+
+
+@quiet
+@pytest.mark.parametrize("path", ["plain", "kernels"])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("place", [0, 64, 199])
+def test_what_is_not_finite_stays_so_in_its_block_alone(
+    bad: float, place: int, path: str, request: pytest.FixtureRequest
+) -> None:
+    if path == "kernels":
+        request.getfixturevalue("interpreted")
+    values = torch.ones(200)
+    values[place] = bad
+    found, lost = encoded(op, values, 64)
+    own = torch.arange(200) // 64 == place // 64
+    out = decoded(op, found[None], 200, 64)
+    assert not out[own].isfinite().any()
+    assert not lost[own].isfinite().any()
+    assert torch.equal(out[~own], values[~own])
+
+
+@quiet
+def test_a_sum_beyond_float32_makes_the_block_void(interpreted: None) -> None:
+    found, _ = encoded(op, torch.full((64,), 3e38), 64)
+    assert decoded(op, found[None], 64, 64).isinf().all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("size", [0, 1, 65, 2049, 5003])
+def test_kernel_sums_in_rank_order(interpreted: None, size: int, block: int, ranks: int) -> None:
+    codes = rows(op, [values_of(size, seed) for seed in range(ranks)], block)
+    for start in (None, values_of(size, 9)):
+        found = decoded(op, codes, size, block, start)
+        if size:
+            assert same_bits(found, op.decode_sum_ref(codes, size, block, start))
+
+
+@pytest.mark.parametrize("size", [1, 65, 5003])
+def test_sum_has_the_bits_of_the_compressors_own(size: int) -> None:
+    codes, start = rows(op, [values_of(size, seed) for seed in range(4)], 64), values_of(size, 9)
+    plain = start.clone()
+    for row in codes:
+        OneBit(64).decode(row, plain, add=True)
+    assert same_bits(decoded(op, codes, size, 64, start), plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [*refused(op), ({"block": 12}, "block must be a positive multiple of 8 elements. Found: 12")]
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], reason: str) -> None:
+    call = {"values": torch.zeros(8), "encoded": torch.empty(op.encoded_bytes(8, 8), dtype=torch.uint8), "block": 8}
+    op.encode(**call)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=reason):
+        op.encode(**{**call, **change})
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"encoded must be uint8 \[R, 6\], a row for each rank.*\[1, 5\]"):
+        op.decode_sum(torch.zeros(1, 5, dtype=torch.uint8), torch.zeros(9)[:8].repeat(2), 16)
+
+
+def test_ops_keep_their_contract_and_compile() -> None:
+    values, codes = values_of(100), torch.zeros(op.encoded_bytes(100, 64), dtype=torch.uint8)
+    torch.library.opcheck(op._encode_op, (values, codes, 64, values.clone(), torch.zeros(100)))
+    torch.library.opcheck(op._decode_sum_op, (rows(op, [values, values], 64), torch.zeros(100), 64, True))
+
+    def both(values: Tensor) -> Tensor:
+        encoded, out = values.new_empty(21, dtype=torch.uint8), torch.empty_like(values)
+        op.encode(values, encoded, 64)
+        op.decode_sum(encoded[None], out, 64)
+        return out
+
+    assert same_bits(torch.compile(both, backend="aot_eager", fullgraph=True)(values), both(values))
+
+
+def test_cost_counts_what_is_moved() -> None:
+    assert op.cost_encode(1 << 20).bytes == (1 << 20) * 12 + (1 << 17) + 4 * 4096
+    assert op.cost_decode_sum(1 << 20, ranks=7, add=True).bytes == (1 << 20) * 8 + 7 * ((1 << 17) + 4 * 4096)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [*BLOCKS, 1000])
+@pytest.mark.parametrize("size", [*SIZES, (1 << 20) + 3])
+def test_gpu_is_the_formula(size: int, block: int) -> None:
+    values, residual = values_of(size), values_of(size, 1)
+    found, lost = encoded(op, values.cuda(), block, residual.cuda())
+    _check(found.cpu(), lost.cpu(), values + residual, block)
+    again, _ = encoded(op, values.cuda(), block, residual.cuda())
+    assert torch.equal(found, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 2049, (1 << 20) + 3])
+def test_gpu_sums_as_the_reference(size: int) -> None:
+    codes, start = rows(op, [values_of(size, seed) for seed in range(7)], 1024), values_of(size, 9)
+    found = decoded(op, codes.cuda(), size, 1024, start.cuda()).cpu()
+    assert same_bits(found, op.decode_sum_ref(codes, size, 1024, start))
