@@ -114,12 +114,27 @@ def _fcos(result: Result) -> Iterator[Line]:
     yield Line("FCOS3D targets, 8 images, 30,929 points", "MMDetection3D's code", figure, "docs/kernels.md")
 
 
+def _hooks(result: Result) -> Iterator[Line]:
+    chosen = {
+        ("2x2", "100mbit"): ("hierarchical exact", "hierarchical int8"),
+        ("2x1", "100mbit"): ("int8", "1-bit", "powersgd", "dgc"),
+        ("2x1", "1gbit"): ("powersgd",),
+    }
+    rows = {(row["shape"], row["rate"], row["method"]): row for row in result["rows"]}
+    for (shape, rate), methods in chosen.items():
+        for row in (rows[shape, rate, method] for method in methods if (shape, rate, method) in rows):
+            figure = _times(row["speedup"], row["speedup_low"], row["speedup_high"])
+            what = f"gradients by `{row['method']}`, {shape} hosts x ranks, {rate}, 100 MB: time of a step"
+            yield Line(what, "DDP", figure, "docs/comm.md")
+
+
 SOURCES: tuple[tuple[str, Callable[[Result], Iterator[Line]]], ...] = (
     ("never-slower-reordered-*.json", _never_slower),
     ("fault-matrix-cpu-*.json", _faults),
     ("loaders-cpu-*.json", _loaders),
     ("jpeg-cpu-*.json", _jpeg),
     ("length-balance-cpu-*.json", _lengths),
+    ("comm-hooks-cpu-*.json", _hooks),
     ("simota-cpu-*.json", _simota),
     ("fcos-targets-cpu-*.json", _fcos),
 )

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from accel.files import write_atomic
-from benchmarks import proof, tables, tables_loading
+from benchmarks import proof, tables, tables_comm, tables_loading
 
 _ROOT = Path(__file__).resolve().parent.parent
 _RESULTS = _ROOT / "benchmarks" / "results"
@@ -49,6 +49,13 @@ BLOCKS: dict[str, dict[str, Make]] = {
     "docs/profiler.md": {"faults": _from("fault-matrix-cpu-*.json", tables.faults_block)},
     "docs/loader.md": {"loaders": _from("loaders-cpu-*.json", tables_loading.loaders_block)},
     "docs/images.md": {"jpeg": _from("jpeg-cpu-*.json", tables_loading.jpeg_block)},
+    "docs/comm.md": {
+        "hooks": _from("comm-hooks-cpu-*.json", tables_comm.hooks_block),
+        "launches": _from("comm-launches-cpu-*.json", tables_comm.launches_block),
+        "costs": _from("compressor-costs-cpu-*.json", tables_comm.costs_block),
+        "choice": _from("comm-choice-cpu-*.json", tables_comm.choice_block),
+        "accuracy": _from("comm-accuracy-cpu-*.json", tables_comm.accuracy_block),
+    },
     "docs/kernels.md": {
         "simota": _from("simota-cpu-*.json", tables.simota_block),
         "fcos": _from("fcos-targets-cpu-*.json", tables.fcos_block),

@@ -16,6 +16,11 @@ SUITES = (
     ["benchmarks.elastic_sampler", "--record"],
     ["benchmarks.loaders", "--record"],
     ["benchmarks.jpeg", "--record"],
+    ["benchmarks.comm_hooks", "--record"],
+    ["benchmarks.comm_hooks", "--launches", "50", "--record"],
+    ["benchmarks.compressor_costs", "--record"],
+    ["benchmarks.comm_choice", "--record"],
+    ["benchmarks.comm_accuracy", "--record"],
     ["benchmarks.readme"],
 )
 

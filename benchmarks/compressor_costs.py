@@ -1,0 +1,109 @@
+"""What each compressor costs, whatever the network: bytes it sends, processor time, memory.
+
+    python -m benchmarks.compressor_costs [--rounds 7] [--record]
+
+One bucket of 25 MB, of matrices and biases, on one thread, between two ranks that are only played: the hook's own
+stages over channels that send nothing (`accel.comm.dry_run`). Compressors take turns; times are medians of rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from accel.comm.catalogue import CATALOGUE, Way, register
+from accel.comm.compressor import RESIDUAL, Compressor
+from accel.comm.dgc import DGC
+from accel.comm.dry_run import dry_run
+from accel.comm.layout import Layout
+from accel.comm.powersgd import PowerSGD
+from accel.comm.topology import Topology
+from accel.files import write_atomic
+from accel.journal import machine_name
+
+WIDTH, DEPTH = 1024, 6
+TWO = Topology(((0,), (1,)))
+MORE: dict[str, Callable[[], Compressor]] = {
+    "acp-sgd 4": lambda: PowerSGD(alternate=True),
+    "dgc 0.1 %": lambda: DGC(momentum=False),
+}
+
+
+def bucket() -> Layout:
+    """Return the bucket."""
+    names = tuple(f"{i}.{kind}" for i in range(DEPTH) for kind in ("weight", "bias"))
+    shapes = tuple(torch.Size(shape) for _ in range(DEPTH) for shape in ((WIDTH, WIDTH), (WIDTH,)))
+    return Layout(0, names, shapes, torch.float32, True)
+
+
+def once(name: str, layout: Layout) -> tuple[float, float]:
+    """Return processor milliseconds and bytes sent by a rank."""
+    stages = dry_run(Way(name), layout, TWO, torch.device("cpu"), runs=1)
+    parts = [part for stage in stages for part in stage]
+    calls = [part.call for part in parts if part.call is not None]
+    # A ring of two sends each byte once; an exchange sends what it notes.
+    sent = sum(call.near_bytes + call.far_bytes for call in calls)
+    return sum(part.core_s for part in parts) * 1e3, sent
+
+
+def memory_copies(compressor: Compressor, feedback: bool) -> int:
+    """Return the copies of the gradients that a compressor keeps from step to step, and while it makes new ones."""
+    return 2 * len({*compressor.fields, *((RESIDUAL,) if feedback and compressor.takes_feedback else ())})
+
+
+@click.command()
+@click.option("--rounds", default=7, show_default=True)
+@click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
+def main(rounds: int, record: bool) -> None:
+    """Measure each compressor."""
+    torch.set_num_threads(1)
+    for name, make in MORE.items():
+        register(name, make, "lossy")
+    layout = bucket()
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in CATALOGUE}
+    for _ in range(rounds):
+        for name, taken in found.items():
+            taken.append(once(name, layout))
+    rows = [_row(name, taken, layout) for name, taken in found.items()]
+    for row in rows:
+        click.echo(
+            f"{row['compressor']:12} {row['sent_mb']:8.3f} MB, {row['of_gradients']:7.2%} of the gradients, "
+            f"{row['cpu_ms']:6.1f} ms [{row['cpu_low_ms']:.1f}, {row['cpu_high_ms']:.1f}], "
+            f"{row['copies']} copies of the gradients kept"
+        )
+    if record:
+        result = {
+            "what": f"one bucket of {layout.numel * 4 / 1e6:.1f} MB between two ranks: sent by each, processor time",
+            "command": f"python -m benchmarks.compressor_costs --rounds {rounds}",
+            "date": date.today().isoformat(),
+            "machine": machine_name(torch.device("cpu")),
+            "torch": torch.__version__,
+            "rows": rows,
+        }
+        target = Path(__file__).parent / "results" / f"compressor-costs-cpu-{date.today().isoformat()}.json"
+        write_atomic(target, json.dumps(result, indent=1) + "\n")
+
+
+def _row(name: str, taken: list[tuple[float, float]], layout: Layout) -> dict[str, Any]:
+    entry = CATALOGUE[name]
+    times, sent = [ms for ms, _ in taken], taken[-1][1]
+    return {
+        "compressor": name,
+        "sent_mb": sent / 1e6,
+        "of_gradients": sent / (4 * layout.numel),
+        "cpu_ms": statistics.median(times),
+        "cpu_low_ms": min(times),
+        "cpu_high_ms": max(times),
+        "copies": memory_copies(entry.make(), entry.level == "lossy"),
+    }
+
+
+if __name__ == "__main__":
+    main()
