@@ -62,7 +62,7 @@ class OneBit(Gathered):
             elements = self.block if whole else high - low
             scale = x.abs().sum(1).div_(elements).float()
             scales[rows] = scale
-            bits[low // 8 : -(-high // 8)] = pack(values[low:high] < 0)
+            bits[low // 8 : -(-high // 8)] = pack(values[low:high].signbit())  # −0 too, as copysign below
             if lost is not None:
                 sent = torch.copysign(scale.to(x.dtype).unsqueeze(1), x).view(-1)[: high - low]
                 torch.sub(values[low:high], sent, out=lost[low:high])

@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 
-_BYTES_SENT = 200  # offset of tcpi_bytes_sent in struct tcp_info, Linux ≥ 4.19
+_BYTES_SENT = 200  # offset of tcpi_bytes_sent in struct tcp_info, Linux ≥ 4.19; tcpi_bytes_retrans follows
 
 
 def sockets() -> dict[tuple[int, int], int]:
@@ -19,8 +19,8 @@ def sockets() -> dict[tuple[int, int], int]:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:  # or it is not connected
             if one.family == socket.AF_INET and one.type == socket.SOCK_STREAM:
                 info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                (sent,) = struct.unpack_from("Q", info, _BYTES_SENT)
-                found[one.getsockname()[1], one.getpeername()[1]] = sent
+                sent, again = struct.unpack_from("QQ", info, _BYTES_SENT)
+                found[one.getsockname()[1], one.getpeername()[1]] = sent - again
     return found
 
 

@@ -104,3 +104,12 @@ def test_compressors_pickle_and_tell_their_settings(kind: Quantised) -> None:
 def test_bad_settings_are_refused(make: object, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", [OneBit(8), Int8(8), Half()], ids=lambda kind: type(kind).__name__)
+def test_negative_zeros_lose_nothing(kind: Quantised) -> None:
+    values = torch.tensor([-0.0, 0.0, 1.0, -2.0] * 6)
+    encoded, lost, decoded = torch.empty(kind.encoded_bytes(24), dtype=torch.uint8), *torch.empty(2, 24)
+    kind.encode(values, encoded, lost)
+    kind.decode(encoded, decoded)
+    torch.testing.assert_close(decoded + lost, values, rtol=0, atol=1e-6)

@@ -1,0 +1,239 @@
+"""FSDP2 between hosts: shards of gradients averaged over replicas, compressed, with error feedback.
+
+    mesh = init_device_mesh("cuda", (hosts, per_host), mesh_dim_names=("replicate", "shard"))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    comm = FSDPComm(model, mesh, Int8())
+
+FSDP2 reduces and scatters gradients over the "shard" dimension, within a host. What is left for the "replicate"
+dimension is a rank's shard: it goes through PyTorch's `set_all_reduce_hook`, which is called with it. Sharded over both
+dimensions, FSDP2 all-reduces between hosts by itself, and calls that hook after it with nothing left to save. So the
+model is sharded over one dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
+
+from accel.comm.channel import Channel, ConnectionBroken, GlooChannel, NcclChannel
+from accel.comm.compressor import RESIDUAL, Compressor, Exact
+from accel.comm.fsdp_groups import ShardGroup, check_mesh, contents, join, part, shard_groups
+from accel.comm.post_mortem import CommError
+from accel.comm.reduction import BucketJob, Reduction
+from accel.comm.talk import Talk
+
+_made: dict[str, itertools.count[int]] = {}
+
+
+class FSDPComm:
+    """Average FSDP2's gradient shards over replicas, as a compressor sends them.
+
+    Every rank makes one, with the same arguments, after `fully_shard` and before the first backward pass. The loop
+    stays as it is. Gradients are accumulated with `set_requires_gradient_sync`, as without it.
+
+    A hook of FSDP2 returns nothing and works in place, so it runs where FSDP2 calls it: on a GPU on the stream of
+    all-reduces, beside backward; on a CPU, where FSDP2's own collectives block as well, within backward. Not run on
+    GPUs yet.
+
+    Residuals belong to the shards: save `state_dict()` on each rank, load it on the rank with the same place in the
+    mesh. Σ over replicas of residuals of one shard is what its mean gradient still lacks; for another number of
+    replicas, `accel.comm.memory.reshard` the states of those with the same shard. On another number of shards, begin
+    without.
+
+    Args:
+        model: with one or more FSDP2 modules in it, each sharded over `mesh`'s second dimension alone.
+        mesh: of two dimensions: replicas (hosts), and shards within each.
+        compressor: what is sent between replicas; default `Exact()`. One that looks at shapes, as PowerSGD, sees those
+            of the shards.
+        error_feedback: add what a step's encoding lost to the next step's gradients; default: as the compressor says.
+            Two copies of the rank's shard.
+        timeout: for each collective, default 5 minutes.
+
+    Raises:
+        ValueError: if mesh, model and compressor don't go together, or differ between ranks.
+        accel.comm.post_mortem.CommError: from `loss.backward()`, if communication fails.
+
+    Example:
+        >>> comm = FSDPComm(model, mesh, Int8(), error_feedback=True)
+        >>> loss.backward()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        compressor: Compressor | None = None,
+        *,
+        error_feedback: bool | None = None,
+        timeout: timedelta = timedelta(minutes=5),
+    ) -> None:
+        compressor = Exact() if compressor is None else compressor
+        _check_compressor(compressor, error_feedback)
+        if timeout <= timedelta():
+            raise ValueError(f"timeout must be positive, got {timeout}")
+        check_mesh(model, mesh)
+        self.compressor = compressor
+        self.error_feedback = compressor.feedback if error_feedback is None else error_feedback
+        self.step = 0
+        """Backward passes with gradients reduced, so far."""
+        self._groups = shard_groups(model)
+        self._device = next(model.parameters()).device
+        self._connect(mesh, self._device.type, timeout)
+        self._check_same(model)
+        fields = (RESIDUAL,) if self.error_feedback else ()
+        self._reductions = [Reduction(compressor, fields, one.memory, self._across.size) for one in self._groups]
+        self._stages = list(compressor.stages())
+        self._pass = -1
+        self._seen: set[int] = set()
+        self._closed = False
+        for group in self._groups:
+            group.module.set_all_reduce_hook(functools.partial(self._hook, group))
+
+    def _connect(self, mesh: DeviceMesh, device: str, timeout: timedelta) -> None:
+        kind: type[GlooChannel] | type[NcclChannel] = NcclChannel if device == "cuda" else GlooChannel
+
+        def channel(kind: Any, dim: int, name: str) -> Channel:
+            group: Any = mesh.get_group(dim)
+            made = _made.setdefault(group.group_name, itertools.count())
+            store = PrefixStore(f"accel-fsdp/{name}/{next(made)}", group.get_group_store())
+            made_channel: Channel = kind(store, range(group.size()), group.rank(), timeout)
+            return made_channel
+
+        self._across = channel(kind, 0, "replicas")
+        self._within = Talk(channel(GlooChannel, 1, "shards"))
+        self._between = Talk(channel(GlooChannel, 0, "talk"))
+
+    def _check_same(self, model: nn.Module) -> None:
+        mine = {
+            "compressor": repr(self.compressor),
+            "error_feedback": self.error_feedback,
+            "modules, parameters and shards": [group.layout for group in self._groups],
+            "weights": contents(model),
+        }
+        for talk in (self._between, self._within):
+            for rank, theirs in enumerate(talk.gather(mine)):
+                for name, value in mine.items():
+                    # Shards differ in their weights, and the last ones in nothing else: they are padded.
+                    if theirs[name] != value and (talk is self._between or name != "weights"):
+                        self._disconnect()
+                        kind = "replica" if talk is self._between else "shard"
+                        raise ValueError(
+                            f"all ranks must have the same {name}, got another on {kind} {rank} than on this rank; "
+                            "pass the same to FSDPComm everywhere, and begin with the same weights on all replicas"
+                        )
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _hook(self, group: ShardGroup, shard: Tensor) -> None:
+        """Replace a module's gradient shard, the mean over shards, by its mean over replicas too."""
+        if self._closed:
+            raise ValueError("an FSDPComm that was closed can't average over replicas any more; make a new one")
+        if shard.numel() != group.layout.numel:
+            raise ValueError(
+                f"all parameters of {group.name} must take part in backward, got gradients of {shard.numel():,} of "
+                f"{group.layout.numel:,} elements; FSDP2 does not tell a hook which are there: use all, freeze them "
+                "before FSDPComm is made, or set_reduce_scatter_unused_params(True) where PyTorch has it"
+            )
+        self._begin(group.layout.index)
+        if group.own_factor:
+            shard.mul_(self._across.size)  # what is set_gradient_divide_factor's stays a sum over replicas
+        layout = group.of(shard.dtype)
+        if layout not in group.checked:
+            self.compressor.check(layout)
+            group.checked.add(layout)
+        job = BucketJob(self.step, layout, shard, group.memory.slot(layout), torch.futures.Future())
+        reduction = self._reductions[layout.index]
+        try:
+            reduction.open_flat(job)
+            assert job.piece is not None
+            for stage in self._stages:
+                stage.run(job.piece, self._across)
+        except ConnectionBroken as error:
+            raise CommError(
+                f"step {self.step}, {group.name}: replica {self._across.rank} could not average with the others: "
+                f"{error}; a rank has ended, or took other steps"
+            ) from error
+        reduction.close_flat(job)
+
+    def _begin(self, index: int) -> None:
+        """Note that a pass has begun, or that a module is reduced twice in one, which makes two steps."""
+        task = torch._C._current_graph_task_id()
+        if task == self._pass and index not in self._seen:
+            self._seen.add(index)
+            return
+        if task == self._pass:
+            self._end()
+        else:
+            if self._seen:  # a pass broke off: what it wrote must not hold
+                self._settle(finite=False)
+            engine = Variable._execution_engine
+            # A callback of a callback comes after FSDP2's own, which may reduce the last modules.
+            engine.queue_callback(lambda: engine.queue_callback(self._end))
+        self._pass, self._seen = task, {index}
+        self.step += 1
+
+    def _end(self) -> None:
+        """Settle the memory: a step is void on all shards of a replica if it is on one."""
+        if not self._seen:
+            return
+        self._seen = set()
+        finite = all(group.memory.finite() for group in self._groups)
+        self._settle(all(self._within.gather(finite)) if self.error_feedback else finite)
+
+    def _settle(self, finite: bool) -> None:
+        for group in self._groups:
+            group.memory.note(torch.tensor([finite], device=self._device))
+            group.memory.settle()
+
+    # -- saving and the end ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's residuals by parameter, and the step; save it on each rank, between steps."""
+        return {**join([group.memory.state_dict() for group in self._groups]), "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a saved memory, on every rank.
+
+        Raises:
+            ValueError: if it is of another version; at the next step, if it is of another model or mesh.
+        """
+        for group in self._groups:
+            group.memory.load_state_dict(part(state, group.layout.names))
+        self.step = state["step"]
+
+    def close(self) -> None:
+        """Free the groups. Backward passes of the model are an error then: replicas would drift apart."""
+        if not self._closed:
+            self._closed = True
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        self._across.close()
+        self._within.close()
+        self._between.close()
+
+
+def _check_compressor(compressor: Any, error_feedback: bool | None) -> None:
+    if not isinstance(compressor, Compressor):
+        raise ValueError(f"compressor must be a Compressor, got {compressor!r}; pass for example Int8()")
+    if error_feedback and not compressor.takes_feedback:
+        raise ValueError(
+            f"error_feedback=True needs a compressor that uses it, got {compressor!r}; leave the argument out"
+        )
+    if compressor.fields or compressor.needs_whole_step:
+        raise ValueError(
+            f"{compressor!r} works on the whole gradient or takes the optimizer's momentum, which shards don't have; "
+            "with DGC, pass momentum=False and no clip_norm"
+        )

@@ -1,0 +1,140 @@
+"""What FSDP2 hands to a hook: which modules, and which shards of which parameters in which order.
+
+Of PyTorch's internals this reads a module's groups of parameters and their padded shards, which no public call tells.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from accel.comm.layout import Layout
+from accel.comm.memory import Memory
+
+
+@dataclass
+class ShardGroup:
+    """One FSDP2 module, and its rank's shards end to end."""
+
+    name: str
+    module: FSDPModule
+    layout: Layout
+    memory: Memory = field(default_factory=Memory)
+    """Of its own: modules come in the order of backward, not of their numbers."""
+    checked: set[Layout] = field(default_factory=set)
+
+    @property
+    def own_factor(self) -> bool:
+        """Tell whether the user set what gradients are divided by, over all ranks."""
+        return any(one.gradient_divide_factor is not None for one in _param_groups(self.module))
+
+    def of(self, dtype: torch.dtype) -> Layout:
+        """Return the layout in the dtype that gradients are reduced in."""
+        one = self.layout
+        return Layout(one.index, one.names, one.shapes, dtype, one.is_last)
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield name, module
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # newer: a module may have several, on several meshes
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def shard_groups(model: nn.Module) -> list[ShardGroup]:
+    """Return the FSDP2 modules with parameters to train; raise ValueError where a hook could not serve one."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: list[tuple[str, FSDPModule, list[Any]]] = []
+    for name, module in _modules(model):
+        groups = _param_groups(module)
+        if len(groups) > 1:
+            raise ValueError(
+                f"FSDP2 has no hook for a module whose parameters are on several meshes, got {len(groups)} of them in "
+                f"{name or 'the model'}; give all parameters of it one mesh"
+            )
+        shards = [one for group in groups for one in group.fsdp_params if one.sharded_param.requires_grad]
+        if shards:
+            found.append((name or "the model", module, shards))
+    if not found:
+        raise ValueError("the model must have FSDP2 modules with parameters to train, got none; call fully_shard first")
+    return [
+        ShardGroup(
+            name,
+            module,
+            Layout(
+                index,
+                tuple(names[id(one.sharded_param)] for one in shards),
+                tuple(torch.Size(one.padded_sharded_param_size) for one in shards),
+                shards[0].sharded_param.dtype,
+                index == len(found) - 1,
+            ),
+        )
+        for index, (name, module, shards) in enumerate(found)
+    ]
+
+
+def check_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise ValueError unless the model is sharded over the second dimension of a mesh of two."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        raise ValueError(f"mesh must be a DeviceMesh of two dimensions, replicas and shards, got {mesh!r}")
+    shards = torch.distributed.get_process_group_ranks(mesh.get_group(1))
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            if parameter.requires_grad:
+                raise ValueError(f"all parameters must be sharded by fully_shard, got a plain {name!r}")
+            continue
+        own = parameter.device_mesh
+        if own.ndim == 2:
+            raise ValueError(
+                f"{name!r} is sharded over two dimensions, where FSDP2 all-reduces between replicas by itself and "
+                'calls a hook only after it; pass fully_shard(..., mesh=mesh["shard"]) and the whole mesh to FSDPComm'
+            )
+        if own.ndim != 1 or own.mesh.flatten().tolist() != shards:
+            raise ValueError(
+                f"parameters must be sharded over the second dimension of the mesh, ranks {shards}, got {name!r} over "
+                f"{own.mesh.tolist()}; pass the mesh that fully_shard got a part of"
+            )
+
+
+def contents(model: nn.Module) -> int:
+    """Return a number that tells different weights apart, of this rank's shards."""
+    total = 0
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not local.is_meta and local.numel():
+            values = local.detach().contiguous().view(-1).view(torch.uint8)
+            total = zlib.crc32(f"{name}{values.sum(dtype=torch.int64).item()}".encode(), total)
+    return total
+
+
+def join(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the states of memories with different parameters as one."""
+    found: dict[str, Any] = {**states[0], "own": {}, "shared": {}}
+    for state in states:
+        for kind in ("own", "shared"):
+            for name, values in state[kind].items():
+                found[kind].setdefault(name, {}).update(values)
+    return found
+
+
+def part(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return a state with some parameters alone."""
+    found = dict(state)
+    for kind in ("own", "shared"):
+        fields = state.get(kind, {})
+        found[kind] = {one: {name: fields[one][name] for name in names if name in fields[one]} for one in fields}
+    return found

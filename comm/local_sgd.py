@@ -1,0 +1,289 @@
+"""Post-local SGD: gradients are averaged over all ranks at first, weights now and then after that.
+
+    step ≤ start_step:  w ← w − lr · optimizer(mean gradient over all ranks)
+    step > start_step:  w_r ← w_r − lr · optimizer(mean gradient over the host of rank r, or its own gradient)
+                        and every `every` steps  w_r ← mean of w over all ranks
+
+Between hosts a step then sends nothing, and an averaging what one step sent before. Gradients of the first phase go
+through any `CommState`, or as DDP sends them.
+
+A step is a step of the optimizer. In the local phase ranks may find infinities at different steps, so a step that
+GradScaler skips counts there: ranks that skipped it would come to the averaging later than the others, or never. In
+the dense phase all ranks skip together, and skipped steps don't count.
+
+Sources: Lin et al. 2020 (arxiv.org/abs/1808.07217), section 3.
+"""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
+
+from collections.abc import Mapping
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.comm.hooks import CommState
+from accel.comm.local_checks import check_arguments, check_parts, difference
+from accel.comm.local_mean import HostMean, Named, WeightMean, fingerprint
+from accel.comm.unhook import unhook
+
+_VERSION = 1
+
+
+class LocalSGD:
+    """Run post-local SGD with a DDP module and its optimizer, until `close()`; the loop stays as it is.
+
+    Every rank makes one, with the same arguments, before the first step. It registers a communication hook on the
+    module and hooks on the optimizer; as a context manager it closes itself.
+
+    A checkpoint of one rank is all ranks' after an averaging alone: call `average()` before saving, or save weights and
+    optimizer of each rank. Resuming loads them first, then makes this with `load_state_dict`.
+
+    Args:
+        ddp: the module, without a hook.
+        optimizer: over parameters of this module, any number of groups; it may gain groups later.
+        start_step: steps of the optimizer with gradients averaged over all ranks, ≥ 0.
+        every: steps from one averaging of weights to the next, ≥ 1.
+        within: between which ranks gradients are averaged after that: those of a "host" (default; torchrun's
+            GROUP_RANK or else host names and network namespaces tell), or "rank": none.
+        average_momentum: average the optimizer's state of the parameters' shapes (momentum; Adam's moments) as well,
+            for the same bytes again each. Default False, as published: each rank keeps its own.
+        dense: how gradients go in the first phase, and after `close()`; default as DDP sends them. It is a state of the
+            same module that was not registered.
+        scaler: the GradScaler in use; without it, ranks that skip different steps are an error at the next averaging.
+        timeout: for each collective, default 5 minutes: the longest that ranks may be apart.
+
+    Raises:
+        ValueError: if an argument is out of range, or module, optimizer and states don't go together.
+        accel.comm.post_mortem.CommError: from `optimizer.step()`, if communication fails.
+
+    Example:
+        >>> ddp = DistributedDataParallel(model)
+        >>> optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        >>> with LocalSGD(ddp, optimizer, start_step=1000, every=8):
+        ...     train(ddp, optimizer)
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        start_step: int,
+        every: int,
+        *,
+        within: str = "host",
+        average_momentum: bool = False,
+        dense: CommState | None = None,
+        scaler: Any = None,
+        timeout: timedelta = timedelta(minutes=5),
+    ) -> None:
+        check_arguments(start_step, every, within)
+        check_parts(ddp, optimizer, dense, scaler)
+        self.start_step, self.every, self.within, self.average_momentum = start_step, every, within, average_momentum
+        self.step = 0
+        """Steps so far."""
+        self._ddp, self._optimizer, self._dense, self._scaler = ddp, optimizer, dense, scaler
+        self._names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+        self._broadcast_buffers = ddp.broadcast_buffers
+        self._named()
+        self._group: Any = ddp.process_group
+        self._weights = WeightMean(ddp, self._group, timeout)
+        self._check_same()
+        self._host = HostMean(ddp, self._group, timeout) if within == "host" else None
+        self._backwards = 0
+        self._calls = 0
+        self._apart = False
+        self._closed = False
+        self._step_hook = optimizer.register_step_post_hook(self._after_step)
+        if scaler is not None:
+            self._earlier_step, self._scaler_step = vars(scaler).get("step"), scaler.step
+            scaler.step = self._step_of_scaler
+        ddp.register_comm_hook(self, _hook)
+        self._enter_phase()
+
+    def _check_same(self) -> None:
+        settings = {name: getattr(self, name) for name in ("start_step", "every", "within", "average_momentum")}
+        mine = {**settings, "dense": repr(None if self._dense is None else self._dense.compressor)}
+        mine["scaler"] = self._scaler is not None
+        for rank, theirs in enumerate(self._weights.tell(mine)):
+            if theirs != mine:
+                self._weights.close()
+                name = next(name for name in mine if mine[name] != theirs[name])
+                raise ValueError(
+                    f"all ranks must pass the same {name} to LocalSGD, got {mine[name]!r} here and {theirs[name]!r} on "
+                    f"rank {rank}"
+                )
+
+    @property
+    def local(self) -> bool:
+        """Tell whether gradients of the next step stay within hosts, or ranks."""
+        return self.step >= self.start_step and not self._closed
+
+    def _enter_phase(self) -> None:
+        # DDP would broadcast buffers from rank 0 at each forward pass; they are averaged with the weights instead.
+        self._ddp.broadcast_buffers = self._broadcast_buffers and not self.local
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        """Average one bucket as the phase says."""
+        self._backwards += bucket.index() == 0
+        if not self.local:
+            return allreduce_hook(self._group, bucket) if self._dense is None else self._dense.reduce(bucket)
+        if self._ddp._join_config.enable:
+            raise ValueError("LocalSGD can't run within DDP's join(), where ranks take different numbers of steps")
+        if self._host is not None:
+            return self._host.reduce(bucket)
+        buffer = bucket.buffer()
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+        done.set_result(buffer)
+        return done
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls += 1
+        # Fused optimizers are called at skipped steps too, and told.
+        found_inf = None if self.local else getattr(optimizer, "found_inf", None)
+        if found_inf is None or not bool(found_inf):
+            self._stepped()
+
+    def _step_of_scaler(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for GradScaler.step: tell steps that it skips, which count in the local phase."""
+        before = self._calls
+        found = self._scaler_step(optimizer, *args, **kwargs)
+        if optimizer is self._optimizer and self._calls == before and self.local:
+            self._stepped()
+        return found
+
+    def _stepped(self) -> None:
+        self._apart |= self.local
+        self.step += 1
+        if self._apart and (self.step - self.start_step) % self.every == 0:
+            self.average()
+        elif self.step == self.start_step:
+            self._enter_phase()
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def average(self) -> None:
+        """Average weights, and what goes with them, over all ranks at once; every rank calls it, between steps.
+
+        The schedule goes on as it was. It runs by itself every `every` steps.
+        """
+        named = self._named()
+        mine = (self.step, self._backwards, fingerprint(named))
+        for rank, theirs in enumerate(self._weights.tell(mine)):
+            if theirs != mine:
+                raise ValueError(difference(mine, theirs, rank))
+        self._weights.average(named, self.step)
+        self._apart = False
+
+    def _named(self) -> Named:
+        """Return what is averaged, in the order of the model; raise ValueError if something can't be."""
+        owned = set()
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._names:
+                    raise ValueError(
+                        "the optimizer's parameters must all be of the DDP module, got one of shape "
+                        f"{tuple(parameter.shape)} that is not; give others an optimizer of their own"
+                    )
+                owned.add(self._names[id(parameter)])
+        named: list[tuple[str, Tensor]] = []
+        for name, parameter in self._ddp.module.named_parameters():
+            if parameter.requires_grad and name not in owned:
+                raise ValueError(
+                    f"the optimizer must have all parameters that require gradients, got none of {name!r}; it would "
+                    "drift apart unseen: give one optimizer all of them"
+                )
+            if parameter.requires_grad:
+                named.append((name, parameter.detach()))
+                if self.average_momentum:
+                    named += self._moments(name, parameter)
+        if self._broadcast_buffers:
+            named += [(name, one) for name, one in self._ddp.module.named_buffers() if one.is_floating_point()]
+        for name, one in named:
+            if not one.is_floating_point() or one.layout != torch.strided:
+                raise ValueError(f"LocalSGD averages dense, real floating point, got {one.dtype} in {name!r}")
+        return named
+
+    def _moments(self, name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:
+        state = self._optimizer.state.get(parameter, {})
+        return [
+            (f"{name}/{key}", state[key])
+            for key in sorted(state)
+            if key != "step" and isinstance(state[key], Tensor) and state[key].shape == parameter.shape
+        ]
+
+    # -- saving and the end ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many steps have been taken, and whether ranks have had local ones since the last averaging."""
+        return {"version": _VERSION, "step": self.step, "apart": self._apart}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a saved step, on every rank.
+
+        Raises:
+            ValueError: if it is of another version.
+        """
+        if state.get("version") != _VERSION:
+            raise ValueError(f"the state's version must be {_VERSION}, got {state.get('version')!r}")
+        self.step, self._apart, self._backwards = state["step"], state["apart"], 0
+        self._enter_phase()
+
+    def close(self, *, average: bool = True) -> None:
+        """Average what is still apart, then take all hooks off; gradients go over all ranks again. Every rank calls it.
+
+        Args:
+            average: False leaves each rank its weights and sends nothing, as after an error.
+        """
+        if self._closed:
+            return
+        if average and self._apart:
+            self.average()
+        if average and self._scaler is not None and self.local:
+            self._same_scale()
+        self._closed = True
+        self._step_hook.remove()
+        if self._scaler is not None:
+            self._release_scaler()
+        self._enter_phase()
+        if self._dense is None:
+            unhook(self._ddp)
+        self._weights.close()
+        if self._host is not None:
+            self._host.close()
+
+    def _release_scaler(self) -> None:
+        if vars(self._scaler).get("step") != self._step_of_scaler:
+            return  # another LocalSGD with the same scaler came later, and calls this one's, which does nothing now
+        del self._scaler.step
+        if self._earlier_step is not None:
+            self._scaler.step = self._earlier_step
+
+    def _same_scale(self) -> None:
+        """Set the smallest loss scale of all ranks: gradients that are averaged must have one."""
+        states = self._weights.tell(self._scaler.state_dict())
+        if self._scaler.is_enabled():
+            least = min(states, key=lambda one: float(one["scale"]))
+            tracker = min(one["_growth_tracker"] for one in states)
+            self._scaler.load_state_dict({**least, "_growth_tracker": tracker})
+
+    def __enter__(self) -> "LocalSGD":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(average=error is None)
+
+
+def _hook(state: LocalSGD, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    return state.reduce(bucket)

@@ -1,0 +1,333 @@
+"""What the ranks of FSDP2's tests do. Nothing here asserts: ranks return what they found."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from accel.comm.compressor import Compressor, Exact
+from accel.comm.dgc import DGC
+from accel.comm.fsdp import FSDPComm
+from accel.comm.half import Half
+from accel.comm.int8 import Int8
+from accel.comm.one_bit import OneBit
+from accel.comm.powersgd import PowerSGD
+from tests.comm.cases import SECONDS, message
+from tests.comm.tcp_bytes import sent_to, sockets
+
+COMPRESSORS: dict[str, Callable[[], Compressor]] = {
+    "fp16": lambda: Half(torch.float16),
+    "bf16": Half,
+    "int8": lambda: Int8(64),
+    "1-bit": lambda: OneBit(64),
+    "PowerSGD": lambda: PowerSGD(2),
+    "top 5 %": lambda: DGC(0.05, momentum=False, dense_below=16),
+}
+
+
+def mesh_of(world: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+
+
+class Net(nn.Module):
+    """Blocks of odd sizes: shards of two ranks are padded. One parameter is frozen."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.blocks = nn.ModuleList(nn.Linear(49, 49, dtype=dtype) for _ in range(2))
+        self.out = nn.Linear(49, 6, dtype=dtype)
+        self.frozen = nn.Parameter(torch.full((49,), 0.5, dtype=dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + x
+        found: Tensor = self.out(x * self.frozen)
+        return found
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def loss(model: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * (step % 6) + rank)
+    x = torch.randn(8, 49, generator=generator, dtype=torch.float64).to(dtype)
+    return (model(x) - torch.sin(2 * x[:, :6])).square().mean()
+
+
+def local(tensor: Any) -> Tensor:
+    found: Tensor = tensor.to_local()
+    return found
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([local(one).detach().reshape(-1) for one in model.parameters()])
+
+
+def same_on_replicas(values: Tensor, mesh: DeviceMesh) -> bool:
+    parts: list[Any] = [None] * mesh.size(0)
+    dist.all_gather_object(parts, values, group=mesh.get_group(0))
+    return all(torch.equal(values, one) for one in parts)
+
+
+def as_fsdp2(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Compare exact averaging with FSDP2 sharded over both dimensions: the largest difference, relative."""
+    mesh = mesh_of(world)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    second = lambda parameter: Shard(1) if parameter.dim() == 2 and parameter.shape[1] % 2 == 0 else Shard(0)  # noqa: E731
+    cases: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+        "float32": (torch.float32, {}),
+        "float64": (torch.float64, {}),
+        "kept after forward": (torch.float32, {"reshard_after_forward": False}),
+        "mixed precision": (torch.float32, {"mp_policy": half}),
+        "second dimension": (torch.float32, {"shard_placement_fn": second}),
+        "accumulation": (torch.float32, {}),
+        "divide factor": (torch.float64, {}),
+    }
+    found = {}
+    for name, (dtype, options) in cases.items():
+        ours, theirs = shard(Net(dtype), mesh["shard"], **options), shard(Net(dtype), mesh, **options)
+        comm = FSDPComm(ours, mesh, timeout=SECONDS)
+        if name == "divide factor":
+            for module in (*ours.modules(), *theirs.modules()):
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(3.0)
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (ours, theirs)]
+        worst = 0.0
+        for step in range(3):
+            for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+                optimizer.zero_grad()
+                if name == "accumulation":
+                    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+                    loss(model, rank, step + 3, dtype).backward()
+                    model.set_requires_gradient_sync(True)  # type: ignore[operator]
+                loss(model, rank, step, dtype).backward()
+                optimizer.step()
+            got, want = weights(ours), weights(theirs)
+            worst = max(worst, ((got - want).abs().max() / want.abs().max()).item())
+        same = same_on_replicas(weights(ours), mesh)
+        found[name] = {"error": worst, "same": same, "steps": comm.step}
+        comm.close()
+    return found
+
+
+# Laws, with gradients as given
+
+
+class Part(nn.Module):
+    """Parameters whose gradients are what `forward` is given."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.p = nn.ParameterList(nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes)
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return torch.stack([(p * g).sum() for p, g in zip(self.p, gradients, strict=False)]).sum()
+
+
+class Given(nn.Module):
+    """Three modules to be sharded, and nothing in the whole; backward comes to them in another order."""
+
+    SHAPES = ((33, 5), (7,), (64, 40), (1, 3), (50, 51), (129,))
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part(self.SHAPES[i : i + 2], dtype) for i in (0, 2, 4))
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return torch.stack([part(gradients[2 * i : 2 * i + 2]) for i, part in enumerate(self.parts)]).sum()
+
+
+def given_model(mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
+    model = Given(dtype)
+    for part in model.parts:
+        fully_shard(part, mesh=mesh["shard"])
+    return fully_shard(model, mesh=mesh["shard"])
+
+
+def gradients(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) * 10.0 ** (i % 3 - 1)
+        for i, shape in enumerate(Given.SHAPES)
+    ]
+
+
+def own_part(whole: Tensor, place: int, shards: int) -> Tensor:
+    """Return the rows of a tensor that a shard holds."""
+    rows = -(-whole.shape[0] // shards)
+    return whole[place * rows : (place + 1) * rows].reshape(-1)
+
+
+def backward(model: nn.Module, given: list[Tensor]) -> Tensor:
+    model.zero_grad()
+    model(given).backward()
+    return torch.cat([local(p.grad).reshape(-1) for p in model.parameters()]).clone()
+
+
+def withheld(comm: FSDPComm, mesh: DeviceMesh) -> Tensor:
+    """Return the sum over replicas of what each has withheld of this rank's shard, without padding."""
+    own = comm.state_dict()["own"]["residual"]
+    total = []
+    for i, shape in enumerate(Given.SHAPES):
+        rows = -(-shape[0] // mesh.size(1))
+        whole = torch.zeros(rows * torch.Size(shape[1:]).numel(), dtype=torch.float64)
+        for skipped, values in own.get(f"parts.{i // 2}.p.{i % 2}", []):
+            whole[skipped : skipped + values.numel()] += values
+        numel = own_part(torch.empty(shape), mesh.get_local_rank(1), mesh.size(1)).numel()
+        total.append(whole[:numel])
+    found = torch.cat(total)
+    dist.all_reduce(found, group=mesh.get_group(0))
+    return found
+
+
+def laws(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Add up what was applied and what is withheld; then meet an infinity on one rank, in a row of one shard."""
+    mesh = mesh_of(world)
+    place = mesh.get_local_rank(1)
+    found = {}
+    for name, compressor in COMPRESSORS.items():
+        for dtype in (torch.float32, torch.float64) if name == "int8" else (torch.float64,):
+            model = given_model(mesh, dtype)
+            comm = FSDPComm(model, mesh, compressor(), error_feedback=True, timeout=SECONDS)
+            applied, wanted, same = 0.0, 0.0, True
+            for step in range(4):
+                got = backward(model, gradients(rank, step, dtype))
+                every = [gradients(r, step, torch.float64) for r in range(world)]
+                means = [sum(several) / world for several in zip(*every, strict=True)]
+                applied = applied + got.double()
+                wanted = wanted + torch.cat([own_part(one, place, mesh.size(1)) for one in means])
+                same &= same_on_replicas(got, mesh)
+            left = withheld(comm, mesh)
+            given = gradients(rank, 9, dtype)
+            if rank == 1:
+                given[2][1, 1] = float("inf")
+            arrived = not torch.isfinite(backward(model, given)).all().item()
+            after = withheld(comm, mesh)
+            again = bool(torch.isfinite(backward(model, gradients(rank, 10, dtype))).all())
+            found[f"{name}, {dtype}"] = {
+                "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),  # type: ignore[attr-defined]
+                "withheld": (left.norm() / wanted.norm()).item(),  # type: ignore[attr-defined]
+                "same": same,
+                "arrived": arrived == (place == 0),
+                "untouched": torch.equal(left, after),
+                "recovers": again,
+                "steps": comm.step,
+            }
+            comm.close()
+    return found
+
+
+def training(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Train with each compressor beside FSDP2 over both dimensions; stop and go on in the middle."""
+    mesh = mesh_of(world)
+
+    def run(make: Callable[[], Compressor] | None, resume: bool = False) -> tuple[list[float], Tensor]:
+        model = shard(Net(), mesh if make is None else mesh["shard"])
+        new = functools.partial(FSDPComm, model, mesh, timeout=SECONDS)
+        comm = None if make is None else new(make(), error_feedback=True)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(24):
+            if resume and step == 12:
+                assert comm is not None
+                assert make is not None
+                saved = pickle.dumps(comm.state_dict())
+                comm.close()
+                comm = new(make(), error_feedback=True)
+                comm.load_state_dict(pickle.loads(saved))
+            sgd.zero_grad()
+            value = loss(model, rank, step)
+            value.backward()
+            sgd.step()
+            losses.append(value.item())
+        if comm is not None:
+            comm.close()
+        return losses, weights(model)
+
+    dense, _ = run(None)
+    found = {}
+    for name in ("int8", "1-bit", "PowerSGD"):
+        compressor = COMPRESSORS[name]
+        losses, end = run(compressor)
+        found[name] = {"last": sum(losses[-6:]) / 6, "dense": sum(dense[-6:]) / 6, "first": sum(losses[:6]) / 6}
+        found[name]["same"] = same_on_replicas(end, mesh)
+        found[name]["resumed"] = name == "1-bit" or torch.equal(end, run(compressor, resume=True)[1])
+    return found
+
+
+def traffic(rank: int, world: int) -> dict[str, float]:
+    """Count the bytes that a rank sends to its peer on the other host in a step, per byte of its shard."""
+    mesh = mesh_of(world)
+    found = {}
+    for name, compressor in (("exact", Exact()), ("bf16", Half()), ("int8", Int8(1024)), ("1-bit", OneBit(1024))):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(512, 512, bias=False), mesh=mesh["shard"])
+        comm = FSDPComm(model, mesh, compressor, timeout=SECONDS)
+        backwards = lambda model=model: model(torch.ones(1, 512)).sum().backward()  # noqa: E731
+        backwards()
+        dist.barrier()
+        before = sockets()
+        for _ in range(2):
+            backwards()
+        both: list[Any] = [None] * world
+        after = sockets()
+        dist.all_gather_object(both, (before, after))
+        sent = sent_to(rank, [one[0] for one in both], [one[1] for one in both])
+        found[name] = sent[(rank + world // 2) % world] / 2 / (4 * 512 * 256)
+        comm.close()
+    return found
+
+
+# What is refused
+
+
+def refusals(rank: int, world: int) -> dict[str, str]:
+    """Return the message of each bad input, on every rank."""
+    mesh = mesh_of(world)
+    both, one = shard(Net(), mesh), shard(Net(), mesh["shard"])
+    other = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("shard", "replicate"))
+
+    def make(model: nn.Module, *arguments: Any, mesh: Any = mesh, **options: Any) -> str:
+        return message(lambda: FSDPComm(model, mesh, *arguments, **{"timeout": SECONDS, **options}))
+
+    apart = Net()
+    if rank >= world // 2:
+        with torch.no_grad():
+            apart.out.weight += 1
+    everything = shard(Net(), init_device_mesh("cpu", (world,)))
+    found = {
+        "two dimensions": make(both),
+        "plain": make(Net()),
+        "one dimension": make(one, mesh=mesh["shard"]),
+        "other mesh": make(shard(Net(), other["shard"])),
+        "all ranks": make(everything),
+        "no parameters": make(nn.ReLU()),
+        "compressor": make(one, "int8"),
+        "feedback": make(one, Exact(), error_feedback=True),
+        "DGC": make(one, DGC()),
+        "timeout": make(one, timeout=timedelta()),
+        "settings differ": make(one, Half() if rank < 2 else Int8()),
+        "weights differ": make(shard(apart, mesh["shard"])),
+    }
+    given = given_model(mesh, torch.float32)
+    comm = FSDPComm(given, mesh, timeout=SECONDS)
+    found["unused"] = message(lambda: backward(given, gradients(rank, 0, torch.float32)[:-1]))
+    comm.close()
+    model = shard(Net(), mesh["shard"])
+    FSDPComm(model, mesh, timeout=SECONDS).close()
+    found["closed"] = message(lambda: loss(model, rank, 0).backward())
+    return found

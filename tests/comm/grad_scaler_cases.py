@@ -1,0 +1,145 @@
+"""What the ranks of the tests with GradScaler do. Nothing here asserts: ranks return what they found."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.comm.compressor import Compressor
+from accel.comm.dgc import DGC
+from accel.comm.half import Half
+from accel.comm.hooks import CommState, hook
+from accel.comm.int8 import Int8
+from accel.comm.one_bit import OneBit
+from accel.comm.powersgd import PowerSGD
+from tests.comm.cases import SECONDS, backward, flat, gradients, make, mean_gradient, message, residual, same_everywhere
+
+COMPRESSORS: dict[str, Callable[[], Compressor]] = {
+    "bf16": Half,
+    "fp16": lambda: Half(torch.float16),
+    "int8": lambda: Int8(64),
+    "1-bit": lambda: OneBit(64),
+    "PowerSGD": lambda: PowerSGD(2),
+}
+VOID = 12
+
+
+class Loop:
+    """A training loop as in PyTorch's manual on mixed precision."""
+
+    def __init__(self, compressor: Compressor | None) -> None:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 20))
+        self.ddp = DistributedDataParallel(model, bucket_cap_mb=0.002)
+        self.sgd = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=0.5)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=10)
+        self.state: CommState | None = None
+        if compressor is not None:
+            self.state = CommState(self.ddp, compressor, error_feedback=True, timeout=SECONDS, scaler=self.scaler)
+            self.ddp.register_comm_hook(self.state, hook)
+
+    def step(self, rank: int, step: int, infinite: bool = False) -> float:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(32, 24, generator=generator)
+        loss = (self.ddp(x) - torch.sin(x[:, :20] + x[:, 4:])).square().mean()
+        self.sgd.zero_grad()
+        self.scaler.scale(loss * float("inf") if infinite else loss).backward()
+        self.scaler.step(self.sgd)
+        self.scaler.update()
+        return loss.item()
+
+    def weights(self) -> torch.Tensor:
+        return flat([one.detach() for one in self.ddp.parameters()])
+
+    def withheld(self) -> torch.Tensor:
+        assert self.state is not None
+        own = self.state.state_dict()["own"]["residual"]
+        return torch.cat([values for name in sorted(own) for _, values in sorted(own[name], key=lambda one: one[0])])
+
+
+def train(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Meet an infinity on rank 1 amid training: with each compressor, and with DDP alone."""
+    dense = Loop(None)
+    losses = [dense.step(rank, step, infinite=rank == 1 and step == VOID) for step in range(60)]
+    found = {}
+    for name, compressor in COMPRESSORS.items():
+        run = Loop(compressor())
+        others, clean, skipped = [], True, []
+        for step in range(60):
+            before = run.weights()
+            others.append(run.step(rank, step, infinite=rank == 1 and step == VOID))
+            clean &= bool(torch.isfinite(run.withheld()).all())
+            if torch.equal(before, run.weights()):
+                skipped.append(step)
+        found[name] = {
+            "clean": clean,
+            "skipped": skipped,
+            "scale": run.scaler.get_scale() == dense.scaler.get_scale(),
+            "same": same_everywhere(run.weights()),
+            "first": sum(others[:5]) / 5,
+            "last": sum(others[-5:]) / 5,
+            "dense": sum(losses[-5:]) / 5,
+        }
+        assert run.state is not None
+        run.state.close()
+    return found
+
+
+def as_if_it_had_not_been(rank: int, world: int) -> dict[str, dict[str, bool]]:
+    """Compare a run that meets an infinity with one that never saw that batch, and whose scale was halved by hand."""
+    found = {}
+    for name, compressor in COMPRESSORS.items():
+        void, without = Loop(compressor()), Loop(compressor())
+        for step in range(VOID + 4):
+            void.step(rank, step, infinite=rank == 1 and step == VOID)
+            if step == VOID:
+                without.scaler.update(without.scaler.get_scale() / 2)
+            else:
+                without.step(rank, step)
+        found[name] = {
+            "weights": torch.equal(void.weights(), without.weights()),
+            "withheld": torch.equal(void.withheld(), without.withheld()) and bool(void.withheld().any()),
+        }
+        for run in (void, without):
+            assert run.state is not None
+            run.state.close()
+    return found
+
+
+def law(rank: int, world: int) -> dict[str, dict[str, float]]:
+    """Change the scale at each step; in unscaled terms, what was applied and withheld is the sum of mean gradients."""
+    found = {}
+    for (name, compressor), hierarchical in itertools.product(COMPRESSORS.items(), (False, True)):
+        if hierarchical and name not in ("int8", "PowerSGD"):
+            continue
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        ddp, _ = make(None, torch.float64)
+        _.close()
+        ddp = DistributedDataParallel(ddp.module, bucket_cap_mb=0.004)
+        state = CommState(
+            ddp, compressor(), hierarchical=hierarchical, error_feedback=True, timeout=SECONDS, scaler=scaler
+        )
+        ddp.register_comm_hook(state, hook)
+        applied, wanted = torch.zeros(()).double(), torch.zeros(()).double()
+        for step, scale in enumerate((2.0, 4.0, 4.0, 1.0, 8.0, 0.5)):
+            scaler.scale(torch.ones(()))  # makes the scale
+            scaler.update(scale)
+            got = backward(ddp, [scale * one for one in gradients(rank, step, torch.float64)])
+            applied, wanted = applied + got / scale, wanted + mean_gradient(world, step, torch.float64)
+            if step == 3:  # a checkpoint keeps the scale that it was written at
+                saved = state.state_dict()
+                state.load_state_dict(saved)
+        left = residual(state) / scaler.get_scale()
+        found[f"{name}, {'hosts' if hierarchical else 'flat'}"] = {
+            "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
+            "withheld": (left.norm() / wanted.norm()).item(),
+        }
+        state.close()
+    model = nn.Linear(2, 2)
+    refused = message(lambda: CommState(model, DGC(), scaler=torch.amp.GradScaler("cpu")))
+    return {**found, "refused": refused}  # type: ignore[dict-item]

@@ -1,0 +1,139 @@
+"""Post-local SGD against DDP and against the algorithm as published, on two ranks and on two hosts of two."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.comm import local_sgd_cases as cases
+from tests.comm.ranks import run_ranks
+
+# float64, a dozen steps of a small network: sums over ranks in another order.
+ROUNDING = 1e-12
+SHAPES = pytest.mark.parametrize(
+    ("world", "per_host"),
+    [pytest.param(2, 1, marks=pytest.mark.slow, id="2 ranks"), pytest.param(4, 2, id="2 hosts of 2")],
+)
+
+
+@SHAPES
+def test_averaging_at_every_step_is_dense_sgd(world: int, per_host: int) -> None:
+    for found in run_ranks(cases.as_dense, world, per_host, per_host=per_host):
+        assert len(found) == 3
+        for what, error in found.items():
+            assert error < ROUNDING, what
+
+
+@SHAPES
+def test_every_four_steps_is_the_published_algorithm(world: int, per_host: int) -> None:
+    for found in run_ranks(cases.as_published, world, per_host, per_host=per_host):
+        assert len(found) == (7 if per_host == 1 else 9)
+        for what, one in found.items():
+            assert one["error"] < ROUNDING, what
+            assert one["same"], what
+            assert one["apart"], what
+            assert one["hierarchical"] == (world == 4)
+
+
+@pytest.mark.slow
+def test_three_ranks_on_one_host_and_one_each() -> None:
+    for per_host in (1, 3):
+        for found in run_ranks(cases.as_published, 3, per_host, per_host=per_host):
+            assert all(one["error"] < ROUNDING and one["same"] for one in found.values())
+
+
+@SHAPES
+def test_steps_that_grad_scaler_skips_keep_ranks_together(world: int, per_host: int) -> None:
+    for found in run_ranks(cases.scaled, world, per_host, per_host=per_host):
+        assert len(found) == 2 * per_host
+        for what, one in found.items():
+            assert one["error"] < ROUNDING, what
+            # Step 1 is skipped by all and does not count: the third counted step is number 3, averagings are 7 and 11.
+            assert one["averaged"] == [7, 11], what
+            assert one["counted"], what
+            assert one["scales"] > 1, what
+            assert one["closed"], what
+            assert one["own step"], what
+
+
+def test_ranks_that_skip_different_steps_unseen_are_told() -> None:
+    for rank, said in enumerate(run_ranks(cases.drift, 2)):
+        mine, theirs = ((3, 3), (3, 4)) if rank == 0 else ((3, 4), (3, 3))
+        assert said == (
+            "ValueError: ranks must come to an averaging after as many steps and backward passes, got "
+            f"{mine[0]} and {mine[1]} here and {theirs[0]} and {theirs[1]} on rank {1 - rank}; if a GradScaler skips "
+            "steps, pass it as scaler="
+        )
+
+
+@SHAPES
+def test_resuming_equals_not_stopping(world: int, per_host: int) -> None:
+    for found in run_ranks(cases.resume, world, per_host, per_host=per_host):
+        assert len(found) == 1 + per_host
+        assert all(found.values()), found
+
+
+def test_closing_averages_and_gives_back_what_was_there() -> None:
+    for rank, found in enumerate(run_ranks(cases.ends, 2)):
+        for name in ("own", "state"):
+            assert found[name] == {
+                "phase": (True, False),
+                "apart": True,
+                "closed": True,
+                "dense again": True,
+                "steps": 3,
+                "hooks": 0 if name == "own" else 1,
+                "buffers": True,
+                "left": 0,
+            }
+        assert found["error"] == ("KeyError: 'of the user'" if rank == 0 else "RuntimeError: of another user")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_host"),
+    [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), pytest.param(2, 3, marks=pytest.mark.slow)],
+)
+def test_bytes_are_those_of_the_formula(hosts: int, per_host: int) -> None:
+    world = hosts * per_host
+    ranks = run_ranks(cases.traffic, world, per_host, per_host=per_host)
+
+    def of_a_host(what: str, kind: str) -> list[float]:
+        return [sum(one[what][kind] for one in ranks[h * per_host : (h + 1) * per_host]) for h in range(hosts)]
+
+    for within, momentum, copies in (("host", False, 1), ("rank", True, 2)):
+        for uplink in of_a_host(f"{within}, {momentum}, averaging", "between"):
+            assert uplink == pytest.approx(copies * 2 * (hosts - 1) / hosts, rel=0.01)
+        for uplink in of_a_host(f"{within}, {momentum}, dense", "between"):
+            assert uplink == pytest.approx(2 * (world - 1) / world, rel=0.01)
+        for uplink in of_a_host(f"{within}, {momentum}, local", "between"):
+            assert uplink < 1e-4
+        for inside in of_a_host(f"{within}, {momentum}, local", "within"):
+            expected = 2 * (per_host - 1) if within == "host" else 0
+            assert inside == pytest.approx(expected, rel=0.01, abs=1e-4)
+
+
+REFUSED = {
+    "start_step": "start_step must be at least 0, got -1",
+    "every": "every must be at least 1 step, got 0",
+    "within": 'within must be "host" or "rank", got \'node\'',
+    "no DDP": "LocalSGD needs a DistributedDataParallel module, got Net; sharded weights differ",
+    "no optimizer": "optimizer must be a torch.optim.Optimizer, got str",
+    "dense": "dense must be a CommState, got str",
+    "scaler": "scaler must be a torch.amp.GradScaler, got float",
+    "foreign": "parameters must all be of the DDP module, got one of shape () that is not",
+    "missing": "must have all parameters that require gradients, got none of 'gain'",
+    "settings differ": "all ranks must pass the same every to LocalSGD, got ",
+    "complex": "LocalSGD averages dense, real floating point, got torch.complex64 in 'phase'",
+    "DGC": "DGC with momentum takes it from the optimizer, which local steps need",
+    "zero": "ZeroRedundancyOptimizer can't take local steps",
+    "hooked": "must have no communication hook yet; pass its CommState as dense= instead",
+    "version": "the state's version must be 1, got None",
+    "state differs": "ranks must have the same parameters and optimizer state at an averaging, got others on rank",
+}
+
+
+def test_what_cannot_work_is_refused() -> None:
+    for found in run_ranks(cases.refusals, 2):
+        assert found.keys() == REFUSED.keys()
+        for what, text in REFUSED.items():
+            assert found[what].startswith("ValueError: "), (what, found[what])
+            assert text in found[what], (what, found[what])

@@ -1,0 +1,72 @@
+"""The checks of PyTorch's own tests of communication hooks, written anew for these hooks.
+
+| PyTorch's | here |
+|---|---|
+| `test_ddp_hook_parity_*` (distributed_test.py), `test_ddp_comm_hook_{allreduce,fp16compress,quantize_per_*}_hook` and `test_is_last_hook` (test_ddp_hooks.py) | `test_fifty_steps_beside_ddp` |
+| `test_ddp_comm_hook_logging` | the same |
+| `test_ddp_hook_pickling_powerSGD`, `test_post_localSGD_optimizer_step_reload`, `test_save_load_checkpoint` (test_c10d_gloo.py) | `test_a_checkpoint_file_goes_on_to_the_bit`; `test_resuming_equals_not_stopping` in test_local_sgd.py |
+| `test_ddp_uneven_inputs` | `test_ranks_with_fewer_batches` |
+| `test_accumulate_gradients_no_sync_*`, `*_grad_is_view` | `test_views_of_buckets_and_passes_without_synchronisation` |
+| `test_all_gather_*`, `test_all_to_all_*` (quantization/test_quantization.py) | `test_channels_move_what_torch_moves` |
+| `test_post_localSGD_optimizer_parity*`, `test_ddp_hook_parity_post_localSGD` | `test_post_local_sgd_is_torchs` |
+
+Elsewhere: futures with callbacks, registering twice, sparse gradients, static graphs and dtypes in test_hooks.py and
+test_faults.py; PowerSGD against torch's own hook in test_powersgd_torch.py.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import pytest
+
+from tests.comm import torch_parity_cases as cases
+from tests.comm.ranks import run_ranks
+
+# How far from DDP's weights after 50 steps, of the way they went; what is lossy must reach as low a loss instead.
+APART = {"exact": 1e-4, "fp16": 0.01, "bf16": 0.03, "int8": 0.05}
+
+
+def test_fifty_steps_beside_ddp() -> None:
+    for found in run_ranks(cases.training, 2):
+        assert found.keys() == cases.COMPRESSORS.keys()
+        for name, one in found.items():
+            assert one["same"], name
+            assert one["steps"] == 50
+            assert one["logged"] == "hook"
+            # DDP's first step has one bucket here, which is the last one, the others have two.
+            assert one["last"] == [(0, False), (0, True), (1, True)]
+            assert one["apart"] < APART.get(name, 1.0), name
+            assert one["loss"] < 1.2 * one["plain loss"] + 0.05, name
+
+
+def test_a_checkpoint_file_goes_on_to_the_bit() -> None:
+    for found in run_ranks(cases.checkpoints, 2):
+        assert len(found) == len(cases.COMPRESSORS)
+        for what, one in found.items():
+            assert one == {"same bits": True, "steps": 5}, what
+
+
+def test_ranks_with_fewer_batches() -> None:
+    # bf16 rounds twice, int8 within half of 1/127 of a block's largest twice.
+    bounds = {"exact": 1e-6, "bf16": 2**-7, "int8": 2 / 127}
+    for found in run_ranks(cases.uneven, 2):
+        for what, one in found.items():
+            assert one["error"] < bounds[what.partition(",")[0]], what
+            assert one["steps"] == 4
+
+
+def test_channels_move_what_torch_moves() -> None:
+    for found in run_ranks(cases.channels, 3):
+        assert len(found) == 7 * 4 * 2 + 4 * 4
+        assert all(found.values()), [what for what, right in found.items() if not right]
+
+
+@pytest.mark.parametrize(("world", "per_host"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_post_local_sgd_is_torchs(world: int, per_host: int) -> None:
+    for found in run_ranks(cases.post_local, world, per_host, per_host=per_host):
+        assert found.keys() == {"host", "rank"}
+        assert max(found.values()) < 1e-12
+
+
+def test_views_of_buckets_and_passes_without_synchronisation() -> None:
+    for found in run_ranks(cases.views, 2):
+        assert found == dict.fromkeys(("exact", "int8", "1-bit", "PowerSGD"), True)
