@@ -21,11 +21,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 BURST = "256kb"
@@ -78,15 +79,19 @@ class Lab:
         self._prefix = f"al{os.getpid()}x{next(_numbers)}"
         self._running: list[subprocess.Popen[bytes]] = []
         self._ports = itertools.count(29_500)
+        self._on_sigterm: Any = None
 
     def __enter__(self) -> Lab:
         reason = why_not()
         if reason:
             raise RuntimeError(f"no lab: {reason}")
+        if threading.current_thread() is threading.main_thread():
+            # By default it would end this process at once, and leave ranks and namespaces behind.
+            self._on_sigterm = signal.signal(signal.SIGTERM, _leave)
         try:
             self._build()
         except BaseException:
-            self._tear_down()
+            self.__exit__(None, None, None)
             raise
         return self
 
@@ -94,6 +99,8 @@ class Lab:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._tear_down()
+        if self._on_sigterm is not None:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def namespace(self, host: int) -> str:
         """Return the namespace of a host."""
@@ -240,3 +247,7 @@ def _do(*command: str) -> str:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()}")
     return done.stdout
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)

@@ -125,3 +125,17 @@ def test_every_hook_ends_well_in_each_of_five_launches() -> None:
     ended = launch_all(5)
     assert len(ended.hooks) == 2 * len(COMPRESSORS)  # flat and by hosts
     assert ended.good == ended.launches == 5
+
+
+def test_a_lab_that_is_asked_to_end_cleans_up() -> None:
+    code = (
+        "import time\nfrom benchmarks.lab import Lab\n"
+        "with Lab(1) as lab:\n    print(lab._prefix, flush=True)\n    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        prefix = process.stdout.readline().strip()
+        assert namespaces(prefix)
+        process.terminate()
+        assert process.wait(20) == 143
+    assert not namespaces(prefix)
