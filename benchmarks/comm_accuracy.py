@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from datetime import date, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
-from accel.files import write_atomic
+from benchmarks import recording
 from benchmarks.comm_accuracy_tasks import TASKS, Source, Task, judge, learning_rate
 
 DENSE = "exact"
@@ -195,21 +195,13 @@ def compare(rows: list[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def target() -> Path:
-    """Return where today's figures go."""
-    return Path(__file__).parent / "results" / f"comm-accuracy-cpu-{date.today().isoformat()}.json"
-
-
 def recorded() -> list[Row]:
     """Return today's rows."""
-    if not target().exists():
-        return []
-    return [Row(**one) for one in json.loads(target().read_text(encoding="utf-8"))["rows"]]
+    return [Row(**one) for one in recording.rows("comm-accuracy")]
 
 
 def write(new: Row) -> None:
     """Put a row in the place of the one for the same task, method and seed; drop those of other settings."""
-    from accel.journal import machine_name
 
     def kept(row: Row) -> bool:
         same = (row.ranks, row.steps, row.batch) == (new.ranks, new.steps, new.batch)
@@ -218,15 +210,8 @@ def write(new: Row) -> None:
     order = {(name, method): i for i, (name, method) in enumerate((a, b) for a in TASKS for b in METHODS)}
     rows = [*filter(kept, recorded()), new]
     rows.sort(key=lambda row: (order[row.task, row.method], row.seed))
-    summary = {
-        "what": "accuracy after the same steps, by what is sent in place of gradients; better_by is against exact",
-        "date": date.today().isoformat(),
-        "machine": machine_name(torch.device("cpu")),
-        "torch": torch.__version__,
-        "compared": compare(rows),
-        "rows": [row._asdict() for row in rows],
-    }
-    write_atomic(target(), json.dumps(summary, indent=1) + "\n")
+    what = "accuracy after the same steps, by what is sent in place of gradients; better_by is against exact"
+    recording.write("comm-accuracy", what, {"compared": compare(rows), "rows": [row._asdict() for row in rows]})
 
 
 def show(rows: list[Row]) -> None:

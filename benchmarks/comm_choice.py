@@ -16,8 +16,7 @@ import os
 import statistics
 import sys
 import time
-from datetime import date, timedelta
-from pathlib import Path
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import click
@@ -30,7 +29,7 @@ from accel.comm.catalogue import Way, allowed
 from accel.comm.choice import describe
 from accel.comm.selector import AutoComm
 from accel.comm.switch import Switch, hook
-from accel.files import write_atomic
+from benchmarks import recording
 from benchmarks.comm_hooks import mlp, replicas_equal
 from benchmarks.gradient_profiles import PROFILES, Replayed
 from benchmarks.lab import Lab, why_not
@@ -327,23 +326,11 @@ def main(only: tuple[str, ...], rounds: int, record: bool, worker: str | None) -
 
 def write(command: str, found: list[Row]) -> None:
     """Write the rows beside those of other settings measured on the same day."""
-    from accel.journal import machine_name
-
-    target = Path(__file__).parent / "results" / f"comm-choice-cpu-{date.today().isoformat()}.json"
     rows = [{**one._asdict(), "command": command} for one in found]
     measured = {(row["shape"], row["rate"], row["model"]) for row in rows}
-    if target.exists():
-        before = json.loads(target.read_text(encoding="utf-8"))["rows"]
-        rows = [row for row in before if (row["shape"], row["rate"], row["model"]) not in measured] + rows
-    summary = {
-        "what": "a DDP step with gradient communication chosen automatically, against DDP and every fixed choice",
-        "date": date.today().isoformat(),
-        "machine": machine_name(torch.device("cpu")),
-        "cores": len(os.sched_getaffinity(0)),
-        "torch": torch.__version__,
-        "rows": rows,
-    }
-    write_atomic(target, json.dumps(summary, indent=1) + "\n")
+    old = [row for row in recording.rows("comm-choice") if (row["shape"], row["rate"], row["model"]) not in measured]
+    what = "a DDP step with gradient communication chosen automatically, against DDP and every fixed choice"
+    recording.write("comm-choice", what, {"cores": len(os.sched_getaffinity(0)), "rows": old + rows})
 
 
 if __name__ == "__main__":

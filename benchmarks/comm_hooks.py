@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from datetime import date, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
-from accel.files import write_atomic
+from benchmarks import recording
 from benchmarks.lab import Lab, why_not
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
@@ -392,21 +392,9 @@ def write(kind: str, what: str, command: str, found: list[Any]) -> None:
 
     A row of DDP stays too where methods do that were compared with it; each row has its own launch's ratio to DDP.
     """
-    from accel.journal import machine_name
-
-    target = Path(__file__).parent / "results" / f"comm-{kind}-cpu-{date.today().isoformat()}.json"
-    rows = [{**one._asdict(), "command": command} for one in found]
-    if target.exists():
-        rows = merged(json.loads(target.read_text(encoding="utf-8"))["rows"], rows)
-    summary = {
-        "what": what,
-        "date": date.today().isoformat(),
-        "machine": machine_name(torch.device("cpu")),
-        "cores": len(os.sched_getaffinity(0)),
-        "torch": torch.__version__,
-        "rows": rows,
-    }
-    write_atomic(target, json.dumps(summary, indent=1) + "\n")
+    name = f"comm-{kind}"
+    rows = merged(recording.rows(name), [{**one._asdict(), "command": command} for one in found])
+    recording.write(name, what, {"cores": len(os.sched_getaffinity(0)), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -8,11 +8,8 @@ stages over channels that send nothing (`accel.comm.dry_run`). Compressors take 
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import click
@@ -25,8 +22,7 @@ from accel.comm.dry_run import dry_run
 from accel.comm.layout import Layout
 from accel.comm.powersgd import PowerSGD
 from accel.comm.topology import Topology
-from accel.files import write_atomic
-from accel.journal import machine_name
+from benchmarks import recording
 
 WIDTH, DEPTH = 1024, 6
 TWO = Topology(((0,), (1,)))
@@ -79,16 +75,9 @@ def main(rounds: int, record: bool) -> None:
             f"{row['copies']} copies of the gradients kept"
         )
     if record:
-        result = {
-            "what": f"one bucket of {layout.numel * 4 / 1e6:.1f} MB between two ranks: sent by each, processor time",
-            "command": f"python -m benchmarks.compressor_costs --rounds {rounds}",
-            "date": date.today().isoformat(),
-            "machine": machine_name(torch.device("cpu")),
-            "torch": torch.__version__,
-            "rows": rows,
-        }
-        target = Path(__file__).parent / "results" / f"compressor-costs-cpu-{date.today().isoformat()}.json"
-        write_atomic(target, json.dumps(result, indent=1) + "\n")
+        what = f"one bucket of {layout.numel * 4 / 1e6:.1f} MB between two ranks: sent by each, processor time"
+        command = f"python -m benchmarks.compressor_costs --rounds {rounds}"
+        recording.write("compressor-costs", what, {"rows": rows}, command=command)
 
 
 def _row(name: str, taken: list[tuple[float, float]], layout: Layout) -> dict[str, Any]:

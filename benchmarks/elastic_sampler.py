@@ -10,17 +10,14 @@ has grown by after ten batches, each in a process of its own. Before anything is
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import date
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
@@ -28,7 +25,7 @@ import torch
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.permutation import Permutation
-from accel.files import write_atomic
+from benchmarks import recording
 
 Batches = Iterator[list[int]]
 
@@ -182,21 +179,14 @@ def main(rounds: int, samples: tuple[int, ...], batch: tuple[int, ...], record: 
 
 def write(races: list[Race], bulk: dict[str, float], command: str) -> None:
     """Write the figures beside the others."""
-    from accel.journal import machine_name
-
-    summary: dict[str, Any] = {
-        "what": "order of the elastic sampler, computed, against a list from torch.randperm",
-        "command": command,
-        "date": date.today().isoformat(),
-        "machine": machine_name(torch.device("cpu")),
-        "torch": torch.__version__,
+    what = "order of the elastic sampler, computed, against a list from torch.randperm"
+    figures = {
         "numpy": np.__version__,
         "threads": torch.get_num_threads(),
         "races": [asdict(each) for each in races],
         "permutation_ns_per_index": bulk,
     }
-    target = Path(__file__).parent / "results" / f"elastic-sampler-cpu-{date.today().isoformat()}.json"
-    write_atomic(target, json.dumps(summary, indent=1) + "\n")
+    recording.write("elastic-sampler", what, figures, command=command)
 
 
 if __name__ == "__main__":

@@ -10,22 +10,19 @@ slows down slows both: a round gives one ratio, and the median of them is shown 
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import click
 import torch
 
-from accel.files import write_atomic
 from accel.kernels.fcos_inputs import Fcos3dGts, FcosConfig, FcosPoints
 from accel.kernels.fcos_targets import fcos3d_targets, fcos_targets
 from accel.kernels.gather_rows import gather_rows
+from benchmarks import recording
 from tests.kernels.fcos_oracle import Index, fcos3d_batch, fcos_batch
 
 SIZES = [(116, 200), (58, 100), (29, 50), (15, 25), (8, 13)]
@@ -142,21 +139,11 @@ def main(rounds: int, threads: int, counts: tuple[int, ...], record: bool) -> No
                 found[row] = compared(call, ours, rounds)
                 print(f"{row}: {told(found[row])}", flush=True)
     if record:
-        from accel.journal import machine_name
-
-        summary = {
-            "what": f"targets of {IMAGES} images at {len(points.xy):,} points; a row of a [G, C] table for each point",
-            "command": " ".join(
-                ["python -m benchmarks.fcos_targets", f"--rounds {rounds} --threads {threads}"]
-                + [f"--boxes {boxes}" for boxes in counts]
-            ),
-            "date": date.today().isoformat(),
-            "machine": machine_name(torch.device("cpu")),
-            "torch": torch.__version__,
-            "ratios": {row: asdict(ratio) for row, ratio in found.items()},
-        }
-        target = Path(__file__).parent / "results" / f"fcos-targets-cpu-{date.today().isoformat()}.json"
-        write_atomic(target, json.dumps(summary, indent=1) + "\n")
+        what = f"targets of {IMAGES} images at {len(points.xy):,} points; a row of a [G, C] table for each point"
+        options = [f"--rounds {rounds} --threads {threads}", *(f"--boxes {boxes}" for boxes in counts)]
+        command = " ".join(["python -m benchmarks.fcos_targets", *options])
+        figures = {"ratios": {row: asdict(ratio) for row, ratio in found.items()}}
+        recording.write("fcos-targets", what, figures, command=command)
 
 
 def told(found: Ratio) -> str:

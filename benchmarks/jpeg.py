@@ -11,7 +11,6 @@ the cores.
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing
 import os
 import resource
@@ -19,7 +18,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from typing import Any
 import click
 import torch
 
-from accel.files import write_atomic
+from benchmarks import recording
 from benchmarks.jpeg_rivals import HEIGHT, RIVALS, THREADS, WIDTH, missing
 from benchmarks.pairs import Ratio, racers, ratio
 from benchmarks.photos import jpegs
@@ -149,22 +147,14 @@ def _cores() -> int:
 
 def write(rows: list[Row], words: str, absent: dict[str, list[str]], command: str) -> None:
     """Write the figures beside the others."""
-    from accel.journal import machine_name
-
-    installed = {each: metadata.version(each) for each in DISTRIBUTIONS if _installed(each)}
-    summary = {
-        "what": "JPEG files to uint8 batches of 224 x 224 on the CPU",
-        "command": command,
-        "date": date.today().isoformat(),
-        "machine": machine_name(torch.device("cpu")),
+    figures = {
         "cores": _cores(),
-        "versions": installed,
+        "versions": {each: metadata.version(each) for each in DISTRIBUTIONS if _installed(each)},
         "files": words,
         "left_out": absent,
         "rows": [asdict(row) for row in rows],
     }
-    target = Path(__file__).parent / "results" / f"jpeg-cpu-{date.today().isoformat()}.json"
-    write_atomic(target, json.dumps(summary, indent=1) + "\n")
+    recording.write("jpeg", "JPEG files to uint8 batches of 224 x 224 on the CPU", figures, command=command)
 
 
 def _installed(distribution: str) -> bool:

@@ -14,13 +14,11 @@ its longest. Efficiency = Σ cost of the samples / (ranks · Σ over steps of th
 from __future__ import annotations
 
 import ast
-import json
 import re
 import sysconfig
 import time
 import warnings
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from torch.utils.data import DistributedSampler
 
 from accel.dataio.balance_plan import Floats, Ints, Packs, pack_costs
 from accel.dataio.length_balance import LengthBalancedBatchSampler, attention_cost, balance_of
-from accel.files import write_atomic
+from benchmarks import recording
 
 TOKEN = re.compile(r"\w+|[^\w\s]")
 NOT_COUNTED = {"test", "tests", "site-packages", "idlelib", "lib2to3", "__pycache__"}
@@ -209,19 +207,8 @@ def main(text: Path | None, ranks: int, rounds: int, record: bool) -> None:
 
 def write(found: list[Row], described: list[str], command: str) -> None:
     """Write the figures beside the others."""
-    from accel.journal import machine_name
-
-    summary = {
-        "what": "efficiency of length-balanced batches over ranks",
-        "command": command,
-        "date": date.today().isoformat(),
-        "machine": machine_name(torch.device("cpu")),
-        "torch": torch.__version__,
-        "lengths": described,
-        "rows": [asdict(row) for row in found],
-    }
-    target = Path(__file__).parent / "results" / f"length-balance-cpu-{date.today().isoformat()}.json"
-    write_atomic(target, json.dumps(summary, indent=1) + "\n")
+    figures = {"lengths": described, "rows": [asdict(row) for row in found]}
+    recording.write("length-balance", "efficiency of length-balanced batches over ranks", figures, command=command)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio.loader import ContinuousLoader
-from accel.files import write_atomic
+from benchmarks import recording
 from benchmarks.loader_jobs import BURSTS, FAR, PHOTOS, SMALL, STARTS, TINY, Job
 
 RESULTS = Path(__file__).parent / "results"
@@ -284,20 +282,11 @@ def _show(row: Row, before: list[Row]) -> None:
 
 def write(rows: list[Row], command: str) -> None:
     """Write the rows beside those of other jobs."""
-    from accel.journal import machine_name
-
-    target = RESULTS / f"loaders-cpu-{date.today().isoformat()}.json"
     jobs = {row.job for row in rows}
-    old = json.loads(target.read_text())["rows"] if target.is_file() else []
-    summary = {
-        "what": "seconds per epoch of data loaders, interleaved; speedup over the first loader of each job",
-        "command": "python -m benchmarks.loaders",
-        "date": date.today().isoformat(),
-        "machine": machine_name(torch.device("cpu")),
-        "torch": torch.__version__,
-        "rows": [row for row in old if row["job"] not in jobs] + [asdict(row) | {"command": command} for row in rows],
-    }
-    write_atomic(target, json.dumps(summary, indent=1) + "\n")
+    old = [row for row in recording.rows("loaders") if row["job"] not in jobs]
+    what = "seconds per epoch of data loaders, interleaved; speedup over the first loader of each job"
+    found = old + [asdict(row) | {"command": command} for row in rows]
+    recording.write("loaders", what, {"rows": found}, command="python -m benchmarks.loaders")
 
 
 if __name__ == "__main__":

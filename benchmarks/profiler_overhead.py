@@ -14,7 +14,6 @@ statistics; beside it their mean, in which a disturbance of the machine counts a
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import statistics
@@ -23,8 +22,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import click
@@ -32,11 +29,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel.files import write_atomic
 from accel.profiler import callslot
 from accel.profiler.recorder import Recorder
 from accel.profiler.sampler import Sampler
 from accel.profiler.session import WATCH_S
+from benchmarks import recording
 
 PIECE_S = 0.025
 PIECES = 8
@@ -214,18 +211,10 @@ def main(rounds: int, record: bool) -> None:
     for name, seen in found.items():
         print(f"{name}: bare {seen.step_us:.1f} µs; clocks {told(seen.clocks)}; with looks {told(seen.with_looks)}")
     if record:
-        from accel.journal import machine_name
-
-        summary = {
-            "what": "what the profiler's clocks, and its looks at the stack, add to a step",
-            "command": f"python -m benchmarks.profiler_overhead --rounds {rounds}",
-            "date": date.today().isoformat(),
-            "machine": machine_name(torch.device("cpu")),
-            "torch": torch.__version__,
-            "costs": {name: asdict(seen) for name, seen in found.items()},
-        }
-        target = Path(__file__).parent / "results" / f"profiler-overhead-cpu-{date.today().isoformat()}.json"
-        write_atomic(target, json.dumps(summary, indent=1) + "\n")
+        what = "what the profiler's clocks, and its looks at the stack, add to a step"
+        command = f"python -m benchmarks.profiler_overhead --rounds {rounds}"
+        costs = {name: asdict(seen) for name, seen in found.items()}
+        recording.write("profiler-overhead", what, {"costs": costs}, command=command)
 
 
 def told(found: Added) -> str:

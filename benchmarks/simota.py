@@ -9,22 +9,19 @@ in turns, loop ours ours loop; each round gives a ratio. Before anything is time
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from torch import Tensor
 
-from accel.files import write_atomic
 from accel.kernels.simota import cost, simota_assign
 from accel.kernels.simota_inputs import Assignment
+from benchmarks import recording
 from tests.kernels import simota_oracle
 
 CLASSES = 80
@@ -216,20 +213,9 @@ def main(rounds: int, images: int, boxes: int, gb_per_s: float | None, record: b
 
 def write(found: Race, timed: list[Timed], command: str) -> None:
     """Write the figures beside the others."""
-    from accel.journal import machine_name
-
-    kind = "cuda" if timed else "cpu"
-    summary = {
-        "what": "SimOTA assignment of a batch against the published loop over images",
-        "command": command,
-        "date": date.today().isoformat(),
-        "machine": machine_name(torch.device(kind)),
-        "torch": torch.__version__,
-        "cpu": asdict(found),
-        "gpu": [asdict(each) for each in timed],
-    }
-    target = Path(__file__).parent / "results" / f"simota-{kind}-{date.today().isoformat()}.json"
-    write_atomic(target, json.dumps(summary, indent=1) + "\n")
+    what = "SimOTA assignment of a batch against the published loop over images"
+    figures = {"cpu": asdict(found), "gpu": [asdict(each) for each in timed]}
+    recording.write("simota", what, figures, command=command, device="cuda" if timed else "cpu")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import comm_choice
+from benchmarks import recording
 from benchmarks.comm_choice import SETTINGS, Setting, rows_of, told, write
 from benchmarks.gradient_profiles import PROFILES, Layer, Replayed
 
@@ -39,11 +39,10 @@ def test_a_choice_is_compared_with_the_best_that_its_level_allows() -> None:
 
 
 def test_rows_of_other_settings_stay_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "results").mkdir()
-    monkeypatch.setattr(comm_choice, "__file__", str(tmp_path / "comm_choice.py"))
+    monkeypatch.setattr(recording, "FOLDER", tmp_path)
     for rate in ("1gbit", "100mbit", "1gbit"):
         write("command", rows_of(SETTING._replace(rate=rate), result()))
-    (path,) = (tmp_path / "results").glob("comm-choice-cpu-*.json")
+    (path,) = tmp_path.glob("comm-choice-cpu-*.json")
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 2 * 8
     assert [row["rate"] for row in rows] == ["100mbit"] * 8 + ["1gbit"] * 8

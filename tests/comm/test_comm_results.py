@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import comm_accuracy
+from benchmarks import recording
 from benchmarks.comm_accuracy import METHODS, Row, compare, launch, recorded, write
 from benchmarks.comm_accuracy_tasks import TASKS, learning_rate
 from benchmarks.comm_hooks import merged
@@ -48,7 +48,7 @@ def test_differences_are_those_of_pairs_of_one_seed() -> None:
 
 
 def test_seeds_are_written_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm_accuracy, "target", lambda: tmp_path / "found.json")
+    monkeypatch.setattr(recording, "path", lambda *_: tmp_path / "found.json")
     first, second = trained("int8", 0, 2.0), trained("exact", 0, 2.0)
     for row in (first, second, trained("int8", 0, 1.9), trained("int8", 0, 80.0, "images", steps=9)):
         write(row)
