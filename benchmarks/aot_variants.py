@@ -194,7 +194,7 @@ def _rows() -> Iterator[Variant]:
 
 def _codes() -> Iterator[Variant]:
     from accel.kernels import quantise_triton, sign_pack_triton
-    from accel.kernels.block_codes import LARGEST, launches
+    from accel.kernels.block_codes import EXACT, LARGEST, launches
 
     data = {"values": "fp32", "encoded": "u8"}
     for op, kernels in (("quantise", quantise_triton), ("sign_pack", sign_pack_triton)):
@@ -203,16 +203,14 @@ def _codes() -> Iterator[Variant]:
             name = f"{block}" if launch.whole else f"{block} rest"
             form = {"WHOLE": launch.whole, "ROWS": launch.rows, "BLOCK": block}
             pointers = {**data, "residual": "fp32", "lost": "fp32"}
-            yield Variant(f"{op} encode {name}", kernels._encode_kernel, pointers, form, kernels.EXACT)
+            yield Variant(f"{op} encode {name}", kernels._encode_kernel, pointers, form, EXACT)
             pointers = {"encoded": "u8", "out": "fp32"}
-            yield Variant(
-                f"{op} sum {name}", kernels._decode_sum_kernel, pointers, {**form, "ADD": True}, kernels.EXACT
-            )
+            yield Variant(f"{op} sum {name}", kernels._decode_sum_kernel, pointers, {**form, "ADD": True}, EXACT)
         form = {"WHOLE": True, "ROWS": 2, "BLOCK": 1024}
         absent: dict[str, Any] = {**form, "residual": None, "lost": None}
-        yield Variant(f"{op} encode 1024 plain", kernels._encode_kernel, data, absent, kernels.EXACT)
+        yield Variant(f"{op} encode 1024 plain", kernels._encode_kernel, data, absent, EXACT)
         pointers = {"encoded": "u8", "out": "fp32"}
-        yield Variant(f"{op} decode 1024", kernels._decode_sum_kernel, pointers, {**form, "ADD": False}, kernels.EXACT)
+        yield Variant(f"{op} decode 1024", kernels._decode_sum_kernel, pointers, {**form, "ADD": False}, EXACT)
 
 
 def _thresholds() -> Iterator[Variant]:

@@ -6,7 +6,7 @@ encoded = scales, float32 [B] | codes        N elements, B = ⌈N/block⌉ block
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from accel.kernels.support import runs_triton
 
 SMALLEST, LARGEST = 8, 2048
 """Elements of a block that a program of a kernel holds in registers; of 4,096 a thread would need up to 254."""
+EXACT = {"enable_fp_fusion": False}
+"""Options of all launches: products are not fused with sums, so that the bits are those of the reference."""
 _ELEMENTS = 2048  # of a program, where blocks are smaller: 16 a thread, four loads of 16 bytes under way
 
 
@@ -36,6 +38,27 @@ def launches(numel: int, block: int) -> Iterator[Launch]:
         yield Launch(-(-full // rows), rows, True)
     if rest:
         yield Launch(1, 1, False)
+
+
+def launch_encode(
+    kernel: Any, values: Tensor, encoded: Tensor, block: int, residual: Tensor | None, lost: Tensor | None
+) -> None:
+    """Launch the kernel that encodes, over all blocks."""
+    numel = values.numel()
+    with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
+        for programs, rows, whole in launches(numel, block):
+            form = {"WHOLE": whole, "ROWS": rows, "BLOCK": block}
+            kernel[(programs,)](values, residual, encoded, lost, numel, -(-numel // block), **form, **EXACT)
+
+
+def launch_decode_sum(kernel: Any, encoded: Tensor, out: Tensor, block: int, add: bool) -> None:
+    """Launch the kernel that sums what ranks encoded, over all blocks."""
+    numel = out.numel()
+    ranks, stride = encoded.shape[0], encoded.stride(0)
+    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
+        for programs, rows, whole in launches(numel, block):
+            form = {"ADD": add, "WHOLE": whole, "ROWS": rows, "BLOCK": block}
+            kernel[(programs,)](encoded, out, numel, -(-numel // block), ranks, stride, **form, **EXACT)
 
 
 def takes(values: Tensor, block: int) -> bool:

@@ -6,14 +6,12 @@ Bits are those of the reference: divisions round to nearest, and products are no
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.block_codes import launches
+from accel.kernels.block_codes import launch_decode_sum, launch_encode
 
-EXACT = {"enable_fp_fusion": False}
 _HALF_TO_EVEN = tl.constexpr(12582912.0)  # 1.5 · 2²³: added and taken off again, it rounds |q| < 2²² half to even
 _SMALLEST_SCALE = tl.constexpr(1e-37)
 
@@ -102,38 +100,9 @@ def _decode_sum_kernel(
 
 def encode(values: Tensor, encoded: Tensor, block: int, residual: Tensor | None, lost: Tensor | None) -> None:
     """Launch the encoding."""
-    numel = values.numel()
-    with torch.cuda.device_of(values):
-        for programs, rows, whole in launches(numel, block):
-            _encode_kernel[(programs,)](
-                values,
-                residual,
-                encoded,
-                lost,
-                numel,
-                -(-numel // block),
-                WHOLE=whole,
-                ROWS=rows,
-                BLOCK=block,
-                **EXACT,
-            )
+    launch_encode(_encode_kernel, values, encoded, block, residual, lost)
 
 
 def decode_sum(encoded: Tensor, out: Tensor, block: int, add: bool) -> None:
     """Launch the sum."""
-    numel = out.numel()
-    with torch.cuda.device_of(out):
-        for programs, rows, whole in launches(numel, block):
-            _decode_sum_kernel[(programs,)](
-                encoded,
-                out,
-                numel,
-                -(-numel // block),
-                encoded.shape[0],
-                encoded.stride(0),
-                ADD=add,
-                WHOLE=whole,
-                ROWS=rows,
-                BLOCK=block,
-                **EXACT,
-            )
+    launch_decode_sum(_decode_sum_kernel, encoded, out, block, add)

@@ -6,14 +6,11 @@ A tile is [ROWS, BLOCK/8, 8], so that a byte is a sum along its last dimension, 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.block_codes import launches
-
-EXACT = {"enable_fp_fusion": False}
+from accel.kernels.block_codes import launch_decode_sum, launch_encode
 
 
 @triton.jit
@@ -103,38 +100,9 @@ def _decode_sum_kernel(
 
 def encode(values: Tensor, encoded: Tensor, block: int, residual: Tensor | None, lost: Tensor | None) -> None:
     """Launch the encoding."""
-    numel = values.numel()
-    with torch.cuda.device_of(values):
-        for programs, rows, whole in launches(numel, block):
-            _encode_kernel[(programs,)](
-                values,
-                residual,
-                encoded,
-                lost,
-                numel,
-                -(-numel // block),
-                WHOLE=whole,
-                ROWS=rows,
-                BLOCK=block,
-                **EXACT,
-            )
+    launch_encode(_encode_kernel, values, encoded, block, residual, lost)
 
 
 def decode_sum(encoded: Tensor, out: Tensor, block: int, add: bool) -> None:
     """Launch the sum."""
-    numel = out.numel()
-    with torch.cuda.device_of(out):
-        for programs, rows, whole in launches(numel, block):
-            _decode_sum_kernel[(programs,)](
-                encoded,
-                out,
-                numel,
-                -(-numel // block),
-                encoded.shape[0],
-                encoded.stride(0),
-                ADD=add,
-                WHOLE=whole,
-                ROWS=rows,
-                BLOCK=block,
-                **EXACT,
-            )
+    launch_decode_sum(_decode_sum_kernel, encoded, out, block, add)
