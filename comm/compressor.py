@@ -16,6 +16,7 @@ residual is here added to the first.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -36,7 +37,7 @@ class Stage(NamedTuple):
     run: Callable[[Piece, Channel], None]
 
 
-class Compressor:
+class Compressor(ABC):
     """Base of all compressors: configuration only, no tensors, so that it pickles and compares by its `repr`."""
 
     fields: tuple[str, ...] = ()
@@ -49,23 +50,23 @@ class Compressor:
     needs_whole_step = False
     """Whether `whole_step` must see a step's gradients before any is sent; nothing then overlaps backward."""
 
-    def whole_step(self, buckets: Sequence[Tensor], ranks: int) -> None:
+    def whole_step(self, buckets: Sequence[Tensor], ranks: int) -> None:  # noqa: B027  (most need nothing)
         """Change this rank's gradients of a step, all buckets of them, which are not divided by `ranks` yet."""
 
+    @abstractmethod
     def stages(self) -> Sequence[Stage]:
         """Return the stages; the last one leaves the sum over the channel's ranks in `piece.values`."""
-        raise NotImplementedError
 
     def boundaries(self, layout: Layout, parts: int) -> list[int]:
         """Return parts + 1 offsets at which the ranks of a host may share out a bucket."""
         return equal_cuts(layout.numel, parts)
 
-    def check(self, layout: Layout) -> None:
+    def check(self, layout: Layout) -> None:  # noqa: B027  (most take all)
         """Raise ValueError if the compressor can't handle a bucket; called once for each layout."""
 
     def bytes_per_element(self) -> float:
-        """Return encoded bytes per element, for cost models."""
-        raise NotImplementedError
+        """Return encoded bytes per element, for tables; a compressor is used without."""
+        raise NotImplementedError(f"{type(self).__name__} doesn't tell its bytes per element")
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
@@ -95,17 +96,17 @@ class Quantised(Compressor):
     block = 1
     """Elements that share a scale."""
 
+    @abstractmethod
     def encoded_bytes(self, numel: int) -> int:
         """Return the size of `numel` encoded elements."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode(self, values: Tensor, out: Tensor, lost: Tensor | None) -> None:
         """Encode `values` (m,) into `out` (encoded_bytes(m),) uint8 and write what that lost of them to `lost` (m,)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, encoded: Tensor, out: Tensor, add: bool = False) -> None:
         """Decode into `out` (m,), or add to it."""
-        raise NotImplementedError
 
     def boundaries(self, layout: Layout, parts: int) -> list[int]:
         return equal_cuts(layout.numel, parts, self.block)

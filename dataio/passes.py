@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -202,7 +203,7 @@ class Way:
             self._base_seed = state["base_seed"]
 
 
-class _Handing:
+class _Handing(ABC):
     """An iterator that hands batches over: copied to the device one ahead, counted."""
 
     def __init__(self, way: Way) -> None:
@@ -218,8 +219,9 @@ class _Handing:
         self._handed()
         return batch
 
+    @abstractmethod
     def _fetch(self) -> Any:
-        raise NotImplementedError
+        """Return the next batch."""
 
     def _handed(self) -> None:
         self._way.served += 1
