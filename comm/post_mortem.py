@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 ROUND_S = 0.1
@@ -82,7 +82,7 @@ class PostMortem:
             self._send({"hello": True}, ask_whether_closed=False)
             if len(heard) == len(self._peers) or time.monotonic() > deadline:
                 break
-            heard |= {rank for rank, said in self._read(len(self._peers) - len(heard)) if "hello" in said}
+            heard |= self._read("hello", self._peers.keys() - heard).keys()
         if len(heard) < len(self._peers):
             self._peers = {}
             return False
@@ -97,9 +97,8 @@ class PostMortem:
         deadline = time.monotonic() + patience_s
         while True:
             ended = self._send({"place": own.place, "cause": _short(own.cause), "primary": own.primary})
-            for rank, said in self._read(len(self._peers) - len(found)):
-                if "cause" in said:
-                    found[rank] = Report(str(said["place"]), str(said["cause"]), bool(said["primary"]))
+            for rank, said in self._read("cause", self._peers.keys() - found.keys()).items():
+                found[rank] = Report(str(said["place"]), str(said["cause"]), bool(said["primary"]))
             missing = [rank for rank in self._peers if rank not in found]
             if ended.issuperset(missing) or time.monotonic() > deadline:
                 return {**{rank: "ended" if rank in ended else "silent" for rank in missing}, **found}
@@ -123,11 +122,14 @@ class PostMortem:
                     pass  # no answer, as it should be, or no way there, which silence will tell
         return closed
 
-    def _read(self, wanted: int) -> list[tuple[int, dict[str, Any]]]:
-        """Return what arrives within a round, `wanted` datagrams at most."""
-        found: list[tuple[int, dict[str, Any]]] = []
+    def _read(self, word: str, wanted: Set[int]) -> dict[int, dict[str, Any]]:
+        """Return what ranks say within a round that has `word` in it, until all that are wanted have spoken.
+
+        Not until as many datagrams came: some ranks say it every round, and one that has ended since said it once.
+        """
+        found: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + ROUND_S
-        while len(found) < wanted and (left := deadline - time.monotonic()) > 0:
+        while not found.keys() >= wanted and (left := deadline - time.monotonic()) > 0:
             self._socket.settimeout(left)
             try:
                 data = self._socket.recv(65536)
@@ -135,8 +137,8 @@ class PostMortem:
                 break
             try:
                 said = json.loads(data)
-                if said["token"] == self.address.token:
-                    found.append((int(said["rank"]), said))
+                if said["token"] == self.address.token and word in said:
+                    found[int(said["rank"])] = said
             except (ValueError, KeyError, TypeError):
                 continue  # somebody else's datagram
         return found
@@ -169,8 +171,9 @@ def verdict(rank: int, own: Report, others: dict[int, Report | str]) -> str:
         ("ended", "has ended (its port is closed); look at its own log"),
         ("silent", "sends nothing: it hangs outside of communication, or its link is cut"),
     ):
-        ranks = [str(other) for other, said in sorted(others.items()) if said == word]
+        ranks = [f"rank {other}" for other, said in sorted(others.items()) if said == word]
         if ranks:
-            return f"{here} because rank {', '.join(ranks)} {meaning}; what this rank saw: {own.cause}"
+            who = f"each of {', '.join(ranks)}" if ranks[1:] else ranks[0]
+            return f"{here} because {who} {meaning}; what this rank saw: {own.cause}"
     apart = [f"rank {other} was at {said.place}" for other, said in sorted(others.items()) if said.place != own.place]  # type: ignore[union-attr]
     return f"{here}: {own.cause}" + ("; " + ", ".join(apart) if apart else "")

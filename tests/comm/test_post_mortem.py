@@ -18,6 +18,7 @@ OWN = Report("step 3, bucket 1", "Connection closed", False)
     [
         ({1: Report("x", "no memory", True), 2: "ended"}, "because rank 1 failed at x: no memory"),
         ({1: "silent", 2: "ended"}, "because rank 2 has ended (its port is closed); look at its own log"),
+        ({1: "ended", 2: "ended"}, "because each of rank 1, rank 2 has ended (its port is closed)"),
         ({1: "silent", 2: OWN}, "because rank 1 sends nothing: it hangs outside of communication"),
         ({1: Report("step 2, bucket 0", "late", False)}, "Connection closed; rank 1 was at step 2, bucket 0"),
         ({1: OWN}, "rank 0 stopped at step 3, bucket 1: Connection closed"),
@@ -63,6 +64,20 @@ def test_reports_wait_in_the_port_and_a_closed_one_means_ended(monkeypatch: pyte
     assert isinstance(found[1], Report)
     assert found[1].cause.startswith("broke ??")
     assert found[1].primary
+
+
+def test_rank_that_spoke_and_ended_is_heard_behind_one_that_repeats_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = connected(4, monkeypatch)
+    try:
+        ports[3].close()
+        for _ in range(5):
+            ports[0].ask(OWN, 0.0)
+        ports[1].ask(OWN, 0.0)
+        ports[1].close()
+        assert ports[2].ask(OWN, 2.0) == {0: OWN, 1: OWN, 3: "ended"}
+    finally:
+        for one in ports:
+            one.close()
 
 
 def test_strangers_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
