@@ -4,7 +4,8 @@
 
 Every rank is a process of its own, on gloo over loopback; what is measured is accuracy, not time. For one seed,
 weights, batches and learning rates are the same in all trainings, so differences are those of pairs. "exact" is dense.
-SGD with momentum 0.9 throughout; DGC takes the momentum over. See `benchmarks.comm_accuracy_tasks` for data and models.
+SGD with Nesterov momentum 0.9 throughout; DGC and 1-bit take the momentum over. For data and models see
+`benchmarks.comm_accuracy_tasks`.
 
 With --record each seed is written as soon as it is done and replaces what stood for it: a run that was stopped goes on
 with --missing, which leaves out what is recorded for the same task, compressor and seed.
@@ -30,11 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.compressor import Compressor, Exact
 from accel.comm.dgc import DGC
-from accel.comm.dgc_sgd import take_momentum
 from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
+from accel.comm.momentum import Corrected
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
+from accel.comm.sgd_momentum import take_momentum
 from benchmarks import recording
 from benchmarks.comm_accuracy_tasks import TASKS, Source, Task, judge, learning_rate
 
@@ -43,12 +45,17 @@ DENSE = "exact"
 METHODS: dict[str, Callable[[int], Compressor]] = {
     DENSE: lambda steps: Exact(),
     "int8": lambda steps: Int8(),
-    "1-bit": lambda steps: OneBit(start_step=steps // 5),
+    "1-bit": lambda steps: OneBit(start_step=steps // 5, momentum=True),
+    "1-bit alone": lambda steps: OneBit(start_step=steps // 5),  # momentum stays with the optimizer
     "powersgd": lambda steps: PowerSGD(),
     "powersgd 16": lambda steps: PowerSGD(16),  # of a width of 96: transformers need more than networks on images
     "acp-sgd": lambda steps: PowerSGD(alternate=True),
     "dgc": lambda steps: DGC(0.01, warmup_steps=steps // 20),
+    "dgc 4%": lambda steps: DGC(0.04, warmup_steps=steps // 20),
+    "dgc alone": lambda steps: DGC(0.01, momentum=False),
+    "dgc masked": lambda steps: DGC(0.01, masking=True, warmup_steps=steps // 20),
 }
+SGD: dict[str, Any] = {"momentum": 0.9, "nesterov": True}
 POINTS, SHARE = 0.5, 0.01
 """How far below dense a method may be: in points of accuracy, or as a share of the loss."""
 TIMEOUT_S = 600
@@ -72,6 +79,7 @@ class Row(NamedTuple):
     replicas_equal: bool
     data: str
     command: str
+    optimizer: str = "momentum=0.9"
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -89,8 +97,8 @@ def train(task: Task, source: Source, method: str, seed: int) -> dict[str, Any]:
     ddp = DistributedDataParallel(source.model(), bucket_cap_mb=0.5)  # more than one bucket
     state = CommState(ddp, METHODS[method](task.steps), timeout=timedelta(seconds=120))
     ddp.register_comm_hook(state, hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=task.lr, momentum=0.9)
-    if isinstance(state.compressor, DGC):
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=task.lr, **SGD)
+    if isinstance(state.compressor, Corrected) and state.compressor.momentum:
         take_momentum(state, optimizer)
     generator = torch.Generator().manual_seed(1_000 * seed + rank)
     losses = []
@@ -195,6 +203,10 @@ def compare(rows: list[Row]) -> list[dict[str, Any]]:
     return found
 
 
+def _optimizer() -> str:
+    return ", ".join(f"{name}={value}" for name, value in SGD.items())
+
+
 def recorded() -> list[Row]:
     """Return today's rows."""
     return [Row(**one) for one in recording.rows("comm-accuracy")]
@@ -204,7 +216,8 @@ def write(new: Row) -> None:
     """Put a row in the place of the one for the same task, method and seed; drop those of other settings."""
 
     def kept(row: Row) -> bool:
-        same = (row.ranks, row.steps, row.batch) == (new.ranks, new.steps, new.batch)
+        settings = ((one.ranks, one.steps, one.batch, one.optimizer) for one in (row, new))
+        same = next(settings) == next(settings)
         return row.key != new.key and (row.task != new.task or same)
 
     order = {(name, method): i for i, (name, method) in enumerate((a, b) for a in TASKS for b in METHODS)}
@@ -257,7 +270,8 @@ def main(
     for name in tasks or TASKS:
         task = TASKS[name] if not steps else TASKS[name]._replace(steps=steps)
         for method in only or METHODS:
-            done = {row.key for row in recorded() if row.steps == task.steps} if missing else set()
+            like = [row for row in recorded() if (row.steps, row.optimizer) == (task.steps, _optimizer())]
+            done = {row.key for row in like} if missing else set()
             wanted = [seed for seed in range(seeds) if (name, method, seed) not in done]
             folder = data if name == "images" else text
             for one in launch(name, task, method, wanted, folder) if wanted else ():
@@ -266,6 +280,7 @@ def main(
                     "steps": task.steps,
                     "batch": task.batch,
                     "unit": task.judged,
+                    "optimizer": _optimizer(),
                 }
                 found.append(Row(task=name, method=method, command=command, **settings, **one))
                 if record:

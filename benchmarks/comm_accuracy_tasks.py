@@ -53,7 +53,7 @@ class Task(NamedTuple):
     batch: int
     """Samples of a rank."""
     lr: float
-    """At its highest; SGD with momentum 0.9, warm-up over a tenth of the steps, then half a cosine to 0."""
+    """At its highest; SGD, warm-up over a tenth of the steps, then half a cosine to 0."""
     judged: str
     """Unit of the score."""
 
@@ -210,5 +210,5 @@ def judge(source: Source, model: nn.Module) -> float:
 
 TASKS = {
     "images": Task(images, ranks=4, steps=1000, batch=32, lr=0.05, judged="% right"),
-    "text": Task(text, ranks=2, steps=500, batch=16, lr=1.0, judged="nats per character"),
+    "text": Task(text, ranks=2, steps=1500, batch=16, lr=1.0, judged="nats per character"),
 }

@@ -30,12 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.compressor import Compressor, Exact
 from accel.comm.dgc import DGC
-from accel.comm.dgc_sgd import take_momentum
 from accel.comm.half import Half
 from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
+from accel.comm.sgd_momentum import take_momentum
 from benchmarks import recording
 from benchmarks.lab import Lab, why_not
 

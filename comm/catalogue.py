@@ -5,21 +5,23 @@
     reduced     16 bits on the wire
     lossy       fewer, or fewer numbers, and what a step lost is sent with the next (error feedback)
 
-Int8 counts as lossy and is offered with error feedback alone: without it, what a step loses is lost for good. DGC is
-not here: it takes momentum over from the optimizer (`accel.comm.dgc_sgd`), which no choice between two steps can do.
+Int8 counts as lossy and is offered with error feedback alone: without it, what a step loses is lost for good. DGC and
+1-bit are offered without momentum, which learns worse: to take it over from the optimizer
+(`accel.comm.sgd_momentum`) and give it back costs an all-reduce of everything, too much between trials.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 from accel.comm.compressor import Compressor, Exact
+from accel.comm.dgc import DGC
 from accel.comm.half import Half
 from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
+from accel.comm.powersgd import PowerSGD
 
 LEVELS = ("exact", "reordered", "reduced", "lossy")
 
@@ -44,27 +46,17 @@ class Entry(NamedTuple):
     """Whether bytes and work grow with the elements of a bucket alone, not with the shapes in it."""
 
 
-def _optional(module: str, name: str, **arguments: Any) -> Callable[[], Compressor]:
-    def make() -> Compressor:
-        made: Compressor = getattr(importlib.import_module(module), name)(**arguments)
-        return made
-
-    return make
-
-
 # In the order of fidelity: of two that are about as fast the first is taken.
 CATALOGUE: dict[str, Entry] = {
     "exact": Entry(Exact, "reordered"),
     "half": Entry(Half, "reduced"),
     "int8": Entry(Int8, "lossy"),
     "1-bit": Entry(OneBit, "lossy"),
-}
-
-if importlib.util.find_spec("accel.comm.powersgd") is not None:
     # Lower ranks are faster and learn worse: 4 % more loss of a transformer of width 96 at rank 4, 0.8 % at 16.
-    for _rank in (16, 4):
-        _make = _optional("accel.comm.powersgd", "PowerSGD", rank=_rank)
-        CATALOGUE[f"powersgd {_rank}"] = Entry(_make, "lossy", linear=False)
+    "powersgd 16": Entry(partial(PowerSGD, rank=16), "lossy", linear=False),
+    "dgc 1%": Entry(partial(DGC, 0.01, momentum=False), "lossy", linear=False),
+    "powersgd 4": Entry(partial(PowerSGD, rank=4), "lossy", linear=False),
+}
 
 
 def register(name: str, make: Callable[[], Compressor], level: str, *, linear: bool = False) -> None:

@@ -27,7 +27,7 @@ from accel.comm import topology
 from accel.comm.channel import Channel, GlooChannel, NcclChannel
 from accel.comm.compressor import RESIDUAL, Compressor, Exact
 from accel.comm.layout import Layout
-from accel.comm.memory import Memory
+from accel.comm.memory import LossScale, Memory
 from accel.comm.pipeline import Pipeline, PipelineStage
 from accel.comm.post_mortem import Address, CommError, PostMortem
 from accel.comm.reduction import BucketJob, Reduction
@@ -93,7 +93,7 @@ class CommState:
         self.error_feedback = compressor.feedback if error_feedback is None else error_feedback
         self.step = 0
         self.memory = Memory() if memory is None else memory
-        self._scaler, self._scale = scaler, 1.0
+        self._scale = LossScale(scaler)
         self._pipeline: Pipeline | None = None
         self.bind(model, process_group)
 
@@ -179,7 +179,7 @@ class CommState:
         layout = self._layout(bucket, buffer)
         if layout.index == 0:
             self.memory.settle()
-            self._follow_scale()
+            self._scale.follow(self.memory)
             self.step += 1
         # Raised at the end of backward, where it reaches the caller: DDP would make a cast error of it. A callback of a
         # callback comes after DDP's own, which then leaves the reducer in order.
@@ -195,11 +195,6 @@ class CommState:
         for one in self._ready(job):
             self._pipeline.submit(one)
         return done if joined else done.then(lambda future: buffer if failed() else future.value())
-
-    def _follow_scale(self) -> None:
-        if self._scaler is not None and (scale := float(self._scaler.get_scale())) != self._scale:
-            self.memory.multiply(RESIDUAL, scale / self._scale)
-            self._scale = scale
 
     def _ready(self, job: BucketJob) -> list[BucketJob]:
         """Return the buckets to be sent now: this one, or all after the last where the compressor asks for it."""
@@ -240,7 +235,7 @@ class CommState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's memory by parameter, and the step; save it on each rank, between steps."""
-        return {**self.memory.state_dict(), "step": self.step, "scale": self._scale}
+        return {**self.memory.state_dict(), "step": self.step, "scale": self._scale.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved memory, on every rank.
@@ -252,7 +247,7 @@ class CommState:
             ValueError: if it is of another version; at the next step, if it is of another model.
         """
         self.memory.load_state_dict(state)
-        self.step, self._scale = state["step"], state.get("scale", 1.0)
+        self.step, self._scale.value = state["step"], state.get("scale", 1.0)
 
     def __getstate__(self) -> dict[str, Any]:
         plain = ("compressor", "hierarchical", "timeout", "error_feedback")
@@ -260,7 +255,7 @@ class CommState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state.pop("saved")
-        self.__dict__.update(state, memory=Memory(), step=0, _pipeline=None, _scaler=None)
+        self.__dict__.update(state, memory=Memory(), step=0, _pipeline=None, _scale=LossScale(None))
         self.load_state_dict(saved)
 
 

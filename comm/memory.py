@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.comm.compressor import RESIDUAL
 from accel.comm.layout import Layout
 
 _VERSION = 1
@@ -187,6 +188,24 @@ class Memory:
     def clear(self) -> None:
         """Forget everything."""
         self.__init__()  # type: ignore[misc]
+
+
+class LossScale:
+    """The scale that residuals were withheld at.
+
+    Args:
+        scaler: a GradScaler, or None where gradients have no scale.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+        self.value = 1.0
+
+    def follow(self, memory: Memory) -> None:
+        """Multiply what was not sent yet by the change of the scale since the last call; between steps."""
+        if self._scaler is not None and (scale := float(self._scaler.get_scale())) != self.value:
+            memory.multiply(RESIDUAL, scale / self.value)
+            self.value = scale
 
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:

@@ -33,18 +33,31 @@ class OneBit(Gathered):
             1024.
         start_step: steps at first, ≥ 0, that send gradients as they are, default 0. While gradients change fast, their
             signs mislead: a fifth of the training is usual.
+        momentum: accumulate SGD's momentum here, default False: two more copies of the gradients, and several times
+            more accurate. Hand it over before the first step: `accel.comm.sgd_momentum.take_momentum`.
+
+    Raises:
+        ValueError: if an argument is out of range; from `loss.backward()`, if momentum was not handed over.
+
+    Example:
+        >>> state = CommState(ddp, OneBit(momentum=True, start_step=1000))
+        >>> ddp.register_comm_hook(state, hook)
+        >>> momentum = take_momentum(state, optimizer)
     """
 
     feedback = True
     codec: ClassVar[Codec] = sign_pack
 
-    def __init__(self, block: int = 256, *, exact_below: int = 1024, start_step: int = 0) -> None:
+    def __init__(
+        self, block: int = 256, *, exact_below: int = 1024, start_step: int = 0, momentum: bool = False
+    ) -> None:
         if block < 8 or block % 8 or block > 1 << 16:
             raise ValueError(f"block must be a multiple of 8 from 8 to 65,536 elements, got {block}")
         for name, value in (("exact_below", exact_below), ("start_step", start_step)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be a whole number ≥ 0, got {value!r}")
-        self.block, self.exact_below, self.start_step = block, exact_below, start_step
+        self.block, self.exact_below, self.start_step, self.momentum = block, exact_below, start_step, momentum
+        self._bind(None)
 
     def encoded_bytes(self, numel: int) -> int:
         return 4 * -(-numel // self.block) + -(-numel // 8)

@@ -124,6 +124,7 @@ class AutoComm(Switch):
         network: the network, if known; default: it is measured.
         verbose: print the outcome on rank 0, to stderr.
         timeout: for each collective, default 5 minutes.
+        scaler: the GradScaler in use, so that what was not sent yet follows its scale; default None.
 
     Raises:
         ValueError: if an argument is out of range, or the module has a hook or a process group of its own.
@@ -147,6 +148,7 @@ class AutoComm(Switch):
         network: Network | None = None,
         verbose: bool = True,
         timeout: timedelta = timedelta(minutes=5),
+        scaler: Any = None,
     ) -> None:
         check_level(allow)
         for name, value in (("watch", watch), ("check", check)):
@@ -154,7 +156,7 @@ class AutoComm(Switch):
                 raise ValueError(f"{name} must be at least 1 step, got {value}")
         self.allow, self.watch, self.check, self.verbose = allow, watch, check, verbose
         self._network = network
-        super().__init__(ddp, timeout=timeout)
+        super().__init__(ddp, timeout=timeout, scaler=scaler)
 
     def bind(self, ddp: DistributedDataParallel) -> None:
         """Take a module, measure the network, and choose anew; every rank takes part."""

@@ -28,7 +28,7 @@ from accel.comm.channel import GlooChannel
 from accel.comm.choice import Plan
 from accel.comm.hooks import CommState
 from accel.comm.layout import Layout
-from accel.comm.memory import Memory
+from accel.comm.memory import LossScale, Memory
 from accel.comm.reduction import _finite
 from accel.comm.talk import Talk
 from accel.comm.timing import Times
@@ -50,13 +50,17 @@ class Switch:
     Args:
         ddp: the module.
         timeout: for each collective of a way, default 5 minutes; DDP's own keep theirs.
+        scaler: the GradScaler in use, so that what was not sent yet follows its scale; default None.
 
     Raises:
         ValueError: if `ddp` is no DistributedDataParallel module, or has a hook already.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, *, timeout: timedelta = timedelta(minutes=5)) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, *, timeout: timedelta = timedelta(minutes=5), scaler: Any = None
+    ) -> None:
         self.timeout = timeout
+        self._scale = LossScale(scaler)
         self.step = 0
         self.memory = Memory()
         self._talk: Talk | None = None
@@ -206,6 +210,7 @@ class Switch:
         if index == 0:
             self.times.close()
             self.memory.settle()
+            self._scale.follow(self.memory)
             self.step += 1
             self.between_steps()
             self._apply()
@@ -261,13 +266,13 @@ class Switch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's memory by parameter, and the step; save it on each rank, between steps."""
-        return {**self.memory.state_dict(), "step": self.step}
+        return {**self.memory.state_dict(), "step": self.step, "scale": self._scale.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved memory, on every rank; on another number of ranks `accel.comm.memory.reshard` it first."""
         self.memory.load_state_dict(state)
         self._filled = ()
-        self.step = state["step"]
+        self.step, self._scale.value = state["step"], state.get("scale", 1.0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"timeout": self.timeout, "saved": self.state_dict()}
@@ -275,6 +280,7 @@ class Switch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state.pop("saved")
         self.__dict__.update(state, memory=Memory(), step=0, plan=(), _wanted=(), _filled=(), _states={}, _talk=None)
+        self._scale = LossScale(None)
         self.load_state_dict(saved)
 
 

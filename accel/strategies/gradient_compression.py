@@ -7,7 +7,7 @@ from accel.strategies.gradient_choice import GradientChoice
 
 
 class GradientCompression(GradientChoice):
-    """Choose for each bucket among DDP's own all-reduce, sums by hosts, 16 bits, int8, 1-bit and PowerSGD."""
+    """Choose for each bucket among DDP's own all-reduce, sums by hosts, 16 bits, int8, 1-bit, PowerSGD and DGC."""
 
     name = "gradient_compression"
     summary = "gradients compressed on slow links, with error feedback"

@@ -16,7 +16,7 @@ SETTING = Setting(2, 1, "1gbit", "mlp", 24)
 
 
 def result() -> dict[str, object]:
-    seconds = {name: [10.0] * 5 for name in ("half", "int8", "1-bit", "powersgd 16", "powersgd 4")}
+    seconds = {name: [10.0] * 5 for name in ("half", "int8", "1-bit", "powersgd 16", "dgc 1%", "powersgd 4")}
     seconds |= {"ddp": [8.0] * 5, "auto lossy": [2.0, 2.1, 2.2, 2.3, 2.4], "auto reduced": [8.1] * 5, "int8": [2.0] * 5}
     searched = {
         "auto lossy": {"chosen": "int8", "predicted": {"int8": 2.42, "plain": 8.0, "half": 5.0}, "search_s": 3.0},
@@ -44,8 +44,8 @@ def test_rows_of_other_settings_stay_in_the_file(tmp_path: Path, monkeypatch: py
         write("command", rows_of(SETTING._replace(rate=rate), result()))
     (path,) = tmp_path.glob("comm-choice-cpu-*.json")
     rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 2 * 8
-    assert [row["rate"] for row in rows] == ["100mbit"] * 8 + ["1gbit"] * 8
+    assert len(rows) == 2 * 9
+    assert [row["rate"] for row in rows] == ["100mbit"] * 9 + ["1gbit"] * 9
 
 
 def test_settings_cover_what_is_claimed() -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.dgc import DGC
-from accel.comm.dgc_sgd import take_momentum
 from accel.comm.hooks import hook
 from accel.comm.memory import reshard
+from accel.comm.sgd_momentum import take_momentum
 from tests.comm.cases import buckets, flat, message, same_everywhere
 from tests.comm.dgc_training import DENSE_BELOW, SGD, Net, Published, Training, groups, loss
 

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.compressor import Compressor
 from accel.comm.dgc import DGC
-from accel.comm.dgc_sgd import SGDMomentum, take_momentum
 from accel.comm.hooks import CommState, hook
+from accel.comm.sgd_momentum import SGDMomentum, take_momentum
 from tests.comm.cases import SECONDS, flat
 
 SGD = {"lr": 0.05, "momentum": 0.9}

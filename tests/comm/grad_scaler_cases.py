@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.comm.catalogue import Way
 from accel.comm.compressor import Compressor
 from accel.comm.dgc import DGC
 from accel.comm.half import Half
@@ -17,6 +18,8 @@ from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
+from accel.comm.switch import Switch
+from accel.comm.switch import hook as switch_hook
 from tests.comm.cases import SECONDS, backward, flat, gradients, make, mean_gradient, message, residual, same_everywhere
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
@@ -111,20 +114,30 @@ def as_if_it_had_not_been(rank: int, world: int) -> dict[str, dict[str, bool]]:
     return found
 
 
+def _state(ddp: DistributedDataParallel, kind: str, hierarchical: bool, scaler: torch.amp.GradScaler) -> Any:
+    """Return the state of a hook on `ddp`."""
+    if kind == "switch":
+        switch = Switch(ddp, timeout=SECONDS, scaler=scaler)
+        switch.use((Way("int8"), Way("1-bit")))
+        ddp.register_comm_hook(switch, switch_hook)
+        return switch
+    compressor = COMPRESSORS[kind]()
+    state = CommState(ddp, compressor, hierarchical=hierarchical, error_feedback=True, timeout=SECONDS, scaler=scaler)
+    ddp.register_comm_hook(state, hook)
+    return state
+
+
 def law(rank: int, world: int) -> dict[str, dict[str, float]]:
     """Change the scale at each step; in unscaled terms, what was applied and withheld is the sum of mean gradients."""
     found = {}
-    for (name, compressor), hierarchical in itertools.product(COMPRESSORS.items(), (False, True)):
+    for name, hierarchical in itertools.product((*COMPRESSORS, "switch"), (False, True)):
         if hierarchical and name not in ("int8", "PowerSGD"):
             continue
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         ddp, _ = make(None, torch.float64)
         _.close()
         ddp = DistributedDataParallel(ddp.module, bucket_cap_mb=0.004)
-        state = CommState(
-            ddp, compressor(), hierarchical=hierarchical, error_feedback=True, timeout=SECONDS, scaler=scaler
-        )
-        ddp.register_comm_hook(state, hook)
+        state = _state(ddp, name, hierarchical, scaler)
         applied, wanted = torch.zeros(()).double(), torch.zeros(()).double()
         for step, scale in enumerate((2.0, 4.0, 4.0, 1.0, 8.0, 0.5)):
             scaler.scale(torch.ones(()))  # makes the scale

@@ -101,7 +101,7 @@ def test_bad_hand_overs_are_refused() -> None:
     for found in run_ranks(dgc_cases.refusals, 2):
         assert "take_momentum(state, optimizer) first, or use DGC(momentum=False)" in found["not taken"]
         assert found["adam"] == (
-            "ValueError: DGC can take over the momentum of torch.optim.SGD alone, got Adam; use DGC(momentum=False) "
+            "ValueError: the momentum of torch.optim.SGD alone can be taken over, got Adam; use DGC(momentum=False) "
             "with others"
         )
         assert "dampening=0.1" in found["dampening"]
@@ -109,7 +109,7 @@ def test_bad_hand_overs_are_refused() -> None:
         assert "got one of shape (2, 3) that is not" in found["another model"]
         assert "has taken an optimizer's momentum already" in found["twice"]
         assert "takes no closure" in found["closure"]
-        assert "must have a DGC with momentum" in found["without"]
+        assert "must have a compressor with momentum" in found["without"]
         assert found["adam trains"] == "True"
 
 

@@ -32,7 +32,7 @@ def test_what_is_withheld_follows_the_scale() -> None:
         refused = found.pop("refused")
         assert refused.startswith("ValueError: DGC(")
         assert "takes the scaler from take_momentum" in refused
-        assert len(found) == 7
+        assert len(found) == 8
         for what, one in found.items():
             assert one["law"] < 1e-13, what
             assert one["withheld"] > 1e-5, what

@@ -16,7 +16,7 @@ def test_off_is_ddps_own_all_reduce_to_the_bit() -> None:
         assert all(found.values()), found
 
 
-@pytest.mark.parametrize(("world", "ways"), [(2, 5), pytest.param(4, 11, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world", "ways"), [(2, 6), pytest.param(4, 13, marks=pytest.mark.slow)])
 def test_each_way_is_the_hook_of_its_own_state(world: int, ways: int) -> None:
     for found in run_ranks(cases.every_way, world, per_host=max(world // 2, 1)):
         assert len(found) == ways

@@ -1,13 +1,14 @@
-"""SGD's momentum, taken over by DGC so that it is not applied twice.
+"""SGD's momentum, taken over by a compressor so that it is not applied twice.
 
 SGD is linear in what it is given: its momentum buffer is the sum of one that saw the gradients, one that saw weight
-decay, and what was there before. The first is what DGC accumulates on each rank and sends late. The others are the same
-on every rank: they stay in the optimizer, in its `momentum_buffer`, and move the weights at every step, unsent:
+decay, and what was there before. The first is what the compressor (`accel.comm.momentum`) accumulates on each rank and
+sends late. The others are the same on every rank: they stay in the optimizer, in its `momentum_buffer`, and move the
+weights at every step, unsent:
 
-    b ← m b + λ w,  w ← w − lr b  (Nesterov: w ← w − lr (λ w + m b)),  then  w ← w − lr · what DGC delivers
+    b ← m b + λ w,  w ← w − lr b  (Nesterov: w ← w − lr (λ w + m b)),  then  w ← w − lr · what is delivered
 
-For parameters that DGC sends as they are, b sees their gradients too. So with ratio 1 the weights are those of dense
-SGD, and a buffer of a dense run goes on as it was, without a byte on the wire.
+For parameters that are sent as they are, b sees their gradients too. So where nothing is withheld, as by DGC with ratio
+1, the weights are those of dense SGD, and a buffer of a dense run goes on as it was, without a byte on the wire.
 
 Nothing of the optimizer is changed outside of `step()`: `param_groups`, `state_dict()` and schedulers, also those of
 momentum, see what they always saw. Inside, momentum and weight decay are 0.
@@ -24,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel.comm.dgc import DGC, VELOCITY
 from accel.comm.hooks import CommState
+from accel.comm.momentum import VELOCITY, Corrected
 
 BUFFER = "momentum_buffer"
 
@@ -36,13 +37,13 @@ def take_momentum(
     scaler: Any = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> SGDMomentum:
-    """Hand SGD's momentum over to the DGC compressor of `state`, until `close()`.
+    """Hand SGD's momentum over to the compressor of `state`, until `close()`.
 
     Call it on every rank, before the first step and after a pickled state was bound. Save the optimizer and the state;
     load both in any order.
 
     Args:
-        state: with a `DGC` that has momentum.
+        state: with a compressor that has momentum: `DGC()`, `OneBit(momentum=True)`.
         optimizer: torch.optim.SGD over parameters of the state's model; momentum, nesterov, weight_decay and lr are
             read from its groups at each step.
         scaler: the GradScaler in use, so that what is remembered does not depend on its scale; default None.
@@ -71,14 +72,17 @@ class SGDMomentum:
         self, state: CommState, optimizer: torch.optim.Optimizer, scaler: Any, process_group: dist.ProcessGroup | None
     ) -> None:
         compressor = state.compressor
-        if not isinstance(compressor, DGC) or not compressor.momentum:
-            raise ValueError(f"the state must have a DGC with momentum to hand it over to, got {compressor!r}")
+        if not isinstance(compressor, Corrected) or not compressor.momentum:
+            raise ValueError(
+                "the state must have a compressor with momentum to hand it over to, DGC() or OneBit(momentum=True), "
+                f"got {compressor!r}"
+            )
         if compressor._source is not None:
             raise ValueError("the state has taken an optimizer's momentum already; close() that hand-over first")
         if type(optimizer) is not torch.optim.SGD:
             raise ValueError(
-                f"DGC can take over the momentum of torch.optim.SGD alone, got {type(optimizer).__name__}; "
-                "use DGC(momentum=False) with others"
+                f"the momentum of torch.optim.SGD alone can be taken over, got {type(optimizer).__name__}; "
+                f"use {type(compressor).__name__}(momentum=False) with others"
             )
         self._optimizer, self._scaler, self._process_group = optimizer, scaler, process_group
         self._compressor, self._memory = compressor, state.memory  # not the state, which must be free to be dropped
@@ -100,7 +104,7 @@ class SGDMomentum:
         for number, group in enumerate(self._optimizer.param_groups):
             for option in ("dampening", "fused"):
                 if group.get(option):
-                    raise ValueError(f"DGC can't take over SGD's momentum with {option}={group[option]}; leave it out")
+                    raise ValueError(f"SGD's momentum can't be taken over with {option}={group[option]}; leave it out")
             for parameter in group["params"]:
                 if id(parameter) not in self._names:
                     raise ValueError(
@@ -112,7 +116,7 @@ class SGDMomentum:
     def _shape_now(self) -> list[int]:
         return [len(group["params"]) for group in self._optimizer.param_groups]
 
-    # -- what DGC asks -----------------------------------------------------------------------------------------------
+    # -- what compressors ask ----------------------------------------------------------------------------------------
 
     def coefficients(self, name: str) -> tuple[float, bool]:
         """Return the momentum of a parameter and whether it is Nesterov's; none if the optimizer doesn't have it."""
@@ -135,7 +139,7 @@ class SGDMomentum:
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Move the weights by the momentum that the optimizer has kept, and let `step` do the rest without any."""
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first is the optimizer
-            raise ValueError("with DGC, step() takes no closure; call backward() before it")
+            raise ValueError("with its momentum taken over, step() takes no closure; call backward() before it")
         self._restore()
         if self._shape != self._shape_now():
             self._index()
@@ -168,7 +172,7 @@ class SGDMomentum:
             torch._foreach_add_(weights, buffers, alpha=-lr)
 
     def _keep(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Give `step`, in place of the gradients of parameters that DGC sends as they are, what momentum makes of them.
+        """Give `step`, in place of the gradients of parameters that are sent as they are, what momentum makes of them.
 
         The gradients themselves come back after it.
         """

@@ -1,0 +1,92 @@
+"""Momentum accumulated on each rank, before anything of it is withheld (momentum correction).
+
+    u ← m u + g,  what is sent and withheld: u  (Nesterov: g + m u)
+
+Withheld gradients that arrive late, after momentum, are amplified late and all at once; withheld steps of SGD arrive as
+the steps they were. A small convolution network lost 0.8 points of accuracy with signs of gradients, 0.1 with signs of
+what has gathered of these.
+
+Source: Lin et al. 2018, arxiv.org/abs/1712.01887, section 3.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from accel.comm.compressor import Compressor
+from accel.comm.layout import Layout, Piece
+
+VELOCITY = "velocity"
+
+
+class MomentumSource(Protocol):
+    """Where momentum coefficients and the loss scale come from; `accel.comm.sgd_momentum.SGDMomentum` is one."""
+
+    def coefficients(self, name: str) -> tuple[float, bool]:
+        """Return the momentum of a parameter and whether it is Nesterov's."""
+
+    def loss_scale(self) -> float:
+        """Return by what this step's gradients are too large."""
+
+
+class Corrected(Compressor):
+    """Base of compressors that can take an optimizer's momentum over.
+
+    Attributes:
+        momentum: whether it does; what is remembered then does not depend on the loss scale.
+    """
+
+    momentum = False
+    _source: MomentumSource | None = None
+    _unsaved: tuple[str, ...] = ("_source", "fields")
+
+    def _bind(self, source: MomentumSource | None) -> None:
+        """Read coefficients from `source` from now on."""
+        self._source = source
+        self.fields = (VELOCITY,) if self.momentum else ()
+
+    def is_dense(self, shape: torch.Size) -> bool:
+        """Tell whether parameters of this shape are sent as they are; the optimizer keeps their momentum."""
+        raise NotImplementedError
+
+    def check(self, layout: Layout) -> None:
+        self._momentum_source()
+
+    def _momentum_source(self) -> MomentumSource | None:
+        if self.momentum and self._source is None:
+            kind = type(self).__name__
+            raise ValueError(
+                f"{kind} accumulates the optimizer's momentum, which was not handed over: call "
+                f"accel.comm.sgd_momentum.take_momentum(state, optimizer) first, or use {kind}(momentum=False)"
+            )
+        return self._source
+
+    def _loss_scale(self) -> float:
+        source = self._momentum_source()
+        return 1.0 if source is None else source.loss_scale()
+
+    def _corrected(self, piece: Piece, name: str, span: slice) -> Tensor:
+        """Return what momentum makes of a parameter's gradients, in `piece.values` or the velocity's next value."""
+        gradient, source = piece.values[span], self._momentum_source()
+        if source is None:
+            return gradient
+        momentum, nesterov = source.coefficients(name)
+        old, new = piece.slot.read(VELOCITY)[span], piece.slot.write(VELOCITY)[span]
+        torch.add(gradient, old, alpha=momentum, out=new)
+        return gradient.add_(new, alpha=momentum) if nesterov else new
+
+    # Settings alone: a source belongs to a run.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in self._unsaved}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._bind(None)
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in sorted(self.__getstate__().items()))
+        return f"{type(self).__name__}({settings})"

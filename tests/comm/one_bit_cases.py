@@ -1,0 +1,187 @@
+"""What the ranks of the tests of momentum with signs do. Nothing here asserts: ranks return what they found."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel.comm.one_bit import OneBit
+from tests.comm.cases import OneBitTwice, same_everywhere
+from tests.comm.dgc_cases import Scaler, held
+from tests.comm.dgc_training import SGD, Net, Training, groups, loss
+
+BELOW = 40
+WAYS: dict[str, tuple[type[OneBit], bool]] = {
+    "direct": (OneBit, False),
+    "twice": (OneBitTwice, False),
+    "hosts": (OneBit, True),
+}
+
+
+def train(way: str, sgd: dict[str, Any] = SGD, momentum: bool = True, **options: Any) -> Training:
+    kind, hierarchical = WAYS[way]
+    compressor = kind(8, exact_below=BELOW, momentum=momentum, start_step=options.pop("start_step", 0))
+    return Training(compressor, sgd, hierarchical=hierarchical, take=momentum, **options)
+
+
+def as_dense(rank: int, world: int) -> dict[str, float]:
+    """Send everything as it is: the largest difference of weights from dense SGD over 6 steps, relative."""
+    found = {}
+    for way in WAYS:
+        for nesterov in (False, True):
+            sgd = {**SGD, "weight_decay": 0.02, "nesterov": nesterov}
+            run, plain, worst = train(way, sgd, start_step=100), Net(), 0.0
+            other = torch.optim.SGD(groups(plain, sgd, None), lr=0.1)
+            for step in range(6):
+                got = run.step(rank, step)
+                other.zero_grad()
+                (sum(loss(plain, r, step) for r in range(world)) / world).backward()  # type: ignore[union-attr]
+                other.step()
+                want = torch.cat([p.detach().view(-1) for p in plain.parameters()])
+                worst = max(worst, ((got - want).abs().max() / want.abs().max()).item())
+            found[f"{way}, nesterov={nesterov}"] = worst
+            run.close()
+    return found
+
+
+def law(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Add up what was decoded, what is left, and m u + g of every step; the first two steps are dense."""
+    found = {}
+    for way in WAYS:
+        run = train(way, start_step=2)
+        plain, worst = Net(), 0.0
+        sums = {n: torch.zeros(2, p.numel(), dtype=torch.float64) for n, p in run.net.named_parameters()}
+        for step in range(6):
+            run.sgd.zero_grad()
+            velocity = run.own("velocity")
+            plain.load_state_dict(run.net.state_dict())
+            plain.zero_grad()
+            loss(plain, rank, step).backward()
+            own = dict(plain.named_parameters())
+            loss(run.ddp, rank, step).backward()
+            for n, p in run.net.named_parameters():
+                sums[n][0] += p.grad.view(-1)  # type: ignore[union-attr]
+                sums[n][1] += SGD["momentum"] * velocity[n] + own[n].grad.view(-1) / world  # type: ignore[union-attr]
+            run.sgd.step()
+        left, coarse = run.own("residual"), 0
+        for n, p in run.net.named_parameters():
+            total = torch.stack([left[n], sums[n][1]])
+            dist.all_reduce(total)
+            if run.state.compressor.is_dense(p.shape):  # type: ignore[attr-defined]
+                worst = max(worst, float(total[0].abs().max()))
+                continue
+            coarse += bool(total[0].any())
+            worst = max(worst, ((sums[n][0] + total[0] - total[1]).abs().max() / total[1].abs().max()).item())
+        found[way] = {"law": worst, "coarse": coarse, "same": same_everywhere(run.weights())}
+        run.close()
+    return found
+
+
+def void_step(rank: int, world: int) -> dict[str, dict[str, bool]]:
+    """Give rank 1 an infinity, then a NaN, in a matrix and in a bias."""
+    found = {}
+    for way in WAYS:
+        run = train(way)
+        for step in range(3):
+            run.step(rank, step)
+        before, arrived, untouched = held(run), True, True
+        for bad in (float("inf"), float("nan")):
+            for place in (run.net.layers[1].weight, run.net.layers[2].bias):
+                run.sgd.zero_grad()
+                handle = place.register_hook(  # type: ignore[union-attr,operator]
+                    lambda g, bad=bad: torch.full_like(g, bad) if rank == 1 else g
+                )
+                loss(run.ddp, rank, 3).backward()
+                handle.remove()
+                arrived &= not torch.isfinite(place.grad).all().item()  # type: ignore[union-attr,arg-type]
+                untouched &= torch.equal(held(run), before)
+        again = run.step(rank, 4)
+        recovers = bool(torch.isfinite(again).all()) and same_everywhere(again)
+        found[way] = {"arrived": arrived, "untouched": untouched, "recovers": recovers}
+        run.close()
+    return found
+
+
+def unused(rank: int, world: int) -> dict[str, dict[str, bool]]:
+    """Leave a layer out of some steps, on all ranks and on one."""
+    found = {}
+    for way in WAYS:
+        for name, momentum, start_step in (("momentum", True, 0), ("dense", True, 9), ("without", False, 0)):
+            run = train(way, momentum=momentum, start_step=start_step)
+            if not momentum:
+                run.sgd.param_groups[0]["momentum"] = 0.0  # that of the optimizer goes on, as in any SGD
+            for step in range(2):
+                run.step(rank, step)
+            fields = ("velocity", "residual") if name == "momentum" else ("velocity",) if momentum else ("residual",)
+            keep = lambda run=run, fields=fields: [run.own(field)["extra.weight"] for field in fields]  # noqa: E731
+            before, weights = keep(), run.net.extra.weight.detach().clone()
+            run.step(rank, 2, extra=False)
+            one = {"stood": torch.equal(weights, run.net.extra.weight)}
+            one["kept"] = all(map(torch.equal, before, keep())) and all(bool(x.any()) for x in before)
+            one["same"] = same_everywhere(run.step(rank, 3, extra=rank == 0))
+            one["went on"] = not torch.equal(before[0], keep()[0])
+            found[f"{way}, {name}"] = one
+            run.close()
+    return found
+
+
+def resume(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Stop after 4 of 8 steps and go on in new objects."""
+    found = {}
+    for way in WAYS:
+        run = train(way, start_step=2)
+        whole = [run.step(rank, step) for step in range(8)]
+        run.close()
+        run = train(way, start_step=2)
+        for step in range(4):
+            run.step(rank, step)
+        saved = pickle.loads(pickle.dumps([run.state.state_dict(), run.sgd.state_dict(), run.net.state_dict()]))
+        run.close()
+        after = train(way, start_step=2)
+        after.state.load_state_dict(saved[0])
+        after.sgd.load_state_dict(saved[1])
+        after.net.load_state_dict(saved[2])
+        found[way] = {"same bits": all(torch.equal(whole[step], after.step(rank, step)) for step in range(4, 8))}
+        after.close()
+    return found
+
+
+def scaled(rank: int, world: int) -> float:
+    """Compare steps with a loss scale that changes with steps without one."""
+    worst = 0.0
+    for way in WAYS:
+        scaler = Scaler()
+        runs = [train(way, scaler=given, start_step=1) for given in (scaler, None)]
+        for step in range(5):
+            scaler.scale = 2.0 ** (3 * step)
+            run = runs[0]
+            run.sgd.zero_grad()
+            (scaler.scale * loss(run.ddp, rank, step)).backward()
+            for p in run.net.parameters():
+                p.grad.div_(scaler.scale)  # type: ignore[union-attr]
+            run.sgd.step()
+            worst = max(worst, (run.weights() - runs[1].step(rank, step)).abs().max().item())
+        for run in runs:
+            run.close()
+    return worst
+
+
+def closed(rank: int, world: int) -> dict[str, Any]:
+    """Give the momentum back: SGD's buffer and the velocities are one sum."""
+    run = train("direct", start_step=1)
+    for step in range(3):
+        run.step(rank, step)
+    velocity = run.own("velocity")
+    assert run.momentum is not None
+    run.momentum.close()
+    worst = 0.0
+    for name, p in run.net.named_parameters():
+        if run.state.compressor.is_dense(p.shape):  # type: ignore[attr-defined]
+            continue
+        dist.all_reduce(velocity[name])
+        worst = max(worst, (run.sgd.state[p]["momentum_buffer"].view(-1) - velocity[name]).abs().max().item())
+    run.close()
+    return {"worst": worst}
