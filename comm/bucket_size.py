@@ -43,6 +43,7 @@ def rebucketed(profile: Profile, cap_bytes: float) -> tuple[Profile, list[float]
         max(profile.rest_s + first, 0.0),
         profile.threads,
         profile.copy_byte_s,
+        profile.core_s,
     )
     return moved, sizes
 

@@ -7,11 +7,12 @@ bucket, where that is predicted to be shorter by more than the model can be wron
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
 from accel.comm.catalogue import CATALOGUE, Way
-from accel.comm.cost import Network, Profile, Stages, plain, simulate
+from accel.comm.cost import Network, Profile, Stages, core_seconds, plain, simulate
 
 WORTH = 0.02
 """Least gain, as a share of the step, for which anything is done at all."""
@@ -48,6 +49,10 @@ class Observed(NamedTuple):
     step_s: float
     extra_s: float = 0.0
     """Of the step, at most so much was the hook's own, which DDP without one does not take."""
+    core_s: float = 0.0
+    """Seconds of cores that the step took, communication included; 0 where that is not known."""
+    own_s: float = 0.0
+    """Those of the thread that trains."""
 
 
 def describe(plan: Plan) -> str:
@@ -75,9 +80,11 @@ def calibrated(seen: Observed, network: Network, threads: float, copy_byte_s: fl
 
     Two unknowns, two observations: the backward pass alone is faster than under communication that takes cores; and
     links under load are not what a short probe shows. What can't be seen stays as it is: a network that the backward
-    pass hides altogether says nothing of its links.
+    pass hides altogether says nothing of its links. What transfers take of the cores is, where one thread trains, what
+    the others used, or less if a probe says so.
     """
     ways = [plain(one) for one in seen.bytes]
+    network, core_s = _known_work(seen, network, threads, ways)
     work, rate = 1.0, 1.0
     hidden = seen.done_s - seen.ready_s[-1] < 0.05 * seen.step_s
     for _ in range(_ROUNDS):
@@ -90,7 +97,17 @@ def calibrated(seen: Observed, network: Network, threads: float, copy_byte_s: fl
     profile = profile._replace(ready_s=tuple(work * one for one in seen.ready_s))
     fitted = network.slower(rate)
     rest = max(seen.step_s - simulate(profile, ways, fitted).step_s, 0.0)
-    return profile._replace(rest_s=rest), fitted
+    return profile._replace(rest_s=rest, core_s=core_s), fitted
+
+
+def _known_work(seen: Observed, network: Network, threads: float, ways: Sequence[Stages]) -> tuple[Network, float]:
+    """Return the network with what its transfers take of the cores, and what the rest of a plain step takes of them."""
+    moved = sum(core_seconds(one, network, threads) for one in ways)
+    if threads == 1 and moved > 0 and seen.core_s > 0:
+        used = min(max(seen.core_s - seen.own_s, 0.0), moved)
+        network = replace(network, core_byte_s=network.core_byte_s * used / moved)
+        moved = used
+    return network, max(seen.core_s - seen.extra_s - moved, 0.0)
 
 
 def _within(value: float, bounds: tuple[float, float]) -> float:
@@ -167,4 +184,6 @@ def mean_of(seen: Sequence[Observed]) -> Observed:
         fmean(one.done_s for one in seen),
         fmean(one.step_s for one in seen),
         fmean(one.extra_s for one in seen),
+        fmean(one.core_s for one in seen),
+        fmean(one.own_s for one in seen),
     )

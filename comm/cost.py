@@ -1,10 +1,12 @@
 """How long a step takes with a given way of averaging each bucket: a model of links, cores and the pipeline.
 
-    step = rest + end,  end = max(end, bucket averaged) + bytes · copying, over the buckets, from the last one ready on
+    step = max(rest + end, work/cores),
+    end = max(end, bucket averaged) + bytes · copying, over the buckets, from the last one ready on
 
 DDP waits for the buckets in turn and copies each into the gradients: on a slow network while the next is under way, on
 a fast one after all of them. `rest` is what no communication overlaps: the optimizer, the forward pass, the backward
-pass up to the first bucket.
+pass up to the first bucket. It was seen while ranks waited for the network in turn; on a fast one they want the cores
+at the same time, so no step is shorter than all that it does on them.
 
 A bucket passes through the stages of its way; a stage takes one bucket at a time, and is a series of segments: work of
 a core, or a call of a collective. Segments under way share what they need:
@@ -18,7 +20,7 @@ Time of one call, with α per message and β per byte on a link, for N hosts of 
 
     all-reduce   world    α_ring + 2 (NG − 1)/(NG) S β_world      within   α_ring + 2 (G − 1)/G S β_intra
                  across   α_ring + G · 2 (N − 1)/N S β_inter      (G channels at once, one for each slice)
-    exchange     rounds of 256 KB · α_message + bytes to other hosts of all ranks of a host · β_inter
+    exchange     rounds of 1 MB · α_message + bytes to other hosts of all ranks of a host · β_inter
                  + bytes to ranks of the same host · β_intra
 
 Pure functions: nothing here measures, see `accel.comm.probe` and `accel.comm.dry_run`.
@@ -188,6 +190,14 @@ class Profile(NamedTuple):
     """Cores that the backward pass uses."""
     copy_byte_s: float = 0.0
     """Seconds to copy a byte of an averaged bucket into the gradients; 0 where these are views of it."""
+    core_s: float = 0.0
+    """Seconds of cores that all of a step takes but communication; 0 where that is not known."""
+
+
+def core_seconds(stages: Stages, network: Network, threads: float) -> float:
+    """Return the seconds of cores that averaging a bucket takes on a rank."""
+    moving = (transfer(one.call, network).core_s for stage in stages for one in stage if one.call is not None)
+    return threads * sum(one.core_s for stage in stages for one in stage) + sum(moving)
 
 
 class Timeline(NamedTuple):
@@ -270,6 +280,8 @@ class _Fluid:
     def __init__(self, profile: Profile, ways: Sequence[Stages], network: Network, lines: Sequence[object]) -> None:
         self.profile, self.ways, self.network, self.lines = profile, ways, network, lines
         self.threads = min(profile.threads, max(network.cores, 1e-6))
+        # What backward takes was seen among the other ranks. What one thread encodes is known as if it had a core.
+        self.coding = self.threads if profile.threads > 1 else 1.0
         self.ready = [0.0] * len(ways)
         self.done = [0.0] * len(ways)
         self.active: list[_Task] = []
@@ -296,7 +308,9 @@ class _Fluid:
         end = self.ready[-1]
         for nbytes, done in zip(self.profile.bytes, self.done, strict=True):
             end = max(end, done) + nbytes * self.profile.copy_byte_s
-        return Timeline(self.profile.rest_s + end, tuple(self.ready), tuple(self.done))
+        work = self.profile.core_s + sum(core_seconds(one, self.network, self.coding) for one in self.ways)
+        step_s = max(self.profile.rest_s + end, work / max(self.network.cores, 1e-6))
+        return Timeline(step_s, tuple(self.ready), tuple(self.done))
 
     def _backward(self, bucket: int, now: float) -> None:
         """Take note that a bucket is ready, and go on to the next."""
@@ -320,7 +334,7 @@ class _Fluid:
             return
         self.taken.add(place)
         bucket, stage = self.waiting[place].pop(0), place[1]
-        needs = _needs(self.ways[bucket][stage], self.network, self.threads)
+        needs = _needs(self.ways[bucket][stage], self.network, self.coding)
 
         def ended(now: float) -> None:
             self.taken.discard(place)

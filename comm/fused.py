@@ -57,7 +57,7 @@ class Fused(Quantised):
             if r != rank:
                 self.codec.encode(values[part], going[r], self.block, _part(residual, part), _part(lost, part))
         own = chunks[rank]
-        arrived = self._rooms(values, own.stop - own.start, channel.size - 1)
+        arrived = self._rows(values, self.encoded_bytes(own.stop - own.start), channel.size - 1)
         nothing = values.new_empty(0, dtype=torch.uint8)
         channel.exchange(going, [*arrived[:rank], nothing, *arrived[rank:]])
         if residual is not None:
@@ -67,9 +67,8 @@ class Fused(Quantised):
         piece.carry.update(chunks=chunks, encoded=going)
         return None
 
-    def _rooms(self, like: Tensor, numel: int, ranks: int) -> Tensor:
-        """Return (ranks, encoded_bytes(numel)) to receive into."""
-        size = self.encoded_bytes(numel)
+    def _rows(self, like: Tensor, size: int, ranks: int) -> Tensor:
+        """Return (ranks, size) bytes to receive into."""
         rows = like.new_empty(ranks, -(-size // _ALIGNED) * _ALIGNED, dtype=torch.uint8)
         return rows[:, :size]
 

@@ -127,11 +127,16 @@ class Gathered(Corrected, Fused):
 
     def _encode_all(self, piece: Piece) -> None:
         values, feedback = piece.values, piece.slot.has(RESIDUAL)
-        if feedback:
-            values += piece.slot.read(RESIDUAL)
+        residual = piece.slot.read(RESIDUAL) if feedback else None
+        lost = piece.slot.write(RESIDUAL) if feedback else None
         size, used = self.encoded_bytes(values.numel()), piece.carry["used"]
         own = values.new_empty(size + used.numel(), dtype=torch.uint8)
-        self.encode(values, own[:size], piece.slot.write(RESIDUAL) if feedback else None)
+        if self.codec.takes(values, self.block):
+            self.codec.encode(values, own[:size], self.block, residual, lost)
+        else:
+            if residual is not None:
+                values += residual
+            self.encode(values, own[:size], lost)
         own[size:] = used
         piece.carry["own"] = own
 
@@ -144,13 +149,16 @@ class Gathered(Corrected, Fused):
     def _decode_all(self, piece: Piece, channel: Channel) -> None:
         if "own" not in piece.carry:
             return self._gather(piece, channel)
-        own = piece.carry["own"]
-        told = [torch.empty_like(own) for _ in range(channel.size)]
-        channel.all_gather(own, told)
-        size = self.encoded_bytes(piece.values.numel())
-        for number, one in enumerate(told):
-            self.decode(one[:size], piece.values, add=number > 0)
-        piece.carry["used"] = torch.stack([one[size:] for one in told]).amax(0)
+        own, values = piece.carry["own"], piece.values
+        size = self.encoded_bytes(values.numel())
+        rows = self._rows(values, own.numel(), channel.size)
+        channel.all_gather(own, list(rows))
+        if self.codec.takes(values, self.block):
+            self.codec.decode_sum(rows[:, :size], values, self.block)
+        else:
+            for number, row in enumerate(rows):
+                self.decode(row[:size], values, add=number > 0)
+        piece.carry["used"] = rows[:, size:].amax(0)
         return None
 
     def _put_back(self, piece: Piece) -> None:

@@ -24,8 +24,10 @@ from accel.comm.topology import Topology
 _OPERATIONS = ("all_reduce", "all_to_all")
 _SIZES = (1 << 12, 1 << 19, 1 << 21, 1 << 23)
 """The largest is left out where it takes too long; elsewhere it shows what token buckets hide from smaller ones."""
-_BYTES = 1 << 19
+_BYTES, _FEWER_BYTES = 1 << 22, 1 << 19
+"""Of an all-reduce whose use of cores is measured; fewer where those would take long."""
 _RUNS = 3
+_LONG_S = 0.1
 
 _Key = tuple[tuple[tuple[int, ...], ...], tuple[str, ...], str]
 _known: dict[_Key, Network] = {}
@@ -62,7 +64,8 @@ def _measured(topology: Topology, device: torch.device, machines: tuple[str, ...
     # The link classes of `measure` are by network namespace, those here by torchrun's agent where there is one.
     measured = Topology(speed.nodes)
     found = network_of(speed, measured if measured.even else topology, 1.0)
-    told = _everyone((_cores(), _core_byte_s(device)))
+    nbytes = _BYTES if found.world.byte_s * _RUNS * _BYTES < _LONG_S else _FEWER_BYTES
+    told = _everyone((_cores(), _core_byte_s(device, nbytes)))
     crowd = Counter(machines)
     return replace(
         found,
@@ -95,16 +98,16 @@ def network_of(speed: Bandwidth, topology: Topology, cores: float) -> Network:
     return Network(count, ranks, intra, inter, world, cores)
 
 
-def _core_byte_s(device: torch.device) -> float:
+def _core_byte_s(device: torch.device, nbytes: int) -> float:
     """Return seconds of a core for each byte of a ring that this rank sends; 0 on a GPU."""
     if device.type == "cuda":
         return 0.0
-    values, size = torch.zeros(_BYTES // 4), dist.get_world_size()
+    values, size = torch.zeros(nbytes // 4), dist.get_world_size()
     dist.all_reduce(values)
     began = time.process_time()
     for _ in range(_RUNS):
         dist.all_reduce(values)
-    return (time.process_time() - began) / (_RUNS * 2 * (size - 1) / size * _BYTES)
+    return (time.process_time() - began) / (_RUNS * 2 * (size - 1) / size * nbytes)
 
 
 def _cores() -> int:

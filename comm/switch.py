@@ -31,7 +31,7 @@ from accel.comm.layout import Layout
 from accel.comm.memory import LossScale, Memory
 from accel.comm.reduction import _finite
 from accel.comm.talk import Talk
-from accel.comm.timing import Times
+from accel.comm.timing import Times, work
 from accel.comm.unhook import unhook
 
 _made: dict[str, "itertools.count[int]"] = {}
@@ -86,7 +86,7 @@ class Switch:
         self._wanted: Plan = ()
         self._filled: Plan = ()
         """The plan whose buckets the memory is laid out for."""
-        self.times = Times(time.perf_counter)
+        self.times = Times(time.perf_counter, *([work] if self.device.type == "cpu" else []))
         self.recording = False
         self.layouts: dict[int, Layout] = {}
         """Of the buckets of recorded steps."""

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from accel.comm.choice import Observed
 
+Work = tuple[float, float]
+
+
+def work() -> Work:
+    """Return the seconds of cores that this process has used, and those of the calling thread."""
+    return time.process_time(), time.thread_time()
+
 
 class _Step(NamedTuple):
     began: float
+    worked: Work
     bytes: list[int]
     ready: list[float]
     done: list[float]
@@ -22,12 +31,13 @@ class Times:
 
     Args:
         clock: seconds, monotonic.
+        work: seconds of cores that this process has used, and those of the calling thread; default: not known.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float], work: Callable[[], Work] = lambda: (0.0, 0.0)) -> None:
+        self._clock, self._work = clock, work
         self._now: _Step | None = None
-        self._steps: list[tuple[_Step, float]] = []
+        self._steps: list[tuple[_Step, float, Work]] = []
 
     def __len__(self) -> int:
         """Return the number of whole steps recorded."""
@@ -39,12 +49,13 @@ class Times:
 
     def open(self) -> None:
         """Begin a step: its first bucket is ready."""
-        self._now = _Step(self._clock(), [], [], [], [])
+        self._now = _Step(self._clock(), self._work(), [], [], [], [])
 
     def close(self) -> None:
         """End the step that was begun, if there is one."""
         if self._now is not None:
-            self._steps.append((self._now, self._clock()))
+            before, after = self._now.worked, self._work()
+            self._steps.append((self._now, self._clock(), (after[0] - before[0], after[1] - before[1])))
             self._now = None
 
     def ready(self, nbytes: int) -> Callable[[], None] | None:
@@ -65,11 +76,13 @@ class Times:
         """Return the medians over the steps that had the buckets of the last one."""
         last = self._steps[-1][0]
         alike = [one for one in self._steps if one[0].bytes == last.bytes]
-        ready = [statistics.median(times) for times in zip(*(step.ready for step, _ in alike), strict=True)]
+        ready = [statistics.median(times) for times in zip(*(step.ready for step, *_ in alike), strict=True)]
         return Observed(
             tuple(last.bytes),
             tuple(one - ready[0] for one in ready),
-            statistics.median(max(step.done) for step, _ in alike) - ready[0],
-            statistics.median(end - step.began for step, end in alike),
-            statistics.median(sum(step.extra) for step, _ in alike),
+            statistics.median(max(step.done) for step, *_ in alike) - ready[0],
+            statistics.median(end - step.began for step, end, _ in alike),
+            statistics.median(sum(step.extra) for step, *_ in alike),
+            statistics.median(work for *_, (work, _) in alike),
+            statistics.median(work for *_, (_, work) in alike),
         )

@@ -183,6 +183,17 @@ def test_a_network_that_backward_hides_stays_as_it_was_probed() -> None:
     assert found.rest_s == pytest.approx(0.199, abs=1e-4)
 
 
+def test_work_of_plain_steps_counts_without_their_communication() -> None:
+    probed = replace(network(60), core_byte_s=2e-9)
+    seen = Observed((10**8, 10**8), (0.0, 1.0), 1.001, 1.2, extra_s=0.1, core_s=1.5, own_s=1.0)
+    found, fitted = calibrated(seen, probed, 2.0)
+    assert (found.core_s, fitted.core_byte_s) == (pytest.approx(1.4 - 0.4), 2e-9)
+    for own_s, core_s, byte_s in ((1.2, 1.1, 1.5e-9), (1.0, 1.0, 2e-9), (1.5, 1.4, 0.0)):
+        found, fitted = calibrated(seen._replace(own_s=own_s), probed, 1.0)
+        assert (found.core_s, fitted.core_byte_s) == (pytest.approx(core_s), pytest.approx(byte_s))
+    assert calibrated(seen._replace(core_s=0.0, own_s=0.0), probed, 1.0)[0].core_s == 0
+
+
 def test_ranks_are_averaged() -> None:
     one, other = Observed((5,), (0.0,), 1.0, 2.0), Observed((5,), (0.0,), 3.0, 2.5)
     assert mean_of([one, other]) == Observed((5,), (0.0,), 2.0, 2.25)

@@ -16,6 +16,7 @@ from accel.comm.cost import (
     Segment,
     Stages,
     between,
+    core_seconds,
     fair_shares,
     plain,
     scaled,
@@ -52,8 +53,8 @@ def wire(nbytes: float) -> Segment:
         (Call("exchange", "within", 1000, 0, 1000), "intra", 0.0001, 1000 * 1e-9),
         # To one rank beside, and to two on the other host, from two ranks.
         (Call("exchange", "world", 1000, 2000, 1000), "inter", 0.0002, 1000 * 1e-9 + 2 * 2000 * 1e-8),
-        # Three rounds of 256 KB.
-        (Call("exchange", "within", 600_000, 0, 600_000), "intra", 0.0003, 600_000 * 1e-9),
+        # Three rounds of 1 MB.
+        (Call("exchange", "within", 2_600_000, 0, 2_600_000), "intra", 0.0003, 2_600_000 * 1e-9),
         (Call("exchange", "within", 0), "intra", 0.0, 0.0),
     ],
 )
@@ -135,6 +136,16 @@ def test_copying_that_takes_a_whole_core_slows_backward_down_and_is_slowed() -> 
     found = simulate(Profile((1_000_000, 0), (0.0, 1.0), 0.0), [plain(1_000_000), ((Segment(0.0),),)], busy)
     assert found.done_s[0] == pytest.approx(2.0)
     assert found.ready_s[1] == pytest.approx(2.0)
+
+
+def test_no_step_is_shorter_than_all_that_it_does_on_the_cores() -> None:
+    ways: list[Stages] = [((Segment(0.1, Call("exchange", "across", 0, 1_000_000)), Segment(0.2)),)]
+    profile = Profile((0,), (0.0,), 0.25, core_s=1.0)
+    network = replace(PAIR, core_byte_s=1e-7)
+    assert core_seconds(ways[0], network, 2.0) == pytest.approx(0.7)
+    assert simulate(profile, ways, replace(network, cores=0.5)).step_s == pytest.approx(1.4 / 0.5)
+    roomy = simulate(profile, ways, replace(network, cores=16.0))
+    assert roomy == simulate(profile._replace(core_s=0.0), ways, replace(network, cores=16.0))
 
 
 # Laws

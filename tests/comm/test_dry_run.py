@@ -68,7 +68,7 @@ def test_powersgd_sends_its_factors() -> None:
 
 
 def test_more_elements_than_a_message_take_more_rounds() -> None:
-    small, large = (calls(dry_run(Way("half"), bucket((n,)), PAIR, CPU))[0] for n in (1000, 1 << 20))
+    small, large = (calls(dry_run(Way("half"), bucket((n,)), PAIR, CPU))[0] for n in (1000, 1 << 22))
     assert small.largest_bytes < PIECE_BYTES < large.largest_bytes
 
 

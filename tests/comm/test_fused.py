@@ -45,6 +45,19 @@ class Replay:
                 into.copy_(self.others[r][self.rank])
 
 
+class Given:
+    """A channel to ranks whose bytes are known."""
+
+    rank, size = 0, RANKS
+
+    def __init__(self, told: Sequence[Tensor]) -> None:
+        self.told = told
+
+    def all_gather(self, own: Tensor, out: Sequence[Tensor]) -> None:
+        for one, into in zip(self.told, out, strict=True):
+            into.copy_(one)
+
+
 @pytest.fixture
 def kernels() -> Callable[[], AbstractContextManager[None]]:
     """Return a context in which CPU tensors run kernels."""
@@ -133,6 +146,43 @@ def _conserved(kind: Fused, numel: int, feedback: bool, found: list[tuple[list[T
     assert ((after - before.double().sum(0)).abs() <= bound).all()
 
 
+def _gathered(kind: OneBit, numel: int, feedback: bool, device: str = "cpu") -> tuple[Tensor, list[Tensor], Tensor]:
+    """Return what ranks that hear each other directly decode, each one's residual, and who used the second part."""
+    told, left = [], []
+    for rank in range(RANKS):
+        piece = _piece(rank, numel, feedback, device)
+        piece.carry["used"] = torch.tensor([1.0, float(rank == 1)], device=device)
+        kind._encode_all(piece)
+        told.append(piece.carry["own"])
+        left.append(piece.slot.write("residual").cpu() if feedback else torch.zeros(0))
+    kind._decode_all(piece, Given(told))  # type: ignore[arg-type]
+    return piece.values.cpu(), left, piece.carry["used"].cpu()
+
+
+def _same_gathered(kind: OneBit, numel: int, feedback: bool, found: tuple[Tensor, list[Tensor], Tensor]) -> None:
+    plain = _gathered(kind, numel, feedback)
+    assert found[2].tolist() == plain[2].tolist() == [1, 1]
+    _near(kind, plain[0], found[0], flips=0.01)
+    for one, other in zip(plain[1], found[1], strict=True):
+        _near(kind, one, other, flips=0.01)
+    if feedback:
+        pieces = [_piece(rank, numel, True, "cpu") for rank in range(RANKS)]
+        before = torch.stack([piece.values + piece.slot.read("residual") for piece in pieces]).double()
+        after = found[0].double() + torch.stack(found[1]).double().sum(0)
+        assert ((after - before.sum(0)).abs() <= 32 * EPS * (before.abs().sum(0) + found[0].abs() + 1)).all()
+
+
+@pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
+@pytest.mark.parametrize("numel", [1, 100, 2049])
+@pytest.mark.parametrize("kind", [OneBit(64), OneBit(1024), OneBit(1000)], ids=repr)
+def test_kernels_gather_what_plain_torch_does(
+    kernels: Callable[[], AbstractContextManager[None]], kind: OneBit, numel: int, feedback: bool
+) -> None:
+    with kernels():
+        found = _gathered(kind, numel, feedback)
+    _same_gathered(kind, numel, feedback, found)
+
+
 @pytest.mark.parametrize("kind", KINDS[:2], ids=repr)
 def test_one_rank_alone_sends_nothing(kernels: Callable[[], AbstractContextManager[None]], kind: Fused) -> None:
     piece = _piece(0, 100, True, "cpu")
@@ -176,6 +226,13 @@ def test_gpu_sends_and_keeps_what_a_cpu_does(kind: Fused, feedback: bool) -> Non
                 assert torch.equal(one, other)
         _near(kind, left, left_too, flips=0.01)
     _conserved(kind, numel, feedback, fused)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
+def test_gpu_gathers_what_a_cpu_does(feedback: bool) -> None:
+    kind, numel = OneBit(256), 300_001
+    _same_gathered(kind, numel, feedback, _gathered(kind, numel, feedback, "cuda"))
 
 
 @pytest.mark.gpu

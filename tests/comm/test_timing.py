@@ -63,6 +63,17 @@ def test_the_hooks_own_work_is_known_apart() -> None:
     assert times.observed() == Observed((100,), (0.0,), 1.0, 4.0, 0.75)
 
 
+def test_work_of_a_step_goes_to_the_next_steps_first_bucket() -> None:
+    clock, used = Clock(), Clock()
+    times = Times(clock, lambda: (used.now, used.now / 3))
+    play(times, clock, 0.0, [0.0], [1.0], [100])
+    used.now = 0.75
+    clock.now = 4.0
+    times.close()
+    used.now = 9.0  # of no recorded step
+    assert times.observed()[-2:] == (0.75, 0.25)
+
+
 def test_nothing_is_noted_outside_of_a_step() -> None:
     times = Times(Clock())
     assert times.ready(100) is None
