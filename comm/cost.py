@@ -65,6 +65,9 @@ class Network:
     """For each rank."""
     core_byte_s: float = 0.0
     """Seconds of a core for each byte that a rank sends and receives."""
+    burst_bytes: float = 0.0
+    """Bytes between hosts (within the only one) that pass at once after a pause, as the token buckets of shaped links
+    let them; saved up anew by each step."""
 
     @property
     def size(self) -> int:
@@ -259,7 +262,8 @@ class _Need(NamedTuple):
     link: str = ""
 
 
-def _needs(segments: Sequence[Segment], network: Network, threads: float) -> list[_Need]:
+def _needs(segments: Sequence[Segment], network: Network, threads: float, saved: dict[str, float]) -> list[_Need]:
+    """Return what a stage takes, and take off `saved` the seconds of each link that it is spared."""
     found = []
     for one in segments:
         if one.core_s > 0:
@@ -268,7 +272,9 @@ def _needs(segments: Sequence[Segment], network: Network, threads: float) -> lis
             link, latency, busy, core = transfer(one.call, network)
             if latency > 0:
                 found.append(_Need(latency, 0.0))
-            busy = max(busy, core)
+            spared = min(saved.get(link, 0.0), busy)
+            saved[link] = saved.get(link, 0.0) - spared
+            busy = max(busy - spared, core)
             if busy > 0:
                 found.append(_Need(busy, core / busy, link))
     return found or [_Need(_EPSILON_S, 0.0)]
@@ -287,6 +293,8 @@ class _Fluid:
         self.active: list[_Task] = []
         self.waiting: dict[tuple[object, int], list[int]] = {}
         self.taken: set[tuple[object, int]] = set()
+        outer = ("inter", network.inter) if network.hosts > 1 else ("intra", network.intra)
+        self.saved = {outer[0]: network.burst_bytes * outer[1].byte_s}
 
     def run(self) -> Timeline:
         now = 0.0
@@ -334,7 +342,7 @@ class _Fluid:
             return
         self.taken.add(place)
         bucket, stage = self.waiting[place].pop(0), place[1]
-        needs = _needs(self.ways[bucket][stage], self.network, self.coding)
+        needs = _needs(self.ways[bucket][stage], self.network, self.coding, self.saved)
 
         def ended(now: float) -> None:
             self.taken.discard(place)

@@ -148,6 +148,16 @@ def test_no_step_is_shorter_than_all_that_it_does_on_the_cores() -> None:
     assert roomy == simulate(profile._replace(core_s=0.0), ways, replace(network, cores=16.0))
 
 
+def test_what_a_link_has_saved_up_passes_at_once() -> None:
+    profile, ways = Profile((300_000,) * 2, (0.0, 0.0), 0.0), [plain(300_000)] * 2
+    usual = simulate(profile, ways, PAIR)
+    saving = simulate(profile, ways, replace(PAIR, burst_bytes=400_000))
+    assert usual.step_s - saving.step_s == pytest.approx(400_000 * PAIR.inter.byte_s)
+    assert saving.done_s[0] < usual.done_s[0]
+    # No more is saved than is sent.
+    assert simulate(profile, ways, replace(PAIR, burst_bytes=1e9)).step_s == pytest.approx(0.0, abs=1e-9)
+
+
 # Laws
 
 
