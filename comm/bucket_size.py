@@ -1,12 +1,13 @@
 """Which size of bucket suits a way best.
 
-DDP takes `bucket_cap_mb` when it is made, so this is advice for the next run. Small buckets begin to move early and pay
-α each time; large ones begin late. Compressed, little is left to overlap, so that larger ones win.
+Small buckets begin to move early and pay α each time; large ones begin late. Compressed, little is left to overlap, so
+that larger ones win.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,15 @@ from accel.comm.catalogue import CATALOGUE, Way
 from accel.comm.choice import WORTH
 from accel.comm.cost import Network, Profile, Stages, between, plain, simulate
 
-CAPS_MB = (1, 5, 25, 50, 100)
+CAPS_MB = (1.0, 5.0, 25.0, 50.0, 100.0)
+
+
+class Size(NamedTuple):
+    """A size of buckets and what the model says of it."""
+
+    cap_mb: float
+    """As `bucket_cap_mb` of DDP."""
+    step_s: float
 
 
 def rebucketed(profile: Profile, cap_bytes: float) -> tuple[Profile, list[float]]:
@@ -48,23 +57,33 @@ def rebucketed(profile: Profile, cap_bytes: float) -> tuple[Profile, list[float]
     return moved, sizes
 
 
-def bucket_cap_mb(way: Way | None, profile: Profile, network: Network, costs: Mapping[Way, Sequence[Stages]]) -> int:
-    """Return the bucket_cap_mb under which a way is predicted to be fastest; DDP takes it when it is made.
+def better_size(
+    way: Way | None, profile: Profile, network: Network, costs: Mapping[Way, Sequence[Stages]], cap_mb: float = 25.0
+) -> Size | None:
+    """Return the size of buckets under which a way is predicted to be fastest.
 
-    25, which is DDP's own, unless another is better by more than `WORTH`, or nothing can be said: what a compressor
-    does with other shapes in a bucket is known only by running it.
+    Args:
+        way: of all buckets; None is DDP's own all-reduce.
+        profile: of the backward pass.
+        network: links and cores.
+        costs: of each bucket on each way.
+        cap_mb: the present size, MiB.
+
+    Returns:
+        None unless it is better by more than `WORTH`, and where nothing can be said: what a compressor does with other
+        shapes in a bucket is known only by running it.
     """
     if way is not None and not CATALOGUE[way.compressor].linear:
-        return 25
+        return None
     ends = sorted(range(len(profile.bytes)), key=lambda i: profile.bytes[i])
     small, large = ends[0], ends[-1]
     steps = {}
-    for cap in CAPS_MB:
-        moved, sizes = rebucketed(profile, cap * float(1 << 20))
+    for cap in {cap_mb, *CAPS_MB}:
+        moved, sizes = rebucketed(profile, cap * (1 << 20))
         cost = [plain(size) for size in sizes]
         if way is not None:
             known = [(profile.bytes[end], costs[way][end]) for end in (small, large)]
             cost = [between(known[0], known[1], size) for size in sizes]
         steps[cap] = simulate(moved, cost, network, [way] * len(sizes)).step_s
     best = min(steps, key=lambda cap: steps[cap])
-    return best if steps[best] < steps[25] * (1 - WORTH) else 25
+    return Size(best, steps[best]) if steps[best] < steps[cap_mb] * (1 - WORTH) else None

@@ -26,8 +26,8 @@ from accel.comm.topology import Topology
 
 _TINY = 1024
 _IN_EARNEST = 1.15
-"""On a CPU stages take more of a core beside the backward pass than alone: PowerSGD 1.0 to 1.3 times as much, signs 1.25,
-DGC 1.27, int8 1.6 (2 hosts of 1 and 2 ranks, buckets of 25 MB)."""
+"""On a CPU stages take more of a core beside the backward pass than alone: PowerSGD 1.0 to 1.3 times as much, signs
+1.25, DGC 1.27, int8 1.6 (2 hosts of 1 and 2 ranks, buckets of 25 MB)."""
 
 
 class DryChannel:

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.comm.hooks import CommState
 from accel.comm.local_checks import check_arguments, check_parts, difference
 from accel.comm.local_mean import HostMean, Named, WeightMean, fingerprint
-from accel.comm.unhook import unhook
+from accel.comm.reducer import unhook
 
 _VERSION = 1
 

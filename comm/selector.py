@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import weakref
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.bucket_size import bucket_cap_mb
+from accel.comm.bucket_size import Size, better_size
 from accel.comm.catalogue import Way, allowed, check_level
 from accel.comm.choice import WORTH, Observed, Option, Plan, calibrated, describe, mean_of, options, worthwhile
 from accel.comm.cost import Network, Profile, Stages
@@ -37,7 +36,8 @@ __all__ = ["AutoComm", "Choice", "choose", "hook"]
 WARM_UP = 3
 """First steps, which are no measure: DDP makes new buckets after the first, memory is touched for the first time."""
 _TRIALS = 4
-_SETTLE = 1
+_REBUILT = 4
+"""Steps until DDP has made buckets of another size, and memory for them has been touched."""
 _SURE = 1.5
 """A gain below this must show in each of `_PAIRS` pairs: it may be a drift of the machine."""
 _PAIRS = 4
@@ -53,10 +53,12 @@ class Choice:
     network: Network
     plain_s: float
     """DDP's own step, measured."""
-    bucket_cap_mb: int
-    """Predicted to suit the best option; DDP takes it when it is made."""
+    sizes: dict[Way | None, Size]
+    """Sizes of buckets predicted to be better, by the way that all buckets go."""
     measured: dict[Plan, float] = field(default_factory=dict)
     """Steps of the options that were tried."""
+    sized: dict[float, float] = field(default_factory=dict)
+    """Steps of the chosen option by the size of buckets, where another one was tried."""
 
     def table(self, chosen: Plan | None = None) -> str:
         """Return the candidates, one a line: predicted step, communication that backward does not hide, measured."""
@@ -97,16 +99,21 @@ def choose(switch: Switch, network: Network, allow: str, ways: list[Way] | None 
     decided: Choice | None = None
     if switch.talk.rank == 0:
         seen = mean_of([one for one, _ in told])
-        decided = _decide(seen, calibrated(seen, network, told[0][1], copying), shared_out(costs_told))
+        known = calibrated(seen, network, told[0][1], copying)
+        decided = _decide(seen, known, shared_out(costs_told), switch.cap_mb)
     return switch.talk.first(decided)
 
 
-def _decide(seen: Observed, known: tuple[Profile, Network], cost: dict[Way, tuple[Stages, ...]]) -> Choice:
+def _decide(
+    seen: Observed, known: tuple[Profile, Network], cost: dict[Way, tuple[Stages, ...]], cap_mb: float
+) -> Choice:
     profile, fitted = known
-    found = options(profile, fitted, cost)
-    cap = bucket_cap_mb(found[0].plan[0], profile, fitted, cost)
+    sizes = {way: better_size(way, profile, fitted, cost, cap_mb) for way in (None, *cost)}
+    better = {way: size for way, size in sizes.items() if size is not None}
     plain_s = seen.step_s - seen.extra_s
-    return Choice(found, profile, fitted, plain_s, cap, {(None,) * len(seen.bytes): plain_s})
+    return Choice(
+        options(profile, fitted, cost), profile, fitted, plain_s, better, {(None,) * len(seen.bytes): plain_s}
+    )
 
 
 class AutoComm(Switch):
@@ -196,7 +203,7 @@ class AutoComm(Switch):
                 best, best_s = option.plan, step_s
         if any(best) and best_s * _SURE > self.choice.plain_s and not (yield from self._proves(best)):
             best = ()
-        yield from self._end(best)
+        yield from self._end((yield from self._in_other_buckets(best)))
 
     def _proves(self, plan: Plan) -> Generator[None, None, bool]:
         """Run a plan and DDP's own in turn, and tell whether the plan is faster in each pair, and enough over all."""
@@ -212,13 +219,32 @@ class AutoComm(Switch):
         self.choice.measured[plan] = plan_s
         return all(after < before for before, after in pairs) and plan_s < (1 - WORTH) * plain_s
 
-    def _measured(self, plan: Plan, steps: int) -> Generator[None, None, float]:
+    def _in_other_buckets(self, plan: Plan) -> Generator[None, None, Plan]:
+        """Try the size of buckets that is predicted to suit a plan better; return the plan for the size that stays."""
+        assert self.choice is not None
+        way = plan[0] if plan else None
+        size = self.choice.sizes.get(way) if len(set(plan)) <= 1 else None
+        if size is None or not self.rebucket(self.cap_mb):
+            return plan
+        earlier_s = self.choice.measured[plan] if plan else self.choice.plain_s
+        sized, before = self.choice.sized, self.cap_mb
+        for cap in (size.cap_mb, before):
+            self.rebucket(cap)
+            sized[cap] = yield from self._measured((way,), self.check, settle=_REBUILT)
+        sized[before] = min(earlier_s, sized[before])
+        if sized[size.cap_mb] >= (1 - WORTH) * sized[before]:
+            return plan
+        self.rebucket(size.cap_mb)
+        self.choice.measured[way,] = sized[size.cap_mb]
+        return (way,)
+
+    def _measured(self, plan: Plan, steps: int, settle: int = 1) -> Generator[None, None, float]:
         """Run a plan for some steps and return the step's length: that of the slowest rank."""
         assert self.choice is not None
         self.use(plan)
         self.recording = True
-        for turn in range(_SETTLE + steps):
-            if turn == _SETTLE:
+        for turn in range(settle + steps):
+            if turn == settle:
                 self.times.clear()
             yield
         seen = self.times.observed()
@@ -234,23 +260,10 @@ class AutoComm(Switch):
         self.release()
         self.settled = True
         if not any(plan):
-            self._take_off_later()
+            self.take_off_later()
         if self.verbose and self.talk.rank == 0:
             print(f"accel: {self.verdict()}", file=sys.stderr)
         yield
-
-    def _take_off_later(self) -> None:
-        """Take the hook off before the next forward pass: now a backward pass is under way."""
-        ddp, own = self._ddp(), weakref.ref(self)
-        assert ddp is not None, "its own hook outlives a module only within a step"
-
-        def about_to_begin(module: torch.nn.Module, inputs: Any) -> None:
-            if module.training and torch.is_grad_enabled():
-                handle.remove()
-                if (state := own()) is not None:
-                    state.take_off()
-
-        handle = ddp.register_forward_pre_hook(about_to_begin)
 
     def verdict(self) -> str:
         """Return the outcome in a sentence."""
@@ -260,9 +273,12 @@ class AutoComm(Switch):
             why = "there is one rank" if self.topology.size == 1 else f"allow={self.allow!r} leaves nothing to choose"
             return f"gradients: left as they are, {why}"
         plain_ms = self.choice.plain_s * 1e3
-        if self.chosen:
-            step_ms = self.choice.measured[self.chosen] * 1e3
-            return f"gradients: {describe(self.chosen)}, a step takes {step_ms:.1f} ms in place of {plain_ms:.1f} ms"
+        size = self._better_size()
+        if self.chosen or size is not None:
+            way = describe(self.chosen) if self.chosen else "DDP's own all-reduce"
+            step_s = self.choice.measured[self.chosen] if self.chosen else self.choice.sized[size or 0.0]
+            where = "" if size is None else f" in buckets of {size:g} MB"
+            return f"gradients: {way}{where}, a step takes {step_s * 1e3:.1f} ms in place of {plain_ms:.1f} ms"
         best = next((one for one in self.choice.options if any(one.plan)), None)
         tried = [
             f"{describe(plan)} took {step_s * 1e3:.1f} ms" for plan, step_s in self.choice.measured.items() if any(plan)
@@ -272,16 +288,23 @@ class AutoComm(Switch):
             said = f"the best, {best}, is predicted to take {best.step_s * 1e3:.1f} ms"
         return f"gradients: left as they are, nothing helps on this network: a step takes {plain_ms:.1f} ms, {said}"
 
+    def _better_size(self) -> float | None:
+        """Return the size of buckets that was measured to be better than DDP's, and stayed; None if none did."""
+        if self.choice is None or not self.choice.sized:
+            return None
+        (cap_mb, new_s), (_, before_s) = self.choice.sized.items()
+        return cap_mb if new_s < (1 - WORTH) * before_s else None
+
     def explain(self) -> str:
         """Return the outcome, each candidate's predicted step, and the measured ones."""
         if self.choice is None:
             return self.verdict()
         lines = [self.verdict(), "", self.choice.table(self.chosen if self.settled else None)]
-        if self.choice.bucket_cap_mb != 25:
-            lines += [
-                "",
-                f"DistributedDataParallel(bucket_cap_mb={self.choice.bucket_cap_mb}) is predicted to be faster",
-            ]
+        if sized := self.choice.sized:
+            tried = ", ".join(f"{cap:g} MB {step_s * 1e3:.1f} ms" for cap, step_s in sorted(sized.items()))
+            lines += ["", f"measured by the size of buckets: {tried}"]
+        elif self.settled and (size := self.choice.sizes.get(self.chosen[0] if self.chosen else None)):
+            lines += ["", f"DistributedDataParallel(bucket_cap_mb={size.cap_mb:g}) is predicted to be faster"]
         return "\n".join(lines)
 
     # -- saving ------------------------------------------------------------------------------------------------------

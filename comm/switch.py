@@ -29,10 +29,10 @@ from accel.comm.choice import Plan
 from accel.comm.hooks import CommState
 from accel.comm.layout import Layout
 from accel.comm.memory import LossScale, Memory
+from accel.comm.reducer import cap_mb, is_rebucketable, rebucket, unhook
 from accel.comm.reduction import _finite
 from accel.comm.talk import Talk
 from accel.comm.timing import Times, work
-from accel.comm.unhook import unhook
 
 _made: dict[str, "itertools.count[int]"] = {}
 
@@ -84,6 +84,8 @@ class Switch:
         """Of the buckets, so that nothing is copied out of them."""
         self.plan: Plan = ()
         self._wanted: Plan = ()
+        self._wanted_mb: float | None = None
+        """Size of buckets that the next forward pass will begin with, where it is to change."""
         self._filled: Plan = ()
         """The plan whose buckets the memory is laid out for."""
         self.times = Times(time.perf_counter, *([work] if self.device.type == "cpu" else []))
@@ -159,7 +161,7 @@ class Switch:
         """Leave the module as if it had never had a hook; on every rank, while no backward pass is under way.
 
         Returns:
-            False where DDP can't do without (see `accel.comm.unhook`): the hook goes on as DDP's own all-reduce.
+            False where DDP can't do without (see `accel.comm.reducer`): the hook goes on as DDP's own all-reduce.
         """
         self.use(())
         ddp = self._ddp()
@@ -167,6 +169,47 @@ class Switch:
             return False
         self._hooked = weakref.ref(ddp.reducer)
         return unhook(ddp)
+
+    def take_off_later(self) -> None:
+        """Take the hook off before the next forward pass, unless a way is wanted by then."""
+        self.use(())
+        ddp, own = self._ddp(), weakref.ref(self)
+        assert ddp is not None, "its own hook outlives a module only within a step"
+
+        def begin(module: DistributedDataParallel) -> None:
+            if (state := own()) is not None and not state._wanted:
+                state.take_off()
+
+        before_forward(ddp, begin)
+
+    @property
+    def cap_mb(self) -> float:
+        """Return the size of buckets, as `bucket_cap_mb` of DDP."""
+        ddp = self._ddp()
+        assert ddp is not None, "its own hook outlives a module only within a step"
+        return cap_mb(ddp)
+
+    def rebucket(self, bucket_cap_mb: float) -> bool:
+        """Let DDP make buckets of another size from the next forward pass on; every rank before the same step.
+
+        Returns:
+            False where it can't; see `accel.comm.reducer`.
+        """
+        ddp = self._ddp()
+        if ddp is None or not is_rebucketable(ddp):
+            return False
+        waiting, self._wanted_mb = self._wanted_mb is not None, bucket_cap_mb
+        if not waiting:
+            own = weakref.ref(self)
+
+            def begin(module: DistributedDataParallel) -> None:
+                if (state := own()) is not None and (wanted := state._wanted_mb) is not None:
+                    state._wanted_mb = None
+                    if wanted != cap_mb(module):
+                        rebucket(module, wanted)
+
+            before_forward(ddp, begin)
+        return True
 
     def release(self) -> None:
         """Give up the threads and groups of ways that are not in use; every rank at the same step."""
@@ -289,6 +332,17 @@ def hook(state: Switch, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
     if not isinstance(state, Switch):
         raise ValueError(f"the state of this hook must be a Switch or an AutoComm, got {type(state).__name__}")
     return state.reduce(bucket)
+
+
+def before_forward(ddp: DistributedDataParallel, act: Callable[[DistributedDataParallel], Any]) -> None:
+    """Do something once, before the next forward pass of training: no backward pass is under way then."""
+
+    def about_to_begin(module: Any, inputs: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            handle.remove()
+            act(module)
+
+    handle = ddp.register_forward_pre_hook(about_to_begin)
 
 
 def why_not(ddp: object, own: Switch | None = None) -> str:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.choice import Option, worthwhile
+from accel.comm.choice import WORTH, Option, worthwhile
 from accel.comm.cost import Network
 from accel.comm.probe import probe
 from accel.comm.selector import Choice, choose
@@ -33,6 +33,31 @@ _MOST = 3
 """Ways that are tried, of those about as fast as the best."""
 
 
+class Candidate(NamedTuple):
+    """A way to average gradients, perhaps in buckets of another size."""
+
+    option: Option
+    cap_mb: float | None
+    """As `bucket_cap_mb` of DDP; None for the size they have."""
+    step_s: float
+    """Predicted."""
+
+    def __str__(self) -> str:
+        way = str(self.option)
+        return way if self.cap_mb is None else f"{way} in buckets of {self.cap_mb:g} MB"
+
+
+def candidates(choice: Choice) -> list[Candidate]:
+    """Return what is predicted to beat DDP's own all-reduce in buckets as they are, best first."""
+    found = [Candidate(one, None, one.step_s) for one in worthwhile(choice.options)]
+    limit_s = (1 - WORTH) * next(one.step_s for one in choice.options if not any(one.plan))
+    for option in choice.options:
+        size = choice.sizes.get(option.plan[0]) if len(set(option.plan)) == 1 else None
+        if size is not None and size.step_s < limit_s:
+            found.append(Candidate(option, size.cap_mb, size.step_s))
+    return sorted(found, key=lambda one: one.step_s)
+
+
 class Gradients:
     """The gradient communication of one DDP module.
 
@@ -44,6 +69,7 @@ class Gradients:
         self.switch = _Watching(ddp, weakref.ref(self))
         self.choices: dict[str, Choice] = {}
         """By level of `allow`."""
+        self._cap_mb = self.switch.cap_mb
         self._on: dict[str, int] = {}
         """Levels that are on, and the number of the way of each; the last one counts."""
         self._network: Network | None = None
@@ -74,10 +100,17 @@ class Gradients:
             self.switch.recording = True
             self.switch.use(())
             return
-        found = worthwhile(self.choices[level].options)
+        found = candidates(self.choices[level])
         if not found:
             raise NothingHelps(_left(self.choices[level]))
-        self.switch.use(found[min(number, len(found) - 1)].plan)
+        one = found[min(number, len(found) - 1)]
+        plan = one.option.plan if one.cap_mb is None else one.option.plan[:1]
+        self.switch.rebucket(one.cap_mb or self._cap_mb)
+        if any(plan):
+            self.switch.put_on()
+            self.switch.use(plan)
+        else:
+            self.switch.take_off_later()
 
     def _choose(self, level: str) -> bool:
         """Choose, if enough plain steps have been watched; they are the same on every rank."""
@@ -101,7 +134,9 @@ class Gradients:
         self._on.pop(level, None)
         if self._on:
             self.apply()
-        elif self.choices:
+            return
+        self.switch.rebucket(self._cap_mb)
+        if self.choices:
             self.switch.take_off()
         else:
             self.switch.use(())
@@ -181,10 +216,10 @@ class GradientChoice(Strategy):
         self._gradients.enable(self.level, setting)
         self._settings += list(range(len(self._settings), len(self._about_as_fast())))
 
-    def _about_as_fast(self) -> list[Option]:
+    def _about_as_fast(self) -> list[Candidate]:
         """Return the ways that the model can't tell from the best."""
         choice = None if self._gradients is None else self._gradients.choices.get(self.level)
-        found = [] if choice is None else worthwhile(choice.options)
+        found = [] if choice is None else candidates(choice)
         return [one for one in found if one.step_s <= _ERROR * found[0].step_s][:_MOST]
 
     def disable(self, run: Run) -> None:
@@ -202,9 +237,9 @@ class GradientChoice(Strategy):
         found = self._about_as_fast()
         if self._gradients is None or not found:
             return ""
-        option = found[min(setting, len(found) - 1)]
+        one = found[min(setting, len(found) - 1)]
         plain_s = self._gradients.choices[self.level].plain_s
-        return f"{option}, predicted {option.step_s * 1e3:.1f} ms in place of {plain_s * 1e3:.1f} ms"
+        return f"{one}, predicted {one.step_s * 1e3:.1f} ms in place of {plain_s * 1e3:.1f} ms"
 
 
 def _left(choice: Choice) -> str:

@@ -18,8 +18,10 @@ from accel import controller, entry, strategies
 from accel.comm import switch as switching
 from accel.comm.catalogue import CATALOGUE, Entry
 from accel.comm.choice import describe
+from accel.comm.reducer import cap_mb
 from accel.strategies import gradient_choice
 from accel.strategies.base import NothingHelps
+from accel.strategies.gradient_choice import Candidate
 from accel.strategies.gradient_compression import GradientCompression
 from accel.strategies.gradient_half import GradientHalf
 from tests.comm.cases import same_everywhere
@@ -168,6 +170,35 @@ def by_hand(rank: int, world: int) -> dict[str, Any]:
     found["again"] = ways[-1]
     half.disable(run)
     half.close(run)
+    return found
+
+
+def resized(rank: int, world: int) -> dict[str, Any]:
+    """Switch a strategy on and off whose best candidates are DDP's own all-reduce, and a way, in small buckets."""
+    _play({"quick": (0.0, "reduced")}, slow=False)
+    gradient_choice.candidates = lambda choice: [  # type: ignore[assignment]
+        Candidate(one, 0.01, 0.0) for one in sorted(choice.options, key=lambda one: any(one.plan))
+    ]
+    loop, twin = Loop(rank), Loop(rank)
+    run: Any = type("Run", (), {"model": loop.model, "world_size": world, "cuda": False})()
+    strategy = GradientHalf()
+    strategy.enable(run, 0)
+    loop.train(8, stop=False), twin.train(8, stop=False)
+    found: dict[str, Any] = {"described": strategy.describe(0)}
+    for number, name in enumerate(("plain", "quick")):
+        strategy.enable(run, number)
+        loop.train(5, stop=False)
+        known = gradient_choice._gradients[loop.model]
+        found[name] = (
+            round(cap_mb(loop.model), 6),
+            len(loop.model._comm_hooks),
+            describe(known.switch.plan or (None,)),
+        )
+        strategy.disable(run)
+        loop.train(3, stop=False)
+        found[f"{name} off"] = (cap_mb(loop.model), len(loop.model._comm_hooks))
+    found["same"] = same_everywhere(loop.weights())
+    strategy.close(run)
     return found
 
 

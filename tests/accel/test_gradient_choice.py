@@ -10,9 +10,14 @@ import torch
 from torch import nn
 
 from accel import strategies
+from accel.comm.bucket_size import Size
+from accel.comm.catalogue import Way
+from accel.comm.choice import Option
+from accel.comm.cost import Link, Network, Profile
+from accel.comm.selector import Choice
 from accel.strategies.base import Exactness
 from accel.strategies.gradient_by_hosts import GradientByHosts
-from accel.strategies.gradient_choice import GradientChoice
+from accel.strategies.gradient_choice import GradientChoice, candidates
 from accel.strategies.gradient_compression import GradientCompression
 from accel.strategies.gradient_half import GradientHalf
 from tests.accel import gradient_cases as cases
@@ -50,6 +55,31 @@ def test_what_helps_is_kept_nothing_lossy_unless_allowed_and_taken_back() -> Non
         "what was tried already chooses among these ways too",
     )
     assert found[1]["printed"] == ""
+
+
+def test_buckets_of_another_size_are_a_candidate_and_go_back_to_what_they_were() -> None:
+    for found in run_ranks(cases.resized, 2):
+        assert found["same"]
+        assert found["described"].startswith("plain in buckets of 0.01 MB, predicted 0.0 ms in place of ")
+        assert found["plain"] == (0.01, 0, "plain")
+        assert found["quick"] == (0.01, 1, "quick")
+        assert found["plain off"] == found["quick off"] == (25, 0)
+
+
+def test_candidates_are_what_beats_plain_ddp_in_its_own_buckets() -> None:
+    network = Network(2, 1, *[Link(0.0, 0.0, 1e-9)] * 3, cores=1.0)
+    plain, half, other = (
+        Option((way,), step_s, 0.0) for way, step_s in ((None, 1.0), (Way("half"), 0.9), (Way("x"), 2.0))
+    )
+    sizes = {None: Size(5.0, 0.8), Way("half"): Size(50.0, 0.95), Way("x"): Size(1.0, 0.99)}
+    profile = Profile((1,), (0.0,), 0.0)
+    found = candidates(Choice([half, plain, other], profile, network, 1.0, sizes))
+    assert [(one.option, one.cap_mb, one.step_s) for one in found] == [
+        (plain, 5.0, 0.8),
+        (half, None, 0.9),
+        (half, 50.0, 0.95),
+    ]
+    assert candidates(Choice([plain, other], profile, network, 1.0, {})) == []
 
 
 def test_where_nothing_helps_gradients_are_left_as_they_are_with_the_numbers() -> None:

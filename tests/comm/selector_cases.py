@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -263,10 +265,23 @@ def played_network(world: int, byte_s: float) -> Network:
 
 def search(rank: int, world: int, entries: dict[str, tuple[float, str]], allow: str, slow: bool) -> dict[str, Any]:
     """Search among compressors that lie by so many seconds, on a network that is played to be slow."""
+    with search_entries(entries):
+        return _search(rank, world, allow, slow)
+
+
+@contextlib.contextmanager
+def search_entries(entries: dict[str, tuple[float, str]]) -> Iterator[None]:
+    """Let the catalogue be of compressors that lie by so many seconds."""
     before = dict(CATALOGUE)
     CATALOGUE.clear()
     for name, (seconds, level) in entries.items():
         CATALOGUE[name] = Entry(lambda seconds=seconds: Lying(seconds), level)  # type: ignore[misc]
+    yield
+    CATALOGUE.clear()
+    CATALOGUE.update(before)
+
+
+def _search(rank: int, world: int, allow: str, slow: bool) -> dict[str, Any]:
     if slow:
         _slow_plain()
     ddp = module(bucket_cap_mb=25)
@@ -283,8 +298,6 @@ def search(rank: int, world: int, entries: dict[str, tuple[float, str]], allow: 
         steps += 1
     for step in range(3):
         same &= same_everywhere(backward(ddp, gradients(rank, step)))
-    CATALOGUE.clear()
-    CATALOGUE.update(before)
     found = {
         "plans": plans,
         "same": same,

@@ -1,4 +1,4 @@
-"""Advice on the size of buckets: what other sizes hold, and when another than DDP's own is named."""
+"""Sizes of buckets: what other sizes hold, when another is better, and the change to it on real ranks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.comm.bucket_size import CAPS_MB, bucket_cap_mb, rebucketed
+from accel.comm.bucket_size import CAPS_MB, better_size, rebucketed
 from accel.comm.catalogue import Way
 from accel.comm.cost import Call, Link, Network, Profile, Segment, Stages
+from tests.comm import bucket_cases
+from tests.comm.ranks import run_ranks
 
 MB = 1 << 20
 LINK = Link(ring_s=0.003, message_s=0.0003, byte_s=1e-8)
@@ -34,18 +36,23 @@ def test_the_first_bucket_is_the_small_one_that_ddp_makes() -> None:
 
 
 def test_nothing_is_advised_where_the_size_hardly_matters() -> None:
-    assert bucket_cap_mb(None, PROFILE, NETWORK, {}) == 25
+    assert better_size(None, PROFILE, NETWORK, {}) is None
 
 
 def test_an_expensive_start_asks_for_large_buckets() -> None:
     slow = Link(ring_s=0.2, message_s=0.2, byte_s=1e-10)
-    assert bucket_cap_mb(None, PROFILE, Network(2, 1, slow, slow, slow, cores=2.0), {}) == 100
+    found = better_size(None, PROFILE, Network(2, 1, slow, slow, slow, cores=2.0), {})
+    assert found is not None
+    assert found.cap_mb == 100
+    assert better_size(None, PROFILE, Network(2, 1, slow, slow, slow, cores=2.0), {}, 100.0) is None
 
 
 def test_a_late_last_bucket_asks_for_small_ones() -> None:
     # As fast as backward: all but the last bucket is hidden, so that this one should be small.
     fast = Link(ring_s=0.0, message_s=0.0, byte_s=0.2 / (99 * MB))
-    assert bucket_cap_mb(None, PROFILE, Network(2, 1, fast, fast, fast, cores=2.0), {}) < 25
+    found = better_size(None, PROFILE, Network(2, 1, fast, fast, fast, cores=2.0), {})
+    assert found is not None
+    assert found.cap_mb < 25
 
 
 def test_a_compressor_that_leaves_little_to_send_and_starts_slowly_wants_larger_ones() -> None:
@@ -53,7 +60,9 @@ def test_a_compressor_that_leaves_little_to_send_and_starts_slowly_wants_larger_
         return ((Segment(0.05 + nbytes * 1e-11, Call("exchange", "world", 0.0, nbytes / 32, nbytes / 32)),),)
 
     way = Way("1-bit")
-    assert bucket_cap_mb(way, PROFILE, NETWORK, {way: [cost(one) for one in PROFILE.bytes]}) > 25
+    found = better_size(way, PROFILE, NETWORK, {way: [cost(one) for one in PROFILE.bytes]})
+    assert found is not None
+    assert found.cap_mb > 25
 
 
 def test_nothing_is_said_of_a_compressor_that_looks_at_shapes() -> None:
@@ -63,7 +72,45 @@ def test_nothing_is_said_of_a_compressor_that_looks_at_shapes() -> None:
     before = dict(catalogue.CATALOGUE)
     try:
         catalogue.register("shapely", Half, "reduced")
-        assert bucket_cap_mb(Way("shapely"), PROFILE, NETWORK, {}) == 25
+        assert better_size(Way("shapely"), PROFILE, NETWORK, {}) is None
     finally:
         catalogue.CATALOGUE.clear()
         catalogue.CATALOGUE.update(before)
+
+
+# On real ranks
+
+
+def test_buckets_change_and_nothing_withheld_is_lost() -> None:
+    for found in run_ranks(bucket_cases.resized, 2):
+        for name, one in found.items():
+            kept = name == "static"  # a static graph is more than a new reducer knows
+            assert one["can"] is not kept
+            assert one["sizes"] == (25, 25 if kept else bucket_cases.SMALL_MB, 25), name
+            first, between, last = one["counts"]
+            assert (between > first) is not kept, name
+            assert first == last, name
+            # Twelve steps in float32.
+            assert one["law"] < 1e-5, name
+            assert one["same"], name
+
+
+def test_buckets_change_without_a_hook_and_not_before_they_are_wanted() -> None:
+    for found in run_ranks(bucket_cases.without_hook, 2):
+        assert found["same"]
+        assert (found["taken back"], found["waiting"]) == (25, 25)
+        assert found["refused"] == "ValueError: bucket_cap_mb must be positive, got 0"
+        assert found.get("listed", False) is False
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_a_size_that_is_predicted_to_help_stays_if_it_does(helps: bool) -> None:
+    for found in run_ranks(bucket_cases.searched, 2, helps):
+        assert found["same"]
+        assert (found["plan"], found["hooks"]) == ("plain", 0)
+        assert found["cap"] == (bucket_cases.SMALL_MB if helps else 25)
+        start = (
+            "gradients: DDP's own all-reduce in buckets of 0.004 MB, a step takes" if helps else "gradients: left as"
+        )
+        assert found["verdict"].startswith(start)
+        assert "measured by the size of buckets: 0.004 MB" in found["explained"]
