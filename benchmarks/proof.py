@@ -128,6 +128,15 @@ def _hooks(result: Result) -> Iterator[Line]:
             yield Line(what, "DDP", figure, "docs/comm.md")
 
 
+def _choice(result: Result) -> Iterator[Line]:
+    names = {"resnet": "ResNet-50", "vgg": "VGG-16", "bert": "BERT-base"}
+    for row in result["rows"]:
+        if row["model"] in names and row["method"] == "auto lossy":
+            figure = _times(row["speedup"], row["speedup_low"], row["speedup_high"])
+            what = f"gradients of {names[row['model']]}, {row['shape']} hosts x ranks, {row['rate']}, chosen by itself"
+            yield Line(f"{what}: time of a step", "DDP", figure, "docs/comm.md")
+
+
 SOURCES: tuple[tuple[str, Callable[[Result], Iterator[Line]]], ...] = (
     ("never-slower-reordered-*.json", _never_slower),
     ("fault-matrix-cpu-*.json", _faults),
@@ -135,6 +144,7 @@ SOURCES: tuple[tuple[str, Callable[[Result], Iterator[Line]]], ...] = (
     ("jpeg-cpu-*.json", _jpeg),
     ("length-balance-cpu-*.json", _lengths),
     ("comm-hooks-cpu-*.json", _hooks),
+    ("comm-choice-cpu-*.json", _choice),
     ("simota-cpu-*.json", _simota),
     ("fcos-targets-cpu-*.json", _fcos),
 )

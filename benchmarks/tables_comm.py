@@ -74,8 +74,9 @@ def accuracy_block(result: Result) -> str:
     """Return accuracy after the same steps."""
     lines = [
         f"`python -m benchmarks.comm_accuracy`, {result['date']}, {result['machine']}, torch {result['torch']}. Same "
-        "weights, batches and learning rates for one seed; SGD with momentum. Difference to dense gradients: mean, and "
-        "the worst and best seed; in points of accuracy, or in parts of the loss.",
+        f"weights, batches and learning rates for one seed; SGD with {_optimizers(result)}, which 1-bit and DGC take "
+        "over, but for those called alone. Difference to dense gradients: mean, and the worst and best seed; in points "
+        "of accuracy, or in parts of the loss.",
         "",
         "| task | sent | seeds | score | better than dense by | within the limit |",
         "|---|---|---|---|---|---|",
@@ -93,6 +94,10 @@ def accuracy_block(result: Result) -> str:
             f"{'yes' if row['within'] else 'no'} ({limit}) |"
         )
     return "\n".join(lines)
+
+
+def _optimizers(result: Result) -> str:
+    return "; ".join(dict.fromkeys(row.get("optimizer", "momentum=0.9") for row in result["rows"]))
 
 
 def _times(row: Result) -> str:

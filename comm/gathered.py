@@ -63,7 +63,10 @@ class Gathered(Corrected, Fused):
             return self._scatter(piece, channel)
         if piece.step <= self.start_step:  # residuals, of a run before, wait
             channel.all_reduce(piece.values)
-            channel.all_reduce(used)
+            if self.momentum:
+                channel.all_reduce(used)
+            else:
+                used.fill_(1)  # what no rank used sums to nothing
             piece.carry["dense"] = True
             return None
         exact = self._set_aside(piece, parts)

@@ -3,8 +3,9 @@
     state = AutoComm(ddp, allow="lossy")
     ddp.register_comm_hook(state, hook)
 
-1. Links and cores are measured when the state is made; buckets' ready times on the first steps, which are DDP's own.
+1. Links and cores are measured when the state is made.
 2. Each way that `allow` permits runs on this machine over channels that send nothing: what it computes and would send.
+   Buckets' ready times, and the work of a step, are those of steps that are DDP's own.
 3. A model predicts the step for each way; see `accel.comm.cost`. Rank 0 decides, the others do as it says.
 4. The best goes on for `check` steps, and as long as another is predicted to be shorter than what was measured, that
    one too: so a prediction that proves wrong leads to the next best. What was shortest stays, perhaps DDP's own. A
@@ -13,6 +14,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Generator, Iterator
@@ -28,6 +30,7 @@ from accel.comm.catalogue import Way, allowed, check_level
 from accel.comm.choice import WORTH, Observed, Option, Plan, calibrated, describe, mean_of, options, worthwhile
 from accel.comm.cost import Network, Profile, Stages
 from accel.comm.dry_run import copy_byte_s, costs, shared_out
+from accel.comm.layout import Layout
 from accel.comm.probe import probe
 from accel.comm.switch import Switch, hook
 
@@ -41,6 +44,8 @@ _REBUILT = 4
 _SURE = 1.5
 """A gain below this must show in each of `_PAIRS` pairs: it may be a drift of the machine."""
 _PAIRS = 4
+_TURN_S, _MOST_STEPS = 0.4, 20
+"""Short steps, which a moment's disturbance may double, take longer turns: at least so long, or so many steps."""
 
 
 @dataclass
@@ -78,35 +83,46 @@ def _same(one: Plan, other: Plan) -> bool:
     return one == other if any(one) or any(other) else True
 
 
-def choose(switch: Switch, network: Network, allow: str, ways: list[Way] | None = None) -> Choice:
+Costs = dict[Way, tuple[Stages, ...]]
+
+
+def costs_of(switch: Switch, ways: list[Way]) -> list[Costs]:
+    """Return what buckets cost on each way, as each rank has timed it; all ranks call this together.
+
+    All ranks at once, since they share memory, caches and cores in earnest too.
+
+    Args:
+        switch: with recorded steps.
+        ways: to be timed.
+    """
+    return switch.talk.gather(costs(ways, _layouts(switch), switch.topology, switch.device))
+
+
+def _layouts(switch: Switch) -> list[Layout]:
+    return [switch.layouts[index] for index in sorted(switch.layouts)]
+
+
+def choose(switch: Switch, network: Network, told: list[Costs]) -> Choice:
     """Return what the model says, from the steps that a switch has recorded; all ranks call this together.
 
     Args:
         switch: with recorded steps under DDP's own all-reduce.
         network: from `accel.comm.probe.probe`.
-        allow: how far the numbers may move: "exact", "reordered", "reduced" or "lossy".
-        ways: candidates, default all that `allow` permits.
+        told: from `costs_of`, of the candidates.
 
     Returns:
         The same on every rank.
     """
-    found = allowed(allow, by_hosts=switch.by_hosts) if ways is None else ways
-    told = switch.talk.gather((switch.times.observed(), float(torch.get_num_threads())))
-    # All ranks at once, since they share memory, caches and cores in earnest too.
-    layouts = [switch.layouts[index] for index in sorted(switch.layouts)]
-    copying = 0.0 if switch.gradients_are_views else copy_byte_s(layouts, switch.device)
-    costs_told = switch.talk.gather(costs(found, layouts, switch.topology, switch.device))
+    seen = switch.talk.gather((switch.times.observed(), float(torch.get_num_threads())))
+    copying = 0.0 if switch.gradients_are_views else copy_byte_s(_layouts(switch), switch.device)
     decided: Choice | None = None
     if switch.talk.rank == 0:
-        seen = mean_of([one for one, _ in told])
-        known = calibrated(seen, network, told[0][1], copying)
-        decided = _decide(seen, known, shared_out(costs_told), switch.cap_mb)
+        known = calibrated(mean_of([one for one, _ in seen]), network, seen[0][1], copying)
+        decided = _decide(mean_of([one for one, _ in seen]), known, shared_out(told), switch.cap_mb)
     return switch.talk.first(decided)
 
 
-def _decide(
-    seen: Observed, known: tuple[Profile, Network], cost: dict[Way, tuple[Stages, ...]], cap_mb: float
-) -> Choice:
+def _decide(seen: Observed, known: tuple[Profile, Network], cost: Costs, cap_mb: float) -> Choice:
     profile, fitted = known
     sizes = {way: better_size(way, profile, fitted, cost, cap_mb) for way in (None, *cost)}
     better = {way: size for way, size in sizes.items() if size is not None}
@@ -186,13 +202,16 @@ class AutoComm(Switch):
         """Measure, choose, try; at each yield a step is taken."""
         if not self._ways:
             yield from self._end(())
+        self.recording = True
         for _ in range(WARM_UP):
             yield
+        # Before plain steps are watched: malloc keeps pages once buffers as large as a bucket have been freed, and the
+        # backward pass, which then has no pages to fault in, took 70 ms of a core in place of 105.
+        told = costs_of(self, self._ways)
         self.times.clear()
-        self.recording = True
         for _ in range(self.watch):
             yield
-        self.choice = choose(self, self.network, self.allow, self._ways)
+        self.choice = choose(self, self.network, told)
         best: Plan = ()
         best_s = self.choice.plain_s
         for option in worthwhile(self.choice.options)[:_TRIALS]:
@@ -208,7 +227,8 @@ class AutoComm(Switch):
     def _proves(self, plan: Plan) -> Generator[None, None, bool]:
         """Run a plan and DDP's own in turn, and tell whether the plan is faster in each pair, and enough over all."""
         assert self.choice is not None
-        steps = max(self.check // _PAIRS, 2)
+        enough = min(math.ceil(_TURN_S / max(self.choice.plain_s, 1e-6)), _MOST_STEPS)
+        steps = max(self.check // _PAIRS, enough, 2)
         plain: Plan = (None,) * len(plan)
         pairs = []
         for _ in range(_PAIRS):

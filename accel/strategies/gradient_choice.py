@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.comm.catalogue import allowed
 from accel.comm.choice import WORTH, Option, worthwhile
 from accel.comm.cost import Network
 from accel.comm.probe import probe
-from accel.comm.selector import Choice, choose
+from accel.comm.selector import Choice, choose, costs_of
 from accel.comm.switch import Switch, why_not
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
@@ -117,7 +118,8 @@ class Gradients:
         if len(self.switch.times) < WATCH and not self.choices:
             return False
         assert self._network is not None
-        self.choices[level] = choose(self.switch, self._network, level)
+        ways = allowed(level, by_hosts=self.switch.by_hosts)
+        self.choices[level] = choose(self.switch, self._network, costs_of(self.switch, ways))
         self.switch.recording = False
         return True
 

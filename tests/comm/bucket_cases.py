@@ -108,7 +108,7 @@ def searched(rank: int, world: int, small_helps: bool) -> dict[str, Any]:
         state = AutoComm(ddp, "reduced", watch=3, check=4, network=network, verbose=False, timeout=SECONDS)
         ddp.register_comm_hook(state, hook)
         same, steps = True, 0
-        while not state.settled and steps < 100:
+        while not state.settled and steps < 300:
             same &= same_everywhere(backward(ddp, gradients(rank, steps)))
             steps += 1
         for step in range(3):

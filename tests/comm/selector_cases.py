@@ -291,7 +291,7 @@ def _search(rank: int, world: int, allow: str, slow: bool) -> dict[str, Any]:
     )
     ddp.register_comm_hook(state, hook)
     plans, same, steps = [], True, 0
-    while not state.settled and steps < 100:
+    while not state.settled and steps < 300:
         got = backward(ddp, gradients(rank, steps))
         same &= same_everywhere(got)
         plans.append(describe(state.plan or (None,)))
