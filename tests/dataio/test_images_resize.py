@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from accel.dataio.image_geometry import Placement
@@ -70,13 +70,15 @@ def test_it_is_antialiased() -> None:
     assert np.abs(ours.astype(int) - 127).max() <= 3
 
 
+@example(25, 25, 20, 20, False, 20)
 @given(
     st.integers(1, 40), st.integers(1, 40), st.integers(1, 30), st.integers(1, 30), st.booleans(), st.integers(0, 999)
 )
 def test_any_size_mirrored_or_not(height: int, width: int, tall: int, wide: int, flip: bool, seed: int) -> None:
     pixels = picture(height, width, seed)
     theirs = np.asarray(Image.fromarray(pixels).resize((wide, tall), Image.Resampling.BILINEAR))
-    check(resized(pixels, whole((tall, wide), flip), (tall, wide)), theirs[:, ::-1] if flip else theirs)
+    # Two roundings: either is within 1 of the exact value, so that they are at most 2 apart.
+    check(resized(pixels, whole((tall, wide), flip), (tall, wide)), theirs[:, ::-1] if flip else theirs, 2)
 
 
 @pytest.mark.parametrize("flip", [False, True])
