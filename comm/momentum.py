@@ -11,6 +11,7 @@ Source: Lin et al. 2018, arxiv.org/abs/1712.01887, section 3.2.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, Protocol
 
 import torch
@@ -48,9 +49,9 @@ class Corrected(Compressor):
         self._source = source
         self.fields = (VELOCITY,) if self.momentum else ()
 
+    @abstractmethod
     def is_dense(self, shape: torch.Size) -> bool:
         """Tell whether parameters of this shape are sent as they are; the optimizer keeps their momentum."""
-        raise NotImplementedError
 
     def check(self, layout: Layout) -> None:
         self._momentum_source()

@@ -8,12 +8,16 @@ while it copies them into buckets. So where nothing is to be changed the hook go
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 _PARTS = ("_ddp_init_helper", "_build_params_for_reducer", "_build_debug_param_to_name_mapping", "bucket_bytes_cap")
 _MB = 1 << 20
+_SIZES = ("_bucket_config", "bucket_bytes_cap", "bucket_bytes_cap_default")
+_made: weakref.WeakKeyDictionary[DistributedDataParallel, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""What sizes modules were made with, of those that got others since."""
 
 
 def is_renewable(ddp: DistributedDataParallel) -> bool:
@@ -63,7 +67,8 @@ def is_rebucketable(ddp: DistributedDataParallel) -> bool:
 def rebucket(ddp: DistributedDataParallel, bucket_cap_mb: float) -> bool:
     """Make a module as if it had got another `bucket_cap_mb`; on every rank, while no backward pass is under way.
 
-    The first bucket is of 1 MB at most, as DDP makes it by itself. A hook stays.
+    The first bucket is of 1 MB at most, as DDP makes it by itself; with the size that the module was made with, it is
+    what it was. A hook stays.
 
     Args:
         ddp: the module.
@@ -79,19 +84,23 @@ def rebucket(ddp: DistributedDataParallel, bucket_cap_mb: float) -> bool:
         raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}")
     if not is_rebucketable(ddp):
         return False
-    of_ddp: Any = ddp
-    config = getattr(ddp, "_bucket_config", None)
     cap = round(bucket_cap_mb * _MB)
-    if config is not None:
-        first = min(_MB, cap)
-        of_ddp._bucket_config = dataclasses.replace(config, bucket_bytes_cap=cap, first_bucket_bytes_cap=first)
-    of_ddp.bucket_bytes_cap, of_ddp.bucket_bytes_cap_default = cap, cap > _MB
+    made = _made.setdefault(ddp, {name: vars(ddp)[name] for name in _SIZES if name in vars(ddp)})
+    vars(ddp).update(made if cap == made["bucket_bytes_cap"] else _sizes(made, cap))
     hooks = list(ddp._comm_hooks)
     ddp._comm_hooks.clear()
     _renew(ddp)
     for hook, state in hooks:
         ddp.register_comm_hook(state, hook)
     return True
+
+
+def _sizes(made: dict[str, Any], cap: int) -> dict[str, Any]:
+    sizes = {"bucket_bytes_cap": cap, "bucket_bytes_cap_default": cap > _MB}
+    if (config := made.get("_bucket_config")) is not None:
+        first = min(_MB, cap)
+        sizes["_bucket_config"] = dataclasses.replace(config, bucket_bytes_cap=cap, first_bucket_bytes_cap=first)
+    return sizes
 
 
 def _renew(ddp: DistributedDataParallel) -> None:

@@ -117,8 +117,9 @@ def choose(switch: Switch, network: Network, told: list[Costs]) -> Choice:
     copying = 0.0 if switch.gradients_are_views else copy_byte_s(_layouts(switch), switch.device)
     decided: Choice | None = None
     if switch.talk.rank == 0:
-        known = calibrated(mean_of([one for one, _ in seen]), network, seen[0][1], copying)
-        decided = _decide(mean_of([one for one, _ in seen]), known, shared_out(told), switch.cap_mb)
+        mean = mean_of([one for one, _ in seen])
+        known = calibrated(mean, network, seen[0][1], copying)
+        decided = _decide(mean, known, shared_out(told), switch.cap_mb)
     return switch.talk.first(decided)
 
 
@@ -296,8 +297,8 @@ class AutoComm(Switch):
         size = self._better_size()
         if self.chosen or size is not None:
             way = describe(self.chosen) if self.chosen else "DDP's own all-reduce"
-            step_s = self.choice.measured[self.chosen] if self.chosen else self.choice.sized[size or 0.0]
-            where = "" if size is None else f" in buckets of {size:g} MB"
+            step_s = self.choice.measured[self.chosen] if size is None else size.step_s
+            where = "" if size is None else f" in buckets of {size.cap_mb:g} MB"
             return f"gradients: {way}{where}, a step takes {step_s * 1e3:.1f} ms in place of {plain_ms:.1f} ms"
         best = next((one for one in self.choice.options if any(one.plan)), None)
         tried = [
@@ -308,12 +309,12 @@ class AutoComm(Switch):
             said = f"the best, {best}, is predicted to take {best.step_s * 1e3:.1f} ms"
         return f"gradients: left as they are, nothing helps on this network: a step takes {plain_ms:.1f} ms, {said}"
 
-    def _better_size(self) -> float | None:
-        """Return the size of buckets that was measured to be better than DDP's, and stayed; None if none did."""
+    def _better_size(self) -> Size | None:
+        """Return the size of buckets that was measured to be better than DDP's, and its step; None if none stayed."""
         if self.choice is None or not self.choice.sized:
             return None
         (cap_mb, new_s), (_, before_s) = self.choice.sized.items()
-        return cap_mb if new_s < (1 - WORTH) * before_s else None
+        return Size(cap_mb, new_s) if new_s < (1 - WORTH) * before_s else None
 
     def explain(self) -> str:
         """Return the outcome, each candidate's predicted step, and the measured ones."""

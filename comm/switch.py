@@ -32,7 +32,7 @@ from accel.comm.memory import LossScale, Memory
 from accel.comm.reducer import cap_mb, is_rebucketable, rebucket, unhook
 from accel.comm.reduction import _finite
 from accel.comm.talk import Talk
-from accel.comm.timing import Times, work
+from accel.comm.timing import Times, unknown, work
 
 _made: dict[str, "itertools.count[int]"] = {}
 
@@ -88,7 +88,7 @@ class Switch:
         """Size of buckets that the next forward pass will begin with, where it is to change."""
         self._filled: Plan = ()
         """The plan whose buckets the memory is laid out for."""
-        self.times = Times(time.perf_counter, *([work] if self.device.type == "cpu" else []))
+        self.times = Times(time.perf_counter, work if self.device.type == "cpu" else unknown)
         self.recording = False
         self.layouts: dict[int, Layout] = {}
         """Of the buckets of recorded steps."""
@@ -198,9 +198,10 @@ class Switch:
         ddp = self._ddp()
         if ddp is None or not is_rebucketable(ddp):
             return False
-        waiting, self._wanted_mb = self._wanted_mb is not None, bucket_cap_mb
-        if not waiting:
-            own = weakref.ref(self)
+        if self._wanted_mb is not None:
+            self._wanted_mb = bucket_cap_mb
+        elif bucket_cap_mb != cap_mb(ddp):
+            own, self._wanted_mb = weakref.ref(self), bucket_cap_mb
 
             def begin(module: DistributedDataParallel) -> None:
                 if (state := own()) is not None and (wanted := state._wanted_mb) is not None:

@@ -17,6 +17,11 @@ def work() -> Work:
     return time.process_time(), time.thread_time()
 
 
+def unknown() -> Work:
+    """Return 0 for both, where the work is not known."""
+    return 0.0, 0.0
+
+
 class _Step(NamedTuple):
     began: float
     worked: Work
@@ -31,10 +36,10 @@ class Times:
 
     Args:
         clock: seconds, monotonic.
-        work: seconds of cores that this process has used, and those of the calling thread; default: not known.
+        work: seconds of cores that this process has used, and those of the calling thread; default `unknown`.
     """
 
-    def __init__(self, clock: Callable[[], float], work: Callable[[], Work] = lambda: (0.0, 0.0)) -> None:
+    def __init__(self, clock: Callable[[], float], work: Callable[[], Work] = unknown) -> None:
         self._clock, self._work = clock, work
         self._now: _Step | None = None
         self._steps: list[tuple[_Step, float, Work]] = []

@@ -63,6 +63,11 @@ def without_hook(rank: int, world: int) -> dict[str, Any]:
             rebucket(ddp, SMALL_MB)
         got, want = (backward(one, gradients(rank, step)) for one in (ddp, bare))
         same.append(torch.allclose(got, want, rtol=1e-5, atol=1e-7))
+    given = ("_bucket_config", "bucket_bytes_cap", "bucket_bytes_cap_default")
+    sizes = [{name: vars(bare).get(name) for name in given}]
+    for size in (25, SMALL_MB):
+        rebucket(bare, size)
+        sizes.append({name: vars(bare).get(name) for name in given})
     own, switch = switched(bucket_cap_mb=25)
     switch.rebucket(SMALL_MB)
     switch.rebucket(25)
@@ -82,6 +87,7 @@ def without_hook(rank: int, world: int) -> dict[str, Any]:
         "same": all(same),
         "taken back": taken_back,
         "waiting": waiting,
+        "put back": sizes[0] == sizes[2] != sizes[1],
         "refused": message(lambda: rebucket(ddp, 0)),
         **listed,
     }

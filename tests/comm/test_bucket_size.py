@@ -98,6 +98,7 @@ def test_buckets_change_and_nothing_withheld_is_lost() -> None:
 def test_buckets_change_without_a_hook_and_not_before_they_are_wanted() -> None:
     for found in run_ranks(bucket_cases.without_hook, 2):
         assert found["same"]
+        assert found["put back"]
         assert (found["taken back"], found["waiting"]) == (25, 25)
         assert found["refused"] == "ValueError: bucket_cap_mb must be positive, got 0"
         assert found.get("listed", False) is False
