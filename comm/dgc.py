@@ -172,9 +172,8 @@ class DGC(Corrected):
         piece.carry["raw"] = None if pack is None else pack.raw  # a tensor by itself: the next stage's stream holds it
 
     def _parts(self, piece: Piece, ratio: float) -> Iterator[Part]:
-        shapes = dict(zip(piece.layout.names, piece.layout.shapes, strict=True))
-        for one in piece.layout.extents(piece.low, piece.high):
-            count = 0 if self.is_dense(shapes[one.name]) else math.ceil(ratio * one.length)
+        for one, shape in piece.parameters():
+            count = 0 if self.is_dense(shape) else math.ceil(ratio * one.length)
             yield Part(one.name, one.begin, one.begin + one.length, count)
 
     def _gather(self, piece: Piece, channel: Channel) -> None:

@@ -92,10 +92,9 @@ class Gathered(Corrected, Fused):
         return len(shape) < 2 or shape.numel() < self.exact_below
 
     def _by_parameter(self, piece: Piece) -> list[Part]:
-        shapes = dict(zip(piece.layout.names, piece.layout.shapes, strict=True))
         return [
-            Part(one.name, slice(one.begin, one.begin + one.length), not self.is_dense(shapes[one.name]))
-            for one in piece.layout.extents(piece.low, piece.high)
+            Part(one.name, slice(one.begin, one.begin + one.length), not self.is_dense(shape))
+            for one, shape in piece.parameters()
         ]
 
     def _correct(self, piece: Piece, parts: list[Part]) -> Tensor:

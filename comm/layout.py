@@ -84,15 +84,20 @@ class Piece:
     carry: dict[str, Any] = field(default_factory=dict)
     """Whatever one stage of the compressor leaves for the next."""
 
+    def parameters(self) -> Iterator[tuple[Extent, torch.Size]]:
+        """Yield what of each parameter is in the piece, and the shape of the whole parameter."""
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        for one in self.layout.extents(self.low, self.high):
+            yield one, shapes[one.name]
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, view into `values` of the parameter's shape); the piece must hold parameters as a whole.
 
         A compressor that calls it cuts between parameters: `boundaries` returns `accel.comm.layout.between`.
         """
-        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
-        for one in self.layout.extents(self.low, self.high):
-            assert one.length == shapes[one.name].numel(), "a slice cuts through a parameter"
-            yield one.name, self.values[one.begin : one.begin + one.length].view(shapes[one.name])
+        for one, shape in self.parameters():
+            assert one.length == shape.numel(), "a slice cuts through a parameter"
+            yield one.name, self.values[one.begin : one.begin + one.length].view(shape)
 
 
 def equal_cuts(total: int, parts: int, unit: int = 1) -> list[int]:

@@ -16,6 +16,7 @@ from accel.comm.choice import describe
 from accel.comm.reducer import cap_mb, rebucket
 from accel.comm.selector import AutoComm
 from accel.comm.switch import hook
+from tests.comm import selector_cases
 from tests.comm.cases import SECONDS, backward, gradients, mean_gradient, message, residual, same_everywhere
 from tests.comm.selector_cases import module, played_network, search_entries, switched
 
@@ -113,12 +114,7 @@ def searched(rank: int, world: int, small_helps: bool) -> dict[str, Any]:
         network = played_network(world, 1e-12)
         state = AutoComm(ddp, "reduced", watch=3, check=4, network=network, verbose=False, timeout=SECONDS)
         ddp.register_comm_hook(state, hook)
-        same, steps = True, 0
-        while not state.settled and steps < 300:
-            same &= same_everywhere(backward(ddp, gradients(rank, steps)))
-            steps += 1
-        for step in range(3):
-            same &= same_everywhere(backward(ddp, gradients(rank, step)))
+        same, _ = selector_cases.searched(ddp, state, rank)
     found = {
         "same": same,
         "plan": describe(state.plan or (None,)),

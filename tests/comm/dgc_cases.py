@@ -182,35 +182,36 @@ def held(run: Training) -> Tensor:
     return flat([*run.own("velocity").values(), *run.own("residual").values()])
 
 
+def void_steps(run: Training, rank: int) -> dict[str, bool]:
+    """Train, give rank 1 an infinity, then a NaN, in a matrix and in a bias, and train on."""
+    for step in range(3):
+        run.step(rank, step)
+    before, arrived, untouched = held(run), True, True
+    for bad in (float("inf"), float("nan")):
+        for place in (run.net.layers[1].weight, run.net.layers[2].bias):
+            run.sgd.zero_grad()
+            handle = place.register_hook(  # type: ignore[union-attr,operator]
+                lambda g, bad=bad: torch.full_like(g, bad) if rank == 1 else g
+            )
+            loss(run.ddp, rank, 3).backward()
+            handle.remove()
+            arrived &= not torch.isfinite(place.grad).all().item()  # type: ignore[union-attr,arg-type]
+            untouched &= torch.equal(held(run), before)
+    again = run.step(rank, 4)
+    recovers = bool(torch.isfinite(again).all()) and same_everywhere(again)
+    moved = not torch.equal(held(run), before)
+    run.close()
+    return {"arrived": arrived, "untouched": untouched, "recovers": recovers, "moved": moved}
+
+
 def void_step(rank: int, world: int) -> dict[str, dict[str, Any]]:
-    """Give rank 1 an infinity, then a NaN, in a matrix and in a bias."""
+    """Meet steps that are void."""
     found = {}
     for name, settings in {"sparse": {}, "dense": {"ratio": 1.0}, "clipped": {"clip_norm": 0.1}}.items():
         for hierarchical in (False, True):
-            run = Training(
-                DGC(**{"ratio": 0.01, "dense_below": DENSE_BELOW, **settings}), SGD, hierarchical=hierarchical
-            )
-            for step in range(3):
-                run.step(rank, step)
-            before, arrived, untouched = held(run), True, True
-            for bad in (float("inf"), float("nan")):
-                for place in (run.net.layers[1].weight, run.net.layers[2].bias):
-                    run.sgd.zero_grad()
-                    handle = place.register_hook(  # type: ignore[union-attr,operator]
-                        lambda g, bad=bad: torch.full_like(g, bad) if rank == 1 else g
-                    )
-                    loss(run.ddp, rank, 3).backward()
-                    handle.remove()
-                    arrived &= not torch.isfinite(place.grad).all().item()  # type: ignore[union-attr,arg-type]
-                    untouched &= torch.equal(held(run), before)
-            again = run.step(rank, 4)
-            found[f"{name}, {'hosts' if hierarchical else 'flat'}"] = {
-                "arrived": arrived,
-                "untouched": untouched,
-                "recovers": bool(torch.isfinite(again).all()) and same_everywhere(again),
-                "moved": not torch.equal(held(run), before),
-            }
-            run.close()
+            compressor = DGC(**{"ratio": 0.01, "dense_below": DENSE_BELOW, **settings})
+            run = Training(compressor, SGD, hierarchical=hierarchical)
+            found[f"{name}, {'hosts' if hierarchical else 'flat'}"] = void_steps(run, rank)
     return found
 
 

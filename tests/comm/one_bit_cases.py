@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from accel.comm.one_bit import OneBit
 from tests.comm.cases import OneBitTwice, same_everywhere
-from tests.comm.dgc_cases import Scaler, held
+from tests.comm.dgc_cases import Scaler, void_steps
 from tests.comm.dgc_training import SGD, Net, Training, groups, loss
 
 BELOW = 40
@@ -81,28 +81,8 @@ def law(rank: int, world: int) -> dict[str, dict[str, Any]]:
 
 
 def void_step(rank: int, world: int) -> dict[str, dict[str, bool]]:
-    """Give rank 1 an infinity, then a NaN, in a matrix and in a bias."""
-    found = {}
-    for way in WAYS:
-        run = train(way)
-        for step in range(3):
-            run.step(rank, step)
-        before, arrived, untouched = held(run), True, True
-        for bad in (float("inf"), float("nan")):
-            for place in (run.net.layers[1].weight, run.net.layers[2].bias):
-                run.sgd.zero_grad()
-                handle = place.register_hook(  # type: ignore[union-attr,operator]
-                    lambda g, bad=bad: torch.full_like(g, bad) if rank == 1 else g
-                )
-                loss(run.ddp, rank, 3).backward()
-                handle.remove()
-                arrived &= not torch.isfinite(place.grad).all().item()  # type: ignore[union-attr,arg-type]
-                untouched &= torch.equal(held(run), before)
-        again = run.step(rank, 4)
-        recovers = bool(torch.isfinite(again).all()) and same_everywhere(again)
-        found[way] = {"arrived": arrived, "untouched": untouched, "recovers": recovers}
-        run.close()
-    return found
+    """Meet steps that are void."""
+    return {way: void_steps(train(way), rank) for way in WAYS}
 
 
 def unused(rank: int, world: int) -> dict[str, dict[str, bool]]:

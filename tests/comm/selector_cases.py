@@ -290,18 +290,11 @@ def _search(rank: int, world: int, allow: str, slow: bool) -> dict[str, Any]:
         ddp, allow, watch=3, check=4, network=played_network(world, SLOW_S / nbytes), verbose=rank == 0, timeout=SECONDS
     )
     ddp.register_comm_hook(state, hook)
-    plans, same, steps = [], True, 0
-    while not state.settled and steps < 300:
-        got = backward(ddp, gradients(rank, steps))
-        same &= same_everywhere(got)
-        plans.append(describe(state.plan or (None,)))
-        steps += 1
-    for step in range(3):
-        same &= same_everywhere(backward(ddp, gradients(rank, step)))
+    same, plans = searched(ddp, state, rank)
     found = {
         "plans": plans,
         "same": same,
-        "steps": steps,
+        "steps": len(plans),
         "plan": describe(state.plan or (None,)),
         "verdict": state.verdict(),
         "explained": state.explain(),
@@ -314,22 +307,28 @@ def _search(rank: int, world: int, allow: str, slow: bool) -> dict[str, Any]:
     return found
 
 
+def searched(ddp: DistributedDataParallel, state: AutoComm, rank: int) -> tuple[bool, list[str]]:
+    """Train until a search is over, and three steps more; tell whether ranks had the same, and each step's plan."""
+    same, plans = True, []
+    while not state.settled and len(plans) < 300:
+        same &= same_everywhere(backward(ddp, gradients(rank, len(plans))))
+        plans.append(describe(state.plan or (None,)))
+    for step in range(3):
+        same &= same_everywhere(backward(ddp, gradients(rank, step)))
+    return same, plans
+
+
 def real_search(rank: int, world: int, allow: str) -> dict[str, Any]:
     """Measure this machine's own network, choose among everything, and train on."""
     ddp = module(bucket_cap_mb=25)
     state = AutoComm(ddp, allow, watch=2, check=3, verbose=False, timeout=SECONDS)
     ddp.register_comm_hook(state, hook)
-    same, steps = True, 0
-    while not state.settled and steps < 200:
-        same &= same_everywhere(backward(ddp, gradients(rank, steps)))
-        steps += 1
-    for step in range(3):
-        same &= same_everywhere(backward(ddp, gradients(rank, step)))
+    same, plans = searched(ddp, state, rank)
     options = [] if state.choice is None else [one.plan for one in state.choice.options]
     found = {
         "same": same,
         "settled": state.settled,
-        "steps": steps,
+        "steps": len(plans),
         "plan": state.plan,
         "options": options,
         "verdict": state.verdict(),

@@ -28,7 +28,7 @@ def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities() -> None:
 def test_a_void_step_arrives_and_leaves_velocity_and_residual_alone() -> None:
     for found in run_ranks(cases.void_step, 4, per_host=2, timeout_s=120):
         for way, one in found.items():
-            assert one == {"arrived": True, "untouched": True, "recovers": True}, way
+            assert one == {"arrived": True, "untouched": True, "recovers": True, "moved": True}, way
 
 
 def test_a_parameter_that_no_rank_used_stands_still() -> None:
