@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -331,24 +332,28 @@ class Scaler:
         return self.scale
 
 
-def scaled(rank: int, world: int) -> float:
-    """Compare steps with a loss scale that changes with steps without one."""
+def apart(make: Callable[[Scaler | None], Training], rank: int) -> float:
+    """Compare steps with a loss scale that changes with steps without one: the largest difference of weights."""
     scaler = Scaler()
-    runs = [Training(DGC(0.02, dense_below=DENSE_BELOW, clip_norm=0.1), SGD, scaler=given) for given in (scaler, None)]
+    run, without = make(scaler), make(None)
     worst = 0.0
     for step in range(6):
         scaler.scale = 2.0 ** (3 * step)
-        run = runs[0]
         run.sgd.zero_grad()
         (scaler.scale * loss(run.ddp, rank, step)).backward()
         for p in run.net.parameters():
             p.grad.div_(scaler.scale)  # type: ignore[union-attr]
         run.sgd.step()
-        want = runs[1].step(rank, step)
-        worst = max(worst, (run.weights() - want).abs().max().item())
-    for run in runs:
-        run.close()
+        worst = max(worst, (run.weights() - without.step(rank, step)).abs().max().item())
+    run.close()
+    without.close()
     return worst
+
+
+def scaled(rank: int, world: int) -> float:
+    """Compare steps with and without a loss scale."""
+    make = lambda given: Training(DGC(0.02, dense_below=DENSE_BELOW, clip_norm=0.1), SGD, scaler=given)  # noqa: E731
+    return apart(make, rank)
 
 
 def handed_over(rank: int, world: int) -> dict[str, Any]:
