@@ -2,9 +2,10 @@
 
     python -m benchmarks.profiler_overhead [--rounds 60] [--record]
 
-Two steps are timed: one of 0.07 ms, in which every instruction shows, and one of about 3 ms. The clocks alone, then the
-clocks with the looks at the stack as they are after the experiments. All in one process, on the same objects: the marks
-are taken out and put back between two pieces.
+Two steps are timed: one of 0.07 ms, in which every instruction shows, and one of about 3 ms. The clocks alone, the
+clocks with the looks at the stack as they are after the experiments, and the floor: functions in the same places that
+write phase and time to a list and look at nothing, so what no marks in Python can be below. All in one process, on the
+same objects: the marks are taken out and put back between two pieces.
 
 A round of one arm is eight pieces of either kind. Each of its sides is a whole epoch, from the making of the iterator
 on, so that what comes only now and then (an epoch's start, the tape put by, looks at the stack) comes at its ordinary
@@ -30,6 +31,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel.profiler import callslot
+from accel.profiler.probes import Function, Probes
 from accel.profiler.recorder import Recorder
 from accel.profiler.sampler import Sampler
 from accel.profiler.session import WATCH_S
@@ -63,6 +65,8 @@ class Cost:
     clocks: Added
     with_looks: Added
     """Clocks and looks at the stack."""
+    floor: Added
+    """Functions in the same places that only write phase and time."""
     rounds: int
     epoch_steps: int
 
@@ -101,6 +105,9 @@ class Marks:
 
     Args:
         loop: is run for its first steps, in which the profiler learns it.
+
+    Attributes:
+        modules: those whose calls are marked.
     """
 
     def __init__(self, loop: Train) -> None:
@@ -109,7 +116,8 @@ class Marks:
         microseconds(loop(32), 32)
         recorder.late = True
         microseconds(loop(1024), 1024)  # until it knows how many steps a second has
-        self._calls = [(module, callslot.held(module)) for module in recorder.roots.modules]
+        self.modules = list(recorder.roots.modules)
+        self._calls = [(module, callslot.held(module)) for module in self.modules]
         self._sampler = Sampler(recorder.clock, recorder.thread, threading.get_native_id(), WATCH_S)
         self._sampler.pause(True)
         self._sampler.start()
@@ -139,13 +147,91 @@ class Marks:
         self._recorder.stop()
 
 
+class Floor:
+    """The least that marks can do: phase and time, whoever calls (an `Ear` for `Probes`)."""
+
+    thread = 0
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tape: list[Any] = []
+        self._probes = Probes(self)
+        self._module = module
+        self._call = callslot.SlotCall(self._within("forward", "loss", module.forward))
+
+    @contextmanager
+    def put_in(self) -> Iterator[None]:
+        """Mark what runs within."""
+        self._probes.install()
+        callslot.fill(self._module, self._call)
+        try:
+            yield
+        finally:
+            self._probes.remove()
+            callslot.restore(self._module, {})
+            self._tape.clear()
+
+    def _within(self, phase: str, after: str, original: Function) -> Function:
+        tape, now = self._tape, time.perf_counter
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            tape.append(phase)
+            tape.append(now())
+            try:
+                return original(*args, **kwargs)
+            finally:
+                tape.append(after)
+                tape.append(now())
+
+        return marked
+
+    def fetching(self, original: Function) -> Function:
+        tape, now = self._tape, time.perf_counter
+
+        def marked(iterator: Any) -> Any:
+            tape.append("data")
+            tape.append(now())
+            try:
+                return original(iterator)
+            finally:
+                tape.append("host")
+                tape.append(now())
+
+        return marked
+
+    def updating(self) -> tuple[Function, Function]:
+        tape, now = self._tape, time.perf_counter
+
+        def begins(optimizer: Any, args: Any, kwargs: Any) -> None:
+            tape.append("optimizer")
+            tape.append(now())
+
+        def ended(optimizer: Any, args: Any, kwargs: Any) -> None:
+            tape.append("outside")
+            tape.append(now())
+
+        return begins, ended
+
+    def differentiating(self, original: Function) -> Function:
+        return self._within("backward", "host", original)
+
+    def iterating(self, original: Function) -> Function:
+        return original
+
+    communicating = copying = iterating
+
+    def collected(self, seconds: float) -> None:
+        pass
+
+
 def cost(loop: Train, rounds: int) -> Cost:
-    """Time clocks, and clocks with looks, each against bare pieces between its own, in an order drawn anew."""
+    """Time each arm against bare pieces between its own, the arms in an order drawn anew."""
     piece = max(8, round(PIECE_S / (microseconds(loop(64), 64) * 1e-6)))
     marks, draw = Marks(loop), random.Random(0)
+    (module,) = marks.modules
     arms: dict[str, Callable[[], AbstractContextManager[None]]] = {
         "clocks": lambda: marks.put_in(looks=False),
         "looks": lambda: marks.put_in(looks=True),
+        "floor": Floor(module).put_in,
     }
     bare: list[float] = []
     seen: dict[str, list[float]] = {name: [] for name in arms}
@@ -158,7 +244,8 @@ def cost(loop: Train, rounds: int) -> Cost:
     finally:
         marks.close()
     steps = PIECES * (piece + SETTLING)
-    return Cost(statistics.median(bare), added(seen["clocks"]), added(seen["looks"]), rounds, steps)
+    told = {name: added(differences) for name, differences in seen.items()}
+    return Cost(statistics.median(bare), told["clocks"], told["looks"], told["floor"], rounds, steps)
 
 
 def in_turns(
@@ -209,9 +296,10 @@ def main(rounds: int, record: bool) -> None:
     torch.set_num_threads(1)
     found = {"0.07 ms step": cost(loop_of(4, 1), rounds), "3 ms step": cost(loop_of(64, 120), rounds)}
     for name, seen in found.items():
-        print(f"{name}: bare {seen.step_us:.1f} µs; clocks {told(seen.clocks)}; with looks {told(seen.with_looks)}")
+        print(f"{name}: bare {seen.step_us:.1f} µs; clocks {told(seen.clocks)}; with looks {told(seen.with_looks)};")
+        print(f"    floor {told(seen.floor)}")
     if record:
-        what = "what the profiler's clocks, and its looks at the stack, add to a step"
+        what = "what the profiler's clocks, its looks at the stack, and the least marks add to a step"
         command = f"python -m benchmarks.profiler_overhead --rounds {rounds}"
         costs = {name: asdict(seen) for name, seen in found.items()}
         recording.write("profiler-overhead", what, {"costs": costs}, command=command)

@@ -1,7 +1,9 @@
 """Turns what the probes tell into steps: which batch belongs to training, when a step ends, where its time went.
 
 An ordinary step runs only through the marked functions made here, which write to the clock's tape: 6 µs a step in all,
-measured on a step of 70 µs (a mark alone costs 0.1 µs; the rest is what was in the caches before). What is rare (a new
+measured on a step of 70 µs, of which 3 are the least that functions in these places take if they look at nothing. (One
+after the other, without a step between, its marks take 0.8 µs; the rest is what was in the caches before. One flag for
+all states, bits, fewer globals, a tape for each phase: none made a difference above 0.3 µs.) What is rare (a new
 iterator, a new optimizer, an evaluation) takes the slow way.
 """
 
