@@ -2,11 +2,12 @@
 
     python -m benchmarks.comm_choice [--only 2x1,1gbit,mlp] [--rounds 6] [--record]
 
-In each launch DDP without a hook, one `AutoComm` for each level of `allow`, and every way of the catalogue for all
-buckets alike share one model and take turns, in an order drawn anew for each round: a shaped link lets pass at once
-what it has saved up while others sent less. A step's time is that of its slowest rank; short steps are repeated within
-a turn. Each `AutoComm` searches first, on steps of its own. "mlp" is layers of 1024 x 1024 in DDP's buckets of 25 MB,
-"small" a model of 1 MB whose step is all arithmetic; "resnet", "vgg" and "bert" see `benchmarks.gradient_profiles`.
+In each launch DDP without a hook (twice: what two of the same differ by), one `AutoComm` for each level of `allow`, and
+every way of the catalogue for all buckets alike share one model and take turns, in an order drawn anew for each round:
+a shaped link lets pass at once what it has saved up while others sent less. A step's time is that of its slowest rank;
+short steps are repeated within a turn. Each `AutoComm` searches first, on steps of its own. "mlp" is layers of 1024 x
+1024 in DDP's buckets of 25 MB, "small" a model of 1 MB whose step is all arithmetic; "resnet", "vgg" and "bert" see
+`benchmarks.gradient_profiles`.
 Hosts are network namespaces on shaped links (root and iproute2), backend gloo, one thread to a rank.
 """
 
@@ -37,6 +38,7 @@ from benchmarks.gradient_profiles import PROFILES, Replayed
 from benchmarks.lab import Lab, why_not
 
 _ENOUGH_S, _MOST = 1.0, 7
+AGAIN = "ddp again"
 
 
 class Setting(NamedTuple):
@@ -80,7 +82,7 @@ class Row(NamedTuple):
     rate: str
     model: str
     method: str
-    """"ddp", "auto LEVEL", or a way for all buckets."""
+    """"ddp", "ddp again", "auto LEVEL", or a way for all buckets."""
     chosen: str
     """What the automatic choice came to."""
     step_s: float
@@ -184,8 +186,8 @@ def work(setting: Setting, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     load = workload(setting.model, setting.depth)
-    plain, fixed = Trainee(load, "ddp"), Trainee(load, "fixed")
-    for one in (plain, fixed):
+    plain, again, fixed = Trainee(load, "ddp"), Trainee(load, "ddp"), Trainee(load, "fixed")
+    for one in (plain, again, fixed):
         for _ in range(2):  # DDP makes new buckets after the first step
             one.step()
     automatic = {}
@@ -194,10 +196,11 @@ def work(setting: Setting, rounds: int) -> None:
         automatic[f"auto {level}"] = trainee = Trainee(load, level)
         searched[f"auto {level}"] = trainee.search()
     ways = {str(way): way for way in allowed("lossy", by_hosts=setting.ranks > 1)}
-    seconds: dict[str, list[float]] = {name: [] for name in ("ddp", *automatic, *ways)}
+    trainees = {"ddp": plain, AGAIN: again, **automatic, **dict.fromkeys(ways, fixed)}
+    seconds: dict[str, list[float]] = {name: [] for name in trainees}
     for number in range(-1, rounds):
         for name in random.Random(number).sample(list(seconds), len(seconds)):  # the same on every rank
-            took = turn(plain if name == "ddp" else automatic.get(name, fixed), ways.get(name))
+            took = turn(trainees[name], ways.get(name))
             if number >= 0:  # the first round makes threads, groups and buffers
                 seconds[name].append(took)
     found = {"seconds": seconds, "searched": searched, "replicas_equal": replicas_equal(load.model)}
@@ -248,7 +251,9 @@ def rows_of(setting: Setting, result: dict[str, Any]) -> list[Row]:
         speedup = _ratio(seconds["ddp"], seconds[method])
         behind: tuple[float | None, ...] = _ratio(seconds[method], seconds[best]) if own else (None, None, None)
         low, high = _fifths(seconds[method])
-        predicted = own["predicted"].get(own["chosen"]) if own else said.get("plain" if method == "ddp" else method)
+        predicted = (
+            own["predicted"].get(own["chosen"]) if own else said.get("plain" if method in ("ddp", AGAIN) else method)
+        )
         found.append(
             Row(
                 f"{setting.hosts}x{setting.ranks}",

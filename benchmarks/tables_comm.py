@@ -55,19 +55,27 @@ def choice_block(result: Result) -> str:
     """Return what was chosen automatically, against the best fixed way."""
     lines = [
         f"{result['date']}, {result['machine']}, torch {result['torch']}, gloo. Ways take turns in one launch; median "
-        "and 20 to 80 % of rounds. Commands stand in the result.",
+        "and 20 to 80 % of rounds. Commands stand in the result. DDP again: a second DDP in the same turns; it shows "
+        "how far apart two of the same are.",
         "",
-        "| ranks | link | model | allowed | chosen | speed-up over DDP | step ÷ best fixed | predicted ÷ measured |",
-        "|---|---|---|---|---|---|---|---|",
+        "| ranks | link | model | allowed | chosen | speed-up over DDP | DDP again | step ÷ best fixed | predicted ÷ "
+        "measured |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
+    again = {_setting(row): _times(row) for row in result["rows"] if row["method"] == "ddp again"}
     for row in result["rows"]:
         if row["method"].startswith("auto"):
             best = f"{row['of_best']:.3f} [{row['of_best_low']:.2f}, {row['of_best_high']:.2f}]"
             lines.append(
                 f"| {row['shape']} | {row['rate']} | {row['model']} | {row['method'].removeprefix('auto ')} | "
-                f"{row['chosen']} | {_times(row)} | {best} | {row['predicted_s'] / row['step_s']:.2f} |"
+                f"{row['chosen']} | {_times(row)} | {again.get(_setting(row), '')} | {best} | "
+                f"{row['predicted_s'] / row['step_s']:.2f} |"
             )
     return "\n".join(lines)
+
+
+def _setting(row: Result) -> tuple[Any, ...]:
+    return row["shape"], row["rate"], row["model"]
 
 
 def accuracy_block(result: Result) -> str:

@@ -157,6 +157,13 @@ def _fidelity(way: Way | None) -> int:
     return -1 if way is None else list(CATALOGUE).index(way.compressor)
 
 
+def preferred(plans: Sequence[Plan], steps: Mapping[Plan, float]) -> Plan:
+    """Return the plan with the shortest step, or one about as short and nearer to exact."""
+    shortest = min(steps[plan] for plan in plans)
+    alike = [plan for plan in plans if steps[plan] <= shortest * (1 + _ALIKE)]
+    return min(alike, key=lambda plan: (max(map(_fidelity, plan)), steps[plan]))
+
+
 def _refined(best: Option, ways: Sequence[Way | None], say: Callable[[Plan], Option]) -> Option:
     """Give single buckets other ways, the last ones first, as long as that pays."""
     # The last buckets are those that nothing hides.

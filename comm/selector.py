@@ -7,9 +7,10 @@
 2. Each way that `allow` permits runs on this machine over channels that send nothing: what it computes and would send.
    Buckets' ready times, and the work of a step, are those of steps that are DDP's own.
 3. A model predicts the step for each way; see `accel.comm.cost`. Rank 0 decides, the others do as it says.
-4. The best goes on for `check` steps, and as long as another is predicted to be shorter than what was measured, that
-   one too: so a prediction that proves wrong leads to the next best. What was shortest stays, perhaps DDP's own. A
-   small gain must show in turns with DDP's own. Where nothing is gained the hook comes off.
+4. The best goes on for `check` steps, and as long as another is predicted to be about as short as what was measured,
+   that one too: so a prediction that proves wrong leads to the next best. The two shortest, if they are near to each
+   other, run in turns. The shortest stays, perhaps DDP's own; a small gain must show in turns with DDP's own. Where
+   nothing is gained the hook comes off.
 """
 
 from __future__ import annotations
@@ -27,7 +28,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.bucket_size import Size, better_size
 from accel.comm.catalogue import Way, allowed, check_level
-from accel.comm.choice import WORTH, Observed, Option, Plan, calibrated, describe, mean_of, options, worthwhile
+from accel.comm.choice import (
+    WORTH,
+    Observed,
+    Option,
+    Plan,
+    calibrated,
+    describe,
+    mean_of,
+    options,
+    preferred,
+    worthwhile,
+)
 from accel.comm.cost import Network, Profile, Stages
 from accel.comm.dry_run import copy_byte_s, costs, shared_out
 from accel.comm.layout import Layout
@@ -41,6 +53,8 @@ WARM_UP = 3
 _TRIALS = 4
 _REBUILT = 4
 """Steps until DDP has made buckets of another size, and memory for them has been touched."""
+_NEAR = 0.1
+"""What a prediction, or a short measurement, may be wrong by."""
 _SURE = 1.5
 """A gain below this must show in each of `_PAIRS` pairs: it may be a drift of the machine."""
 _PAIRS = 4
@@ -213,32 +227,48 @@ class AutoComm(Switch):
         for _ in range(self.watch):
             yield
         self.choice = choose(self, self.network, told)
-        best: Plan = ()
-        best_s = self.choice.plain_s
-        for option in worthwhile(self.choice.options)[:_TRIALS]:
-            if option.step_s > best_s:
-                break
-            step_s = yield from self._measured(option.plan, self.check)
-            if step_s < min(best_s, (1 - WORTH) * self.choice.plain_s):
-                best, best_s = option.plan, step_s
-        if any(best) and best_s * _SURE > self.choice.plain_s and not (yield from self._proves(best)):
-            best = ()
+        best = yield from self._shortest()
+        if any(best):
+            gain = self.choice.plain_s / self.choice.measured[best]
+            if gain * (1 - WORTH) <= 1 or (gain < _SURE and not (yield from self._proves(best))):
+                best = ()
         yield from self._end((yield from self._in_other_buckets(best)))
 
-    def _proves(self, plan: Plan) -> Generator[None, None, bool]:
-        """Run a plan and DDP's own in turn, and tell whether the plan is faster in each pair, and enough over all."""
+    def _shortest(self) -> Generator[None, None, Plan]:
+        """Try what is predicted to be about as short as the shortest that was measured; return the shortest of all."""
         assert self.choice is not None
-        enough = min(math.ceil(_TURN_S / max(self.choice.plain_s, 1e-6)), _MOST_STEPS)
-        steps = max(self.check // _PAIRS, enough, 2)
+        tried: dict[Plan, float] = {}
+        for option in worthwhile(self.choice.options)[:_TRIALS]:
+            if option.step_s > min([self.choice.plain_s, *tried.values()]) * (1 + _NEAR):
+                break
+            tried[option.plan] = yield from self._measured(option.plan, self.check)
+        first, *others = sorted(tried, key=tried.__getitem__) or [()]
+        if others and tried[others[0]] < tried[first] * (1 + _NEAR):
+            yield from self._in_turns(first, others[0])
+            return preferred((first, others[0]), self.choice.measured)
+        return first
+
+    def _proves(self, plan: Plan) -> Generator[None, None, bool]:
+        """Run a plan and DDP's own in turns, and tell whether the plan is faster in each pair, and enough over all."""
+        assert self.choice is not None
         plain: Plan = (None,) * len(plan)
+        pairs = yield from self._in_turns(plain, plan)
+        self.choice.plain_s = self.choice.measured[plain]
+        faster = self.choice.measured[plan] < (1 - WORTH) * self.choice.plain_s
+        return faster and all(after < before for before, after in pairs)
+
+    def _in_turns(self, one: Plan, other: Plan) -> Generator[None, None, list[tuple[float, float]]]:
+        """Run two plans in turns; return the step's length of each pair, and leave their medians in `measured`."""
+        assert self.choice is not None
+        enough = min(math.ceil(_TURN_S / max(self.choice.measured[one], 1e-6)), _MOST_STEPS)
+        steps = max(self.check // _PAIRS, enough, 2)
         pairs = []
         for _ in range(_PAIRS):
-            plain_s = yield from self._measured(plain, steps)
-            pairs.append((plain_s, (yield from self._measured(plan, steps))))
-        plain_s, plan_s = (statistics.median(times) for times in zip(*pairs, strict=True))
-        self.choice.plain_s = self.choice.measured[plain] = plain_s
-        self.choice.measured[plan] = plan_s
-        return all(after < before for before, after in pairs) and plan_s < (1 - WORTH) * plain_s
+            one_s = yield from self._measured(one, steps)
+            pairs.append((one_s, (yield from self._measured(other, steps))))
+        for plan, times in zip((one, other), zip(*pairs, strict=True), strict=True):
+            self.choice.measured[plan] = statistics.median(times)
+        return pairs
 
     def _in_other_buckets(self, plan: Plan) -> Generator[None, None, Plan]:
         """Try the size of buckets that is predicted to suit a plan better; return the plan for the size that stays."""

@@ -37,8 +37,29 @@ def held(module: nn.Module) -> dict[str, Any]:
     return {name: call for name, call in vars(module).items() if name == NAME}
 
 
+def _replicate_without_call(original: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], nn.Module]:
+    """Return `nn.Module._replicate_for_data_parallel` whose replicas have no call of ours.
+
+    A replica has a copy of the module's dictionary: the call in it would run the module itself, with its weights on its
+    device, in place of the replica.
+    """
+
+    @functools.wraps(original)
+    def replicate(module: nn.Module) -> nn.Module:
+        replica = original(module)
+        if isinstance(vars(replica).get(NAME), SlotCall):
+            del vars(replica)[NAME]
+        return replica
+
+    replicate._accel_original = original  # type: ignore[attr-defined]
+    return replicate
+
+
 def fill(module: nn.Module, call: Call) -> None:
     """Put a call into the slot."""
+    found = nn.Module._replicate_for_data_parallel
+    if not hasattr(found, "_accel_original"):
+        nn.Module._replicate_for_data_parallel = _replicate_without_call(found)  # type: ignore[method-assign]
     # The dictionary itself, because torch.compile's wrapper module passes attributes on to the module inside.
     vars(module)[NAME] = call
 

@@ -1,0 +1,84 @@
+"""Which ways the search tries and in what order, on played steps."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from accel.comm.catalogue import Way
+from accel.comm.choice import Option, Plan, preferred
+from accel.comm.cost import Network, Profile
+from accel.comm.selector import AutoComm, Choice
+
+PLAIN: Plan = (None, None)
+HALF, INT8, ONE_BIT, POWER = ((Way(name, hierarchical=False),) * 2 for name in ("half", "int8", "1-bit", "powersgd 4"))
+
+
+class Played(AutoComm):
+    """A search whose steps last as told: the first value is that of the first trial, the second that of all others."""
+
+    def __init__(self, predicted: dict[Plan, float], steps: dict[Plan, tuple[float, float]]) -> None:
+        options = [Option(plan, step_s, 0.0) for plan, step_s in predicted.items()]
+        profile, network = Profile((1, 1), (0.0, 1.0), 0.0), Network.__new__(Network)
+        self.choice = Choice(options, profile, network, predicted[PLAIN], {}, {PLAIN: predicted[PLAIN]})
+        self.check, self.tried = 20, list[Plan]()
+        self._steps = {plan: iter_of(*values) for plan, values in steps.items()}
+
+    def _measured(self, plan: Plan, steps: int, settle: int = 1) -> Generator[None, None, float]:
+        assert self.choice is not None
+        yield
+        self.tried.append(plan)
+        self.choice.measured[plan] = next(self._steps[plan])
+        return self.choice.measured[plan]
+
+    def outcome(self) -> Plan:
+        """Run the trials to their end."""
+        found: Any = self._shortest()
+        while True:
+            try:
+                next(found)
+            except StopIteration as ended:
+                return ended.value  # type: ignore[no-any-return]
+
+
+def iter_of(first: float, rest: float) -> Iterator[float]:
+    """Return the first value, then the other for ever."""
+    yield first
+    while True:
+        yield rest
+
+
+def test_what_is_predicted_a_little_slower_than_the_best_was_is_tried_too() -> None:
+    played = Played({ONE_BIT: 0.50, POWER: 0.54, PLAIN: 1.0}, {ONE_BIT: (0.50, 0.50), POWER: (0.45, 0.45)})
+    assert played.outcome() == POWER
+    assert played.tried[:2] == [ONE_BIT, POWER]
+
+
+def test_what_is_predicted_much_slower_is_not_tried() -> None:
+    played = Played({ONE_BIT: 0.50, POWER: 0.56, PLAIN: 1.0}, {ONE_BIT: (0.50, 0.50)})
+    assert played.outcome() == ONE_BIT
+    assert played.tried == [ONE_BIT]
+
+
+def test_two_near_to_each_other_run_in_turns_and_a_disturbed_first_trial_is_forgotten() -> None:
+    played = Played({ONE_BIT: 0.50, POWER: 0.50, PLAIN: 1.0}, {ONE_BIT: (0.47, 0.55), POWER: (0.50, 0.50)})
+    assert played.outcome() == POWER
+    assert played.tried == [ONE_BIT, POWER] * 5
+    assert played.choice is not None
+    assert played.choice.measured[ONE_BIT] == 0.55
+
+
+def test_two_far_from_each_other_do_not() -> None:
+    played = Played({ONE_BIT: 0.50, POWER: 0.50, PLAIN: 1.0}, {ONE_BIT: (0.50, 9.0), POWER: (0.56, 9.0)})
+    assert played.outcome() == ONE_BIT
+    assert played.tried == [ONE_BIT, POWER]
+
+
+def test_of_two_alike_the_one_nearer_to_exact_stays() -> None:
+    played = Played({POWER: 0.50, INT8: 0.50, PLAIN: 1.0}, {POWER: (0.50, 0.50), INT8: (0.51, 0.51)})
+    assert played.outcome() == INT8
+    assert preferred((POWER, INT8), {POWER: 0.50, INT8: 0.52}) == POWER
+
+
+def test_nothing_worthwhile_leaves_ddps_own() -> None:
+    assert Played({PLAIN: 1.0, HALF: 0.99}, {}).outcome() == ()
