@@ -73,8 +73,14 @@ class Ahead:
     epoch: int | None
 
 
+def ordering(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that gives the order: the one inside a plain `BatchSampler`, else what yields the batches."""
+    outer: Any = loader._index_sampler
+    return outer.sampler if type(outer) is BatchSampler else outer
+
+
 def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    own = [loader.generator, getattr(loader.sampler, "generator", None)]
+    own = [loader.generator, getattr(ordering(loader), "generator", None)]
     found: list[torch.Generator] = []
     for generator in own:
         if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
@@ -103,26 +109,19 @@ def restore(loader: DataLoader[Any], state: States) -> None:
 
 def epoch_of(loader: DataLoader[Any]) -> int | None:
     """Return the sampler's epoch, or None if it counts none."""
-    for sampler in (loader.batch_sampler, loader.sampler):
-        epoch = getattr(sampler, "epoch", None)
-        if type(epoch) is int:
-            return epoch
-    return None
+    epoch = getattr(ordering(loader), "epoch", None)
+    return epoch if type(epoch) is int else None
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
     """Set the epoch that the sampler counts, if it counts any."""
-    for sampler in (loader.batch_sampler, loader.sampler):
-        if type(getattr(sampler, "epoch", None)) is int:
-            sampler.epoch = epoch  # type: ignore[union-attr]
-            return
+    if epoch_of(loader) is not None:
+        ordering(loader).epoch = epoch
 
 
 def foreseeable(loader: DataLoader[Any]) -> bool:
     """Tell whether the loader's next epoch can be drawn ahead: known samplers that draw everything when they begin."""
-    batches, sampler = loader.batch_sampler, loader.sampler
-    if batches is not None and type(batches) is not BatchSampler:
-        return False
+    sampler = ordering(loader)
     if type(sampler) is RandomSampler:
         return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
     return type(sampler) in (SequentialSampler, DistributedSampler)

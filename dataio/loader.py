@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio import resume
+from accel.dataio import epochs, resume
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes import MODES, Mode, Options, Pass, Through, Way, not_movable
 
@@ -102,7 +102,8 @@ class ContinuousLoader(DataLoader[Any]):
         Args:
             epoch: number of the epoch that the next pass is.
         """
-        for each in {id(part): part for part in (self.batch_sampler, self.sampler, self.dataset)}.values():
+        parts = (self.batch_sampler, self.sampler, epochs.ordering(self), self.dataset)
+        for each in {id(part): part for part in parts}.values():
             if callable(getattr(each, "set_epoch", None)):
                 each.set_epoch(epoch)  # type: ignore[union-attr]
 
@@ -116,12 +117,12 @@ class ContinuousLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken: the next pass begins after the last batch handed over.
 
-        The number of workers and the mode may be others. With a DistributedSampler the number of ranks and the batch
-        size may be others too; what is left of the epoch is then dealt anew, each sample once. The samplers must be
-        made with the same seed.
+        The number of workers and the mode may be others, and so may the batch size, unless a `batch_sampler` of its
+        own kind makes the batches. With a DistributedSampler the number of ranks may be another too; what is left of
+        the epoch is then dealt anew, each sample once. The samplers must be made with the same seed.
 
         Raises:
-            ValueError: if it is not a state of this class, or of another dataset length.
+            ValueError: if it is not a state of this class, or of another dataset length or kind of sampler.
         """
         if not self._way.passed_through:
             resume.check(self._way.loader, state)

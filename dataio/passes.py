@@ -157,9 +157,9 @@ class Way:
         return self._continuous
 
     def _go_on(self, continuous: Continuous, loaded: Mapping[str, Any]) -> None:
-        self._begun, self.served = dict(loaded["begun"]), loaded["served"]
-        indices, self._base_seed, first = resume.draw_again(self.loader, loaded)
-        continuous.take(indices, base_seed=self._base_seed, first=first)
+        self._begun, self.served = resume.begun_again(self.loader, loaded), loaded["served"]
+        indices, self._base_seed = resume.draw_again(self.loader, self._begun, loaded)
+        continuous.take(indices, base_seed=self._base_seed, first=self.served)
 
     def _begin_epoch(self, continuous: Continuous) -> None:
         self._begun = resume.begun(self.loader)
@@ -198,6 +198,7 @@ class Way:
         if self._continuous is not None:
             self._continuous.drop()
         self.loaded = None if state["finished"] else dict(state)
+        self.finished = True  # if nothing was loaded: the loop stands between two epochs
         if not self.passed_through:
             resume.put_back(self.loader, state["begun"])
             self._base_seed = state["base_seed"]

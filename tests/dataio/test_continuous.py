@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from accel.dataio.continuous import Continuous
@@ -142,6 +142,31 @@ def test_a_distributed_sampler_follows_set_epoch() -> None:
         return seen
 
     assert run(wrap=True) == run(wrap=False)
+
+
+@pytest.mark.parametrize("inner", ["distributed", "random"])
+def test_a_sampler_inside_a_batch_sampler_that_the_loader_was_given(inner: str) -> None:
+    def make() -> DataLoader[Any]:
+        data = Squares()
+        own = torch.Generator().manual_seed(1)
+        sampler = DistributedSampler(data, 2, 1) if inner == "distributed" else RandomSampler(data, generator=own)
+        return DataLoader(data, batch_sampler=BatchSampler(sampler, 4, False))
+
+    def run(loader: Any) -> list[list[int]]:
+        seen = []
+        for epoch in (0, 1, 2, 7):
+            if inner == "distributed":
+                loader.batch_sampler.sampler.set_epoch(epoch)
+            seen += epochs(loader, 1)[0]
+        return seen
+
+    loader = make()
+    proxy = LoaderProxy(loader, Silent())
+    proxy._accel_fetching.workers = pool = Continuous(loader, ProcessEngine(loader, 1))
+
+    assert run(proxy) == run(make())
+    assert pool.failed_guesses == (inner == "distributed")  # the jump to epoch 7
+    pool.close()
 
 
 @pytest.mark.parametrize("seed", range(5))

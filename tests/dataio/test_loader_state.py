@@ -144,8 +144,8 @@ def test_a_loop_that_iterates_what_its_elastic_sampler_consumed(engine: dict[str
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda state: {}, "version 1, got None"),
-        (lambda state: [], "version 1, got 'list'"),
+        (lambda state: {}, "version 2, got None"),
+        (lambda state: [], "version 2, got 'list'"),
         (lambda state: state | {"length": 7}, "had 7 samples; this one has 50"),
         (lambda state: state | {"begun": state["begun"] | {"random": []}}, "generators"),
         (lambda state: state | {"begun": state["begun"] | {"sampler": {"sampler": 1}}}, "same samplers"),
