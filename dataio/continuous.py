@@ -194,16 +194,18 @@ class Continuous:
             # one more, which is when the sampler would have drawn once more.
             return False
         self._ahead = None
-        foreseen = same_draws(self.loader, ahead)
-        if not foreseen or epoch_of(self.loader) != ahead.epoch or compare(self._sent, state_of(self.loader.dataset)):
+        undisturbed = same_draws(self.loader, ahead)
+        as_expected = epoch_of(self.loader) == ahead.epoch and ahead.foreseen.holds()
+        if not (undisturbed and as_expected) or compare(self._sent, state_of(self.loader.dataset)):
             self.failed_guesses += 1
             # A loop that draws random numbers of its own between the two will do so again; epochs can be learnt.
-            self._wrong += 1 if foreseen else _MOST_WRONG
+            self._wrong += 1 if undisturbed else _MOST_WRONG
             return False
         self._wrong = 0
         self._note_epoch(0)
         self._refresh()
         ahead.draws.begin()
+        ahead.foreseen.begin()
         self._fed -= self._served
         self._served, self._end_of_epoch = 0, None
         self._base_seed = ahead.base_seed
@@ -248,12 +250,10 @@ class Continuous:
     def _note_epoch(self, first: int) -> None:
         """Learn how the sampler's epoch and the dataset move from one epoch to the next."""
         now, epoch = state_of(self.loader.dataset), epoch_of(self.loader)
-        if first:
-            self._began = now
-            return
-        if self._began is not None:
+        if not first and self._began is not None:
             self._forecast.saw(self._began, now)
-        if epoch is not None and self._begun_at is not None:
+        # After an early break some samplers stay where they are: that tells nothing of the end of an epoch.
+        if not first and self._ended and epoch is not None and self._begun_at is not None:
             self._epoch_step = epoch - self._begun_at
         self._began, self._begun_at = now, epoch
 

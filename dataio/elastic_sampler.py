@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import Sampler
 
 from accel.dataio.dealing import Deal, Tail, world
+from accel.dataio.foreseen import Foreseen
 from accel.dataio.permutation import Items, Permutation
 
 T = TypeVar("T")
@@ -261,10 +262,28 @@ class ElasticSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._under_way, self._held = deque(), None
-        return self._batches(self._under_way, self._position, self._taken)
+        return self._batches(self._under_way, self._position, self._taken, self.epoch)
 
-    def _batches(self, under_way: deque[_Step], position: int, step: int) -> Iterator[list[int]]:
-        order, dealer = self._order(), None
+    def foresee(self, epoch: int) -> Foreseen | None:
+        """Return the pass over `epoch` that follows when this one is over; None if nothing counts what the loop took.
+
+        It holds unless a state, a position or a batch size is set in between.
+        """
+        if not self._counting:
+            return None
+        under_way: deque[_Step] = deque()
+        step, deals = self._taken + len(self), self._deals
+
+        def holds() -> bool:
+            return (self.epoch, self._position, self._taken) == (epoch, 0, step) and self._deals is deals
+
+        def begin() -> None:
+            self._under_way, self._held = under_way, None
+
+        return Foreseen(self._batches(under_way, 0, step, epoch), holds, begin)
+
+    def _batches(self, under_way: deque[_Step], position: int, step: int, epoch: int) -> Iterator[list[int]]:
+        order, dealer = self._order(epoch), None
         ready: deque[list[int]] = deque()
         while width := (deal := self._deal_at(step)).width(left := self.length - position):
             if deal is not dealer or not ready:
@@ -285,12 +304,12 @@ class ElasticSampler(Sampler[list[int]]):
     def _deal_at(self, step: int) -> Deal:
         return next(deal for at, deal in reversed(self._deals) if at <= step)
 
-    def _order(self) -> Callable[[Items], Items]:
+    def _order(self, epoch: int) -> Callable[[Items], Items]:
         if not self.shuffle:
             return lambda places: places
         if self.order == "feistel":
-            return Permutation(self.length, seed=self.seed, epoch=self.epoch)
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            return Permutation(self.length, seed=self.seed, epoch=epoch)
+        generator = torch.Generator().manual_seed(self.seed + epoch)
         return torch.randperm(self.length, generator=generator).numpy().__getitem__
 
 

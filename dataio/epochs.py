@@ -17,6 +17,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from accel.dataio.foreseen import Foreseen
+
 States = list[torch.Tensor]
 
 
@@ -71,6 +73,7 @@ class Ahead:
     draws: Draws
     base_seed: int
     epoch: int | None
+    foreseen: Foreseen
 
 
 def ordering(loader: DataLoader[Any]) -> Any:
@@ -120,11 +123,17 @@ def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
 
 
 def foreseeable(loader: DataLoader[Any]) -> bool:
-    """Tell whether the loader's next epoch can be drawn ahead: known samplers that draw everything when they begin."""
+    """Tell whether the loader's next epoch can be drawn ahead: the sampler can, or is known to draw when it begins."""
     sampler = ordering(loader)
+    if _foresees(loader):
+        return epoch_of(loader) is not None
     if type(sampler) is RandomSampler:
         return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
     return type(sampler) in (SequentialSampler, DistributedSampler)
+
+
+def _foresees(loader: DataLoader[Any]) -> bool:
+    return hasattr(loader._index_sampler, "foresee")
 
 
 def base_seed(loader: DataLoader[Any]) -> int:
@@ -153,23 +162,33 @@ def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = N
     """
     if not foreseeable(loader):
         return None
-    before = capture(loader)
-    epoch = epoch_of(loader)
+    before, epoch = capture(loader), epoch_of(loader)
+    following = None if epoch is None else epoch + step
     try:
-        if epoch is not None:
-            set_epoch(loader, epoch + step)
-        stream, seed = begin(loader, seeded=seeded)
+        seed = base_seed(loader) if seeded is None else seeded
+        foreseen = _foresee(loader, following)
         began = capture(loader)[1:]
-        first = next(stream, None)
+        first = None if foreseen is None else next(foreseen.lists, None)
         after = capture(loader)
     finally:
         restore(loader, before)
         if epoch is not None:
             set_epoch(loader, epoch)
-    if first is None:
+    if foreseen is None or first is None:
         return None
-    draws = Draws(loader, itertools.chain([first], stream), after)
-    return Ahead(before, began, draws, seed, None if epoch is None else epoch + step)
+    draws = Draws(loader, itertools.chain([first], foreseen.lists), after)
+    return Ahead(before, began, draws, seed, following, foreseen)
+
+
+def _foresee(loader: DataLoader[Any], epoch: int | None) -> Foreseen | None:
+    """Return the next pass; the sampler's epoch may be another afterwards."""
+    sampler: Any = loader._index_sampler
+    if _foresees(loader):
+        foreseen: Foreseen | None = sampler.foresee(epoch)
+        return foreseen
+    if epoch is not None:
+        set_epoch(loader, epoch)
+    return Foreseen(iter(sampler))
 
 
 def same_draws(loader: DataLoader[Any], ahead: Ahead) -> bool:

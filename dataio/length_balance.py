@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +49,7 @@ from accel.dataio.balance_plan import (
     spread,
     take,
 )
+from accel.dataio.foreseen import Foreseen
 from accel.dataio.packing import best_fit, check_lengths, check_longest
 
 Cost = Callable[[Floats], Any]
@@ -89,6 +91,13 @@ def attention_cost(crossover: float) -> Cost:
     if not crossover > 0:
         raise ValueError(f"crossover must be larger than 0 tokens, got {crossover}")
     return lambda lengths: lengths * (1.0 + lengths / crossover)
+
+
+@dataclass
+class _Drawn:
+    """How far a pass has drawn its epoch."""
+
+    step: int
 
 
 class LengthBalancedBatchSampler(Sampler[list[int]]):
@@ -151,8 +160,9 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self._jitter = (0.02 if padded else 0.1) if jitter is None else jitter
         self._costs = _costs(cost, self._lengths)
-        self.epoch = self._start = self._step = 0
-        self._planned: tuple[int, Packs] | None = None
+        self.epoch = self._start = 0
+        self._drawn = _Drawn(0)
+        self._planned: dict[int, Packs] = {}
         self._steps = self._count_steps()
 
     def _limits(self, max_tokens: int | None, batch_size: int | None, jitter: float | None) -> None:
@@ -175,18 +185,30 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Iterate this rank's batches of the epoch, from where a loaded state left it."""
         # All of it at the first batch, not before: DataLoader with workers calls iter() twice and uses the second.
-        start, self._start = self._start, 0
-        packs = self.plan()
+        self._drawn, self._start = _Drawn(self._start), 0
+        yield from self._batches(self.epoch, self._drawn)
+
+    def _batches(self, epoch: int, drawn: _Drawn) -> Iterator[list[int]]:
+        packs = self._plan_of(epoch)
         ends = packs.sizes.cumsum()
-        for step in range(start, self._steps):
+        for step in range(drawn.step, self._steps):
             pack = step * self.num_replicas + self.rank
-            self._step = step + 1
+            drawn.step = step + 1
             yield packs.order[ends[pack] - packs.sizes[pack] : ends[pack]].tolist()
+
+    def foresee(self, epoch: int) -> Foreseen:
+        """Return the pass over `epoch` that comes next, from its beginning; it holds unless a state is loaded."""
+        drawn = _Drawn(0)
+
+        def begin() -> None:
+            self._drawn = drawn
+
+        return Foreseen(self._batches(epoch, drawn), lambda: self.epoch == epoch and self._start == 0, begin)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch; setting the one that a loaded state is in leaves its place alone."""
         if epoch != self.epoch:
-            self.epoch, self._start, self._step = epoch, 0, 0
+            self.epoch, self._start, self._drawn = epoch, 0, _Drawn(0)
 
     def state_dict(self, step: int | None = None) -> dict[str, int]:
         """Return where this epoch stands.
@@ -195,7 +217,11 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
             step: batches that the loop has had; default: those drawn from the sampler, which is more where workers
                 fetch ahead.
         """
-        return {"epoch": self.epoch, "step": self._step if step is None else step, "plan": self._fingerprint()}
+        return {"epoch": self.epoch, "step": self._drawn.step if step is None else step, "plan": self._fingerprint()}
+
+    def begin_state(self) -> dict[str, int]:
+        """Return the state in which the next pass begins, whatever the one before has drawn."""
+        return self.state_dict(self._start)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where `state` was taken; after the last batch of an epoch nothing is left of it.
@@ -210,7 +236,7 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
             )
         if not 0 <= state["step"] <= self._steps:
             raise ValueError(f"step must be 0 to {self._steps}, got {state['step']}; count batches of this epoch only")
-        self.epoch, self._start, self._step = state["epoch"], state["step"], state["step"]
+        self.epoch, self._start, self._drawn = state["epoch"], state["step"], _Drawn(state["step"])
 
     def _fingerprint(self) -> int:
         settings = (self.max_tokens, self.batch_size, self.padded, self.shuffle, self.seed, self.drop_last)
@@ -221,9 +247,14 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
 
     def plan(self) -> Packs:
         """Return the epoch's packs of all ranks: step 0 rank 0, step 0 rank 1, …; kept until the epoch changes."""
-        if self._planned is None or self._planned[0] != self.epoch:
-            self._planned = (self.epoch, self._make_plan())
-        return self._planned[1]
+        return self._plan_of(self.epoch)
+
+    def _plan_of(self, epoch: int) -> Packs:
+        """Return the packs of an epoch; beside those of the present one they are kept until another one's are made."""
+        if epoch not in self._planned:
+            kept = {number: packs for number, packs in self._planned.items() if number == self.epoch}
+            self._planned = kept | {epoch: self._make_plan(self._rng(epoch))}
+        return self._planned[epoch]
 
     def balance(self) -> Balance:
         """Return how well this epoch uses the ranks."""
@@ -240,17 +271,17 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
             packs = -(-len(self._lengths) // self.batch_size)
             full = len(self._lengths) // (self.batch_size * self.num_replicas)
             return full if self.drop_last else -(-packs // self.num_replicas)
-        rng = self._rng()
+        rng = self._rng(self.epoch)
         packs = max(len(self._by_tokens(rng, jitter).sizes) for jitter in {0.0, self._jitter})
         return packs // self.num_replicas if self.drop_last else -(-packs // self.num_replicas)
 
-    def _rng(self) -> np.random.Generator | None:
-        return np.random.default_rng([self.seed, self.epoch]) if self.shuffle else None
+    def _rng(self, epoch: int) -> np.random.Generator | None:
+        return np.random.default_rng([self.seed, epoch]) if self.shuffle else None
 
-    def _make_plan(self) -> Packs:
+    def _make_plan(self, rng: np.random.Generator | None) -> Packs:
         if self._steps == 0:
             return Packs(np.zeros(0, np.int64), np.zeros(0, np.int64))
-        rng, packs_wanted = self._rng(), self._steps * self.num_replicas
+        packs_wanted = self._steps * self.num_replicas
         if self.batch_size is None:
             return self._deal(self._fit(rng, packs_wanted), rng)
         chosen = self._choose(rng, packs_wanted)
