@@ -129,12 +129,16 @@ class ElasticSampler(Sampler[list[int]]):
         return self._count(batches)
 
     def _count(self, batches: Iterable[T]) -> Iterator[T]:
+        dealt: deque[_Step] | None = None
         try:
             for batch in batches:
                 self.advance()
+                dealt = self._under_way
                 yield batch
         finally:
-            self._under_way = deque()  # a pass that was left: its batches are dealt again in the next one
+            # A pass that was left: its batches are dealt again in the next one, unless that has begun already.
+            if dealt is None or self._under_way is dealt:
+                self._under_way = deque()
         if len(self) == 0:
             self.set_epoch(self.epoch + 1)
 

@@ -132,6 +132,17 @@ def test_an_elastic_sampler_keeps_the_place_itself(engine: dict[str, Any]) -> No
     loader.close()
 
 
+def test_an_elastic_samplers_pass_that_is_begun_anew_in_the_same_variable(engine: dict[str, Any]) -> None:
+    sampler = ElasticSampler(Numbers(), batch_size=4, num_replicas=1, rank=0)
+    seen = []
+    with ContinuousLoader(DataLoader(Numbers(), batch_sampler=sampler), **engine) as loader:
+        for steps in (3, 4, 6):
+            batches = iter(loader)  # the pass before ends only now that this one has begun
+            seen += [i for _ in range(steps) for i in indices(next(batches))]
+
+    assert sorted(seen) == list(range(50))
+
+
 def test_a_loop_that_iterates_what_its_elastic_sampler_consumed(engine: dict[str, Any]) -> None:
     sampler = ElasticSampler(Numbers(), batch_size=4, num_replicas=1, rank=0)
     with ContinuousLoader(DataLoader(Numbers(), batch_sampler=sampler), **engine) as loader:
