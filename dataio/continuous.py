@@ -26,11 +26,11 @@ _MOST_WRONG = 3
 
 
 # No method: a generator that held the object would keep it, and its processes, until the cycle collector comes.
-def _jobs(draws: Draws, base_seed: int | None, first: int = 0) -> Iterator[Job]:
+def _jobs(draws: Draws, base_seed: int | None, first: int = 0, dataset: Any = None) -> Iterator[Job]:
     """Yield a job for each index list; `first` is the number of the first one in its epoch."""
     for number, indices in enumerate(draws, first):
         seed = None if base_seed is None else derived_seed(base_seed, number)
-        yield Job(indices, seed, draws.generators())
+        yield Job(indices, seed, draws.generators(), dataset)
 
 
 class Continuous:
@@ -68,7 +68,7 @@ class Continuous:
         self._begun_at: int | None = None
         self._sent: State = state_of(loader.dataset)
         self._began: State | None = None
-        self._forecast = Forecast()
+        self._forecast = Forecast(loader.dataset)
         # What each engine's copies of the dataset were last told; one that has not begun takes it as it is then.
         self._states: dict[int, State] = {}
 
@@ -236,15 +236,19 @@ class Continuous:
         self._drawn = self._draws.generators()
         if not self._may_look_ahead or self.engine.capacity < 2:
             return False
+        expected = self._forecast.next(self._sent)
+        leaves = compare(self._sent, expected).leaves
+        view = self._forecast.view(self.loader.dataset, expected) if leaves and not self.engine.copies else None
+        if leaves and not self.engine.copies and view is None:
+            return False  # made now, the batches would be those of this epoch's dataset
         persistent = self.loader.num_workers > 0 and self.loader.persistent_workers
         self._ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=self._base_seed if persistent else None)
         if self._ahead is None:
             return False
-        if self.engine.copies:
-            expected = self._forecast.next(self._sent)
-            self.engine.update(compare(self._sent, expected).leaves)
-            self._sent = expected
-        self._source = _jobs(self._ahead.draws, self._ahead.base_seed if self._seeded else None)
+        if leaves:
+            self.engine.update(leaves)
+        self._sent = expected
+        self._source = _jobs(self._ahead.draws, self._ahead.base_seed if self._seeded else None, dataset=view)
         return True
 
     def _note_epoch(self, first: int) -> None:

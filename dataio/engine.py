@@ -36,11 +36,13 @@ class Job(NamedTuple):
         indices: what the batch sampler yielded.
         seed: of the random numbers that fetching may draw; None to leave them alone.
         after: states of the loader's own generators once `indices` were drawn.
+        dataset: to read in place of the loader's own, by engines without copies; None for the loader's own.
     """
 
     indices: Any
     seed: int | None
     after: list[torch.Tensor] = []  # noqa: RUF012  (never changed)
+    dataset: Any = None
 
 
 class Engine(Protocol):
@@ -196,7 +198,8 @@ class ThreadEngine:
         """Hand a job to the threads."""
         self.start()
         assert self._pool is not None
-        self._futures.append((job, self._pool.submit(self._fetch, job.indices)))
+        fetch = self._fetch if job.dataset is None else self._fetch.of(job.dataset)
+        self._futures.append((job, self._pool.submit(fetch, job.indices)))
 
     def collect(self) -> Any:
         """Return the batch of the oldest job; raises what fetching it raised."""

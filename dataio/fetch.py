@@ -42,6 +42,10 @@ class Fetch:
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], batched: bool) -> None:
         self.dataset, self.collate, self.batched = dataset, collate, batched
 
+    def of(self, dataset: Any) -> Fetch:
+        """Return what makes the same batches of another dataset."""
+        return Fetch(dataset, self.collate, self.batched)
+
     def __call__(self, indices: Any) -> Any:
         """Return the batch of `indices`; what the dataset or the collate function raises goes through.
 

@@ -9,6 +9,8 @@ again (93 CPU-µs an image in `default_collate`) is avoided.
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from accel.dataio.image_decode import decode, size_of
+from accel.dataio.image_epoch import Epoch
 from accel.dataio.image_geometry import Placement, Transform, uniforms
 from accel.dataio.image_resize import Interpolation, Resizer
 from accel.dataio.image_sources import EXTENSIONS, Sample, folder_samples, name, read
@@ -107,9 +110,7 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         self.samples, self.transform, self.seed, self.threads = samples, transform, seed, threads
         self.reducing_gap, self.exif = reducing_gap, exif
         self._resizer = Resizer(interpolation)
-        # In shared memory, so that it reaches the workers of a DataLoader that keeps them between epochs.
-        self._epoch: Tensor = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        self._pool: tuple[int, ThreadPoolExecutor] | None = None
+        self._epoch = Epoch()
 
     @property
     def interpolation(self) -> Interpolation:
@@ -119,11 +120,17 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
     @property
     def epoch(self) -> int:
         """The epoch that the crops are drawn for."""
-        return int(self._epoch)
+        return self._epoch.number
 
     def set_epoch(self, epoch: int) -> None:
         """Draw other crops from the next sample on, in this process and in workers that run already."""
-        self._epoch.fill_(epoch)
+        self._epoch.set(epoch)
+
+    def at_epoch(self, epoch: int) -> ImageDataset:
+        """Return this dataset as it is in an epoch, so that its batches can be made before that has begun."""
+        other = copy.copy(self)
+        other._epoch = self._epoch.at(epoch)
+        return other
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -162,11 +169,13 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
     def _run(self, work: Callable[[], None], threads: int) -> None:
         others: list[Future[None]] = []
         if threads > 1:
-            pool = self._threads_of_this_process(threads)
+            pool = _pool(threads - 1, os.getpid())
             others = [pool.submit(work) for _ in range(threads - 1)]
         try:
             work()
         finally:
+            # One that waits for a thread would find nothing left to do.
+            others = [other for other in others if not other.cancel()]
             wait(others)
         for other in others:
             other.result()
@@ -211,14 +220,14 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
             return self.threads
         return 1 if get_worker_info() is not None else min(8, _cores())
 
-    def _threads_of_this_process(self, threads: int) -> ThreadPoolExecutor:
-        # Threads do not survive a fork; a pool that came along would never start.
-        if self._pool is None or self._pool[0] != os.getpid():
-            self._pool = os.getpid(), ThreadPoolExecutor(threads - 1, "accel-images")
-        return self._pool[1]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None}
+@functools.cache
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Return the threads that all datasets of this process share: a dataset with its own would change when it is read.
+
+    Threads do not survive a fork, so each process has other ones.
+    """
+    return ThreadPoolExecutor(threads, "accel-images")
 
 
 def _pop(todo: deque[int]) -> int | None:

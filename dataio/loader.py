@@ -37,8 +37,9 @@ class ContinuousLoader(DataLoader[Any]):
             "auto" it is measured.
         prefetch: batches each worker may be ahead; default the loader's prefetch_factor, or 2, and with `mode="auto"`
             more, up to 64 in all, where that shortens the loop's wait.
-        thread_safe: whether several threads may read the dataset at once; only then does "auto" try them. Default: its
-            attribute `thread_safe`, or else whether it holds nothing but data, see `accel.dataio.thread_safety`.
+        thread_safe: whether several threads may read the dataset at once; only then does "auto" try them, unless
+            fetching draws random numbers. Default: its attribute `thread_safe`, or else whether it holds nothing but
+            data and isn't changed by reading, see `accel.dataio.thread_safety`.
         device: where to copy batches to, one ahead, on a stream of its own; default: nowhere.
 
     Raises:

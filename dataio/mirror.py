@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accel.dataio.dataset_epoch import at_epoch, dataset_epoch
 from accel.dataio.witness import callable_code
 
 Path = tuple[tuple[str, Any], ...]
@@ -194,10 +195,17 @@ def _set(target: Any, name: str, value: Any) -> None:
 
 
 class Forecast:
-    """Expect a dataset's next state from how it moved between the last epochs."""
+    """Expect a dataset's next state from how it moved between the last epochs.
 
-    def __init__(self) -> None:
-        self._steps: dict[Path, float] = {}
+    Args:
+        dataset: whose epoch, if it can tell how it will be in another, is expected to move by one at first.
+    """
+
+    def __init__(self, dataset: Any = None) -> None:
+        self._steps: dict[Path, int] = {}
+        epoch = dataset_epoch(dataset)
+        if epoch is not None:
+            self.saw(state_of(dataset), state_of(at_epoch(dataset, epoch + 1)))
 
     def saw(self, old: State, new: State) -> None:
         """Take note of how the dataset moved from one epoch's beginning to the next one's."""
@@ -214,3 +222,15 @@ class Forecast:
         """Return the state that is expected when the next epoch begins."""
         moved = {path: now.leaves[path] + step for path, step in self._steps.items() if path in now.leaves}
         return State({**now.leaves, **moved}, now.rest)
+
+    def view(self, dataset: Any, expected: State) -> Any:
+        """Return `dataset` as it is expected to be, and leave itself alone; None if that can't be had."""
+        epoch = dataset_epoch(dataset)
+        if epoch is None:
+            return None
+        # Its epoch is one of the numbers that moved; by how much, the comparison shows.
+        for step in set(self._steps.values()):
+            view = at_epoch(dataset, epoch + step)
+            if not compare(State(expected.leaves, {}), State(state_of(view).leaves, {})):
+                return view
+        return None

@@ -61,7 +61,8 @@ class Way:
         self.counts: bool | None = None
         self.choice: Choice | None = None
         self.setting = self._first_setting()
-        self.witness = None if self.choice is None else Witness(loader.dataset)
+        # Whoever says that threads may read a dataset together means what it changes, too; not what it draws.
+        self.witness = None if self.choice is None else Witness(None if self._told else loader.dataset)
         self.served, self.finished = 0, True
         self.loaded: Mapping[str, Any] | None = None
         self._engines: dict[Setting, Engine] = {}
@@ -69,6 +70,12 @@ class Way:
         self._running: weakref.ref[Pass] | None = None
         self._begun: dict[str, Any] | None = None
         self._base_seed: int | None = None
+
+    @property
+    def _told(self) -> bool | None:
+        """Whether threads may read the dataset at once, where somebody says so."""
+        told = self.options.thread_safe
+        return getattr(self.loader.dataset, "thread_safe", None) if told is None else told
 
     def _first_setting(self) -> Setting:
         mode, loader = self.options.mode, self.loader

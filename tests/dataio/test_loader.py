@@ -208,6 +208,18 @@ def test_an_epoch_that_moves_evenly_is_fetched_ahead() -> None:
         assert continuous.failed_guesses == 1
 
 
+def test_threads_make_nothing_ahead_from_a_dataset_that_will_move() -> None:
+    data = Numbers()
+    with ContinuousLoader(DataLoader(data, 4), mode="threads", workers=1) as loader:
+        seen = run(loader, 6, set_epoch=data.set_epoch)
+        continuous = loader._way._continuous
+        assert continuous is not None
+
+        assert [float(epoch[0][0, 1]) for epoch in seen] == [0, 1, 2, 3, 4, 5]
+        # They would read it as it is before it moves. The first move could not be known.
+        assert continuous.failed_guesses == 1
+
+
 def test_a_change_that_can_not_be_sent_starts_the_workers_anew() -> None:
     class Table(Numbers):
         def __init__(self) -> None:

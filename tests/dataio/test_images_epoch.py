@@ -1,0 +1,98 @@
+"""The epoch of the images' data set: told by value to some copies, by shared memory to others."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from torch.utils.data import Subset
+
+from accel.dataio.dataset_epoch import at_epoch, dataset_epoch
+from accel.dataio.image_epoch import Epoch
+from accel.dataio.mirror import Forecast, apply_leaves, compare, state_of
+from tests.dataio.numbers import Numbers
+
+
+def copied(epoch: Epoch) -> Epoch:
+    """Return a copy as a worker process has it: values of its own, the same shared memory."""
+    return copy.copy(epoch)
+
+
+def test_a_copy_that_is_told_nothing_follows() -> None:
+    epoch = Epoch()
+    kept = copied(epoch)
+    for number in (1, 2, 7, 0, 0, 3):
+        epoch.set(number)
+        assert (epoch.number, kept.number) == (number, number)
+
+
+def test_a_copy_that_was_told_the_next_one_is_ahead() -> None:
+    epoch = Epoch()
+    kept, now = copied(epoch), state_of(epoch)
+    apply_leaves(kept, compare(now, state_of(epoch.at(1))).leaves)
+
+    assert (epoch.number, kept.number) == (0, 1)
+    epoch.set(1)
+    assert (epoch.number, kept.number) == (1, 1)
+
+
+def test_a_copy_that_was_told_a_wrong_one_is_put_right() -> None:
+    epoch = Epoch()
+    kept, expected = copied(epoch), state_of(epoch.at(1))
+    apply_leaves(kept, compare(state_of(epoch), expected).leaves)
+    epoch.set(5)
+    apply_leaves(kept, compare(expected, state_of(epoch)).leaves)
+
+    assert kept.number == 5
+
+
+def test_a_change_can_be_sent_and_is_seen_once() -> None:
+    epoch = Epoch()
+    before = state_of(epoch)
+    epoch.set(0)
+    assert not compare(before, state_of(epoch))
+    epoch.set(1)
+    assert compare(before, state_of(epoch)).sendable
+    assert compare(before, state_of(epoch)).leaves == compare(before, state_of(Epoch().at(1))).leaves
+
+
+def test_one_in_another_epoch_and_a_deep_copy_are_apart() -> None:
+    epoch = Epoch(3)
+    for other in (epoch.at(4), copy.deepcopy(epoch)):
+        other.set(9)
+        assert epoch.number == 3
+        assert other._shared.is_shared()
+
+
+class Viewed(Numbers):
+    def at_epoch(self, epoch: int) -> Viewed:
+        other = Viewed(self.length)
+        other.epoch = epoch
+        return other
+
+
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Subset(Subset(d, [0, 1]), [1])], ids=["itself", "parts"])
+def test_a_dataset_in_another_epoch(wrap: Any) -> None:
+    data = wrap(Viewed())
+    forecast = Forecast(data)
+    expected = forecast.next(state_of(data))
+    view = forecast.view(data, expected)
+
+    assert (dataset_epoch(data), dataset_epoch(view), dataset_epoch(at_epoch(data, 5))) == (0, 1, 5)
+    assert view[0].tolist() == [float(data[0][0]), 1.0, 0.0]
+
+
+@pytest.mark.parametrize("data", [Numbers(), Subset(Numbers(), [1]), [1, 2], None], ids=repr)
+def test_others_can_not_be_had_so(data: Any) -> None:
+    assert dataset_epoch(data) is None
+    assert Forecast(data).view(data, state_of(data)) is None
+
+
+def test_a_dataset_that_moves_otherwise_than_its_view_is_not_had() -> None:
+    data = Viewed()
+    forecast, before = Forecast(data), state_of(data)
+    data.epoch, data.length = 1, 49
+    forecast.saw(before, state_of(data))
+
+    assert forecast.view(data, forecast.next(state_of(data))) is None
