@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from accel.dataio.image_geometry import Resize
+from accel.dataio.images import ImageDataset, collate
 from benchmarks import data, photos
 
 
@@ -51,8 +53,8 @@ class WholeBatches(SmallImages):
         return (self.images[chosen].float().unsqueeze(1) / 255 - 0.2860) / 0.3530, self.labels[chosen]
 
 
-class SmallPhotos(Dataset[tuple[Tensor, int]]):
-    """JPEG files 160 x 120, decoded by Pillow and resized to 112 x 112."""
+class Photos(Dataset[tuple[Tensor, int]]):
+    """JPEG files, by default 160 x 120, decoded by Pillow and resized, by default to 112 x 112."""
 
     def __init__(self, count: int, width: int = 160, height: int = 120, side: int = 112) -> None:
         self.files: list[Path] = photos.jpegs(count, width, height)[0]
@@ -71,6 +73,12 @@ class SmallPhotos(Dataset[tuple[Tensor, int]]):
         with Image.open(self.files[index]) as picture:
             small = picture.convert("RGB").resize((self.side, self.side), Image.Resampling.BILINEAR)
         return torch.from_numpy(np.array(small)).permute(2, 0, 1), index % 10
+
+
+def decoded_by_us(count: int, width: int, height: int, side: int) -> ImageDataset:
+    """Return the samples of `Photos`."""
+    files = photos.jpegs(count, width, height)[0]
+    return ImageDataset([(file, index % 10) for index, file in enumerate(files)], Resize(side))
 
 
 class Remote(Dataset[Tensor]):
@@ -126,7 +134,10 @@ def _fashion(count: int) -> tuple[Tensor, Tensor]:
 
 
 SMALL = Job("2,000 small images, 3 ms step", lambda: SmallImages(2000), 64, 0.003)
-PHOTOS = Job("500 small JPEG, 12 ms step", lambda: SmallPhotos(500), 32, 0.012)
+PHOTOS = Job("500 small JPEG, 12 ms step", lambda: Photos(500), 32, 0.012)
+LARGE = Job("512 JPEG 500x375 to 224x224, 30 ms step", lambda: Photos(512, 500, 375, 224), 64, 0.03)
+LARGE_OURS = Job(LARGE.name, lambda: decoded_by_us(512, 500, 375, 224), LARGE.batch_size, LARGE.step_s, collate)
+"""The same job, its files decoded by `ImageDataset`."""
 TINY = Job("60,000 tiny samples, no step", lambda: WholeBatches(60000), 64, 0.0, as_it_is, epochs=3)
 FAR = Job("256 samples from far away, 3 ms step", Remote, 8, 0.003)
 STARTS = Job("epochs of 8 batches, trivial samples", lambda: Trivial(64), 8, 0.0, epochs=6)

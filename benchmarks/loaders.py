@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.loader import ContinuousLoader
 from benchmarks import recording
-from benchmarks.loader_jobs import BURSTS, FAR, PHOTOS, SMALL, STARTS, TINY, Job
+from benchmarks.loader_jobs import BURSTS, FAR, LARGE, LARGE_OURS, PHOTOS, SMALL, STARTS, TINY, Job
 
 RESULTS = Path(__file__).parent / "results"
 # Of warming up an automatic choice.
@@ -188,6 +188,18 @@ def pictures(turns: int) -> Iterator[Row]:
     yield from compare(PHOTOS, rivals(PHOTOS, 2) | hand(PHOTOS) | auto, turns)
 
 
+def photos500(turns: int) -> Iterator[Row]:
+    """512 JPEG files 500 x 375, decoded by Pillow and by `ImageDataset`."""
+    torchs: dict[str, Maker] = {
+        "DataLoader, no workers": lambda: plain(LARGE_OURS),
+        "DataLoader, 2 workers": lambda: plain(LARGE_OURS, 2),
+        "DataLoader, 2 persistent workers": lambda: plain(LARGE_OURS, 2, persistent_workers=True),
+    }
+    own = torchs | hand(LARGE_OURS) | {"continuous, auto": lambda: ours(LARGE_OURS, "auto")}
+    makers = rivals(LARGE, 2) | hand(LARGE) | {"continuous, auto": lambda: ours(LARGE, "auto")}
+    yield from compare(LARGE, makers | {f"ImageDataset: {name}": make for name, make in own.items()}, turns)
+
+
 def tiny(turns: int) -> Iterator[Row]:
     """60,000 tiny samples, against the best number of workers."""
     workers: dict[str, Maker] = {
@@ -244,6 +256,7 @@ def heap(turns: int) -> Iterator[Row]:
 PARTS = {
     "small": small,
     "pictures": pictures,
+    "photos500": photos500,
     "tiny": tiny,
     "far": far,
     "bursts": bursts,
