@@ -48,6 +48,7 @@ BLOCKS: dict[str, dict[str, Make]] = {
     "docs/controller.md": {"table": _from("never-slower-reordered-*.json", tables.table_block)},
     "docs/profiler.md": {"faults": _from("fault-matrix-cpu-*.json", tables.faults_block)},
     "docs/loader.md": {"loaders": _from("loaders-cpu-*.json", tables_loading.loaders_block)},
+    "docs/samplers.md": {"lengths": _from("length-balance-cpu-*.json", tables_loading.lengths_block)},
     "docs/images.md": {"jpeg": _from("jpeg-cpu-*.json", tables_loading.jpeg_block)},
     "docs/comm.md": {
         "hooks": _from("comm-hooks-cpu-*.json", tables_comm.hooks_block),
