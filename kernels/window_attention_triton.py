@@ -305,7 +305,8 @@ def tiles_of(spec: Spec, head_channels: int, dtype: torch.dtype, *, backward: bo
 
 def constants(spec: Spec, head_channels: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, Any]:
     """Return the compile-time arguments that both passes take."""
-    tf32 = dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
+    # fp32_precision tells what either switch set; torch raises where allow_tf32 is read after fp32_precision was set.
+    tf32 = dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "SCALE": spec.scale,
         "MASK_VALUE": spec.mask_value,

@@ -196,22 +196,43 @@ def fuse_window_attention(model: nn.Module) -> Fused:
 
 
 def differs(module: nn.Module, known: Known) -> str:
-    """Say how a module's own result differs from the drop-in's on random inputs, '' if it doesn't."""
+    """Say how a module's own result differs from the drop-in's on random inputs, '' if it doesn't.
+
+    What is computed shows in double precision, where rounding hides no variant: TF32, half precision and the scores of
+    a sharp cosine attention each round by more than some variants differ. Then the op is run as it will be, in the
+    module's own precision and by the device's kernels, which must come near.
+    """
     if known.inputs is None:
         return ""
-    plain, other = _unheard(module), _unheard(module)
-    other.__class__ = dropin_class(known.dropin, type(other))
     devices = {p.device for p in module.parameters() if p.is_cuda}
+    dtype = next(p.dtype for p in module.parameters())
     with torch.no_grad(), torch.random.fork_rng(list(devices)):
-        for arguments in known.inputs(module):
+        for kind, share in ((torch.float64, _EXACT), (dtype, _NEAR)):
             try:
-                expected, found = (_first(getattr(m, known.method)(*arguments)) for m in (plain, other))
-            except Exception as error:  # a namesake with other arguments
+                off = _largest_difference(module, known, kind)
+            except Exception as error:  # a namesake with other arguments, or a device without room for the kernel
                 return f"it can't be tried: {type(error).__name__}: {error}"
-            bound = 16 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
-            if expected.shape != found.shape or not float((expected - found).abs().max()) <= bound:
-                return "it computes something else than window attention with a relative position bias"
+            if not off <= share:
+                what = "it computes something else than window attention with a relative position bias"
+                return what if kind == torch.float64 else f"the kernels' result differs from its own by {off:.2g}"
     return ""
+
+
+_EXACT, _NEAR = 1e-9, 0.05
+"""Shares of the largest output: for double precision, and for any other, whose rounding grows with the scores."""
+
+
+def _largest_difference(module: nn.Module, known: Known, dtype: torch.dtype) -> float:
+    """Return how far a module and its drop-in are apart, as a share of the largest output; NaN where one is."""
+    plain, other = _unheard(module).to(dtype), _unheard(module).to(dtype)
+    other.__class__ = dropin_class(known.dropin, type(other))
+    shares = []
+    for arguments in known.inputs(plain):  # type: ignore[misc]
+        expected, found = (_first(getattr(m, known.method)(*arguments)).double() for m in (plain, other))
+        if expected.shape != found.shape:
+            return float("inf")
+        shares.append((expected - found).abs().max() / expected.abs().max())
+    return float(torch.stack(shares).max())
 
 
 def _unheard(module: nn.Module) -> nn.Module:
