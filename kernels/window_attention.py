@@ -162,7 +162,9 @@ def shifted_window_attention(
         raise ValueError(f"shifted_window_attention: shift must be in [0, window). Found: {shift} for {window}")
     spec = _spec(qkv, heads, window, shift, scale, head_scale, mask_value, dropout)
     regions = None
-    if any(spec.shift) and qkv.numel() > 0:
+    # A compiler would put the making of the table, on the CPU, into every step: the operator looks it up itself.
+    in_operator = torch.compiler.is_compiling() and support.runs_triton(qkv)
+    if any(spec.shift) and qkv.numel() > 0 and not in_operator:
         regions = shift_regions((qkv.shape[1], qkv.shape[2]), spec.window, spec.shift, qkv.device)
     return _attend(qkv, table, head_scale, regions, spec)
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from accel.kernels.window_attention import Spec
+from accel.kernels.window_regions import shift_regions
 
 _ONE_BLOCK = 64
 """Tokens up to which a window is one block of rows, and its bias gradient stays in registers."""
@@ -482,7 +483,7 @@ def _attend_op(
     dropout: float,
 ) -> Tensor:
     spec = _spec_of(heads, window, shift, scale, mask_value, dropout)
-    return forward(qkv, table, head_scale, regions, seed, spec)
+    return forward(qkv, table, head_scale, _looked_up(regions, qkv, spec), seed, spec)
 
 
 @_attend_op.register_fake
@@ -518,6 +519,7 @@ def _backward_op(
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     spec = _spec_of(heads, window, shift, scale, mask_value, dropout)
+    regions = _looked_up(regions, qkv, spec)
     dqkv, dtable, dscale = backward(dout, qkv, table, head_scale, regions, seed, spec)
     return dqkv, dtable, table.new_empty(0) if dscale is None else dscale
 
@@ -539,6 +541,13 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dscale = table.new_empty(0) if head_scale is None else torch.empty_like(head_scale)
     return torch.empty_like(qkv), torch.empty_like(table), dscale
+
+
+def _looked_up(regions: Tensor | None, qkv: Tensor, spec: Spec) -> Tensor | None:
+    """Return the regions of a shifted map, which compiled code leaves to the operator."""
+    if regions is not None or not any(spec.shift):
+        return regions
+    return shift_regions((qkv.shape[1], qkv.shape[2]), spec.window, spec.shift, qkv.device)
 
 
 def _spec_of(heads: int, window: list[int], shift: list[int], scale: float, mask_value: float, dropout: float) -> Spec:
