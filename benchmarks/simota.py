@@ -1,4 +1,4 @@
-"""SimOTA for a whole batch against the published loop over images, on a CPU; on a GPU, the time of a batch.
+"""SimOTA for a whole batch against the published loop over images, on a CPU; benchmarks/simota_gpu.py has the GPU's.
 
     python -m benchmarks.simota [--rounds 12] [--record]
 
@@ -19,7 +19,7 @@ import click
 import torch
 from torch import Tensor
 
-from accel.kernels.simota import cost, simota_assign
+from accel.kernels.simota import simota_assign
 from accel.kernels.simota_inputs import Assignment
 from benchmarks import recording
 from tests.kernels import simota_oracle
@@ -42,21 +42,6 @@ class Race:
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Time of a batch on a GPU, ms: median, 20th and 80th percentile."""
-
-    images: int
-    boxes: int
-    eager_ms: float
-    eager_p20_ms: float
-    eager_p80_ms: float
-    graph_ms: float
-    """Replayed from a CUDA graph."""
-    least_ms: float | None
-    """What reading and writing every byte once takes at `bytes_per_s`, if that was given."""
-
-
-@dataclass(frozen=True)
 class Batch:
     """Predictions of 640 x 640 images and their boxes."""
 
@@ -74,21 +59,12 @@ class Batch:
 
     def loop(self) -> list[simota_oracle.Found]:
         """Assign it image by image, as published."""
-        return [
-            simota_oracle.assign(
-                simota_oracle.Image(
-                    self.boxes[i],
-                    self.cls[i],
-                    self.obj[i],
-                    self.points,
-                    self.strides,
-                    self.gt_boxes[i],
-                    self.gt_classes[i],
-                ),
-                ties="torch",
-            )
-            for i in range(len(self.boxes))
-        ]
+        return [simota_oracle.assign(self.image(i), ties="torch") for i in range(len(self.boxes))]
+
+    def image(self, index: int) -> simota_oracle.Image:
+        """Return one image."""
+        own = self.boxes[index], self.cls[index], self.obj[index]
+        return simota_oracle.Image(*own, self.points, self.strides, self.gt_boxes[index], self.gt_classes[index])
 
 
 def batch_of(images: int, boxes: int, device: torch.device, dtype: torch.dtype) -> Batch:
@@ -160,62 +136,22 @@ def spread(values: list[float]) -> tuple[float, float]:
     return cuts[0], cuts[-1]
 
 
-def on_gpu(images: int, boxes: int, bytes_per_s: float | None, rounds: int = 50) -> Timed:
-    """Time a batch in fp16 on the GPU, launched one by one and as a graph."""
-    batch = batch_of(images, boxes, torch.device("cuda"), torch.float16)
-    eager = gpu_milliseconds(batch.assign, rounds)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        batch.assign()
-    replayed = gpu_milliseconds(graph.replay, rounds)
-    least = cost(images, 8400, boxes, CLASSES, itemsize=2).bytes / bytes_per_s * 1e3 if bytes_per_s else None
-    return Timed(images, boxes, statistics.median(eager), *spread(eager), statistics.median(replayed), least)
-
-
-def gpu_milliseconds(run: Callable[[], Any], rounds: int) -> list[float]:
-    """Return times between events, after three calls to warm up; the second cache is emptied before each."""
-    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        flush.zero_()
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return times
-
-
 @click.command()
 @click.option("--rounds", default=12, show_default=True)
 @click.option("--images", default=16, show_default=True, help="Of the race on the CPU.")
 @click.option("--boxes", default=50, show_default=True, help="Per image, of the race on the CPU.")
-@click.option("--gb-per-s", type=float, help="Bandwidth of the GPU, for the least time.")
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
-def main(rounds: int, images: int, boxes: int, gb_per_s: float | None, record: bool) -> None:
+def main(rounds: int, images: int, boxes: int, record: bool) -> None:
     """Measure."""
     found = race(images, boxes, rounds)
     print(
         f"CPU, {images} images, {boxes} boxes each: loop {found.loop_ms:.0f} ms, ours {found.ours_ms:.1f} ms, "
         f"{found.ratio:.1f}x [{found.ratio_p20:.1f}, {found.ratio_p80:.1f}], {found.threads} threads"
     )
-    timed = []
-    if torch.cuda.is_available():
-        for size in (1, 8, 16, 32, 64):
-            timed.append(on_gpu(size, 100, gb_per_s * 1e9 if gb_per_s else None))
-            print(f"GPU, {size} images, 100 boxes each: {timed[-1].eager_ms:.3f} ms, graph {timed[-1].graph_ms:.3f} ms")
     if record:
-        write(found, timed, f"python -m benchmarks.simota --rounds {rounds} --images {images} --boxes {boxes}")
-
-
-def write(found: Race, timed: list[Timed], command: str) -> None:
-    """Write the figures beside the others."""
-    what = "SimOTA assignment of a batch against the published loop over images"
-    figures = {"cpu": asdict(found), "gpu": [asdict(each) for each in timed]}
-    recording.write("simota", what, figures, command=command, device="cuda" if timed else "cpu")
+        command = f"python -m benchmarks.simota --rounds {rounds} --images {images} --boxes {boxes}"
+        what = "SimOTA assignment of a batch against the published loop over images"
+        recording.write("simota", what, {"cpu": asdict(found), "gpu": []}, command=command)
 
 
 if __name__ == "__main__":

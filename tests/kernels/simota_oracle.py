@@ -62,7 +62,9 @@ def assign(image: Image, variant: str = "yolox", ties: str = "lowest") -> Found:
         ties: "torch": torch.topk on the costs plus 1e6, as published. "lowest": by (outside, cost, index).
     """
     anchors, gts = len(image.boxes), len(image.gt_boxes)
-    nothing = Found(torch.zeros(anchors, dtype=torch.bool), torch.full((anchors,), -1), image.boxes.new_zeros(anchors))
+    device = image.boxes.device
+    mask = torch.zeros(anchors, dtype=torch.bool, device=device)
+    nothing = Found(mask, torch.full((anchors,), -1, device=device), image.boxes.new_zeros(anchors))
     if gts == 0:
         return nothing
     mask, inside = geometry(image, variant)
@@ -84,7 +86,7 @@ def geometry(image: Image, variant: str) -> tuple[Tensor, Tensor]:
     if variant == "yolov7":
         assert image.candidates is not None
         mask = image.candidates.clone()
-        return mask, torch.ones(len(image.gt_boxes), int(mask.sum()), dtype=torch.bool)
+        return mask, torch.ones(len(image.gt_boxes), int(mask.sum()), dtype=torch.bool, device=mask.device)
     reach = {"yolox": 1.5, "yolox-2021": 2.5}[variant] * image.strides
     near = _between(image, image.gt_boxes[:, None, :2] - reach[:, None], image.gt_boxes[:, None, :2] + reach[:, None])
     if variant == "yolox":
