@@ -325,7 +325,8 @@ def assign(anchors: Anchors, truths: Truths, rules: Rules, *, given: bool) -> As
     if not given:
         _near_kernel[grid](cells, table, near, batch, count, gts, REGION=region, BLOCK=_BLOCK)
     _list_kernel[(batch,)](near, listed, length, count, BLOCK=1024)
-    form: dict[str, Any] = {"C": cls.shape[2], "HAS_OBJ": anchors.obj is not None}
+    # Products are not fused with sums, so that an IoU has the bits of the published one.
+    form: dict[str, Any] = {"C": cls.shape[2], "HAS_OBJ": anchors.obj is not None, "enable_fp_fusion": False}
     _absent_kernel[(batch, triton.cdiv(count, 16))](
         cls,
         obj,

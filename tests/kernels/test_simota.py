@@ -503,6 +503,22 @@ def test_kernels_read_half_precision_and_rows_of_an_output(interpreted: None, mo
     assert equal(found, probabilities.assign("mmdet", xyxy=True))
 
 
+@pytest.mark.parametrize("name", ["_absent_kernel", "_match_kernel", "_resolve_kernel"])
+def test_kernels_round_each_product(interpreted: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler for GPUs fuses products with sums: the IoU would have other bits than the published one."""
+    from accel.kernels import simota_triton
+
+    kernel, heard = getattr(simota_triton, name), []
+
+    class Heard:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **options: (heard.append(options), kernel[grid](*args, **options))
+
+    monkeypatch.setattr(simota_triton, name, Heard())
+    scene(7, 1, size=24).assign()
+    assert [options.get("enable_fp_fusion") for options in heard] == [False]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("triton", [True, False])
 def test_captured_in_a_graph_without_waiting(triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,6 +544,50 @@ def test_captured_in_a_graph_without_waiting(triton: bool, monkeypatch: pytest.M
         graph.replay()
         got = Assignment(*(t.cpu() for t in found))
         assert excused(batch, got, "yolox") <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gpu_in_every_precision(
+    dtype: torch.dtype, triton: bool, monkeypatch: pytest.MonkeyPatch, waits_for_nothing: Any
+) -> None:
+    if not triton:
+        monkeypatch.setattr(support, "runs_triton", lambda _: False)
+    rounded = scene(3, 20, images=4, size=128).change(lambda t: t.to(dtype) if t.is_floating_point() else t)
+    there = rounded.change(lambda t: t.cuda())
+    there.assign()
+    with waits_for_nothing():
+        found = there.assign()
+    same = rounded.change(lambda t: t.float() if t.is_floating_point() else t)
+    assert excused(same, Assignment(*(t.cpu() for t in found)), "yolox") <= 1
+
+
+@pytest.mark.gpu
+def test_gpu_takes_a_thousand_boxes_an_image_in_little_memory() -> None:
+    batch = scene(0, 1000, images=4, size=320)  # 2,100 anchors
+    there = batch.change(lambda t: t.cuda())
+    there.assign()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = there.assign()
+    torch.cuda.synchronize()
+    # Half of what one fp32 tensor [B, G, A] takes.
+    assert torch.cuda.max_memory_allocated() - before < 4 * 1000 * 2100 * 4 / 2
+    first = Assignment(*(t[:1].cpu() for t in found))
+    one = batch.change(lambda t: t[:1] if len(t) == 4 else t)
+    assert excused(one, first, "yolox") <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+def test_gpu_compiled_under_autocast() -> None:
+    batch = tuple(t.cuda() for t in oracle_batch())
+    plain = simota_assign(*batch)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = torch.compile(lambda *given: simota_assign(*given), fullgraph=True)(*batch)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, plain, strict=True))
 
 
 @pytest.mark.gpu
