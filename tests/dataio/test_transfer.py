@@ -60,7 +60,8 @@ def test_on_a_gpu_batches_arrive_whole_and_in_order() -> None:
 
 @pytest.mark.gpu
 def test_memory_of_a_batch_is_not_handed_out_while_the_step_uses_it() -> None:
-    data = TensorDataset(torch.arange(64 * 1024.0).view(64, 1024))
+    # Whole numbers whose sums fp32 holds, in any order of adding.
+    data = TensorDataset(torch.arange(64 * 1024.0).remainder(1021).view(64, 1024))
     work = torch.randn(2048, 2048, device="cuda")
     with ContinuousLoader(DataLoader(data, 1), mode="threads", workers=2, device="cuda") as loader:
         sums = []

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
 from accel.kernels import support
+
+# Warnings are errors. With poison on, torch warns of its own operators on a GPU that don't repeat their bits, and the
+# mode that finds waits for the device says that it is a prototype.
+_ON_A_GPU = ("ignore:.*[dD]eterministic.*:UserWarning", "ignore:Synchronization debug mode:UserWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let GPU tests of this folder pass over what torch says about its modes."""
+    for item in items:
+        if item.get_closest_marker("gpu") and Path(__file__).parent in item.path.parents:
+            for words in _ON_A_GPU:
+                item.add_marker(pytest.mark.filterwarnings(words))
+
+
+@pytest.fixture
+def waits_for_nothing() -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes a wait for the device an error for as long as its block lasts."""
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    return watched
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,12 +72,40 @@ def test_kernels_take_any_size_and_mask(interpreted: None, size: int, share: flo
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("total", TOTALS)
-def test_gpu_agrees(total: int) -> None:
-    x, mask = _inputs(total, (9,))
-    rows, count = compact(x.cuda(), mask.cuda(), 50)
-    assert torch.equal(rows.cpu(), _expected(x, mask, 50, 0.0))
+def test_gpu_agrees(total: int, dtype: torch.dtype, waits_for_nothing: Any) -> None:
+    x, mask = (t.cuda() for t in _inputs(total, (9,)))
+    x = x.to(dtype)
+    exact = x.double().requires_grad_()  # rows are moved, not computed: fp64 has the same bits
+    mine, grad = x.clone().requires_grad_(), torch.randn(50, 9, device="cuda").to(dtype)
+    compact(mine, mask, 50)[0].backward(grad)
+    mine.grad = None
+    with waits_for_nothing():
+        rows, count = compact(mine, mask, 50)
+        rows.backward(grad)
+    expected = _expected(exact, mask, 50, 0.0)
+    expected.backward(grad.double())
+    assert torch.equal(rows.double(), expected)
     assert int(count) == int(mask.sum())
+    assert mine.grad is not None
+    assert exact.grad is not None
+    assert torch.equal(mine.grad.double(), exact.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+def test_gpu_compiled_under_autocast() -> None:
+    x, mask = (t.cuda() for t in _inputs(1025, (9,)))
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        rows = torch.compile(lambda x, mask: compact(x * 2, mask, 500).rows, fullgraph=True)(mine, mask)
+    assert rows.dtype == torch.float32
+    rows.square().sum().backward()
+    _expected(theirs * 2, mask, 500, 0.0).square().sum().backward()
+    assert mine.grad is not None
+    assert theirs.grad is not None
+    assert torch.equal(mine.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("size", [0, 3, 11])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -263,18 +264,47 @@ def test_points_are_those_of_the_published_grid() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_gpu_agrees_and_waits_for_nothing(kind: str) -> None:
+def test_gpu_agrees_and_waits_for_nothing(kind: str, waits_for_nothing: Any) -> None:
     for seed in range(20):
         gts = batch(seed, kind)
         there = Fcos3dGts(*(getattr(gts, name).cuda() for name in gts.__dataclass_fields__))
         points = FcosPoints(POINTS.xy.cuda(), POINTS.regress_range.cuda(), POINTS.stride.cuda())
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waits_for_nothing():
             flat, deep = fcos_targets(points, there, CONFIG), fcos3d_targets(points, there, CONFIG)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         same(tuple(t.cpu() for t in flat), fcos_batch(LISTED, gts, CONFIG), ulps=1)
         same(tuple(t.cpu() for t in deep), fcos3d_batch(LISTED, gts, CONFIG), ulps=EXP_ULPS)
+
+
+def _on_gpu(gts: Fcos3dGts) -> tuple[FcosPoints, Fcos3dGts]:
+    there = Fcos3dGts(*(getattr(gts, name).cuda() for name in gts.__dataclass_fields__))
+    return FcosPoints(POINTS.xy.cuda(), POINTS.regress_range.cuda(), POINTS.stride.cuda()), there
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gpu_takes_half_precision(dtype: torch.dtype) -> None:
+    for seed in range(10):
+        gts = batch(seed, "lattice")
+        flat, deep = _assigned_in_fp32(gts, dtype)
+        points, there = _on_gpu(_half(gts, dtype))
+        # One unit of the wide sqrt or exp may be one of the narrow dtype.
+        same(tuple(t.cpu() for t in fcos_targets(points, there, CONFIG)), flat, ulps=1)
+        same(tuple(t.cpu() for t in fcos3d_targets(points, there, CONFIG)), deep, ulps=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+def test_gpu_compiled_under_autocast() -> None:
+    points, there = _on_gpu(batch(5, "random", images=2))
+
+    def both(boxes: Tensor) -> tuple[Tensor, ...]:
+        moved = replace(there, boxes=boxes + 1)
+        flat = FcosGts(moved.boxes, moved.labels, moved.valid)
+        return (*fcos_targets(points, flat, CONFIG), *fcos3d_targets(points, moved, CONFIG))
+
+    with torch.autocast("cuda", torch.bfloat16):
+        found = torch.compile(both, fullgraph=True)(there.boxes)
+    same(found, both(there.boxes))
 
 
 def test_targets_carry_no_gradient() -> None:

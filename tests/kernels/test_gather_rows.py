@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -78,10 +80,38 @@ def test_kernels_read_zeros_outside_a_group_and_send_no_gradient_there(interpret
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gpu_agrees(shape: tuple[int, int, int]) -> None:
-    x, index = _inputs(shape)
-    assert torch.equal(gather_rows(x.cuda(), index.cuda()).cpu(), _published(x, index))
+def test_gpu_agrees(shape: tuple[int, int, int], dtype: torch.dtype, waits_for_nothing: Any) -> None:
+    x, index = (t.cuda() for t in _inputs(shape, dtype))
+    exact = x.double().requires_grad_()  # rows are moved, not computed: fp64 has the same bits
+    mine, grad = x.clone().requires_grad_(), torch.randn(len(x), shape[2], device="cuda").to(dtype)
+    gather_rows(mine, index).backward(grad)
+    mine.grad = None
+    with waits_for_nothing():
+        found = gather_rows(mine, index)
+        found.backward(grad)
+    expected = _published(exact, index)
+    expected.backward(grad.double())
+    assert torch.equal(found.double(), expected)
+    assert mine.grad is not None
+    assert exact.grad is not None
+    assert torch.equal(mine.grad.double(), exact.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+def test_gpu_compiled_under_autocast() -> None:
+    x, index = (t.cuda() for t in _inputs((129, 3, 9)))
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        found = torch.compile(lambda x, index: gather_rows(x * 2, index), fullgraph=True)(mine, index)
+    assert found.dtype == torch.float32
+    found.square().sum().backward()
+    _published(theirs * 2, index).square().sum().backward()  # type: ignore[no-untyped-call]
+    assert mine.grad is not None
+    assert theirs.grad is not None
+    assert torch.equal(mine.grad, theirs.grad)
 
 
 def test_gradients_of_both_orders() -> None:
