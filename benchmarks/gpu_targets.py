@@ -85,7 +85,7 @@ def _targets_us(rows: list[Figures]) -> Found:
     """Return the slowest of the assignments; None if one failed."""
     if not rows or any("failed" in row for row in rows):
         return None
-    return max(row["ours_device_ms"]["median"] for row in rows) * 1e3
+    return 1e3 * max(float(row["ours_device_ms"]["median"]) for row in rows)
 
 
 def _first(ratios: list[float] | None) -> Found:
