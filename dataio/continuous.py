@@ -42,6 +42,7 @@ class Continuous:
 
     Attributes:
         failed_guesses: times the next epoch was fetched ahead in vain.
+        base_seed: of the random numbers in the running epoch.
     """
 
     def __init__(self, loader: DataLoader[Any], engine: Engine) -> None:
@@ -59,7 +60,7 @@ class Continuous:
         self._end_of_epoch: int | None = None
         self._may_look_ahead = True
         self._ahead: Ahead | None = None
-        self._base_seed = 0
+        self.base_seed = 0
         # States of the loader's own generators: after all that was drawn in this epoch, and after what was drawn for
         # the batches served.
         self._drawn: States = []
@@ -88,7 +89,7 @@ class Continuous:
         self._refresh()
         self._draws = draws = Draws(self.loader, indices)
         self._source, self._feeding = _jobs(draws, base_seed if self._seeded else None, first), True
-        self._base_seed = base_seed
+        self.base_seed = self.engine.base_seed = base_seed
         self._ahead, self._end_of_epoch = None, None
         self._fed = self._served = 0
         self._ended = False
@@ -208,7 +209,7 @@ class Continuous:
         ahead.foreseen.begin()
         self._fed -= self._served
         self._served, self._end_of_epoch = 0, None
-        self._base_seed = ahead.base_seed
+        self.base_seed = self.engine.base_seed = ahead.base_seed
         self._draws, self._ended = ahead.draws, False
         self._drawn = ahead.draws.generators()
         self._after = ahead.began
@@ -242,7 +243,7 @@ class Continuous:
         if leaves and not self.engine.copies and view is None:
             return False  # made now, the batches would be those of this epoch's dataset
         persistent = self.loader.num_workers > 0 and self.loader.persistent_workers
-        self._ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=self._base_seed if persistent else None)
+        self._ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=self.base_seed if persistent else None)
         if self._ahead is None:
             return False
         if leaves:

@@ -52,6 +52,8 @@ class Engine(Protocol):
     """Jobs that may be under way before the oldest is collected."""
     copies: bool
     """True if batches are made from copies of the dataset."""
+    base_seed: int
+    """Of the random numbers of workers that are started from now on."""
 
     def start(self) -> None:
         """Start threads and processes, if there are none; raises what keeps them from starting."""
@@ -105,6 +107,7 @@ class InlineEngine:
 
     capacity = 1
     copies = False
+    base_seed = 0
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._fetch = fetch_of(loader)
@@ -172,6 +175,7 @@ class ThreadEngine:
     """
 
     copies = False
+    base_seed = 0
 
     def __init__(self, loader: DataLoader[Any], workers: int, *, prefetch: int = 2) -> None:
         if workers < 1:

@@ -115,6 +115,7 @@ class Way:
         while choice.current != self.setting:
             try:
                 engine = self._engine(choice.current)
+                engine.base_seed = self._continuous.base_seed
                 engine.start()
             except Exception as error:
                 choice.failed(error)
