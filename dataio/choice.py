@@ -68,7 +68,7 @@ class Cost(NamedTuple):
     step_s: float
 
 
-def candidates(cost: Cost, cores: int, process_mode: str, threads: bool) -> list[Setting]:
+def candidates(cost: Cost, cores: int, process_mode: str, threads: bool, limit: int | None = None) -> list[Setting]:
     """Return the settings worth trying beside `inline`, simplest first.
 
     Args:
@@ -76,14 +76,19 @@ def candidates(cost: Cost, cores: int, process_mode: str, threads: bool) -> list
         cores: that this process may use.
         process_mode: start method of worker processes.
         threads: whether several threads may read the dataset at once.
+        limit: the most workers that the user allows.
     """
     # A batch that mostly waits for storage or the network needs no core while it waits.
     waiting = cost.fetch_cpu_s < 0.5 * cost.fetch_s
-    most = _MOST_WORKERS if waiting else cores
+    most = min(_MOST_WORKERS if waiting else cores, limit or _MOST_WORKERS)
     # With a step that costs next to nothing everything the machine has may help.
     needed = min(most, max(1, math.ceil(1.2 * cost.fetch_s / max(cost.step_s, 1e-4))))
-    counts = sorted({1, needed, min(most, 2 * needed)} if waiting else {n for n in (1, 2, 4, 8, 16) if n <= most})
+    counts = sorted({1, needed, min(most, 2 * needed)} if waiting else _powers(most, limit))
     return [Setting(mode, n) for mode in (["threads"] if threads else []) + [process_mode] for n in counts]
+
+
+def _powers(most: int, limit: int | None) -> set[int]:
+    return {n for n in (1, 2, 4, 8, 16) if n <= most} | ({most} if limit else set())
 
 
 def cores() -> int:
@@ -100,12 +105,22 @@ class Choice:
         process_mode: start method of worker processes.
         no_threads: why threads may not read the dataset at once; '' if they may.
         ahead: how many batches each worker may be ahead.
+        limit: the most workers, default the cores, and more where fetching waits.
+        processes_only: why only processes may make batches; '' if others may.
     """
 
-    def __init__(self, process_mode: str, no_threads: str = "", ahead: LookAhead | None = None) -> None:
-        self._process_mode, self._no_threads = process_mode, no_threads
+    def __init__(
+        self,
+        process_mode: str,
+        no_threads: str = "",
+        ahead: LookAhead | None = None,
+        *,
+        limit: int | None = None,
+        processes_only: str = "",
+    ) -> None:
+        self._process_mode, self._no_threads = process_mode, processes_only or no_threads
+        self._limit, self._processes_only = limit, processes_only
         self.ahead = LookAhead(2) if ahead is None else ahead
-        self.current = Setting("inline")
         self.reason = "not decided yet"
         self.tried: list[Tried] = []
         self.changes = 0
@@ -115,13 +130,16 @@ class Choice:
         self._phase = "first"
         self.current = Setting("inline")
         self.ahead.reset()
-        self.tried = [Tried(self.current)]
+        self.tried = [Tried(self.current, failure=self._processes_only)]
         if self._no_threads:
             self.tried.append(Tried(Setting("threads"), failure=self._no_threads))
         self._plan: list[Tried] = [self.tried[0]]
         self._began = time.perf_counter()
         self._took_s = 0.0
         self._block()
+        if self._processes_only:
+            most = min(self._limit or cores(), _MOST_WORKERS)
+            self._try([Setting(self._process_mode, n) for n in sorted(_powers(most, self._limit))])
 
     def _block(self, settle: int = 0, settle_s: float = 0.0) -> None:
         self._settle, self._settle_until = settle, time.perf_counter() + settle_s
@@ -134,6 +152,11 @@ class Choice:
     def decided(self) -> bool:
         """True when no setting is on trial."""
         return self._phase == "decided"
+
+    @property
+    def exhausted(self) -> bool:
+        """True when every setting there is has failed."""
+        return all(each.failure for each in self.tried)
 
     def forbid_threads(self, reason: str) -> None:
         """Don't try threads: the dataset was seen to be no function of the index."""
@@ -186,9 +209,12 @@ class Choice:
             self._note(self.tried[0])
             self._decide(f"making a batch takes {cost.fetch_s * 1e3:.2f} ms of {self.tried[0].score * 1e3:.2f} ms")
             return
-        failed = {each.setting: each for each in self.tried}
-        new = [s for s in candidates(cost, cores(), self._process_mode, not self._no_threads) if s not in failed]
-        self.tried += [Tried(setting) for setting in new]
+        self._try(candidates(cost, cores(), self._process_mode, not self._no_threads, self._limit))
+
+    def _try(self, settings: list[Setting]) -> None:
+        """Begin the trial of `settings` and what is there already."""
+        known = {each.setting for each in self.tried}
+        self.tried += [Tried(setting) for setting in settings if setting not in known]
         usable = [each for each in self.tried if not each.failure]
         # There and back again, so that what drifts meanwhile touches all alike. The first batches don't count: the
         # dataset was watched while they were made.
@@ -227,13 +253,16 @@ class Choice:
     def _decide(self, reason: str) -> None:
         usable = [each for each in self.tried if each.score < math.inf]
         best = min((each.score for each in usable), default=math.inf)
-        chosen = next((each for each in usable if each.score <= (1 + _SIMPLER) * best), self.tried[0])
+        chosen = next((each for each in usable if each.score <= (1 + _SIMPLER) * best), self._fallback())
         self.current, self.reason, self._phase = chosen.setting, reason, "decided"
         self._expected = (chosen.wait_s[-1], chosen.score) if chosen.wait_s else (0.0, math.inf)
         self._took_s = time.perf_counter() - self._began
         self._decided_at = time.perf_counter()
         self.changes += 1
         self._block(settle=2 * max(2, self.current.workers))
+
+    def _fallback(self) -> Tried:
+        return next((each for each in self.tried if not each.failure), self.tried[-1])
 
     def _watch(self) -> None:
         """Look whether the loop is another than when the setting was chosen."""

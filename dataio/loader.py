@@ -32,9 +32,9 @@ class ContinuousLoader(DataLoader[Any]):
             time-out and multiprocessing context are used. One over an `IterableDataset` is passed through as it is.
         mode: how batches are made. "inline" in the loop's thread; "threads" (the dataset must bear it); "processes" by
             the loader's own context, or "fork", "forkserver", "spawn"; "auto" (default) tries them on the running loop
-            and chooses, see `explain`.
+            and chooses, see `explain`; with a worker_init_fn it tries processes only.
         workers: threads or processes; default the loader's num_workers, or else the cores this process may use. With
-            "auto" it is measured.
+            "auto" it is measured, and this is the most that is tried; default the cores, and more where fetching waits.
         prefetch: batches each worker may be ahead; default the loader's prefetch_factor, or 2, and with `mode="auto"`
             more, up to 64 in all, where that shortens the loop's wait.
         thread_safe: whether several threads may read the dataset at once; only then does "auto" try them, unless

@@ -30,6 +30,7 @@ Mode = Literal["auto", "inline", "threads", "processes", "fork", "forkserver", "
 MODES = ("auto", "inline", "threads", "processes", "fork", "forkserver", "spawn")
 # Batches that a dataset is watched for: whether fetching draws random numbers or changes it.
 _WATCHED = 3
+_CALLS_INIT = "only processes call the loader's worker_init_fn"
 
 
 class Options(NamedTuple):
@@ -62,7 +63,8 @@ class Way:
         self.choice: Choice | None = None
         self.setting = self._first_setting()
         # Whoever says that threads may read a dataset together means what it changes, too; not what it draws.
-        self.witness = None if self.choice is None else Witness(None if self._told else loader.dataset)
+        watches = self.setting.mode == "inline" and self.choice is not None
+        self.witness = Witness(None if self._told else loader.dataset) if watches else None
         self.served, self.finished = 0, True
         self.loaded: Mapping[str, Any] | None = None
         self._engines: dict[Setting, Engine] = {}
@@ -83,7 +85,14 @@ class Way:
             told = self.options.thread_safe
             reason = unsafe(loader.dataset) if told is None else "" if told else "as told (thread_safe=False)"
             ahead = LookAhead(self._prefetch, fixed=self.options.prefetch is not None)
-            self.choice = Choice(_start_method(loader), no_threads=reason, ahead=ahead)
+            init, limit = loader.worker_init_fn is not None, self.options.workers
+            self.choice = Choice(
+                _start_method(loader),
+                no_threads=reason,
+                ahead=ahead,
+                limit=limit or (loader.num_workers if init else 0) or None,
+                processes_only=_CALLS_INIT if init else "",
+            )
             return self.choice.current
         if mode in ("auto", "inline"):
             return Setting("inline")
@@ -119,6 +128,8 @@ class Way:
                 engine.start()
             except Exception as error:
                 choice.failed(error)
+                if choice.exhausted:
+                    raise
                 continue
             self._continuous.switch(engine)
             self.setting = choice.current
@@ -313,6 +324,8 @@ class Pass(_Handing):
             batch = continuous.fetch() if way.witness is None else self._watched(way.witness, choice)
         except WorkerDied as error:
             choice.failed(error)
+            if choice.exhausted:
+                raise
             continuous.retry_failed()
             return self._measured(choice)
         ended, changes = time.perf_counter(), choice.changes

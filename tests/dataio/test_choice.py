@@ -167,3 +167,34 @@ def test_the_look_ahead_follows_the_wait_of_the_chosen_setting(clock: Clock) -> 
     assert choice.current.mode == "fork"
     assert choice.ahead.batches > 2
     assert f"each {choice.ahead.batches} batches ahead" in choice.explain()
+
+
+@pytest.mark.parametrize(("limit", "most"), [(1, 1), (3, 3), (None, 4), (64, 4)])
+def test_no_more_workers_than_allowed_are_tried(clock: Clock, limit: int | None, most: int) -> None:
+    choice = Choice("fork", limit=limit)
+    play(choice, clock, overlapped(0.020, 0.003), 3000)
+
+    assert choice.decided
+    assert max(each.setting.workers for each in choice.tried) == most
+    assert choice.current.workers == most
+
+
+def test_where_only_processes_will_do_nothing_else_is_tried(clock: Clock) -> None:
+    choice = Choice("fork", processes_only="a worker_init_fn")
+    assert choice.current == Setting("fork", 1)
+    play(choice, clock, overlapped(0.020, 0.003), 3000)
+
+    assert str(choice.current) == "fork(4)"
+    assert {each.setting.mode for each in choice.tried if each.step_s} == {"fork"}
+    assert "inline           not used: a worker_init_fn" in choice.explain()
+    assert "threads          not used: a worker_init_fn" in choice.explain()
+
+
+def test_a_choice_without_anything_left_says_so() -> None:
+    choice = Choice("spawn", processes_only="a worker_init_fn", limit=2)
+    choice.failed(TypeError("cannot pickle"))
+    assert not choice.exhausted
+    choice.failed(TypeError("cannot pickle"))
+
+    assert choice.exhausted
+    assert choice.current.mode == "spawn"

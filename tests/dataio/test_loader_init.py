@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from accel.dataio.engine import WorkerDied
 from accel.dataio.loader import ContinuousLoader
 
 
@@ -78,3 +82,73 @@ def test_workers_started_anew_have_the_seed_of_that_epoch() -> None:
     assert len(workers_of(plain)) == 3
     assert workers_of(made) == workers_of(plain)
     assert torch.equal(own_state, state)
+
+
+class Opens(Dataset[Tensor]):
+    """Its file is opened by the worker_init_fn."""
+
+    file: int | None = None
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert self.file is not None
+        time.sleep(0.0005)
+        return torch.tensor([index, int(torch.randint(9, ()))])
+
+
+def open_file(number: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.file = 100 + number
+
+
+def test_auto_has_only_processes_make_batches() -> None:
+    torch.manual_seed(3)
+    loader = ContinuousLoader(DataLoader(Opens(), 4, worker_init_fn=open_file), workers=2)
+    with loader:
+        assert loader.setting.endswith("(1)")
+        for _ in range(8):
+            assert [int(row[0]) for batch in loader for row in batch] == list(range(40))
+            assert loader.worker_processes
+        told = loader.explain()
+
+    assert "inline           not used: only processes call the loader's worker_init_fn" in told
+    assert "threads          not used" in told
+    end_state = torch.get_rng_state()
+    torch.manual_seed(3)
+    for _ in range(8):  # all that an epoch draws is its base seed
+        torch.empty((), dtype=torch.int64).random_()
+    assert torch.equal(torch.get_rng_state(), end_state)
+
+
+def test_auto_says_what_keeps_processes_from_starting() -> None:
+    class Local(Opens):
+        pass
+
+    plain = DataLoader(Local(), 4, worker_init_fn=open_file, num_workers=1, multiprocessing_context="spawn")
+    with ContinuousLoader(plain) as loader, pytest.raises((AttributeError, pickle.PicklingError), match="Local"):
+        next(iter(loader))
+
+
+def refuse(number: int) -> None:
+    raise LookupError("no licence")
+
+
+def test_auto_hands_out_what_a_worker_init_fn_raises() -> None:
+    loader = ContinuousLoader(DataLoader(Opens(), 4, worker_init_fn=refuse))
+    with loader, pytest.raises(LookupError, match="no licence") as caught:
+        next(iter(loader))
+
+    assert "worker_init_fn" in str(caught.value.__cause__)
+
+
+def end(number: int) -> None:
+    os._exit(7)
+
+
+def test_auto_does_not_go_on_for_ever_when_no_worker_starts() -> None:
+    with ContinuousLoader(DataLoader(Opens(), 4, worker_init_fn=end), workers=2) as loader:
+        for _ in range(2):
+            with pytest.raises(WorkerDied, match="exit code 7 at its start"):
+                next(iter(loader))
