@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -83,14 +82,41 @@ class Engine(Protocol):
 _T = TypeVar("_T")
 
 
-@contextmanager
-def _oldest(jobs: deque[_T]) -> Iterator[_T]:
+# Not by contextlib: that writes to the error, which a frozen dataclass does not bear.
+class _Oldest(Generic[_T]):
+    """Hand out the oldest job, and take it out unless something like Ctrl-C came between."""
+
+    def __init__(self, jobs: deque[_T]) -> None:
+        self._jobs = jobs
+
+    def __enter__(self) -> _T:
+        return self._jobs[0]
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if error is None or isinstance(error, Exception):
+            self._jobs.popleft()
+
+
+def _tell(error: Exception, where: str, job: Job) -> None:
+    """Have an error say where it was raised, and at which sample."""
+    text = f"in {where} while fetching {blame(error, job.indices)}"
     try:
-        yield jobs[0]
-    except Exception:
-        jobs.popleft()
-        raise
-    jobs.popleft()
+        error.add_note(text)
+    except Exception:  # before Python 3.11, or of a class that can't be written to: as its cause
+        place = _Elsewhere(text)
+        place.__cause__ = error.__cause__ or error.__context__
+        object.__setattr__(error, "__cause__", place)
+
+
+class _Elsewhere(Exception):
+    """Shows, as the cause of an error, where it was raised."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
 
 
 # Fetches that draw no random number, after which none is looked for any more: 60 µs each.
@@ -128,10 +154,17 @@ class InlineEngine:
 
     def collect(self) -> Any:
         """Make the batch of the oldest job."""
-        with _oldest(self._jobs) as job:
+        with _Oldest(self._jobs) as job:
             return self._make(job)
 
     def _make(self, job: Job) -> Any:
+        try:
+            return self._seeded(job)
+        except Exception as error:
+            _tell(error, "the loop's own thread", job)
+            raise
+
+    def _seeded(self, job: Job) -> Any:
         if job.seed is None or self._quiet >= _TRIED:
             return self._fetch(job.indices)
         before = global_states()
@@ -202,23 +235,32 @@ class ThreadEngine:
         """Hand a job to the threads."""
         self.start()
         assert self._pool is not None
-        fetch = self._fetch if job.dataset is None else self._fetch.of(job.dataset)
-        self._futures.append((job, self._pool.submit(fetch, job.indices)))
+        self._futures.append((job, self._pool.submit(self._make, job)))
 
     def collect(self) -> Any:
         """Return the batch of the oldest job; raises what fetching it raised."""
         self.start()
-        with _oldest(self._futures) as (job, future):
+        with _Oldest(self._futures) as (job, future):
             wait([future], self._timeout_s)
             if not future.done():
                 raise RuntimeError(
                     f"a thread has been fetching {blame(RuntimeError(), job.indices)} for {self._timeout_s:g} s "
                     f"(timeout={self._timeout_s:g})"
                 )
-            error = future.exception()
-            if error is not None and not isinstance(error, Exception):
-                raise RuntimeError(f"{type(error).__name__} was raised in a thread: {error}") from error
             return future.result()
+
+    def _make(self, job: Job) -> Any:
+        """Make a batch, in a thread."""
+        thread = f"thread {threading.current_thread().name.rpartition('_')[2]}"
+        fetch = self._fetch if job.dataset is None else self._fetch.of(job.dataset)
+        try:
+            return fetch(job.indices)
+        except Exception as error:
+            _tell(error, thread, job)
+            raise
+        except BaseException as error:  # sys.exit() in a dataset: it is the loop that decides
+            at = f"{thread} while fetching {blame(error, job.indices)}"
+            raise RuntimeError(f"{type(error).__name__} was raised in {at}: {error}") from error
 
     def discard(self) -> None:
         """Forget all jobs; those not begun are never made."""
@@ -239,17 +281,6 @@ class ThreadEngine:
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None
-
-
-class _Elsewhere(Exception):
-    """Shows, as the cause of an error, where it was raised in another process."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._text = text
-
-    def __str__(self) -> str:
-        return self._text
 
 
 def as_raised(pickled: bytes | None, text: str, where: str) -> BaseException:

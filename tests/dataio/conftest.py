@@ -1,12 +1,21 @@
-"""Every way to make batches, as a fixture."""
+"""Every way to make batches, as a fixture, and a watch over every test: what hangs ends the run with its stacks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.dataio.engines import watched
 from tests.dataio.numbers import ENGINES
+
+
+@pytest.fixture(autouse=True)
+def watchdog() -> Iterator[None]:
+    """End the run if a test hangs."""
+    with watched():
+        yield
 
 
 @pytest.fixture(params=ENGINES, ids=lambda engine: f"{engine[0]}{engine[1]}")

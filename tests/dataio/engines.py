@@ -1,4 +1,4 @@
-"""What the tests of the engines share: small datasets, a way to run jobs, a watchdog, a count of what is held."""
+"""What the tests of the engines share: small datasets, a way to run jobs, a watch over it, a count of what is held."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -30,12 +29,6 @@ def watched(seconds: float = 120) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.fixture(autouse=True)
-def watchdog() -> Iterator[None]:
-    with watched():
-        yield
 
 
 class Squares(Dataset[Tensor]):

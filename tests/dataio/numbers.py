@@ -11,7 +11,7 @@ from torch.utils.data import (
     Dataset,
 )
 
-ENGINES = [("inline", 1), ("threads", 2), ("fork", 1), ("fork", 2)]
+ENGINES = [("inline", 1), ("threads", 2), ("fork", 1), ("fork", 2), ("auto", 2)]
 
 
 class Numbers(Dataset[Tensor]):

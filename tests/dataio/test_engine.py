@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -15,9 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from accel.dataio.engine import Engine, InlineEngine, Job, ThreadEngine
 from accel.dataio.processes import ProcessEngine
 from accel.dataio.randomness import derived_seed, random_state
-from tests.dataio.engines import Draws, Squares, assert_made, expected, lists, loader_of, run, watchdog
-
-__all__ = ["watchdog"]
+from tests.dataio.engines import Draws, Squares, assert_made, expected, lists, loader_of, run
+from tests.dataio.faults import ERRORS, GARBAGE, throw
 
 MAKERS: dict[str, Any] = {
     "inline": InlineEngine,
@@ -47,6 +47,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Any]:
         made.append(MAKERS[request.param](loader_of(dataset or Squares(), **options)))
         return made[-1]
 
+    build.kind = request.param  # type: ignore[attr-defined]
     yield build
     for engine in made:
         engine.close()
@@ -68,6 +69,55 @@ def test_an_error_takes_its_job_with_it(make: Any, error: Exception) -> None:
 
     assert type(caught) is (RuntimeError if isinstance(error, StopIteration) else type(error))
     assert_made(made, expected(indices=[each for each in lists() if 5 not in each]))
+
+
+# The rest become a RuntimeError, in one engine or the other.
+KEPT = ["value", "key", "os", "impostor", "slots", "timeout", "end of file", "broken pipe"]
+WHERE = {"inline": "the loop's own thread", "threads": "thread [01]", "processes": "worker process [01]"}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_an_error_says_who_was_making_which_sample(make: Any, kind: str) -> None:
+    error, wanted, text = ERRORS[kind]
+    made = run(make(Broken(error)))
+    caught = made.pop(1)
+    told = [str(caught.__cause__), *getattr(caught, "__notes__", ())]
+
+    assert type(caught) in (type(error), wanted)
+    assert text in str(caught)
+    who = WHERE[make.kind]
+    what = r"samples \[4, 5, 6, 7\]" if kind == "slots" else "sample 5"
+    assert any(re.search(f"in {who} while fetching {what}", each) for each in told), told
+    assert_made(made, expected(indices=[each for each in lists() if 5 not in each]))
+
+
+def test_an_error_keeps_what_it_came_from(make: Any) -> None:
+    class Raises(Squares):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            raise LookupError("a row") from KeyError("the column")
+
+    engine = make(Raises())
+    (caught,) = run(engine, [[1]])
+
+    assert type(caught) is LookupError
+    if not isinstance(engine, ProcessEngine):
+        assert isinstance(caught.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_a_batch_of_any_kind_comes_out_where_it_need_not_be_sent(make: Any, kind: str) -> None:
+    engine = make(collate_fn=GARBAGE[kind])
+    made = run(engine, [[1, 2], [3]])
+
+    assert all(isinstance(each, TypeError) == isinstance(engine, ProcessEngine) for each in made)
+
+
+def test_what_the_collate_function_raises_names_the_samples(make: Any) -> None:
+    (caught,) = run(make(collate_fn=lambda _: throw(ValueError("uneven"))), [[7, 8]])
+    told = str(caught.__cause__) + "".join(getattr(caught, "__notes__", ()))
+
+    assert str(caught) == "uneven"
+    assert "samples [7, 8]" in told
 
 
 def test_discarded_jobs_never_come(make: Any) -> None:
@@ -130,6 +180,17 @@ def test_a_forked_process_makes_the_batches_itself(make: Any) -> None:
     assert [int(engine.collect()[0, 1]) for _ in range(engine.capacity)] == said
 
 
+def test_before_python_3_11_the_place_is_an_errors_cause() -> None:
+    class Old(ValueError):
+        def add_note(self, note: str) -> None:
+            raise AttributeError("add_note")
+
+    (caught,) = run(InlineEngine(loader_of(Broken(Old("bad")))), [[5]])
+
+    assert type(caught) is Old
+    assert str(caught.__cause__) == "in the loop's own thread while fetching sample 5"
+
+
 # Inline
 
 
@@ -149,7 +210,7 @@ def test_an_exit_in_a_thread_is_an_error_of_its_batch() -> None:
     engine.close()
 
     assert type(made[1]) is RuntimeError
-    assert "SystemExit was raised in a thread: 3" in str(made[1])
+    assert str(made[1]) == "SystemExit was raised in thread 0 while fetching sample 5: 3"
     assert_made(made[::2], expected(indices=[[4], [6]]))
 
 

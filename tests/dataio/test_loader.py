@@ -35,6 +35,17 @@ def test_shuffled_epochs_left_early(engine: dict[str, Any], stop: int | None) ->
         assert same(run(loader, 4, stop=stop), plain)
 
 
+@pytest.mark.parametrize("mode", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_that_are_not_forked_keep_the_order(mode: Any) -> None:
+    def seen(loader: Any) -> list[list[list[Tensor]]]:
+        return [run(loader, 2), run(loader, 2, stop=5), run(loader, 1)]
+
+    plain = seen(DataLoader(Numbers(), 4, shuffle=True, generator=seeded()))
+    wrapped = DataLoader(Numbers(), 4, shuffle=True, generator=seeded())
+    with ContinuousLoader(wrapped, mode=mode, workers=2) as loader:
+        assert all(same(one, other) for one, other in zip(seen(loader), plain, strict=True))
+
+
 @pytest.mark.parametrize("draws", [False, True], ids=["quiet", "draws"])
 def test_torchs_own_random_state_is_shared_with_the_loop(engine: dict[str, Any], draws: bool) -> None:
     def epochs(wrap: bool) -> tuple[list[list[int]], Tensor]:

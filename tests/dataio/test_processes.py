@@ -35,10 +35,7 @@ from tests.dataio.engines import (
     pids,
     ready,
     run,
-    watchdog,
 )
-
-__all__ = ["watchdog"]
 
 Pair = namedtuple("Pair", "image label")
 

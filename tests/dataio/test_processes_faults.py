@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import os
 import pickle
 import signal
-import sys
-import threading
 import time
 from typing import Any
 
@@ -29,72 +26,8 @@ from tests.dataio.engines import (
     pids,
     ready,
     run,
-    watchdog,
 )
-
-__all__ = ["watchdog"]
-
-
-def throw(error: BaseException) -> None:
-    raise error
-
-
-class TwoArguments(Exception):
-    """Can be pickled but not made again."""
-
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
-
-
-class NoPickle(Exception):
-    def __reduce__(self) -> Any:
-        raise TypeError("no")
-
-
-class OnlyHere(Exception):
-    """Can be made again in its worker only."""
-
-    def __reduce__(self) -> Any:
-        return (_only_in, (os.getpid(),))
-
-
-class Impostor(Exception):
-    """Comes out of pickle as something else."""
-
-    def __reduce__(self) -> Any:
-        return (str, ("not an error",))
-
-
-class Bare(Exception):
-    __slots__ = ()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise RuntimeError("can't be written")
-
-
-def _only_in(pid: int) -> OnlyHere:
-    if os.getpid() != pid:
-        raise LookupError("made elsewhere")
-    return OnlyHere()
-
-
-# What the dataset raises, what comes out, and what its text holds.
-ERRORS = {
-    "value": (ValueError("a bad picture"), ValueError, "a bad picture"),
-    "key": (KeyError("missing"), KeyError, "missing"),
-    "os": (FileNotFoundError(2, "No such file", "a.jpg"), FileNotFoundError, "a.jpg"),
-    "two arguments": (TwoArguments(1, 2), RuntimeError, "1 and 2"),
-    "no pickle": (NoPickle("odd"), RuntimeError, "odd"),
-    "only there": (OnlyHere("far"), RuntimeError, "far"),
-    "impostor": (Impostor("false"), RuntimeError, "false"),
-    "slots": (Bare("bare"), Bare, "bare"),
-    "timeout": (TimeoutError("the storage is slow"), TimeoutError, "the storage is slow"),
-    "stop": (StopIteration(3), RuntimeError, "StopIteration"),
-    "interrupt": (KeyboardInterrupt("not by a key"), RuntimeError, "KeyboardInterrupt"),
-    "exit": (SystemExit(3), RuntimeError, "SystemExit"),
-    "end of file": (EOFError("cut short"), EOFError, "cut short"),
-    "broken pipe": (BrokenPipeError(32, "their own pipe"), BrokenPipeError, "their own pipe"),
-}
+from tests.dataio.faults import ENDS, ERRORS, GARBAGE, Once, only_in, throw
 
 
 @pytest.mark.parametrize("kind", ERRORS)
@@ -127,14 +60,6 @@ def test_what_the_collate_function_raises_names_the_samples() -> None:
     assert "samples [0, 1, 2, 3, 4, 5, 6, 7, …] (11)" in str(caught.__cause__)
 
 
-GARBAGE = {
-    "lambda": lambda _: lambda: 1,
-    "generator": lambda samples: (each for each in samples),
-    "file": lambda _: sys.stdin,
-    "lock": lambda _: threading.Lock(),
-}
-
-
 @pytest.mark.parametrize("kind", GARBAGE)
 def test_a_batch_that_can_not_be_sent(kind: str) -> None:
     with engine_of(loader=DataLoader(Squares(), batch_size=4, collate_fn=GARBAGE[kind]), workers=1) as engine:
@@ -151,7 +76,7 @@ class Unreadable:
     """Can be sent but not received."""
 
     def __reduce__(self) -> Any:
-        return (_only_in, (os.getpid(),))
+        return (only_in, (os.getpid(),))
 
 
 def test_a_batch_that_can_not_be_received() -> None:
@@ -204,28 +129,6 @@ def test_starting_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Processes that end
-
-
-def die(number: int = signal.SIGKILL) -> None:
-    faulthandler.disable()  # of pytest: it would print the stack
-    os.kill(os.getpid(), number)
-
-
-class Once:
-    """Act in the first process only that comes here."""
-
-    def __init__(self, path: Any, act: Any) -> None:
-        self.path, self.act = path, act
-
-    def __call__(self) -> None:
-        try:
-            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return
-        self.act()
-
-
-ENDS = {"killed": die, "segfault": functools.partial(die, signal.SIGSEGV), "exit": functools.partial(os._exit, 3)}
 
 
 @pytest.mark.parametrize("way", ENDS)

@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from accel.dataio.engine import Job, WorkerDied
-from tests.dataio.engines import Squares, assert_made, engine_of, expected, gone, pids, ready, run, watchdog
-
-__all__ = ["watchdog"]
+from tests.dataio.engines import Squares, assert_made, engine_of, expected, gone, pids, ready, run
 
 # Locks held at a fork
 
