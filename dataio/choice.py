@@ -159,10 +159,16 @@ class Choice:
         return all(each.failure for each in self.tried)
 
     def forbid_threads(self, reason: str) -> None:
-        """Don't try threads: the dataset was seen to be no function of the index."""
-        if not self._no_threads:
+        """Use no threads: the dataset was seen to be no function of the index. If some are in use, choose anew."""
+        if self.current.mode == "threads":
             self._no_threads = reason
-            self.tried.append(Tried(Setting("threads"), failure=reason))
+            self._begin()
+        if self._no_threads:
+            return
+        self._no_threads = reason
+        self.tried = [each for each in self.tried if each.setting.mode != "threads"]
+        self._plan = [each for each in self._plan if each.setting.mode != "threads"]
+        self.tried.append(Tried(Setting("threads"), failure=reason))
 
     def failed(self, error: BaseException) -> None:
         """Leave the setting on trial: it can't be used."""

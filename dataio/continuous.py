@@ -268,6 +268,6 @@ class Continuous:
         change = compare(self._sent, self._began)
         if change and change.sendable:
             self.engine.update(change.leaves)
-        elif change and self.engine.copies:
+        elif change:
             self.engine.restart()
         self._sent = self._began

@@ -13,6 +13,7 @@ import os
 import pickle
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -26,6 +27,10 @@ from accel.dataio.randomness import global_states, random_state, restore_states,
 
 class WorkerDied(RuntimeError):
     """A worker process ended, and starting another did not help."""
+
+
+class ThreadsDraw(RuntimeError):
+    """Fetching draws random numbers, which threads have in common with each other and with the loop."""
 
 
 class Job(NamedTuple):
@@ -124,6 +129,26 @@ _TRIED = 16
 _NEVER = 1 << 62
 
 
+def _apart(fetch: Callable[[Any], Any], job: Job) -> tuple[Any, bool]:
+    """Make a batch from random states of its own; return it, and whether it drew from them."""
+    before = global_states()
+    if job.seed is not None:
+        seed_everything(job.seed)
+    began = random_state()
+    try:
+        batch = fetch(job.indices)
+        return batch, random_state() != began
+    finally:
+        restore_states(before)
+
+
+def _looked_at(fetch: Callable[[Any], Any], job: Job) -> Any:
+    batch, drew = _apart(fetch, job)
+    if drew:
+        raise ThreadsDraw("fetching a sample draws random numbers, which threads can't keep apart")
+    return batch
+
+
 class InlineEngine:
     """Make each batch when it is asked for, in the loop's own thread.
 
@@ -167,26 +192,23 @@ class InlineEngine:
     def _seeded(self, job: Job) -> Any:
         if job.seed is None or self._quiet >= _TRIED:
             return self._fetch(job.indices)
-        before = global_states()
-        seed_everything(job.seed)
-        began = random_state()
-        try:
-            return self._fetch(job.indices)
-        finally:
-            # Counted in a row: one draw, however late in the first batches, and all batches are seeded.
-            self._quiet = self._quiet + 1 if random_state() == began else -_NEVER
-            restore_states(before)
+        batch, drew = _apart(self._fetch, job)
+        # Counted in a row: one draw, however late in the first batches, and all batches are seeded.
+        self._quiet = -_NEVER if drew else self._quiet + 1
+        return batch
 
     def discard(self) -> None:
         """Forget the jobs."""
         self._jobs.clear()
 
     def update(self, leaves: dict[Path, Any]) -> None:
-        """Do nothing: the dataset is the loop's own."""
+        """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
+        self._quiet = min(self._quiet, 0)
 
     def restart(self) -> None:
-        """Forget the jobs."""
+        """Forget the jobs, and look again."""
         self.discard()
+        self.update({})
 
     def close(self) -> None:
         """Forget the jobs."""
@@ -196,7 +218,9 @@ class InlineEngine:
 class ThreadEngine:
     """Make batches ahead in threads of this process.
 
-    The dataset is read by several threads at once if `workers` is more than 1: it must be made for that.
+    The dataset is read by several threads at once if `workers` is more than 1: it must be made for that. And it may
+    not draw random numbers, since all threads draw from the same: the first batch, and the first after a change of the
+    dataset, is made while the loop and the other threads wait, and `ThreadsDraw` raised if it drew.
 
     Args:
         loader: map-style loader.
@@ -218,28 +242,40 @@ class ThreadEngine:
         self._timeout_s = loader.timeout or None
         self._pool: ThreadPoolExecutor | None = None
         self._futures: deque[tuple[Job, Future[Any]]] = deque()
+        # Until a batch was seen not to draw, jobs are held back and handed out one at a time.
+        self._quiet = False
+        self._held: deque[Job] = deque()
         self._owner = os.getpid()
 
     def start(self) -> None:
         """Make the pool; its threads start with the first jobs."""
         if os.getpid() != self._owner:  # a copy of the loader in a forked process, where no thread came along
             self._owner, self._pool = os.getpid(), None
-            jobs = [job for job, _ in self._futures]
+            self._held.extendleft(job for job, _ in reversed(self._futures))
             self._futures.clear()
-            for job in jobs:
-                self.submit(job)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="accel-loader")
 
     def submit(self, job: Job) -> None:
         """Hand a job to the threads."""
         self.start()
+        self._held.append(job)
+        if self._quiet:
+            self._hand_out()
+
+    def _hand_out(self) -> None:
         assert self._pool is not None
-        self._futures.append((job, self._pool.submit(self._make, job)))
+        while self._held:
+            job = self._held.popleft()
+            self._futures.append((job, self._pool.submit(self._make, job)))
+            if not self._quiet:
+                return
 
     def collect(self) -> Any:
         """Return the batch of the oldest job; raises what fetching it raised."""
         self.start()
+        if self._quiet or not self._futures:
+            self._hand_out()
         with _Oldest(self._futures) as (job, future):
             wait([future], self._timeout_s)
             if not future.done():
@@ -247,14 +283,17 @@ class ThreadEngine:
                     f"a thread has been fetching {blame(RuntimeError(), job.indices)} for {self._timeout_s:g} s "
                     f"(timeout={self._timeout_s:g})"
                 )
-            return future.result()
+            batch = future.result()
+        self._quiet = True
+        self._hand_out()
+        return batch
 
     def _make(self, job: Job) -> Any:
         """Make a batch, in a thread."""
         thread = f"thread {threading.current_thread().name.rpartition('_')[2]}"
         fetch = self._fetch if job.dataset is None else self._fetch.of(job.dataset)
         try:
-            return fetch(job.indices)
+            return fetch(job.indices) if self._quiet else _looked_at(fetch, job)
         except Exception as error:
             _tell(error, thread, job)
             raise
@@ -267,13 +306,16 @@ class ThreadEngine:
         for _, future in self._futures:
             future.cancel()
         self._futures.clear()
+        self._held.clear()
 
     def update(self, leaves: dict[Path, Any]) -> None:
-        """Do nothing: the dataset is the loop's own."""
+        """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
+        self._quiet = False
 
     def restart(self) -> None:
-        """Forget all jobs."""
+        """Forget all jobs, and look again."""
         self.discard()
+        self.update({})
 
     def close(self) -> None:
         """End the threads once they are done with the batch in hand."""

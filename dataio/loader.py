@@ -144,7 +144,7 @@ class ContinuousLoader(DataLoader[Any]):
         way = self._way
         if way.passed_through:
             return f"left as it is: {way.passed_through}"
-        return way.choice.explain() if way.choice is not None else f"{way.setting}: as told"
+        return way.choice.explain() if way.choice is not None else f"{way.setting}: {way.reason}"
 
     def close(self) -> None:
         """End threads and processes; the next pass starts them anew."""

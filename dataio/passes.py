@@ -6,6 +6,7 @@ import logging
 import math
 import multiprocessing
 import time
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ from accel.dataio import epochs, resume, transfer
 from accel.dataio.choice import Choice, Setting, cores
 from accel.dataio.continuous import Continuous
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.dataio.engine import Engine, InlineEngine, Job, ThreadEngine, WorkerDied
+from accel.dataio.engine import Engine, InlineEngine, Job, ThreadEngine, ThreadsDraw, WorkerDied
 from accel.dataio.look_ahead import LookAhead
 from accel.dataio.processes import ProcessEngine
 from accel.dataio.thread_safety import unsafe
@@ -28,7 +29,7 @@ log = logging.getLogger("accel.dataio")
 
 Mode = Literal["auto", "inline", "threads", "processes", "fork", "forkserver", "spawn"]
 MODES = ("auto", "inline", "threads", "processes", "fork", "forkserver", "spawn")
-# Batches that a dataset is watched for: whether fetching draws random numbers or changes it.
+# Batches that a dataset is watched for: whether fetching changes it.
 _WATCHED = 3
 _CALLS_INIT = "only processes call the loader's worker_init_fn"
 
@@ -62,9 +63,11 @@ class Way:
         self.counts: bool | None = None
         self.choice: Choice | None = None
         self.setting = self._first_setting()
-        # Whoever says that threads may read a dataset together means what it changes, too; not what it draws.
-        watches = self.setting.mode == "inline" and self.choice is not None
-        self.witness = Witness(None if self._told else loader.dataset) if watches else None
+        self.reason = "as told"
+        # Draws are seen by the engine: around a fetch the sampler draws too. Whoever says that threads may read a
+        # dataset together means what it changes, too.
+        watch = options.mode == "auto" and self.setting.mode == "inline"
+        self.witness = Witness(None if self._told else loader.dataset, draws=False) if watch else None
         self.served, self.finished = 0, True
         self.loaded: Mapping[str, Any] | None = None
         self._engines: dict[Setting, Engine] = {}
@@ -138,6 +141,16 @@ class Way:
         if choice.decided:
             for other in [each for each in self._engines if each != self.setting]:
                 self._engines.pop(other).close()
+
+    def leave_threads(self, error: ThreadsDraw) -> None:
+        """Go on inline, where each batch has random states of its own."""
+        assert self._continuous is not None
+        warnings.warn(
+            f"{error}: mode='threads' goes on in the loop's own thread. Use mode='processes' for such a dataset",
+            stacklevel=6,
+        )
+        self.setting, self.reason = Setting("inline"), str(error)
+        self._continuous.switch(self._engine(self.setting))
 
     def worker_processes(self) -> list[Any]:
         """Return the processes that make batches now."""
@@ -301,7 +314,7 @@ class Pass(_Handing):
         if self._continuous is None:
             return next(self._rest)
         try:
-            batch = self._continuous.fetch() if self._way.choice is None else self._measured(self._way.choice)
+            batch = self._as_told() if self._way.choice is None else self._measured(self._way.choice)
         except StopIteration:
             self._way.finished = True
             raise
@@ -310,6 +323,15 @@ class Pass(_Handing):
             super()._handed()
             raise
         return transfer.pin(batch) if self._pins else batch
+
+    def _as_told(self) -> Any:
+        assert self._continuous is not None
+        try:
+            return self._continuous.fetch()
+        except ThreadsDraw as error:
+            self._continuous.retry_failed()
+            self._way.leave_threads(error)
+            return self._continuous.fetch()
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
@@ -328,6 +350,12 @@ class Pass(_Handing):
                 raise
             continuous.retry_failed()
             return self._measured(choice)
+        except ThreadsDraw as error:
+            choice.forbid_threads(str(error))
+            continuous.retry_failed()
+            return self._measured(choice)
+        if isinstance(continuous.engine, InlineEngine) and continuous.engine.draws:
+            choice.forbid_threads("fetching a sample draws random numbers")
         ended, changes = time.perf_counter(), choice.changes
         choice.served(ended - began, began - self._left_at, time.thread_time() - cpu, continuous.engine.capacity)
         if choice.changes != changes:
@@ -342,13 +370,9 @@ class Pass(_Handing):
         witness.before()
         batch = continuous.fetch()
         witness.after()
-        engine = continuous.engine
-        finding = witness.finding
-        if isinstance(engine, InlineEngine) and engine.draws:
-            finding = "fetching a sample draws random numbers"
-        if finding:
-            choice.forbid_threads(finding)
-        if finding or witness.fetches >= _WATCHED:
+        if witness.finding:
+            choice.forbid_threads(witness.finding)
+        if witness.finding or witness.fetches >= _WATCHED:
             way.witness = None
         return batch
 

@@ -65,21 +65,25 @@ def callable_code(thing: Any) -> bool:
 class Witness:
     """Collects, over some fetches of the plain loop, why fetching may not move.
 
+    Args:
+        dataset: what is fetched from.
+        draws: look at the global random states too.
+
     Example:
         >>> witness = Witness(dataset)
         >>> witness.before(); batch = fetch(); witness.after()
         >>> witness.finding          # '' while fetching depends on the indices alone
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, *, draws: bool = True) -> None:
+        self.dataset, self._draws = dataset, draws
         self.finding = ""
         self.fetches = 0
         self._seen: tuple[Any, Hashable] | None = None
 
     def before(self) -> None:
         """Note the states before a fetch."""
-        self._seen = (random_state(), object_state(self.dataset))
+        self._seen = (self._random_state(), object_state(self.dataset))
 
     def after(self) -> None:
         """Compare the states after the fetch with those before; keeps the first finding."""
@@ -89,7 +93,10 @@ class Witness:
         self.fetches += 1
         if self.finding:
             return
-        if random_state() != drawn:
+        if self._random_state() != drawn:
             self.finding = "fetching a sample draws random numbers"
         elif object_state(self.dataset) != own:
             self.finding = "fetching a sample changes the dataset"
+
+    def _random_state(self) -> Any:
+        return random_state() if self._draws else None
