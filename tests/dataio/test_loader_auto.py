@@ -1,0 +1,68 @@
+"""Mode auto on a real loop: what it tries is bounded as told, and it chooses anew when the loop becomes another."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from accel.dataio import choice as module
+from accel.dataio.loader import ContinuousLoader
+from tests.dataio.numbers import Numbers, indices, seeded
+
+
+class Slow(Numbers):
+    """Sample i takes `seconds`."""
+
+    seconds = 0.0
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(self.seconds)
+        return super().__getitem__(index)
+
+
+def epoch(loader: Any) -> list[int]:
+    seen = []
+    for batch in loader:
+        seen += indices(batch)
+        time.sleep(0.002)
+    return seen
+
+
+def test_workers_is_the_most_that_is_tried() -> None:
+    data = Slow()
+    data.seconds = 0.002
+    with ContinuousLoader(DataLoader(data, 4), workers=2) as loader:
+        for _ in range(3):
+            epoch(loader)
+        told = loader.explain()
+
+    assert "threads(1)" in told
+    assert "threads(2)" in told
+    assert all(f"({count})" not in told for count in range(3, 17))
+
+
+def test_a_dataset_that_becomes_slow_is_given_another_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So short are the windows here that a few epochs suffice."""
+    monkeypatch.setattr(module, "_WINDOW_S", 0.05)
+    monkeypatch.setattr(module, "_WINDOW", 13)
+    monkeypatch.setattr(module, "_REST", 0.0)
+    monkeypatch.setattr(module, "_NEGLIGIBLE", 0.5)  # so that a busy machine is no slow dataset
+    data = Slow()
+    plain = DataLoader(Numbers(), 4, shuffle=True, generator=seeded())
+    with ContinuousLoader(DataLoader(data, 4, shuffle=True, generator=seeded()), workers=2) as loader:
+        for _ in range(3):
+            assert epoch(loader) == torch.cat(list(plain))[:, 0].int().tolist()
+        assert loader.setting == "inline"
+        data.seconds = 0.003
+        for _ in range(30):
+            assert epoch(loader) == torch.cat(list(plain))[:, 0].int().tolist()
+            choice = loader._way.choice
+            assert choice is not None
+            if choice.decided and choice.changes > 1:
+                break
+        assert loader.setting != "inline", loader.explain()
