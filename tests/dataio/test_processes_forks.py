@@ -52,7 +52,9 @@ def test_a_lock_that_was_held_at_the_fork() -> None:
         made = run(engine)
         assert_made(made)
         assert engine.start_method == "forkserver"
-        assert "forked while 2 threads ran" in engine.deaths[0]
+        threads = threading.active_count()  # those that earlier tests left included
+        assert threads >= 2
+        assert f"forked while {threads} threads ran" in engine.deaths[0]
 
 
 @pytest.mark.usefixtures("held_lock")
