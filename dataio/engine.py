@@ -242,9 +242,11 @@ class ThreadEngine:
         self._timeout_s = loader.timeout or None
         self._pool: ThreadPoolExecutor | None = None
         self._futures: deque[tuple[Job, Future[Any]]] = deque()
-        # Until a batch was seen not to draw, jobs are held back and handed out one at a time.
+        # Until a batch was seen not to draw, jobs are held back. It is made once all before it are there, while the
+        # loop waits for it: what others draw meanwhile would be taken for its own, and be undone.
         self._quiet = False
         self._held: deque[Job] = deque()
+        self._looking: Future[Any] | None = None
         self._owner = os.getpid()
 
     def start(self) -> None:
@@ -267,14 +269,16 @@ class ThreadEngine:
         assert self._pool is not None
         while self._held:
             job = self._held.popleft()
-            self._futures.append((job, self._pool.submit(self._make, job)))
+            future = self._pool.submit(self._make, job, not self._quiet)
+            self._futures.append((job, future))
             if not self._quiet:
+                self._looking = future
                 return
 
     def collect(self) -> Any:
         """Return the batch of the oldest job; raises what fetching it raised."""
         self.start()
-        if self._quiet or not self._futures:
+        if not self._futures:
             self._hand_out()
         with _Oldest(self._futures) as (job, future):
             wait([future], self._timeout_s)
@@ -284,16 +288,17 @@ class ThreadEngine:
                     f"(timeout={self._timeout_s:g})"
                 )
             batch = future.result()
-        self._quiet = True
-        self._hand_out()
+        if future is self._looking:
+            self._quiet, self._looking = True, None
+            self._hand_out()
         return batch
 
-    def _make(self, job: Job) -> Any:
+    def _make(self, job: Job, look: bool) -> Any:
         """Make a batch, in a thread."""
         thread = f"thread {threading.current_thread().name.rpartition('_')[2]}"
         fetch = self._fetch if job.dataset is None else self._fetch.of(job.dataset)
         try:
-            return fetch(job.indices) if self._quiet else _looked_at(fetch, job)
+            return _looked_at(fetch, job) if look else fetch(job.indices)
         except Exception as error:
             _tell(error, thread, job)
             raise
@@ -310,7 +315,7 @@ class ThreadEngine:
 
     def update(self, leaves: dict[Path, Any]) -> None:
         """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
-        self._quiet = False
+        self._quiet, self._looking = False, None
 
     def restart(self) -> None:
         """Forget all jobs, and look again."""
