@@ -4,8 +4,9 @@
 
 Points of five levels at 928 x 1600: 30,929. Two things are timed: picking a row of each point's [G, C] table, and the
 assignment of a batch of 8 images. `range` is the published index, x[range(P), index]; `arange` the same with a tensor,
-all else image by image as published. Each baseline is timed against ours in turns, A B B A, so that a machine that
-slows down slows both: a round gives one ratio, and the median of them is shown with the middle half.
+all else image by image as published; `torch.compile` is the latter, compiled before it is timed. Each baseline is timed
+against ours in turns, A B B A, so that a machine that slows down slows both: a round gives one ratio, and the median of
+them is shown with the middle half.
 """
 
 from __future__ import annotations
@@ -72,15 +73,13 @@ def calls(points: FcosPoints, boxes: int) -> dict[str, tuple[Call, dict[str, Cal
     def published(assign: Callable[..., Any], how: Index) -> Call:
         return lambda: assign(points, gts, CONFIG, how)
 
+    def baselines(assign: Callable[..., Any]) -> dict[str, Call]:
+        found: dict[str, Call] = {how: published(assign, how) for how in ("range", "arange")}
+        return {**found, "torch.compile": torch.compile(published(assign, "arange"), dynamic=False)}
+
     return {
-        "FCOS3D": (
-            lambda: fcos3d_targets(points, gts, CONFIG),
-            {"range": published(fcos3d_batch, "range"), "arange": published(fcos3d_batch, "arange")},
-        ),
-        "FCOS": (
-            lambda: fcos_targets(points, gts, CONFIG),
-            {"range": published(fcos_batch, "range"), "arange": published(fcos_batch, "arange")},
-        ),
+        "FCOS3D": (lambda: fcos3d_targets(points, gts, CONFIG), baselines(fcos3d_batch)),
+        "FCOS": (lambda: fcos_targets(points, gts, CONFIG), baselines(fcos_batch)),
         "FCOS3D, any points": (
             lambda: fcos3d_targets(listed, gts, CONFIG),
             {"arange": published(fcos3d_batch, "arange")},
