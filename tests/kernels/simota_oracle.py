@@ -1,8 +1,9 @@
 """SimOTA as published, one image and one ground truth at a time: what the batched assignment is compared with.
 
-Written from the papers and the published descriptions of YOLOX (https://arxiv.org/abs/2107.08430) and YOLOv7
-(https://arxiv.org/abs/2207.02696). It builds the [G, A, C] class cost, adds 1e6 to pairs outside the region and loops
-over the ground truths for their cheapest anchors, as those do.
+Written from the papers and the published descriptions of YOLOX (https://arxiv.org/abs/2107.08430), YOLOv7
+(https://arxiv.org/abs/2207.02696) and MMDetection (https://arxiv.org/abs/1906.07155), which has the candidates of the
+first YOLOX, adds 1e-7 in the logarithm, and takes unions as 1e-6 at least. It builds the [G, A, C] class cost, adds 1e6
+to pairs outside the region and loops over the ground truths for their cheapest anchors, as those do.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def assign(image: Image, variant: str = "yolox", ties: str = "lowest") -> Found:
 
     Args:
         image: what to assign, in the precision to compute in.
-        variant: "yolox", "yolox-2021" or "yolov7".
+        variant: "yolox", "yolox-2021", "yolov7" or "mmdet".
         ties: "torch": torch.topk on the costs plus 1e6, as published. "lowest": by (outside, cost, index).
     """
     anchors, gts = len(image.boxes), len(image.gt_boxes)
@@ -70,8 +71,9 @@ def assign(image: Image, variant: str = "yolox", ties: str = "lowest") -> Found:
     mask, inside = geometry(image, variant)
     if not mask.any():
         return nothing
-    ious = pairwise_iou(image.gt_boxes, image.boxes[mask])
-    cost = class_cost(image.cls[mask], image.obj[mask], image.gt_classes, variant) - 3.0 * torch.log(ious + 1e-8)
+    log_eps, least_union = (1e-7, 1e-6) if variant == "mmdet" else (1e-8, 0.0)
+    ious = pairwise_iou(image.gt_boxes, image.boxes[mask], least_union)
+    cost = class_cost(image.cls[mask], image.obj[mask], image.gt_classes, variant) - 3.0 * torch.log(ious + log_eps)
     matching, margin = (_matched_torch if ties == "torch" else _matched_lowest)(cost, ious, inside)
     fg = matching.sum(0) > 0
     mask[mask.clone()] = fg
@@ -87,7 +89,7 @@ def geometry(image: Image, variant: str) -> tuple[Tensor, Tensor]:
         assert image.candidates is not None
         mask = image.candidates.clone()
         return mask, torch.ones(len(image.gt_boxes), int(mask.sum()), dtype=torch.bool, device=mask.device)
-    reach = {"yolox": 1.5, "yolox-2021": 2.5}[variant] * image.strides
+    reach = {"yolox": 1.5, "yolox-2021": 2.5, "mmdet": 2.5}[variant] * image.strides
     near = _between(image, image.gt_boxes[:, None, :2] - reach[:, None], image.gt_boxes[:, None, :2] + reach[:, None])
     if variant == "yolox":
         mask, inside = near.any(0), near
@@ -104,12 +106,12 @@ def _between(image: Image, low: Tensor, high: Tensor) -> Tensor:
     return deltas.min(-1).values > 0
 
 
-def pairwise_iou(one: Tensor, other: Tensor) -> Tensor:
+def pairwise_iou(one: Tensor, other: Tensor, least_union: float) -> Tensor:
     """Return the IoU [G, N] of boxes by middle and size."""
     low = torch.max(one[:, None, :2] - one[:, None, 2:] / 2, other[:, :2] - other[:, 2:] / 2)
     high = torch.min(one[:, None, :2] + one[:, None, 2:] / 2, other[:, :2] + other[:, 2:] / 2)
     both = (high - low).prod(-1) * (low < high).all(-1)
-    return both / (one[:, 2:].prod(-1)[:, None] + other[:, 2:].prod(-1) - both)
+    return both / (one[:, 2:].prod(-1)[:, None] + other[:, 2:].prod(-1) - both).clamp(min=least_union)
 
 
 def class_cost(cls: Tensor, obj: Tensor, gt_classes: Tensor, variant: str) -> Tensor:
