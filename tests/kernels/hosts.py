@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 _library: Any = None
 
@@ -42,27 +43,78 @@ class OfficialWindowAttention(nn.Module):
         self.scale = (dim // num_heads) ** -0.5
         tall, wide = window_size
         self.relative_position_bias_table = nn.Parameter(torch.randn((2 * tall - 1) * (2 * wide - 1), num_heads))
-        y, x = torch.arange(tall).repeat_interleave(wide), torch.arange(wide).repeat(tall)
-        index = (y[:, None] - y + tall - 1) * (2 * wide - 1) + x[:, None] - x + wide - 1
-        self.register_buffer("relative_position_index", index)
+        self.register_buffer("relative_position_index", self._index(tall, wide))
         self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.attn_drop, self.proj_drop, self.softmax = nn.Dropout(attn_drop), nn.Dropout(0.0), nn.Softmax(dim=-1)
 
+    @staticmethod
+    def _index(tall: int, wide: int) -> Tensor:
+        y, x = torch.arange(tall).repeat_interleave(wide), torch.arange(wide).repeat(tall)
+        return (y[:, None] - y + tall - 1) * (2 * wide - 1) + x[:, None] - x + wide - 1
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        windows, tokens, channels = x.shape
-        qkv = self.qkv(x).reshape(windows, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv[0] * self.scale, qkv[1], qkv[2]
-        attention = q @ k.transpose(-2, -1)
-        attention = attention + self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)
-        if mask is not None:
-            attention = attention.view(-1, mask.shape[0], self.num_heads, tokens, tokens) + mask[None, :, None]
-            attention = attention.view(-1, self.num_heads, tokens, tokens)
-        out = self.attn_drop(self.softmax(attention)) @ v
-        out = out.transpose(1, 2).reshape(windows, tokens, channels)
-        return self.proj_drop(self.proj(out))  # type: ignore[no-any-return]
+        q, k, v = _heads(self.qkv(x), self.num_heads)
+        bias = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)
+        return _attended(self, q * self.scale @ k.transpose(-2, -1) + bias, v, mask)
 
 
-OfficialWindowAttention.__name__ = "WindowAttention"
+class OfficialWindowAttentionV2(nn.Module):
+    """The same of its Swin V2: cosines, a scale for each head, and a table that a small network makes."""
+
+    def __init__(self, dim: int, window_size: tuple[int, int], num_heads: int, attn_drop: float = 0.0) -> None:
+        super().__init__()
+        self.dim, self.window_size, self.num_heads = dim, window_size, num_heads
+        self.logit_scale = nn.Parameter(torch.log(10 * torch.ones(num_heads, 1, 1)))
+        self.cpb_mlp = nn.Sequential(nn.Linear(2, 512), nn.ReLU(inplace=True), nn.Linear(512, num_heads, bias=False))
+        tall, wide = window_size
+        offsets = torch.meshgrid(torch.arange(1.0 - tall, tall), torch.arange(1.0 - wide, wide), indexing="ij")
+        table = 8 * torch.stack(offsets, -1)[None] / torch.tensor([tall - 1, wide - 1])
+        table = table.sign() * torch.log2(table.abs() + 1) / math.log2(8)
+        self.register_buffer("relative_coords_table", table)
+        self.register_buffer("relative_position_index", OfficialWindowAttention._index(tall, wide))
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim)
+        self.q_bias, self.v_bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.zeros(dim))
+        self.attn_drop, self.proj_drop, self.softmax = nn.Dropout(attn_drop), nn.Dropout(0.0), nn.Softmax(dim=-1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        bias = torch.cat((self.q_bias, torch.zeros_like(self.v_bias), self.v_bias))
+        q, k, v = _heads(F.linear(x, self.qkv.weight, bias), self.num_heads)
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+        scores = scores * self.logit_scale.clamp(max=math.log(1 / 0.01)).exp()
+        table = self.cpb_mlp(self.relative_coords_table).view(-1, self.num_heads)
+        scores = scores + 16 * table[self.relative_position_index].permute(2, 0, 1).sigmoid()
+        return _attended(self, scores, v, mask)
+
+
+class WindowMSA(OfficialWindowAttention):
+    """MMDetection's: other names, and another way to the same index."""
+
+    def __init__(self, embed_dims: int, window_size: tuple[int, int], num_heads: int) -> None:
+        super().__init__(embed_dims, window_size, num_heads)
+        del self.dim
+        self.embed_dims = embed_dims
+
+    @staticmethod
+    def _index(tall: int, wide: int) -> Tensor:
+        steps = (torch.arange(tall)[:, None] * (2 * wide - 1) + torch.arange(wide)).reshape(1, -1)
+        return (steps + steps.T).flip(1).contiguous()
+
+
+OfficialWindowAttention.__name__ = OfficialWindowAttentionV2.__name__ = "WindowAttention"
+MODULES = {"official v1": OfficialWindowAttention, "official v2": OfficialWindowAttentionV2, "mmdetection": WindowMSA}
+"""Attention on windows that were cut out, of libraries that can't be installed here."""
+
+
+def _heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    return q, k, v
+
+
+def _attended(module: Any, scores: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is not None:
+        scores = (scores.unflatten(0, (-1, len(mask))) + mask[:, None]).flatten(0, 1)
+    out = module.attn_drop(module.softmax(scores)) @ v
+    return module.proj_drop(module.proj(out.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
 
 
 def _timm(version: int, size: int, window: int) -> nn.Module:

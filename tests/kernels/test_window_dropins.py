@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from accel.kernels.window_dropins import fuse_window_attention
 from accel.kernels.window_hosts import DropIn
-from tests.kernels.hosts import MODELS, OfficialWindowAttention, need, randomised
+from accel.kernels.window_regions import shift_regions
+from tests.kernels.hosts import MODELS, MODULES, OfficialWindowAttention, need, randomised
 
 SIZES = {
     "maps cut without a rest": (64, 4),  # stages of 16 and 8 tokens
@@ -21,9 +22,9 @@ SIZES = {
 }
 
 
-def run(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
+def run(model: nn.Module, *inputs: Tensor | None) -> dict[str, Tensor]:
     model.zero_grad()
-    out = model(images)
+    out = model(*inputs)
     out.square().sum().backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"output": out.detach(), **grads}
@@ -116,15 +117,39 @@ def shift_mask() -> Tensor:
     return torch.where(regions[:, None] == regions[:, :, None], 0.0, -100.0)
 
 
-@pytest.mark.parametrize("mask", [None, shift_mask()], ids=["no mask", "mask"])
-def test_official_windows(mask: Tensor | None) -> None:
-    module = official().double()
-    x = torch.randn(6, 16, 32, dtype=torch.float64)
-    mask = None if mask is None else mask.double()
-    plain = module(x, mask)
+@pytest.mark.parametrize("shifted", [False, True], ids=["not shifted", "shifted"])
+@pytest.mark.parametrize("window", [(4, 4), (7, 7), (12, 12), (3, 5)])
+@pytest.mark.parametrize("name", MODULES)
+def test_attention_on_windows_computes_the_same(name: str, window: tuple[int, int], shifted: bool) -> None:
+    torch.manual_seed(0)
+    module = randomised(MODULES[name](32, window, 2)).double()
+    size, shift = (2 * window[0], 2 * window[1]), (window[0] // 2, window[1] // 2)
+    x = torch.randn(8, window[0] * window[1], 32, dtype=torch.float64)
+    mask = None
+    if shifted:
+        regions = shift_regions(size, window, shift, torch.device("cpu"))
+        mask = torch.where(regions[:, None] == regions[:, :, None], 0.0, -100.0).double()
+    plain = run(module, x, mask)
     fused = fuse_window_attention(module)
+    found = run(module, x, mask)
+
     assert fused.names == [""]
-    torch.testing.assert_close(module(x, mask), plain)
+    assert found.keys() == plain.keys() == {"output", *(name for name, _ in module.named_parameters())}
+    for tensor_name, tensor in plain.items():
+        torch.testing.assert_close(found[tensor_name], tensor, rtol=1e-9, atol=1e-9 * float(tensor.abs().max()))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_attention_on_windows_runs_on_the_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel.kernels import window_attention as op
+
+    module = MODULES[name](32, (4, 4), 2)
+    fuse_window_attention(module)
+    calls = []
+    original = op._attend
+    monkeypatch.setattr(op, "_attend", lambda *args: calls.append(1) or original(*args))
+    module(torch.randn(2, 16, 32), shift_mask())
+    assert len(calls) == 1
 
 
 def test_a_mask_of_another_kind_takes_the_modules_own_path() -> None:
