@@ -258,9 +258,9 @@ def _attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tens
     if not support.runs_triton(qkv) or qkv.dtype == torch.float64:
         with torch.autocast(kind, enabled=False) if casts else nullcontext():
             return shifted_window_attention_ref(qkv, table, head_scale, regions, spec)
-    from accel.kernels import window_attention_triton
+    from accel.kernels import window_attention_op
 
-    return window_attention_triton.attend(qkv.contiguous(), table, head_scale, regions, spec)
+    return window_attention_op.attend(qkv.contiguous(), table, head_scale, regions, spec)
 
 
 def _spec(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from accel.kernels.window_attention import (
     Spec,
@@ -80,6 +81,7 @@ LAYERS = {
     "half, head of 16": Layer(dtype=torch.float16, channels=16, size=(7, 7), heads=1),
     "half, head of 64": Layer(dtype=torch.float16, channels=64, heads=1),
     "head of no power of two": Layer(channels=24, heads=1),
+    "head of 64: several row blocks of a small window": Layer(channels=64, size=(7, 7), heads=1),
     "window 8": Layer((8, 8), (4, 4), (16, 8), heads=1),
     "window 12: several row blocks": Layer((12, 12), (6, 6), (12, 24), heads=1),
     "window 12, half": Layer((12, 12), (6, 6), (24, 12), heads=1, dtype=torch.float16),
@@ -131,14 +133,15 @@ def test_reference_is_the_formula() -> None:
             torch.testing.assert_close(out[0, y, x].view(2, 4)[head], expected)
 
 
-def test_gradcheck_of_the_reference() -> None:
-    layer = Layer((2, 2), (1, 1), (4, 4), heads=2, channels=3, cosine=True)
-    inputs = [layer.qkv.double().requires_grad_(), layer.table.double().requires_grad_()]
-    assert layer.scale is not None
-    inputs.append(layer.scale.double().requires_grad_())
+@pytest.mark.parametrize("shift", [(0, 0), (1, 1)], ids=["not shifted", "shifted"])
+@pytest.mark.parametrize("cosine", [False, True], ids=["dot", "cosine"])
+def test_gradcheck_of_the_reference(cosine: bool, shift: Window) -> None:
+    layer = Layer((2, 2), shift, (4, 2), heads=2, channels=2, cosine=cosine)
+    given = [layer.qkv, layer.table] if layer.scale is None else [layer.qkv, layer.table, layer.scale]
+    inputs = [tensor.double().requires_grad_() for tensor in given]
 
-    def call(qkv: Tensor, table: Tensor, scale: Tensor) -> Tensor:
-        return shifted_window_attention(qkv, table, heads=2, window=(2, 2), shift=(1, 1), head_scale=scale)
+    def call(qkv: Tensor, table: Tensor, scale: Tensor | None = None) -> Tensor:
+        return shifted_window_attention(qkv, table, heads=2, window=(2, 2), shift=shift, head_scale=scale)
 
     assert torch.autograd.gradcheck(call, inputs)
 
@@ -226,13 +229,28 @@ def test_torch_compile_works_through_it(interpreted: None) -> None:
         torch.testing.assert_close(found[name], tensor)
 
 
-def test_the_operators_keep_their_contract(interpreted: None) -> None:
-    from accel.kernels import window_attention_triton as kernels
+@pytest.mark.parametrize("cosine", [False, True], ids=["dot", "cosine"])
+def test_the_operators_keep_their_contract(cosine: bool, interpreted: None) -> None:
+    from accel.kernels import window_attention_op as op
 
-    layer = Layer((4, 4), (0, 0), (4, 4), heads=1, channels=16)
-    arguments = (layer.qkv, layer.table, None, None, None, 1, [4, 4], [0, 0], 0.25, -100.0, 0.0)
-    torch.library.opcheck(kernels._attend_op, arguments, test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(kernels._backward_op, (layer.dout, *arguments), test_utils=("test_schema", "test_faketensor"))
+    layer = Layer((4, 4), (0, 0), (4, 4), heads=1, channels=16, cosine=cosine)
+    inputs = [None if t is None else t.requires_grad_() for t in (layer.qkv, layer.table, layer.scale)]
+    arguments = (*inputs, None, None, 1, [4, 4], [0, 0], 0.25, -100.0, 0.0)
+    torch.library.opcheck(op._attend_op, arguments)
+    torch.library.opcheck(op._backward_op, (layer.dout, *arguments), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_flops_are_counted(interpreted: None) -> None:
+    layer = Layer((4, 4), (2, 2), (8, 4), heads=2, channels=16)
+    spec = Spec(heads=2, window=(4, 4))
+    counter = FlopCounterMode(display=False)
+    with counter:
+        layer.run()
+    passes = [cost(2, spec, 16, 4, backward=backward).flops for backward in (False, True)]
+    assert counter.get_total_flops() == sum(passes)
+    with FlopCounterMode(display=False) as plain:
+        layer.run(torch.float64)  # the reference: the products of a forward pass, and two for each backward
+    assert plain.get_total_flops() == passes[0] * 3
 
 
 # -- dropout -----------------------------------------------------------------------------------------------------------
@@ -275,22 +293,39 @@ def test_dropout_follows_the_seed(interpreted: None) -> None:
     assert not torch.equal(other, first)
 
 
-def test_dropout_gradients_by_replay(interpreted: None) -> None:
-    layer = Layer((4, 4), (0, 0), (4, 8), heads=1, channels=16)
-    torch.manual_seed(5)
-    kept = weights_of(layer, 0.4) != 0
+def kept_of(layer: Layer, dropout: float, seed: int) -> Tensor:
+    """Return which weights [W, H, N, N] a seed keeps: with equal weights, and parts of the identity as v."""
+    tokens, wide = layer.window[0] * layer.window[1], 64
+    windows = layer.qkv.shape[:-1].numel() // tokens
+    parts = []
+    for part in F.pad(torch.eye(tokens), (0, -tokens % wide)).split(wide, 1):
+        v = part[None, :, None].expand(windows, -1, layer.heads, -1)
+        qkv = torch.stack([torch.zeros_like(v), torch.zeros_like(v), v], 2).flatten(2)
+        torch.manual_seed(seed)
+        table = torch.zeros_like(layer.table)
+        out = window_attention(qkv, table, heads=layer.heads, window=layer.window, dropout=dropout)
+        parts.append(out.unflatten(2, (layer.heads, wide)) != 0)
+    return torch.cat(parts, -1)[..., :tokens].transpose(1, 2)
+
+
+DROPPED = {
+    "plain": Layer((4, 4), (0, 0), (4, 8), heads=2, channels=16),
+    "half, shifted": Layer((4, 4), (2, 2), (8, 4), heads=1, channels=16, dtype=torch.float16),
+    "cosine": Layer((4, 4), (2, 2), (8, 8), heads=1, channels=16, cosine=True),
+    "several row blocks": Layer((12, 12), (6, 6), (12, 12), heads=1, channels=16),
+    "several row blocks, half, cosine": Layer((9, 8), (4, 4), (9, 8), 1, 16, torch.float16, cosine=True),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_dropout_gradients_by_replay(name: str, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = DROPPED[name]
+    kept = kept_of(layer, 0.4, seed=5)
+    assert 0.5 < kept.double().mean() < 0.7
     torch.manual_seed(5)
     found = layer.run(dropout=0.4)
-
-    qkv = layer.qkv.double().requires_grad_()
-    table = layer.table.double().requires_grad_()
-    q, k, v = partition(qkv, (4, 4)).view(-1, IDENTITY, 3, 16).unbind(2)
-    bias = table[relative_index((4, 4), qkv.device)].squeeze(-1)
-    weights = (q @ k.transpose(1, 2) / 4 + bias).softmax(-1) * kept / 0.6
-    out = merge(weights @ v, (4, 4), (4, 8))
-    out.backward(layer.dout.double())
-    assert qkv.grad is not None and table.grad is not None
-    assert_close(found, {"out": out.detach(), "dqkv": qkv.grad, "dtable": table.grad}, layer)
+    monkeypatch.setattr(F, "dropout", lambda weights, rate: weights * kept / (1 - rate))
+    assert_close(found, layer.run(torch.float64, dropout=0.4), layer)  # fp64 takes the reference
 
 
 def test_plain_path_drops_too() -> None:
