@@ -2,9 +2,10 @@
 
     python -m benchmarks.aot [--check | --record] [--only TEXT] [--jobs N]
 
-For each variant and architecture: registers a thread, bytes of stack (spills), shared memory, and which tensor-core
-instruction was found. `--record` writes benchmarks/aot.csv; `--check` compiles again, and ends with status 1 on a
-spill, or on a difference from that file. A change of a kernel that changes its row is recorded with it.
+For each variant and architecture: registers a thread, bytes of stack (spills), shared memory, which tensor-core
+instruction was found, and a digest of what was compiled. `--check` compiles everything, and ends with status 1 on a
+spill, or on a difference from benchmarks/aot.csv. `--record` compiles what has another digest than there, and writes
+the file: a change of a kernel is committed with its rows. The tests compare all digests, and compile a sample.
 """
 
 from __future__ import annotations
@@ -26,14 +27,12 @@ import click
 
 from accel.files import write_atomic
 from accel.profiler.host import usable_cores
+from benchmarks.aot_spills import KNOWN_SPILLS, TOO_LARGE
 
 TABLE = Path(__file__).with_name("aot.csv")
 ARCHITECTURES = (80, 90, 100)
-KNOWN_SPILLS = {
-    "window_attention backward 12x12 D32 fp32 masked": 400,  # IEEE fp32 has no tensor cores: a tile lies in registers
-    "window_attention backward 12x12 D32 fp16 masked cosine": 32,  # on sm_80 only
-}
-"""Variant → bytes of stack a thread may have; all others none."""
+SHARED_MOST = {80: 166_912, 90: 232_448, 100: 232_448}
+"""Architecture → bytes of shared memory a program may have; a launch with more raises."""
 _TENSOR_CORES = ("tcgen05.mma", "wgmma.mma_async", "mma.sync")
 
 
@@ -50,6 +49,8 @@ class Row:
     shared_bytes: int
     tensor_cores: str
     """The instruction, '' if there is none."""
+    key: str
+    """Digest of the source, the parameters and the compiler's version."""
 
 
 def compiled(name: str, architecture: int) -> Row:
@@ -70,7 +71,7 @@ def compiled(name: str, architecture: int) -> Row:
     kernel = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=variant.options)
     usage = _resources(kernel.asm["cubin"])
     found = next((word for word in _TENSOR_CORES if word in kernel.asm["ptx"]), "")
-    return Row(name, architecture, usage["REG"], usage["STACK"], kernel.metadata.shared, found)
+    return Row(name, architecture, usage["REG"], usage["STACK"], kernel.metadata.shared, found, variant.key)
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
@@ -108,20 +109,41 @@ def names(only: str = "") -> list[str]:
     return [variant.name for variant in variants() if only in variant.name]
 
 
+def held(recorded: Iterable[Row]) -> dict[str, list[Row]]:
+    """Return variant → its recorded rows, where these were made of what the variant is now."""
+    from benchmarks.aot_variants import variants
+
+    known: dict[tuple[str, str], list[Row]] = {}
+    for row in recorded:
+        known.setdefault((row.variant, row.key), []).append(row)
+    found = {variant.name: known.get((variant.name, variant.key), []) for variant in variants()}
+    return {name: rows for name, rows in found.items() if tuple(row.architecture for row in rows) == ARCHITECTURES}
+
+
+def renewed(recorded: Iterable[Row], jobs: int) -> list[Row]:
+    """Return the rows of all variants, those that hold as they are and the others compiled."""
+    kept = held(recorded)
+    made = compile_all([name for name in names() if name not in kept], jobs)
+    rows = [row for rows in kept.values() for row in rows] + made
+    order = {name: index for index, name in enumerate(names())}
+    return sorted(rows, key=lambda row: (order[row.variant], row.architecture))
+
+
 def read(path: Path = TABLE) -> list[Row]:
     """Read the committed table."""
     with path.open(encoding="utf-8", newline="") as file:
-        return [_row_of(held) for held in csv.DictReader(file)]
+        return [_row_of(line) for line in csv.DictReader(file)]
 
 
-def _row_of(held: dict[str, str]) -> Row:
+def _row_of(line: dict[str, str]) -> Row:
     return Row(
-        variant=held["variant"],
-        architecture=int(held["architecture"]),
-        registers=int(held["registers"]),
-        stack_bytes=int(held["stack_bytes"]),
-        shared_bytes=int(held["shared_bytes"]),
-        tensor_cores=held["tensor_cores"],
+        variant=line["variant"],
+        architecture=int(line["architecture"]),
+        registers=int(line["registers"]),
+        stack_bytes=int(line["stack_bytes"]),
+        shared_bytes=int(line["shared_bytes"]),
+        tensor_cores=line["tensor_cores"],
+        key=line["key"],
     )
 
 
@@ -135,41 +157,46 @@ def text_of(rows: Iterable[Row]) -> str:
 
 
 def problems(found: Sequence[Row], recorded: Sequence[Row]) -> list[str]:
-    """Say what is wrong: spills, rows that differ from the recorded ones, rows on one side only."""
+    """Say what is wrong: spills, too much shared memory, rows unlike the recorded ones, rows on one side only."""
     known = {(row.variant, row.architecture): row for row in recorded}
     told = [
-        f"{_key(row)}: {row.stack_bytes} bytes of stack (spills)"
+        f"{_label(row)}: {row.stack_bytes} bytes of stack (spills)"
         for row in found
-        if row.stack_bytes > KNOWN_SPILLS.get(row.variant, 0)
+        if row.stack_bytes > KNOWN_SPILLS.get((row.variant, row.architecture), 0)
+    ]
+    told += [
+        f"{_label(row)}: {row.shared_bytes} bytes of shared memory, there are {SHARED_MOST[row.architecture]}"
+        for row in found
+        if row.shared_bytes > SHARED_MOST[row.architecture] and (row.variant, row.architecture) not in TOO_LARGE
     ]
     for row in found:
         before = known.pop((row.variant, row.architecture), None)
         if before is None:
-            told.append(f"{_key(row)}: not in {TABLE.name}; record it")
+            told.append(f"{_label(row)}: not in {TABLE.name}; record it")
         elif before != row:
             changes = [
                 f"{n} {a} → {b}"
                 for (n, a), b in zip(asdict(before).items(), asdict(row).values(), strict=True)
                 if a != b
             ]
-            told.append(f"{_key(row)}: {', '.join(changes)}; if that is meant, record it")
-    return told + [f"{_key(row)}: in {TABLE.name}, but there is no such variant" for row in known.values()]
+            told.append(f"{_label(row)}: {', '.join(changes)}; if that is meant, record it")
+    return told + [f"{_label(row)}: in {TABLE.name}, but there is no such variant" for row in known.values()]
 
 
-def _key(row: Row) -> str:
+def _label(row: Row) -> str:
     return f"{row.variant}, sm_{row.architecture}"
 
 
 @click.command()
 @click.option("--check", is_flag=True, help="End with status 1 on a spill or a difference from the committed table.")
-@click.option("--record", is_flag=True, help="Write the committed table.")
+@click.option("--record", is_flag=True, help="Compile what changed, and write the committed table.")
 @click.option("--only", default="", help="Variants whose name contains this.")
 @click.option("--jobs", default=usable_cores, type=int, help="Compilations at a time.  [default: cores]")
 def main(check: bool, record: bool, only: str, jobs: int) -> None:
     """Compile."""
     if record and only:
         raise click.UsageError("--record writes the whole table: leave --only out")
-    rows = compile_all(names(only), jobs)
+    rows = renewed(read() if TABLE.exists() else [], jobs) if record else compile_all(names(only), jobs)
     click.echo(text_of(rows), nl=False)
     if record:
         write_atomic(TABLE, text_of(rows))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
 
 from accel.kernels.window_attention import Spec
+from benchmarks.aot_key import digest
 
 _POINTEE = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -28,6 +30,11 @@ class Variant:
     """What the launcher asks of the compiler beside them: warps, stages, fusion."""
     scalars: dict[str, str] = field(default_factory=dict)
     """Argument → its type; all others are 32-bit integers."""
+
+    @property
+    def key(self) -> str:
+        """Return a digest of all that decides what it compiles to."""
+        return digest(self.kernel, self.signature(), self.constants, self.options)
 
     def signature(self) -> dict[str, str]:
         """Return the types of all arguments, in order."""
@@ -57,36 +64,40 @@ class _Layer:
     masked: bool = True
     cosine: bool = False
     dropout: float = 0.0
+    wide: bool = False
+    """Of 2**31 numbers or more: 64-bit addresses."""
+    tf32: bool = False
+    """Of fp32: products that torch.backends.cuda.matmul.allow_tf32 rounds."""
 
     @property
     def name(self) -> str:
-        extras = [
-            word for word, on in (("masked", self.masked), ("cosine", self.cosine), ("dropout", self.dropout)) if on
-        ]
+        words = ("masked", "cosine", "dropout", "wide", "tf32")
+        extras = [word for word in words if getattr(self, word)]
         return " ".join([f"{self.window}x{self.window}", f"D{self.channels}", _POINTEE[self.dtype], *extras])
 
 
-_LAYERS = (
-    _Layer(7, 32),
-    _Layer(7, 32, masked=False),
-    _Layer(7, 32, dropout=0.1),
-    _Layer(7, 16),
-    _Layer(7, 64),
-    _Layer(8, 32),
-    _Layer(8, 32, cosine=True),
-    _Layer(12, 32),
-    _Layer(12, 32, cosine=True),
-    _Layer(7, 32, torch.bfloat16),
-    _Layer(12, 32, torch.bfloat16),
-    _Layer(7, 32, torch.float32),
-    _Layer(12, 32, torch.float32),
-)
+def _layers() -> Iterator[_Layer]:
+    """Yield the published windows, head dims, dtypes and attentions; then what changes the code beside them."""
+    published = product((7, 8, 12), (16, 32, 64), (torch.float32, torch.float16, torch.bfloat16))
+    for window, channels, dtype in published:
+        for cosine in (False, True):
+            yield _Layer(window, channels, dtype, cosine=cosine)
+        if channels == 32:
+            yield _Layer(window, channels, dtype, dropout=0.1)
+    for window in (7, 8, 12):
+        yield _Layer(window, 32, masked=False)
+        yield _Layer(window, 32, torch.float32, tf32=True)
+    yield _Layer(7, 32, wide=True)
+    yield _Layer(12, 32, wide=True)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        yield _Layer(16, 32, dtype)
+    yield _Layer(7, 128)
 
 
 def _window_attention() -> Iterator[Variant]:
     from accel.kernels import window_attention_triton as kernels
 
-    for layer in _LAYERS:
+    for layer in _layers():
         spec = Spec(
             heads=3,
             window=(layer.window, layer.window),
@@ -99,9 +110,9 @@ def _window_attention() -> Iterator[Variant]:
         given = {"qkv": data, "table": "fp32", "head_scale": "fp32", "regions": "u8", "seed": "i64"}
         given = {name: kind for name, kind in given.items() if optional.get(name, True)}
         absent: dict[str, Any] = {name: None for name, there in optional.items() if not there}
-        flags = {**absent, "WIDE": False, "MASKED": layer.masked, "COSINE": layer.cosine}
-        tiles = kernels.tiles_of(spec, layer.channels, layer.dtype, backward=False)
-        fixed = {**kernels.constants(spec, layer.channels, layer.dtype, tiles), **flags}
+        flags = {**absent, "WIDE": layer.wide, "MASKED": layer.masked, "COSINE": layer.cosine}
+        tiles, fixed = _compiled_in(layer, spec, backward=False)
+        fixed = {**fixed, **flags}
         yield Variant(
             f"window_attention forward {layer.name}",
             kernels._fwd_kernel,
@@ -109,8 +120,8 @@ def _window_attention() -> Iterator[Variant]:
             fixed,
             _options(tiles),
         )
-        tiles = kernels.tiles_of(spec, layer.channels, layer.dtype, backward=True)
-        fixed = {**kernels.constants(spec, layer.channels, layer.dtype, tiles), **flags, "BLOCKS": tiles.blocks}
+        tiles, fixed = _compiled_in(layer, spec, backward=True)
+        fixed = {**fixed, **flags, "BLOCKS": tiles.blocks}
         outputs = {"dout": data, "dqkv": data, "dbias": "fp32"}
         if layer.cosine:
             outputs["dscale"] = "fp32"
@@ -119,10 +130,23 @@ def _window_attention() -> Iterator[Variant]:
         yield Variant(
             f"window_attention backward {layer.name}", kernels._bwd_kernel, {**given, **outputs}, fixed, _options(tiles)
         )
-    for window, columns in ((7, 64), (12, 256)):
+    for window, columns in ((7, 64), (8, 64), (12, 256), (16, 256)):
         fixed = {"H": 3, "WH": window, "WW": window, "NP": columns, "BP": 16}
         pointers = {"dbias": "fp32", "dtable": "fp32"}
         yield Variant(f"window_attention table {window}x{window}", kernels._table_kernel, pointers, fixed)
+
+
+def _compiled_in(layer: _Layer, spec: Spec, *, backward: bool) -> tuple[Any, dict[str, Any]]:
+    """Return the tiles and constants of a pass, under the layer's setting of tf32."""
+    from accel.kernels import window_attention_triton as kernels
+
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = layer.tf32
+    try:
+        tiles = kernels.tiles_of(spec, layer.channels, layer.dtype, cosine=layer.cosine, backward=backward)
+        return tiles, kernels.constants(spec, layer.channels, layer.dtype, tiles)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _options(tiles: Any) -> dict[str, Any]:
@@ -133,21 +157,28 @@ def _simota() -> Iterator[Variant]:
     from accel.kernels import simota_triton as kernels
 
     weights = dict.fromkeys(("cls_weight", "iou_weight", "log_eps", "union_eps"), "fp32")
-    for data in ("fp16", "bf16", "fp32"):
+    for data, scored in product(("fp16", "bf16", "fp32"), (True, False)):
+        name = data if scored else f"{data} without objectness"
         shared = {"boxes_ptr": "fp32", "cls_ptr": data, "obj_ptr": data, "absent_ptr": "fp32", "cells_ptr": "fp32"}
         shared |= {"gts_ptr": "fp32", "labels_ptr": "i64", "takers_ptr": "i32", "taker_ptr": "i32"}
-        form = {"C": 80, "HAS_OBJ": True, "REGION": 0, "BLOCK": 256}
         lists = {"list_ptr": "i32", "length_ptr": "i32"}
-        yield Variant(
-            f"simota match {data}", kernels._match_kernel, {**shared, **lists}, {**form, "TOPK": 10}, {}, weights
-        )
         results = {"fg_ptr": "i1", "matched_ptr": "i64", "iou_ptr": "fp32", "class_ptr": "i64"}
-        yield Variant(f"simota resolve {data}", kernels._resolve_kernel, {**shared, **results}, form, {}, weights)
+        for region, number in kernels._REGIONS.items():
+            form = {"C": 80, "HAS_OBJ": scored, "REGION": number, "BLOCK": 256}
+            match = {**form, "TOPK": 10}
+            yield Variant(
+                f"simota match {name} {region}", kernels._match_kernel, {**shared, **lists}, match, {}, weights
+            )
+            yield Variant(
+                f"simota resolve {name} {region}", kernels._resolve_kernel, {**shared, **results}, form, {}, weights
+            )
         absent = {"cls_ptr": data, "obj_ptr": data, "absent_ptr": "fp32", **lists}
-        constants = {"C": 80, "HAS_OBJ": True, "ROWS": 16, "BLOCK_C": 128}
-        yield Variant(f"simota absent {data}", kernels._absent_kernel, absent, constants)
+        constants = {"C": 80, "HAS_OBJ": scored, "ROWS": 16, "BLOCK_C": 128}
+        yield Variant(f"simota absent {name}", kernels._absent_kernel, absent, constants)
     near = {"cells_ptr": "fp32", "gts_ptr": "fp32", "near_ptr": "i8"}
-    yield Variant("simota near", kernels._near_kernel, near, {"REGION": 0, "BLOCK": 256})
+    for region in ("center", "box"):
+        form = {"REGION": kernels._REGIONS[region], "BLOCK": 256}
+        yield Variant(f"simota near {region}", kernels._near_kernel, near, form)
     listed = {"near_ptr": "i8", "list_ptr": "i32", "length_ptr": "i32"}
     yield Variant("simota list", kernels._list_kernel, listed, {"BLOCK": 1024})
 
@@ -158,27 +189,26 @@ def _fcos() -> Iterator[Variant]:
     from accel.kernels import fcos_targets_triton as kernels
 
     exact = {"enable_fp_fusion": False}
-    points = {
-        "xy": "fp32",
-        "regress_range": "fp32",
-        "stride": "fp32",
-        "boxes": "fp32",
-        "gt_labels": "i64",
-        "valid": "i1",
-    }
-    form = {"BACKGROUND": 10, "RADIUS": 1.5, "NORMALIZE": True, "WORK": tl.float32, "BLOCK": 256}
-    outputs = {"labels": "i64", "sides": "fp32", "centerness": "fp32"}
-    yield Variant("fcos targets", kernels._fcos_kernel, {**points, **outputs}, {**form, "CENTER": True}, exact)
-    outputs = {"labels": "i64", "targets": "fp32", "centerness": "fp32", "attributes": "i64"}
-    pointers = {**points, **outputs, "code": "fp32", "gt_attributes": "i64"}
-    form = {**form, "C": 9, "ATTR_BACKGROUND": 9, "ALPHA": 2.5}
-    yield Variant("fcos3d targets", kernels._fcos3d_kernel, pointers, form, exact)
+    for data, normalize in product(("fp32", "fp64"), (True, False)):
+        words = " fp64" * (data == "fp64") + " in pixels" * (not normalize)
+        points = {"xy": data, "regress_range": data, "stride": data, "boxes": data, "gt_labels": "i64", "valid": "i1"}
+        work = tl.float64 if data == "fp64" else tl.float32
+        form = {"BACKGROUND": 10, "RADIUS": 1.5, "NORMALIZE": normalize, "WORK": work, "BLOCK": 256}
+        pointers = {**points, "labels": "i64", "sides": data, "centerness": data}
+        for center, place in ((True, ""), (False, " whole boxes")):
+            yield Variant(
+                f"fcos targets{place}{words}", kernels._fcos_kernel, pointers, {**form, "CENTER": center}, exact
+            )
+        outputs = {"labels": "i64", "targets": data, "centerness": data, "attributes": "i64"}
+        pointers = {**points, **outputs, "code": data, "gt_attributes": "i64"}
+        form = {**form, "C": 9, "ATTR_BACKGROUND": 9, "ALPHA": 2.5}
+        yield Variant(f"fcos3d targets{words}", kernels._fcos3d_kernel, pointers, form, exact)
 
 
 def _rows() -> Iterator[Variant]:
     from accel.kernels import compact_triton, gather_rows_triton
 
-    for data in ("fp16", "bf16", "fp32"):
+    for data in ("fp16", "bf16", "fp32", "fp64"):
         pointers = {"x": data, "index": "i64", "out": data}
         block = {"ROWS": 64, "COLUMNS": 16}
         yield Variant(f"gather_rows {data}", gather_rows_triton._gather_kernel, pointers, block)

@@ -285,27 +285,28 @@ class Tiles:
     stages: int
 
 
-def tiles_of(spec: Spec, head_channels: int, dtype: torch.dtype, *, backward: bool) -> Tiles:
+def tiles_of(spec: Spec, head_channels: int, dtype: torch.dtype, *, cosine: bool, backward: bool) -> Tiles:
     """Return the tiles for a layer: one block of rows up to 64 tokens, several above.
 
-    Chosen by registers (benchmarks/aot.csv): without spills, four warps that load ahead, else eight that don't.
+    Chosen by registers (benchmarks/aot.csv): without spills, four warps that load ahead, else more that don't. What
+    spills all the same stands in benchmarks/aot_spills.py.
     """
     columns = max(16, triton.next_power_of_2(spec.tokens))
     channels = max(16, triton.next_power_of_2(head_channels))
-    rows = columns if columns <= _ONE_BLOCK else 16
+    exact = _precision(dtype) == "ieee"  # without tensor cores a product's operands lie in registers
+    rows = columns if columns <= _ONE_BLOCK and not (exact and channels > 32) else 16
     blocks = triton.cdiv(spec.tokens, rows)
     if columns > _ONE_BLOCK:
-        return Tiles(columns, rows, blocks, channels, 8, 1 if backward else 2)
-    crowded = channels > 32 or spec.tokens > 49
-    if dtype == torch.float32 or (backward and crowded):
+        return Tiles(columns, rows, blocks, channels, 8, 1 if backward or exact or channels == 16 else 2)
+    if dtype == torch.float32:
+        return Tiles(columns, rows, blocks, channels, 16 if exact and backward and blocks == 1 else 8, 1)
+    if backward and ((cosine and channels > 16) or channels > 32 or spec.tokens > 49):
         return Tiles(columns, rows, blocks, channels, 8, 1)
     return Tiles(columns, rows, blocks, channels, 4, 2)
 
 
 def constants(spec: Spec, head_channels: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, Any]:
     """Return the compile-time arguments that both passes take."""
-    # fp32_precision tells what either switch set; torch raises where allow_tf32 is read after fp32_precision was set.
-    tf32 = dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "SCALE": spec.scale,
         "MASK_VALUE": spec.mask_value,
@@ -319,8 +320,13 @@ def constants(spec: Spec, head_channels: int, dtype: torch.dtype, tiles: Tiles) 
         "SW": spec.shift[1],
         "NP": tiles.columns,
         "BM": tiles.rows,
-        "PRECISION": "tf32" if tf32 else "ieee",
+        "PRECISION": _precision(dtype),
     }
+
+
+def _precision(dtype: torch.dtype) -> str:
+    # fp32_precision tells what either switch set; torch raises where allow_tf32 is read after fp32_precision was set.
+    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _programs(windows: int, heads: int, device: torch.device) -> int:
@@ -344,7 +350,7 @@ def forward(
 ) -> Tensor:
     """Launch the forward pass on a map [B, Y, X, 3·H·D], and return [B, Y, X, H·D]."""
     sizes = _sizes(qkv, spec)
-    tiles = tiles_of(spec, sizes.channels, qkv.dtype, backward=False)
+    tiles = tiles_of(spec, sizes.channels, qkv.dtype, cosine=head_scale is not None, backward=False)
     out = qkv.new_empty((*qkv.shape[:-1], spec.heads * sizes.channels))
     with torch.cuda.device_of(qkv):
         _fwd_kernel[(_programs(sizes.windows, spec.heads, qkv.device), spec.heads, tiles.blocks)](
@@ -379,7 +385,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Launch the backward pass, and return the gradients of qkv, table and head_scale."""
     sizes = _sizes(qkv, spec)
-    tiles = tiles_of(spec, sizes.channels, qkv.dtype, backward=True)
+    tiles = tiles_of(spec, sizes.channels, qkv.dtype, cosine=head_scale is not None, backward=True)
     programs, tokens = _programs(sizes.windows, spec.heads, qkv.device), spec.tokens
     dqkv, dtable = torch.empty_like(qkv), torch.empty_like(table)
     make = torch.empty if tiles.blocks == 1 else torch.zeros

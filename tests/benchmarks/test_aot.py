@@ -5,24 +5,67 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import linecache
+import runpy
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from benchmarks import aot
 from benchmarks.aot import Row
+from benchmarks.aot_key import digest
 
-ROW = Row("op forward", 90, 128, 0, 4096, "wgmma.mma_async")
-RECORDED_WITH = "3.6"
+ROW = Row("op forward", 90, 128, 0, 4096, "wgmma.mma_async", "0123")
+RECORDED_WITH = "3.6.0"
+SAMPLE = (
+    "window_attention forward 7x7 D32 fp16 masked",  # tensor cores of all three generations
+    "window_attention backward 7x7 D32 fp16 masked",
+    "window_attention backward 12x12 D32 bf16 masked cosine",  # several row blocks
+    "simota match fp16 center",
+    "fcos3d targets",
+    "compact bf16",
+    "quantise encode 1024",  # options of the compiler
+)
 
 
-def test_every_variant_compiles_to_its_row() -> None:
+@pytest.fixture
+def same_compiler() -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton, which is not installed")
-    if not importlib.metadata.version("triton").startswith(RECORDED_WITH):
+    if importlib.metadata.version("triton") != RECORDED_WITH:
         pytest.skip(f"the table was made with triton {RECORDED_WITH}; another version allots other registers")
-    found = aot.compile_all(aot.names(), jobs=2)
 
-    assert aot.problems(found, aot.read()) == []
+
+def test_every_row_was_made_of_what_the_kernels_are_now(same_compiler: None) -> None:
+    held = aot.held(aot.read())
+    assert [name for name in aot.names() if name not in held] == [], "run python -m benchmarks.aot --record"
+
+
+def test_the_table_has_no_spill_and_no_row_of_something_else(same_compiler: None) -> None:
+    assert aot.problems(aot.read(), aot.read()) == []
+    assert [row.variant for row in aot.read()] == [name for name in aot.names() for _ in aot.ARCHITECTURES]
+
+
+def test_a_sample_compiles_to_its_rows(same_compiler: None) -> None:
+    found = aot.compile_all(SAMPLE, jobs=2)
+    assert aot.problems(found, [row for row in aot.read() if row.variant in SAMPLE]) == []
+
+
+@pytest.mark.slow
+def test_every_variant_compiles_to_its_row(same_compiler: None) -> None:
+    assert aot.problems(aot.compile_all(aot.names(), jobs=2), aot.read()) == []
+
+
+def test_what_is_excused_is_what_the_table_has() -> None:
+    """None is allowed more than it has, and none that is gone."""
+    assert {(row.variant, row.architecture): row.stack_bytes for row in aot.read() if row.stack_bytes} == (
+        aot.KNOWN_SPILLS
+    )
+    large = {(r.variant, r.architecture) for r in aot.read() if r.shared_bytes > aot.SHARED_MOST[r.architecture]}
+    assert large == aot.TOO_LARGE
 
 
 def test_half_precision_uses_tensor_cores() -> None:
@@ -40,10 +83,16 @@ def test_a_spill_is_a_problem() -> None:
     assert aot.problems([spilled], [spilled]) == ["op forward, sm_90: 8 bytes of stack (spills)"]
 
 
+def test_too_much_shared_memory_is_a_problem() -> None:
+    for architecture, told in ((80, 1), (90, 0)):
+        large = dataclasses.replace(ROW, architecture=architecture, shared_bytes=167_936)
+        assert len(aot.problems([large], [large])) == told
+
+
 def test_a_known_spill_is_none_until_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(aot.KNOWN_SPILLS, "op forward", 8)
-    for stack, told in ((8, 0), (16, 1)):
-        row = dataclasses.replace(ROW, stack_bytes=stack)
+    monkeypatch.setitem(aot.KNOWN_SPILLS, ("op forward", 90), 8)
+    for architecture, stack, told in ((90, 8, 0), (90, 16, 1), (80, 8, 1)):
+        row = dataclasses.replace(ROW, architecture=architecture, stack_bytes=stack)
         assert len(aot.problems([row], [row])) == told
 
 
@@ -63,3 +112,80 @@ def test_rows_on_one_side_only_are_problems() -> None:
 def test_the_table_survives_its_file() -> None:
     rows = aot.read()
     assert aot.text_of(rows) == aot.TABLE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "told"),
+    [
+        ({}, 0, ""),
+        ({"stack_bytes": 8}, 1, "op forward, sm_90: 8 bytes of stack (spills)"),
+        ({"registers": 140}, 1, "op forward, sm_90: registers 128 → 140; if that is meant, record it"),
+        ({"key": "4567"}, 1, "op forward, sm_90: key 0123 → 4567; if that is meant, record it"),
+    ],
+)
+def test_the_status_of_a_check(
+    changes: dict[str, Any], status: int, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    table = tmp_path / "aot.csv"
+    table.write_text(aot.text_of([ROW]), encoding="utf-8")
+    monkeypatch.setattr(aot, "read", partial(aot.read, table))
+    monkeypatch.setattr(aot, "names", lambda only: ["op forward"])
+    monkeypatch.setattr(aot, "compile_all", lambda names, jobs: [dataclasses.replace(ROW, **changes)])
+    result = CliRunner().invoke(aot.main, ["--check"])
+    assert result.exit_code == status
+    assert told in result.stderr
+
+
+def test_a_record_compiles_what_changed(same_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = aot.read()
+    changed = [
+        dataclasses.replace(row, key="old", registers=0) if row.variant == "compact bf16" else row for row in rows
+    ]
+    asked: list[str] = []
+
+    def compile_all(names: list[str], jobs: int) -> list[Row]:
+        asked.extend(names)
+        return [row for row in rows if row.variant in names]
+
+    monkeypatch.setattr(aot, "compile_all", compile_all)
+    assert aot.renewed(changed, 1) == rows
+    assert asked == ["compact bf16"]
+
+
+# -- the digest --------------------------------------------------------------------------------------------------------
+
+KERNEL = """
+def helper(x):
+    return x + 1
+
+class Kernel:
+    def __init__(self, fn):
+        self.fn = fn
+
+FACTOR = 2
+helper = Kernel(helper)
+
+def kernel(x):
+    return helper(x) * FACTOR
+"""
+
+
+def digest_of(path: Path, text: str, **parameters: int) -> str:
+    path.write_text(text, encoding="utf-8")
+    linecache.checkcache()
+    space = runpy.run_path(str(path))
+    return digest(space["Kernel"](space["kernel"]), parameters)
+
+
+def test_the_digest_follows_what_is_compiled(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    path = tmp_path / "kernels.py"
+    first = digest_of(path, KERNEL, block=16)
+    assert digest_of(path, "# Moved down.\n" + KERNEL.replace("x + 1", "x + 1  # why"), block=16) == first
+    others = [
+        digest_of(path, KERNEL, block=32),
+        digest_of(path, KERNEL.replace("x + 1", "x + 3"), block=16),
+        digest_of(path, KERNEL.replace("FACTOR = 2", "FACTOR = 3"), block=16),
+        digest_of(path, KERNEL.replace("(x) * FACTOR", "(x) / FACTOR"), block=16),
+    ]
+    assert len({first, *others}) == 5
