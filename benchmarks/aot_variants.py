@@ -13,6 +13,8 @@ import torch
 from accel.kernels.window_attention import Spec
 from benchmarks.aot_key import digest
 
+_EXACT = {"enable_fp_fusion": False}
+"""Of kernels whose results have the bits of plain torch."""
 _POINTEE = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -167,14 +169,14 @@ def _simota() -> Iterator[Variant]:
             form = {"C": 80, "HAS_OBJ": scored, "REGION": number, "BLOCK": 256}
             match = {**form, "TOPK": 10}
             yield Variant(
-                f"simota match {name} {region}", kernels._match_kernel, {**shared, **lists}, match, {}, weights
+                f"simota match {name} {region}", kernels._match_kernel, {**shared, **lists}, match, _EXACT, weights
             )
             yield Variant(
-                f"simota resolve {name} {region}", kernels._resolve_kernel, {**shared, **results}, form, {}, weights
+                f"simota resolve {name} {region}", kernels._resolve_kernel, {**shared, **results}, form, _EXACT, weights
             )
         absent = {"cls_ptr": data, "obj_ptr": data, "absent_ptr": "fp32", **lists}
         constants = {"C": 80, "HAS_OBJ": scored, "ROWS": 16, "BLOCK_C": 128}
-        yield Variant(f"simota absent {name}", kernels._absent_kernel, absent, constants)
+        yield Variant(f"simota absent {name}", kernels._absent_kernel, absent, constants, _EXACT)
     near = {"cells_ptr": "fp32", "gts_ptr": "fp32", "near_ptr": "i8"}
     for region in ("center", "box"):
         form = {"REGION": kernels._REGIONS[region], "BLOCK": 256}
@@ -188,7 +190,6 @@ def _fcos() -> Iterator[Variant]:
 
     from accel.kernels import fcos_targets_triton as kernels
 
-    exact = {"enable_fp_fusion": False}
     for data, normalize in product(("fp32", "fp64"), (True, False)):
         words = " fp64" * (data == "fp64") + " in pixels" * (not normalize)
         points = {"xy": data, "regress_range": data, "stride": data, "boxes": data, "gt_labels": "i64", "valid": "i1"}
@@ -197,12 +198,12 @@ def _fcos() -> Iterator[Variant]:
         pointers = {**points, "labels": "i64", "sides": data, "centerness": data}
         for center, place in ((True, ""), (False, " whole boxes")):
             yield Variant(
-                f"fcos targets{place}{words}", kernels._fcos_kernel, pointers, {**form, "CENTER": center}, exact
+                f"fcos targets{place}{words}", kernels._fcos_kernel, pointers, {**form, "CENTER": center}, _EXACT
             )
         outputs = {"labels": "i64", "targets": data, "centerness": data, "attributes": "i64"}
         pointers = {**points, **outputs, "code": data, "gt_attributes": "i64"}
         form = {**form, "C": 9, "ATTR_BACKGROUND": 9, "ALPHA": 2.5}
-        yield Variant(f"fcos3d targets{words}", kernels._fcos3d_kernel, pointers, form, exact)
+        yield Variant(f"fcos3d targets{words}", kernels._fcos3d_kernel, pointers, form, _EXACT)
 
 
 def _rows() -> Iterator[Variant]:
@@ -224,7 +225,7 @@ def _rows() -> Iterator[Variant]:
 
 def _codes() -> Iterator[Variant]:
     from accel.kernels import quantise_triton, sign_pack_triton
-    from accel.kernels.block_codes import EXACT, LARGEST, launches
+    from accel.kernels.block_codes import LARGEST, launches
 
     data = {"values": "fp32", "encoded": "u8"}
     for op, kernels in (("quantise", quantise_triton), ("sign_pack", sign_pack_triton)):
@@ -233,14 +234,14 @@ def _codes() -> Iterator[Variant]:
             name = f"{block}" if launch.whole else f"{block} rest"
             form = {"WHOLE": launch.whole, "ROWS": launch.rows, "BLOCK": block}
             pointers = {**data, "residual": "fp32", "lost": "fp32"}
-            yield Variant(f"{op} encode {name}", kernels._encode_kernel, pointers, form, EXACT)
+            yield Variant(f"{op} encode {name}", kernels._encode_kernel, pointers, form, _EXACT)
             pointers = {"encoded": "u8", "out": "fp32"}
-            yield Variant(f"{op} sum {name}", kernels._decode_sum_kernel, pointers, {**form, "ADD": True}, EXACT)
+            yield Variant(f"{op} sum {name}", kernels._decode_sum_kernel, pointers, {**form, "ADD": True}, _EXACT)
         form = {"WHOLE": True, "ROWS": 2, "BLOCK": 1024}
         absent: dict[str, Any] = {**form, "residual": None, "lost": None}
-        yield Variant(f"{op} encode 1024 plain", kernels._encode_kernel, data, absent, EXACT)
+        yield Variant(f"{op} encode 1024 plain", kernels._encode_kernel, data, absent, _EXACT)
         pointers = {"encoded": "u8", "out": "fp32"}
-        yield Variant(f"{op} decode 1024", kernels._decode_sum_kernel, pointers, {**form, "ADD": False}, EXACT)
+        yield Variant(f"{op} decode 1024", kernels._decode_sum_kernel, pointers, {**form, "ADD": False}, _EXACT)
 
 
 def _thresholds() -> Iterator[Variant]:
