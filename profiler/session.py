@@ -9,7 +9,6 @@ Everything happens between two steps of the script, on its own thread; only the 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 import threading
@@ -20,10 +19,9 @@ from typing import Any
 
 import torch
 
-from accel.profiler import facts, naming, roofline, roots, suspects
+from accel.profiler import facts, judging, naming, roofline, roots, suspects
 from accel.profiler.causes import CROWDS
 from accel.profiler.evidence import Evidence, TraceSummary
-from accel.profiler.findings import WORTH
 from accel.profiler.gather import Exchange
 from accel.profiler.host import usable_cores
 from accel.profiler.loop_source import batch_lines, users_frames
@@ -35,6 +33,7 @@ from accel.profiler.probes import Loaders
 from accel.profiler.recorder import Recorder, kept_steps
 from accel.profiler.report import Experiment, Finding
 from accel.profiler.sampler import Sampler
+from accel.profiler.settings import Settings
 from accel.profiler.trace import Window, WindowTaken
 from accel.profiler.whatif import ALONE, TOGETHER, Counterfactual, Snapshot, Unchanged, experiment
 
@@ -79,6 +78,8 @@ class ProfileSession:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         self._nvml = Nvml([local] if exchange.launched else None)
         self._workers, self._exposed, self._gc = Workers(), Exposed(), Span()
+        self._settings = Settings()
+        self._suspected: list[Finding] = []
         self._watched_s = 0.0
         self._course = self._run()
 
@@ -88,6 +89,7 @@ class ProfileSession:
         self.recorder.on_step = self._step
         self.recorder.on_look = self._look
         self.recorder.start()
+        self._settings.start()
         self._sampler.start()
         if torch.cuda.is_available():
             self._nvml.start()
@@ -97,6 +99,7 @@ class ProfileSession:
         self.recorder.catch_up()
         self._course.close()
         self.recorder.stop()
+        self._settings.stop()
         self._sampler.stop()
         self._exposed.stop()
 
@@ -145,6 +148,8 @@ class ProfileSession:
             self.samples += measured.samples
             self.counted_s += measured.seconds
         self._watched_s += measured.seconds
+        if not self.recorder.late:
+            self._settings.look()
         if measured.step <= 8 or not (self._sampler.batch_lines or self.recorder.late):
             self._learn_loop()
         if not self.recorder.late:
@@ -153,6 +158,7 @@ class ProfileSession:
                 self._workers.look(self.recorder.worker_pids())
 
     def _look(self) -> None:
+        self._settings.look()
         self._workers.look(self.recorder.worker_pids())
         self._exposed.look(self.recorder.roots.modules)
 
@@ -235,7 +241,8 @@ class ProfileSession:
             self.experiments[cause] = yield from experiment(switch, config=config, snapshot=self._snapshot)
 
     def _suspects(self) -> list[str]:
-        found = [finding.cause for finding in naming.diagnose(self.evidence()).findings]
+        self._suspected = naming.diagnose(self.evidence()).findings
+        found = [finding.cause for finding in self._suspected]
         try:
             return suspects.agreed([cause for cause in found if self._counterfactual(cause) is not None], self.exchange)
         except OSError as error:
@@ -267,7 +274,7 @@ class ProfileSession:
         return Evidence(
             steps=list(self.steps),
             cores=usable_cores(),
-            threads=torch.get_num_threads(),
+            threads=self._settings.threads,
             device=self._device().type,
             rank=exchange.rank,
             world_size=exchange.size,
@@ -282,7 +289,7 @@ class ProfileSession:
             gc_share=self._gc.total(recorder.gc_s) / watched,
             optimizer=facts.of_optimizers(recorder.optimizers),
             dtype=facts.dtype(parameters),
-            anomaly_mode=torch.is_anomaly_enabled(),
+            anomaly_mode=self._settings.anomaly_mode,
             ddp_wait_share=waited / step_s if waited is not None and step_s else None,
             device_ms=recorder.events.ms() if recorder.events is not None else {},
             trace=self._trace,
@@ -313,14 +320,7 @@ class ProfileSession:
     def judged(self, evidence: Evidence) -> Diagnosis:
         """Name the causes, with what the experiments found."""
         found = naming.diagnose(evidence)
-        kept = []
-        for finding in found.findings:
-            told = self._with_experiment(finding)
-            if told is not None:
-                kept.append(told)
-        found.findings = naming.ordered(kept)
-        if not found.refused or found.refused.startswith(naming.OVERLAP):
-            found.refused = naming.too_close(found.findings)
+        self.unseen += judging.judge(found, self.experiments, self._suspected, self._why_untried)
         return found
 
     def _why_untried(self, finding: Finding) -> str:
@@ -331,17 +331,3 @@ class ProfileSession:
         if self._counterfactual(finding.cause) is None:
             return "nothing switches it off in a running script; the figure is from the clocks"
         return "not tried: the run ended before, or it showed only later"
-
-    def _with_experiment(self, finding: Finding) -> Finding | None:
-        """Add an experiment's result; None if it shows that nothing is won."""
-        tried = self.experiments.get(finding.cause)
-        if tried is None:
-            return dataclasses.replace(finding, experiment=self._why_untried(finding))
-        if tried.verdict == "drop" and tried.saving.high < WORTH:
-            self.unseen.append(
-                f"{finding.cause} looked like a cause ({finding.share:.0%} of the step); the experiment says removing "
-                f"it gives {tried.saving.value:.1%}"
-            )
-            return None
-        shown = tried.verdict == "keep" and tried.saving.low > 0
-        return dataclasses.replace(finding, measured=tried.saving, confirmed=shown, experiment=tried.what)
