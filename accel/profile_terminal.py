@@ -142,7 +142,7 @@ def _experiments(page: Page, report: ProfileReport) -> None:
     _heads(page, columns)
     for row in report.experiments:
         step = f"{ms_text(row.before_ms)} → {ms_text(row.after_ms)}"
-        texts = (row.name, step, words.saving_text(row.saving), str(row.pairs), words.outcome_text(row))
+        texts = (row.name, step, words.gave_text(row), str(row.pairs), words.outcome_text(row))
         _table(page, columns, texts, ("bold", "", "", "", _OUTCOME_STYLES.get(row.verdict, "")))
         if what := words.what_text(row):
             page.say(what, "dim", indent=2)

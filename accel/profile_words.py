@@ -10,7 +10,7 @@ from accel.profiler.phases import PHASES
 from accel.profiler.report import Experiment, Finding, HostFacts, Node, ProfileReport, Saving
 from accel.terminal import count_text, finite, ms_text, seconds_text
 
-OUTCOMES = {"keep": "helps", "drop": "does not help", "refused": "too noisy to tell"}
+OUTCOMES = {"keep": "helps", "drop": "does not help", "refused": "too noisy to tell", "void": "could not be tried"}
 """Verdict of an experiment → in words."""
 
 _ADDS_UP = 0.005
@@ -114,7 +114,8 @@ def effect_text(finding: Finding) -> str:
             return f"saves {saving} of the step, confirmed by experiment{known}"
         return f"not confirmed: in the experiment it saved {saving} of the step{known}"
     if finding.predicted is not None:
-        return f"predicted, not tried: saves {saving_text(finding.predicted)} of the step"
+        tried = "too noisy to measure" if finding.experiment.startswith("tried") else "not tried"
+        return f"predicted, {tried}: saves {saving_text(finding.predicted)} of the step"
     return "what removing it saves can't be told from what was seen"
 
 
@@ -126,7 +127,7 @@ def cause_text(finding: Finding) -> str:
 
 def experiment_text(finding: Finding) -> str:
     """Say what the experiment did, or why there was none; empty if the report does not know."""
-    if not finding.experiment or finding.experiment.startswith("not tried"):
+    if not finding.experiment or finding.experiment.startswith(("not tried", "could not be tried", "tried")):
         return finding.experiment
     return f"{'experiment' if finding.measured else 'no experiment'}: {finding.experiment}"
 
@@ -134,6 +135,11 @@ def experiment_text(finding: Finding) -> str:
 def outcome_text(experiment: Experiment) -> str:
     """Say an experiment's verdict, e.g. `helps`."""
     return OUTCOMES.get(experiment.verdict, experiment.verdict)
+
+
+def gave_text(experiment: Experiment) -> str:
+    """Say what an experiment saved, `-` where it switched nothing off."""
+    return saving_text(None if experiment.verdict == "void" else experiment.saving)
 
 
 def what_text(experiment: Experiment) -> str:

@@ -11,7 +11,10 @@ from accel.profiler.findings import WORTH
 from accel.profiler.naming import Diagnosis
 from accel.profiler.report import Experiment, Finding
 
-_SAYS_NOTHING = {"void": "could not be tried: it took no hold in this loop", "refused": "tried, too noisy to tell"}
+_SAYS_NOTHING = {
+    "void": "could not be tried, in this loop the switch took no hold; meant: ",
+    "refused": "tried, too noisy to tell: ",
+}
 """Verdicts that measure nothing: the prediction from the clocks stands."""
 
 
@@ -62,6 +65,6 @@ def _forgotten(found: Diagnosis, experiments: Mapping[str, Experiment], suspecte
 
 def _with_experiment(finding: Finding, tried: Experiment) -> Finding:
     if tried.verdict in _SAYS_NOTHING:
-        return dataclasses.replace(finding, experiment=f"{_SAYS_NOTHING[tried.verdict]} ({tried.what})")
+        return dataclasses.replace(finding, experiment=_SAYS_NOTHING[tried.verdict] + tried.what)
     shown = tried.verdict == "keep" and tried.saving.low > 0
     return dataclasses.replace(finding, measured=tried.saving, confirmed=shown, experiment=tried.what)

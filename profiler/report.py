@@ -80,7 +80,7 @@ class Experiment:
     saving: Saving
     pairs: int
     verdict: str
-    """`keep` (shown to help), `drop` (shown not to) or `refused` (too noisy to tell)."""
+    """`keep` (shown to help), `drop` (shown not to), `refused` (too noisy to tell) or `void` (it took no hold)."""
     changes_learning: bool
     """True if the B steps trained on something else; the state from before them was put back."""
 

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.profiler.gather import Exchange
 from accel.profiler.host import usable_cores
 from accel.profiler.recorder import Recorder
+from accel.profiler.stale_reads import StaleReads
 from accel.profiler.whatif import (
     AllThreads,
     Counterfactual,
@@ -18,7 +19,6 @@ from accel.profiler.whatif import (
     NoCollector,
     NoExchange,
     OneUpdate,
-    StaleReads,
     can_update_at_once,
 )
 
@@ -34,7 +34,7 @@ def counterfactual(cause: str, recorder: Recorder, local_ranks: int) -> Counterf
     if cause == "sync.read":
         return StaleReads()
     if cause == "host.gc":
-        return NoCollector()
+        return NoCollector(lambda: recorder.gc_s)
     if cause == "compute.anomaly":
         return NoAnomalyMode()
     if cause == "compute.threads":

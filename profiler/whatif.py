@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import sys
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
@@ -44,6 +43,9 @@ class Counterfactual(Protocol):
     def disable(self) -> None:
         """Put it back."""
 
+    def worked(self) -> bool:
+        """Tell, after the last `disable`, whether it has removed anything; the experiment is void if it has not."""
+
 
 class FetchedAhead:
     """The batch is fetched while the step's clock stands: what a loader that is never late would give."""
@@ -54,57 +56,96 @@ class FetchedAhead:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._before = self._fetched = 0
 
     def enable(self) -> None:
         """Fetch off the clock."""
         self._recorder.ahead = True
+        self._before = self._recorder.fetched
 
     def disable(self) -> None:
         """Fetch on the clock."""
         self._recorder.ahead = False
+        self._fetched += self._recorder.fetched - self._before
+
+    def worked(self) -> bool:
+        """Tell whether batches were fetched off the clock."""
+        return self._fetched > 0
 
 
 class NoCollector:
-    """`gc.collect` does nothing and the collector is off."""
+    """`gc.collect` does nothing and the collector is off.
+
+    Args:
+        spent: returns the seconds that the collector has run for so far.
+    """
 
     name = "no garbage collection"
     what = "the garbage collector was off and gc.collect() did nothing"
     changes_learning = False
 
-    def __init__(self) -> None:
-        self._found: Callable[..., int] = gc.collect
+    def __init__(self, spent: Callable[[], float]) -> None:
+        self._spent = spent
+        self._at = spent()
+        self._ran = {True: 0.0, False: 0.0}
         self._was_on = True
+        self._patches = Patches()
 
     def enable(self) -> None:
         """Switch it off."""
+        self._count(off=False)
         self._was_on = gc.isenabled()
         gc.disable()
-        gc.collect = lambda *args, **kwargs: 0
+        self._patches.replace(gc, "collect", lambda original: lambda *args, **kwargs: 0)
 
     def disable(self) -> None:
         """Switch it on again."""
-        gc.collect = self._found
+        self._count(off=True)
+        self._patches.remove()
         if self._was_on:
             gc.enable()
 
+    def worked(self) -> bool:
+        """Tell whether it ran for less than half as long: a function that was imported by name goes on."""
+        return self._ran[True] < 0.5 * self._ran[False]
+
+    def _count(self, *, off: bool) -> None:
+        """Book the time since the last switch."""
+        now = self._spent()
+        self._ran[off] += now - self._at
+        self._at = now
+
 
 class NoAnomalyMode:
-    """Anomaly detection is off."""
+    """Anomaly detection is off; what the script sets meanwhile holds afterwards."""
 
     name = "no anomaly detection"
-    what = "torch.autograd.set_detect_anomaly was False"
+    what = "autograd's anomaly detection was off, whatever the loop asked for"
     changes_learning = False
 
     def __init__(self) -> None:
-        self._found = torch.is_anomaly_enabled()
+        self._asked = (False, True)
+        self._switched_off = 0
+        self._patches = Patches()
 
     def enable(self) -> None:
         """Switch it off."""
-        torch.autograd.set_detect_anomaly(False)
+        self._set(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        torch.set_anomaly_enabled(False)
+        self._patches.replace(torch, "set_anomaly_enabled", lambda original: self._set)
 
     def disable(self) -> None:
-        """Leave it as it was."""
-        torch.autograd.set_detect_anomaly(self._found)
+        """Set what the script asked for."""
+        self._patches.remove()
+        torch.set_anomaly_enabled(*self._asked)
+
+    def worked(self) -> bool:
+        """Tell whether it would have been on."""
+        return self._switched_off > 0
+
+    def _set(self, mode: bool, check_nan: bool = True) -> None:
+        self._asked = (mode, check_nan)
+        self._switched_off += mode
 
 
 class Unchanged:
@@ -120,6 +161,10 @@ class Unchanged:
     def disable(self) -> None:
         """Do nothing."""
 
+    def worked(self) -> bool:
+        """Return True: what is measured is what the other ranks do."""
+        return True
+
 
 class AllThreads:
     """Computation uses all usable cores."""
@@ -131,6 +176,7 @@ class AllThreads:
         self.what = f"torch.set_num_threads({cores})"
         self._cores = cores
         self._found = torch.get_num_threads()
+        self._held = 0
 
     def enable(self) -> None:
         """Use all."""
@@ -138,7 +184,12 @@ class AllThreads:
 
     def disable(self) -> None:
         """Use as many as before."""
+        self._held += torch.get_num_threads() == self._cores != self._found
         torch.set_num_threads(self._found)
+
+    def worked(self) -> bool:
+        """Tell whether the loop left the threads as they were set."""
+        return self._held > 0
 
 
 class OneUpdate:
@@ -151,6 +202,7 @@ class OneUpdate:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = [optimizer for optimizer in optimizers if can_update_at_once(optimizer)]
         self._paths = Paths()
+        self._switched = 0
 
     def enable(self) -> None:
         """Take the other path."""
@@ -159,49 +211,17 @@ class OneUpdate:
 
     def disable(self) -> None:
         """Take the loop's own path."""
+        self._switched += sum(update_path.updates_at_once(optimizer) for optimizer in self._optimizers)
         self._paths.restore()
+
+    def worked(self) -> bool:
+        """Tell whether an optimizer took the other path."""
+        return self._switched > 0
 
 
 def can_update_at_once(optimizer: Optimizer) -> bool:
     """Tell whether an optimizer has another path, and is not on it."""
     return not update_path.refusal(optimizer) and not update_path.updates_at_once(optimizer)
-
-
-class StaleReads:
-    """`Tensor.item` on the device returns what the same line read the last time, without waiting for the device.
-
-    Args:
-        waits: tells whether reading a tensor waits; default: it lies on a CUDA device.
-    """
-
-    name = "no waiting for values"
-    what = "Tensor.item() returned the value that the same line had read before, without waiting for the device"
-    changes_learning = True
-
-    def __init__(self, waits: Callable[[Tensor], bool] = lambda tensor: tensor.is_cuda) -> None:
-        self._waits = waits
-        self._known: dict[tuple[Any, int], Any] = {}
-        self._patches = Patches()
-
-    def enable(self) -> None:
-        """Read nothing that is known."""
-        self._patches.replace(Tensor, "item", self._reading)
-
-    def disable(self) -> None:
-        """Read everything."""
-        self._patches.remove()
-
-    def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def item(tensor: Tensor) -> Any:
-            if not self._waits(tensor):
-                return original(tensor)
-            frame = sys._getframe(1)
-            line = (frame.f_code, frame.f_lineno)
-            if line not in self._known:
-                self._known[line] = original(tensor)
-            return self._known[line]
-
-        return item
 
 
 class NoExchange:
@@ -213,6 +233,7 @@ class NoExchange:
 
     def __init__(self, models: Sequence[DistributedDataParallel]) -> None:
         self._models = list(models)
+        self._held = 0
 
     def enable(self) -> None:
         """Exchange nothing."""
@@ -222,7 +243,12 @@ class NoExchange:
     def disable(self) -> None:
         """Exchange."""
         for model in self._models:
+            self._held += not model.require_backward_grad_sync
             model.require_backward_grad_sync = True
+
+    def worked(self) -> bool:
+        """Tell whether the loop left the exchange off: one that sets it itself has gone on."""
+        return self._held > 0
 
 
 class Snapshot:
@@ -280,10 +306,10 @@ def experiment(
             counterfactual.disable()
         if before is not None:
             before.restore()
-    return _told(counterfactual, trial.outcome())
+    return _told(counterfactual, trial.outcome(), void=not counterfactual.worked())
 
 
-def _told(counterfactual: Counterfactual, outcome: Outcome) -> Experiment:
+def _told(counterfactual: Counterfactual, outcome: Outcome, *, void: bool) -> Experiment:
     return Experiment(
         name=counterfactual.name,
         what=counterfactual.what,
@@ -291,6 +317,6 @@ def _told(counterfactual: Counterfactual, outcome: Outcome) -> Experiment:
         after_ms=outcome.after_ms,
         saving=Saving(value=1 - 1 / outcome.gain, low=1 - 1 / outcome.low, high=1 - 1 / outcome.high),
         pairs=outcome.pairs,
-        verdict=outcome.verdict,
+        verdict="void" if void else outcome.verdict,
         changes_learning=counterfactual.changes_learning,
     )

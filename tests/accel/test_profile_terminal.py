@@ -113,6 +113,27 @@ def test_only_a_shown_saving_is_called_confirmed(
     assert words.effect_text(finding) == text
 
 
+@pytest.mark.parametrize(
+    ("experiment", "effect"),
+    [
+        ("tried, too noisy to tell: it was off", "predicted, too noisy to measure: saves 8 % [5, 10] of the step"),
+        ("could not be tried, it took no hold", "predicted, not tried: saves 8 % [5, 10] of the step"),
+    ],
+)
+def test_an_experiment_that_measured_nothing_is_no_measurement(experiment: str, effect: str) -> None:
+    predicted = Saving(value=0.08, low=0.05, high=0.1)
+    finding = replace(profile_reports.findings()[0], measured=None, predicted=predicted, experiment=experiment)
+
+    assert words.effect_text(finding) == effect
+    assert words.experiment_text(finding) == experiment
+
+
+def test_an_experiment_that_switched_nothing_off_shows_no_saving() -> None:
+    void = replace(profile_reports.full().experiments[0], verdict="void")
+
+    assert (words.gave_text(void), words.outcome_text(void)) == ("-", "could not be tried")
+
+
 def test_refused_verdict_says_why_and_what_was_seen_instead() -> None:
     assert " ".join(" ".join(_lines(profile_reports.refused())[:3]).split()) == (
         "accel profile: no verdict: only 6 steps were seen, at least 20 are needed; the largest part of the step is "

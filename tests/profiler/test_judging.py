@@ -60,7 +60,11 @@ def test_what_gives_nothing_is_taken_off_and_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "text"), [("void", "could not be tried: it took no hold"), ("refused", "too noisy to tell")]
+    ("verdict", "text"),
+    [
+        ("void", "could not be tried, in this loop the switch took no hold; meant: it was off"),
+        ("refused", "tried, too noisy to tell: it was off"),
+    ],
 )
 def test_an_experiment_that_measured_nothing_leaves_the_prediction(verdict: str, text: str) -> None:
     """A true finding must not be told as 'saves -5 %' because its experiment switched nothing off."""

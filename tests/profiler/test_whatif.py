@@ -5,22 +5,25 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Generator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from accel.profiler.phases import Measurement
+from accel.profiler.recorder import Recorder
 from accel.profiler.report import Experiment
 from accel.profiler.whatif import (
     ALONE,
     TOGETHER,
     AllThreads,
+    FetchedAhead,
     NoAnomalyMode,
     NoCollector,
+    NoExchange,
     OneUpdate,
     Snapshot,
-    StaleReads,
     can_update_at_once,
     experiment,
 )
@@ -34,6 +37,7 @@ class Switch:
     def __init__(self) -> None:
         self.on = False
         self.switched = 0
+        self.works = True
 
     def enable(self) -> None:
         assert not self.on
@@ -42,6 +46,9 @@ class Switch:
     def disable(self) -> None:
         assert self.on
         self.on = False
+
+    def worked(self) -> bool:
+        return self.works
 
 
 def drive(
@@ -79,6 +86,15 @@ def test_an_experiment_measures_what_the_switch_gives(config: object, factor: fl
     assert saved.restored == 1
 
 
+def test_an_experiment_whose_switch_took_no_hold_is_void() -> None:
+    switch, dice = Switch(), random.Random(0)
+    switch.works = False
+
+    found = drive(experiment(switch, config=ALONE, snapshot=Saved), lambda: 0.01 * (1 + dice.gauss(0, 0.02)))
+
+    assert found.verdict == "void"
+
+
 def test_several_ranks_always_take_the_same_number_of_steps() -> None:
     taken = []
     for factor in (0.2, 0.999, 1.0, 3.0):
@@ -110,7 +126,7 @@ def test_an_experiment_that_is_cut_short_puts_everything_back() -> None:
 
 def test_the_collector_comes_back() -> None:
     collect = gc.collect
-    switch = NoCollector()
+    switch = NoCollector(lambda: 0.0)
     switch.enable()
     assert not gc.isenabled()
     assert gc.collect() == 0
@@ -120,13 +136,74 @@ def test_the_collector_comes_back() -> None:
     assert gc.collect is collect
 
 
+@pytest.mark.parametrize(("by_name", "worked"), [(False, True), (True, False)])
+def test_a_collector_that_was_imported_by_name_goes_on(by_name: bool, worked: bool) -> None:
+    spent = [0.0]
+
+    def collect() -> int:
+        spent[0] += 0.1
+        return 0
+
+    found, gc.collect = gc.collect, collect
+    try:
+        switch = NoCollector(lambda: spent[0])
+        for turn in range(8):
+            (collect if by_name else gc.collect)()
+            switch.disable() if turn % 2 else switch.enable()
+    finally:
+        gc.collect = found
+
+    assert switch.worked() is worked
+
+
+def test_a_collector_that_never_ran_was_not_switched_off() -> None:
+    switch = NoCollector(lambda: 1.0)
+    switch.enable()
+    switch.disable()
+
+    assert not switch.worked()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_anomaly_mode_comes_back() -> None:
-    with torch.autograd.set_detect_anomaly(True):
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
         switch = NoAnomalyMode()
         switch.enable()
         assert not torch.is_anomaly_enabled()
         switch.disable()
         assert torch.is_anomaly_enabled()
+        assert not torch.is_anomaly_check_nan_enabled()
+    assert switch.worked()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_mode_of_a_context_within_the_step_is_off_too() -> None:
+    switch = NoAnomalyMode()
+    switch.enable()
+    with torch.autograd.detect_anomaly():
+        assert not torch.is_anomaly_enabled()
+    switch.disable()
+
+    assert not torch.is_anomaly_enabled()
+    assert switch.worked()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_mode_does_not_outlive_its_context() -> None:
+    switch = NoAnomalyMode()
+    with torch.autograd.detect_anomaly():
+        switch.enable()
+    switch.disable()
+
+    assert not torch.is_anomaly_enabled()
+
+
+def test_anomaly_mode_that_is_off_anyway_is_not_switched_off() -> None:
+    switch = NoAnomalyMode()
+    switch.enable()
+    switch.disable()
+
+    assert not switch.worked()
 
 
 def test_threads_come_back() -> None:
@@ -136,6 +213,45 @@ def test_threads_come_back() -> None:
     assert torch.get_num_threads() == before + 1
     switch.disable()
     assert torch.get_num_threads() == before
+    assert switch.worked()
+
+
+def test_threads_that_the_loop_sets_itself_are_not_switched() -> None:
+    before = torch.get_num_threads()
+    switch = AllThreads(before + 1)
+    switch.enable()
+    torch.set_num_threads(before)
+    switch.disable()
+
+    assert not switch.worked()
+
+
+def test_a_batch_fetched_ahead_is_counted() -> None:
+    recorder = Recorder()
+    switch = FetchedAhead(recorder)
+    switch.enable()
+    switch.disable()
+    recorder.fetched += 1
+    assert not switch.worked()
+    switch.enable()
+    recorder.fetched += 1
+    switch.disable()
+
+    assert switch.worked()
+
+
+@pytest.mark.parametrize("sets_it_itself", [False, True])
+def test_an_exchange_that_the_loop_switches_itself_goes_on(sets_it_itself: bool) -> None:
+    model = SimpleNamespace(require_backward_grad_sync=True)
+    switch = NoExchange([model])  # type: ignore[list-item]
+    switch.enable()
+    assert not model.require_backward_grad_sync
+    if sets_it_itself:
+        model.require_backward_grad_sync = True
+    switch.disable()
+
+    assert model.require_backward_grad_sync
+    assert switch.worked() is not sets_it_itself
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
@@ -150,6 +266,7 @@ def test_the_optimizer_takes_the_other_path_and_learns_the_same(kind: type[torch
                 switch.enable()
             if switching and step == 6:
                 switch.disable()
+                assert switch.worked()
             optimizer.zero_grad()
             model(torch.ones(2, 6)).square().sum().backward()
             optimizer.step()
@@ -188,20 +305,3 @@ def test_a_snapshot_restores_parameters_buffers_and_optimizer_state_in_place() -
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(map(torch.equal, moments, [v for s in optimizer.state.values() for v in s.values()]))
     assert [p.data_ptr() for p in model.parameters()] == addresses
-
-
-def test_a_read_that_waits_is_answered_from_memory_line_by_line() -> None:
-    switch = StaleReads(waits=lambda tensor: tensor.dim() == 0)
-    original = torch.Tensor.item
-
-    def first(value: float) -> object:
-        return torch.tensor(value).item()
-
-    switch.enable()
-    assert [first(1.0), first(2.0)] == [1.0, 1.0]
-    assert torch.tensor(3.0).item() == 3.0  # another line
-    assert torch.tensor([4.0]).item() == 4.0  # one that does not wait
-    switch.disable()
-
-    assert torch.Tensor.item is original
-    assert first(2.0) == 2.0

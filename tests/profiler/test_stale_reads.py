@@ -1,0 +1,130 @@
+"""Reads that wait are answered from memory, place by place, in the type and shape that they have."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel.profiler.stale_reads import READS, StaleReads
+
+
+def waits(tensor: Tensor) -> bool:
+    """What stands for the device here: tensors of float64."""
+    return tensor.dtype == torch.float64
+
+
+@pytest.fixture
+def switch() -> Iterator[StaleReads]:
+    found = StaleReads(waits=waits)
+    found.enable()
+    yield found
+    found.disable()
+
+
+def value(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        float,
+        int,
+        bool,
+        operator.index,
+        operator.methodcaller("item"),
+        operator.methodcaller("tolist"),
+        lambda t: t.cpu().numpy().item(),
+        "{:.0f}".format,
+    ],
+    ids=["float", "int", "bool", "index", "item", "tolist", "cpu", "format"],
+)
+def test_a_place_reads_what_it_read_before(read: Callable[[Tensor], Any]) -> None:
+    switch = StaleReads(waits=lambda tensor: tensor.dtype == torch.int16)
+    switch.enable()
+    try:
+        answers = [read(torch.tensor(n, dtype=torch.int16)) for n in (3, 0, 0)]
+    finally:
+        switch.disable()
+
+    assert answers == [answers[0]] * 3
+    assert {type(answer) for answer in answers} == {type(answers[0])}
+    assert switch.answered == 2
+
+
+def test_two_reads_on_one_line_are_two_places(switch: StaleReads) -> None:
+    def both(a: float, b: float) -> tuple[Any, ...]:
+        return value(a).item(), value(b).item(), f"{value(a):.0f} {value(b):.0f}"
+
+    assert both(1.0, 2.0) == (1.0, 2.0, "1 2")
+    assert both(3.0, 4.0) == (1.0, 2.0, "1 2")
+
+
+def test_what_does_not_wait_is_read(switch: StaleReads) -> None:
+    assert [float(torch.tensor(n)) for n in (1.0, 2.0)] == [1.0, 2.0]
+    assert not switch.worked()
+
+
+def test_another_shape_is_read_anew(switch: StaleReads) -> None:
+    lists = [torch.ones(n, dtype=torch.float64).tolist() for n in (2, 3)]
+
+    assert lists == [[1.0] * 2, [1.0] * 3]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(3, dtype=torch.float64), torch.ones((), dtype=torch.float64, requires_grad=True)],
+    ids=["many values", "with a gradient"],
+)
+def test_copies_that_may_be_more_than_a_value_are_true(switch: StaleReads, tensor: Tensor) -> None:
+    copies = [t.cpu() for t in (tensor, tensor * 2)]
+
+    assert torch.equal(copies[1], tensor * 2)
+    assert not switch.worked()
+
+
+def test_an_answer_can_be_changed_without_changing_the_next(switch: StaleReads) -> None:
+    def read(number: float) -> Tensor:
+        return value(number).cpu()
+
+    read(1.0)
+    read(2.0).add_(5.0)
+
+    assert read(3.0) == 1.0
+
+
+def test_a_loop_that_waits_for_a_value_to_change_ends(switch: StaleReads) -> None:
+    left = value(10.0)
+    rounds = 0
+    while left > 0 and rounds < 1000:
+        left -= 1
+        rounds += 1
+
+    assert rounds < 1000
+
+
+def test_a_tensor_class_of_its_own_is_left_alone() -> None:
+    class Own(Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    switch = StaleReads()
+    switch.enable()
+    try:
+        assert [t.item() for t in (torch.ones(()).as_subclass(Own), torch.zeros(()).as_subclass(Own))] == [1.0, 0.0]
+    finally:
+        switch.disable()
+
+
+def test_every_read_comes_back() -> None:
+    before = {name: (vars(Tensor).get(name), getattr(Tensor, name)) for name in READS}
+    switch = StaleReads(waits=waits)
+    switch.enable()
+    assert all(getattr(Tensor, name) is not found for name, (_, found) in before.items())
+    switch.disable()
+
+    assert {name: (vars(Tensor).get(name), getattr(Tensor, name)) for name in READS} == before
