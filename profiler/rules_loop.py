@@ -31,7 +31,8 @@ def step_code(evidence: Evidence, found: Anatomy) -> Finding | None:
         return None
     why = [f"the loop's own code between the batch and the update takes {ms_of(found, share)}"]
     why += top_lines(evidence, ["host"])
-    return finding("host.step_code", share, why, of_phases(evidence, "host"))
+    whole = of_phases(evidence, "host")
+    return finding("host.step_code", share, why, scaled(whole, share / whole.value))
 
 
 def _collected_in(evidence: Evidence, found: Anatomy, phase: str) -> float:

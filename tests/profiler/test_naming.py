@@ -224,6 +224,15 @@ def test_double_precision_is_predicted_from_the_measured_roof() -> None:
     assert finding.predicted.value == pytest.approx(0.6 * finding.share)
 
 
+def test_step_code_is_not_predicted_to_save_what_the_collector_takes() -> None:
+    found = diagnose(evidence(phases={"host": 60}, gc_share=0.5)).findings
+
+    finding = next(f for f in found if f.cause == "host.step_code")
+    assert finding.share == pytest.approx(0.36, abs=0.02)
+    assert finding.predicted is not None
+    assert finding.predicted.value == pytest.approx(finding.share)
+
+
 def test_a_saving_has_an_interval_that_holds_it() -> None:
     found = saving(steps(data=5, forward=5, noise=0.2), lambda m: m.phases["data"])
 
