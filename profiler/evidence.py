@@ -188,7 +188,9 @@ class Evidence:
     data_thread: ThreadShare | None = None
     """The training thread while it waited for data."""
     foreign_cores: float | None = None
-    """Cores kept busy by other processes than this run's."""
+    """Of the cores that this process may use, those kept busy by other processes than this run's."""
+    throttled: float | None = None
+    """Share of its periods in which the control group's quota held this run up; None without a quota."""
     lines: list[LineTime] = field(default_factory=list)
     loader: LoaderFacts = field(default_factory=LoaderFacts)
     workers: list[WorkerShare] = field(default_factory=list)

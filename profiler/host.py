@@ -12,9 +12,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from accel.profiler import cgroup
 from accel.profiler.evidence import ThreadShare
 
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
+TICK_S = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
 
 
 @dataclass(frozen=True)
@@ -74,69 +75,101 @@ class ThreadMeter:
 
 def usable_cores() -> int:
     """Return the number of cores this process may use."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _quota()
-    return max(1, min(affinity, round(quota))) if quota else affinity
+    cores, quota = len(_affinity()), cgroup.quota()
+    return max(1, min(cores, round(quota))) if quota else cores
 
 
-def _quota() -> float | None:
-    """Return the cores that the container's quota allows, or None if it has none."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        allowed, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()[:2]
-        return int(allowed) / int(period)
-    return None
+def _affinity(pid: int = 0) -> frozenset[int]:
+    """Return the cores that a process may run on; this one's by default."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(pid))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+@dataclass(frozen=True)
+class _Reading:
+    at: float
+    cores: frozenset[int]
+    """Those this process may use; the seconds are of these."""
+    busy_s: float
+    own_s: float
 
 
 class CrowdMeter:
-    """Tells how many cores are kept busy by processes outside this run.
+    """Tells how many of the cores that this process may use are kept busy by processes outside this run.
 
     This run's are this process, its descendants, and, under a launcher, the descendants of its parent: the other ranks.
+    Under a quota smaller than these cores it tells nothing: what others leave free may be all that the quota allows.
+
+    Args:
+        launched: a launcher has started this process.
+        proc: where the system shows its processes.
     """
 
-    def __init__(self, *, launched: bool = False) -> None:
+    def __init__(self, *, launched: bool = False, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
         self._top = os.getppid() if launched else os.getpid()
         self._before = self._read()
 
-    def _read(self) -> tuple[float, float, float] | None:
-        busy = _busy_seconds()
-        return None if busy is None else (time.perf_counter(), busy, _tree_seconds(self._top))
+    def _read(self) -> _Reading | None:
+        cores, quota = _affinity(), cgroup.quota()
+        busy = _busy_seconds(self._proc, cores) if quota is None or quota >= len(cores) else None
+        if busy is None:
+            return None
+        return _Reading(time.perf_counter(), cores, busy, _tree_seconds(self._proc, self._top, cores))
 
     def cores(self) -> float | None:
         """Return the cores that others kept busy since the last call, or None if that can't be told."""
         before, now = self._before, self._read()
-        if before is None or now is None or now[0] - before[0] < 0.2:
+        if before is None or now is None or now.at - before.at < 0.2:
             return None
         self._before = now
-        others = (now[1] - before[1]) - (now[2] - before[2])
-        return max(0.0, others / (now[0] - before[0]))
+        if now.cores != before.cores:
+            return None
+        others = (now.busy_s - before.busy_s) - (now.own_s - before.own_s)
+        return max(0.0, others / (now.at - before.at))
 
 
-def _busy_seconds() -> float | None:
-    """Return the machine's busy seconds over all cores since it started."""
+def _busy_seconds(proc: Path, cores: frozenset[int]) -> float | None:
+    """Return the busy seconds of some cores since the machine started."""
+    mine = {f"cpu{number}" for number in cores}
+    busy, seen = 0, 0
     try:
-        with open("/proc/stat", encoding="ascii") as file:
-            user, nice, system, _idle, _io, irq, soft, *_ = map(int, file.readline().split()[1:8])
+        for line in (proc / "stat").read_text(encoding="ascii").splitlines():
+            name, _, rest = line.partition(" ")
+            if name in mine:
+                user, nice, system, _idle, _io, irq, soft, *_ = map(int, rest.split()[:7])
+                busy += user + nice + system + irq + soft
+                seen += 1
     except (OSError, ValueError):
         return None
-    return (user + nice + system + irq + soft) * _TICK_S
+    return busy * TICK_S if seen else None
 
 
-def _tree_seconds(top: int) -> float:
-    """Return the seconds that `top` and its descendants have run, those that have ended included."""
+def _tree_seconds(proc: Path, top: int, cores: frozenset[int]) -> float:
+    """Return the seconds that `top` and its descendants, those that have ended included, have run on some cores."""
     parents: dict[int, tuple[int, float]] = {}
-    for entry in os.listdir("/proc"):
+    for entry in os.listdir(proc):
         if not entry.isdigit():
             continue
         with contextlib.suppress(OSError, ValueError, IndexError):
-            text = Path(f"/proc/{entry}/stat").read_text(encoding="utf-8", errors="replace")
+            text = (proc / entry / "stat").read_text(encoding="utf-8", errors="replace")
             fields = text[text.rindex(")") + 2 :].split()
             # utime, stime and those of children that were waited for.
-            parents[int(entry)] = (int(fields[1]), sum(map(int, fields[11:15])) * _TICK_S)
+            parents[int(entry)] = (int(fields[1]), sum(map(int, fields[11:15])) * TICK_S)
     total = 0.0
     for pid in parents:
         above = pid
         while above in parents and above != top:
             above = parents[above][0]
         if above == top:
-            total += parents[pid][1]
+            total += parents[pid][1] * _share_on(pid, cores)
     return total
+
+
+def _share_on(pid: int, cores: frozenset[int]) -> float:
+    """Return how many of the cores that a process may run on are among some."""
+    with contextlib.suppress(OSError):
+        allowed = _affinity(pid)
+        return len(allowed & cores) / len(allowed)
+    return 1.0

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.profiler.cgroup import Throttle
 from accel.profiler.evidence import WorkerShare
 from accel.profiler.host import CrowdMeter, ThreadMeter, ThreadTime
 
@@ -104,17 +105,22 @@ class Crowd:
 
     def __init__(self, *, launched: bool) -> None:
         self._meter = CrowdMeter(launched=launched)
+        self._throttle = Throttle()
         self._stretches: list[tuple[float, float]] = []
+        self._throttled: list[float] = []
         self._began = time.perf_counter()
 
     def begin(self) -> None:
         """A stretch begins."""
         self._meter.cores()
+        self._throttle.share()
         self._began = time.perf_counter()
 
     def end(self) -> None:
         """It ends."""
-        cores = self._meter.cores()
+        cores, throttled = self._meter.cores(), self._throttle.share()
+        if throttled is not None:
+            self._throttled.append(throttled)
         if cores is not None:
             self._stretches.append((time.perf_counter() - self._began, cores))
 
@@ -122,3 +128,7 @@ class Crowd:
         """Return the mean, or None if no stretch was long enough."""
         total = sum(seconds for seconds, _ in self._stretches)
         return sum(seconds * cores for seconds, cores in self._stretches) / total if total else None
+
+    def throttled(self) -> float | None:
+        """Return the largest share of periods in which the quota held this run up, or None without a quota."""
+        return max(self._throttled, default=None)

@@ -23,6 +23,8 @@ CROWDED_WAIT = 0.25
 """Share of the time the training thread waits for a core, from which on nothing else is believed."""
 CROWDED_CORES = 0.3
 """Cores kept busy by others, of all, from which on nothing else is believed."""
+HELD_UP = 0.1
+"""Share of the quota's periods, from which on a run that waits for a core waits for its own quota."""
 OVERLAP = "two causes overlap within noise"
 _PHASES_OF = {
     Bottleneck.INPUT: ("data",),
@@ -115,7 +117,10 @@ def _crowded(evidence: Evidence) -> Finding | None:
         why.append(f"the training thread was {thread_text(thread)}")
     if others is not None:
         why.append(f"processes outside this run kept {others:.2g} of {evidence.cores} cores busy")
-    own = not taken and (others is not None or evidence.loader.workers > 0)
+    held_up = evidence.throttled is not None and evidence.throttled > HELD_UP
+    if held_up:
+        why.append(f"the quota of {evidence.cores} cores held this run up in {evidence.throttled:.0%} of its periods")
+    own = not taken and (others is not None or held_up or evidence.loader.workers > 0)
     name = CROWDS[own]
     return finding(name, thread.wait if thread is not None else 0.0, why, None)
 

@@ -282,6 +282,7 @@ class ProfileSession:
             thread=self._sampler.thread(),
             data_thread=self._sampler.thread("data"),
             foreign_cores=self._crowd.cores(),
+            throttled=self._crowd.throttled(),
             lines=self._sampler.lines(),
             loader=recorder.loader_facts(),
             workers=self._workers.shares(),

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from accel.profiler.host import CrowdMeter, ThreadMeter, ThreadTime, usable_cores
+from accel.profiler import host
+from accel.profiler.host import TICK_S, CrowdMeter, ThreadMeter, ThreadTime, usable_cores
 
 pytestmark = pytest.mark.skipif(not ThreadMeter().works, reason="this system keeps no /proc/…/schedstat")
 
@@ -73,6 +75,89 @@ def test_another_process_s_work_is_seen_and_our_own_is_not() -> None:
 
     assert quiet is not None and crowded is not None
     assert crowded > quiet + 0.3
+
+
+class Played:
+    """A machine of four cores whose clocks are written by hand; this process may use the first two."""
+
+    def __init__(self, proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._proc = proc
+        self.now = 0.0
+        self.mine = {0, 1}
+        monkeypatch.setattr(host.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(host.os, "sched_getaffinity", lambda pid: self.mine if pid == 0 else self._of[pid])
+        monkeypatch.setattr(host.cgroup, "quota", lambda: None)
+        self._of: dict[int, set[int]] = {}
+        self.write(busy=(0, 0, 0, 0), own=0)
+
+    def write(self, *, busy: tuple[float, ...], own: float, child: float = 0, child_on: set[int] | None = None) -> None:
+        """Set seconds that each core was busy, and those of this process and of a child."""
+        rows = [f"cpu{n} {round(s / TICK_S)} 0 0 5 0 0 0 0 0 0" for n, s in enumerate(busy)]
+        total = f"cpu  {round(sum(busy) / TICK_S)} 0 0 20 0 0 0 0 0 0"
+        (self._proc / "stat").write_text("\n".join([total, *rows, "intr 1 2 3", "ctxt 4"]) + "\n")
+        self._of = {os.getpid(): self.mine, 99_999_999: child_on or self.mine}
+        for pid, parent, seconds in ((os.getpid(), 1, own), (99_999_999, os.getpid(), child)):
+            (self._proc / str(pid)).mkdir(exist_ok=True)
+            fields = ["S", str(parent), *["0"] * 9, str(round(seconds / TICK_S)), "0", "0", "0", "0"]
+            (self._proc / str(pid) / "stat").write_text(f"{pid} (a name) of two) {' '.join(fields)}\n")
+
+
+@pytest.fixture
+def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
+    return Played(tmp_path, monkeypatch)
+
+
+def test_others_on_cores_that_are_not_ours_crowd_nobody(played: Played, tmp_path: Path) -> None:
+    meter = CrowdMeter(proc=tmp_path)
+    played.now = 10.0
+    played.write(busy=(9, 0.5, 10, 10), own=9)
+
+    assert meter.cores() == pytest.approx(0.05)
+
+
+def test_others_on_our_cores_do(played: Played, tmp_path: Path) -> None:
+    meter = CrowdMeter(proc=tmp_path)
+    played.now = 10.0
+    played.write(busy=(10, 8, 0, 0), own=9)
+
+    assert meter.cores() == pytest.approx(0.9)
+
+
+def test_what_this_run_does_on_other_cores_is_not_taken_from_ours(played: Played, tmp_path: Path) -> None:
+    meter = CrowdMeter(proc=tmp_path)
+    played.now = 10.0
+    played.write(busy=(9, 9, 10, 0), own=9, child=10, child_on={2})
+
+    assert meter.cores() == pytest.approx(0.9)
+
+
+def test_a_stretch_in_which_the_cores_changed_is_not_told(played: Played, tmp_path: Path) -> None:
+    meter = CrowdMeter(proc=tmp_path)
+    played.now, played.mine = 10.0, {2, 3}
+    played.write(busy=(0, 0, 10, 10), own=0)
+    assert meter.cores() is None
+    played.now = 20.0
+    played.write(busy=(0, 0, 15, 10), own=0)
+
+    assert meter.cores() == pytest.approx(0.5)
+
+
+def test_under_a_quota_busy_cores_say_nothing(played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's other cores are free for what a quota of one allows."""
+    monkeypatch.setattr(host.cgroup, "quota", lambda: 1.0)
+    meter = CrowdMeter(proc=tmp_path)
+    played.now = 10.0
+    played.write(busy=(10, 10, 10, 10), own=1)
+
+    assert meter.cores() is None
+
+
+def test_usable_cores_are_those_of_the_quota(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert usable_cores() == 2
+    monkeypatch.setattr(host.cgroup, "quota", lambda: 0.4)
+    assert usable_cores() == 1
+    monkeypatch.setattr(host.cgroup, "quota", lambda: 16.0)
+    assert usable_cores() == 2
 
 
 def test_usable_cores_are_those_of_the_affinity() -> None:

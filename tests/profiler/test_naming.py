@@ -191,6 +191,16 @@ def test_own_processes_that_crowd_the_machine_are_told_from_others() -> None:
     assert causes(evidence(thread=crowded, foreign_cores=0.1)) == ["host.own_processes"]
 
 
+def test_a_quota_that_holds_the_run_up_is_no_neighbour() -> None:
+    held = ThreadShare(run=0.5, wait=0.45, blocked=0.05)
+
+    found = diagnose(evidence(thread=held, throttled=0.8)).findings
+    assert [f.cause for f in found] == ["host.own_processes"]
+    assert "the quota of 8 cores held this run up in 80% of its periods" in found[0].why
+    assert causes(evidence(thread=held)) == ["host.oversubscribed"]
+    assert causes(evidence(throttled=0.8)) == []  # held up for the last moment of a period
+
+
 def test_too_few_steps_are_refused() -> None:
     found = diagnose(evidence(steps=steps(count=19, data=20)))
 
