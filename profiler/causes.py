@@ -69,8 +69,8 @@ _ALL = (
     ),
     Cause(
         "input.iterator",
-        "the loop's own iterator makes each batch while the model waits",
-        "make batches ahead of time, or in a torch.utils.data.DataLoader with workers",
+        "the loop's own iterator or function makes each batch while the model waits",
+        "make batches ahead of time, in another thread, or in a torch.utils.data.DataLoader with workers",
     ),
     Cause(
         "transfer.pageable",

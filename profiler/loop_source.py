@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
+from accel.profiler.dataflow import Loop, feeding_lines
+
 _HERE = str(Path(__file__).resolve().parent)
 _LIBRARY = tuple(
     {
@@ -53,18 +55,19 @@ def source(file: str, line: int) -> str:
 
 
 @lru_cache(maxsize=64)
-def _loops(file: str) -> tuple[ast.For | ast.AsyncFor | ast.While, ...]:
+def _loops(file: str) -> tuple[Loop, ...]:
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):
         return ()
-    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.For | ast.AsyncFor | ast.While))
+    return tuple(node for node in ast.walk(tree) if isinstance(node, Loop))
 
 
 def batch_lines(frames: list[tuple[str, int]]) -> set[tuple[str, int]]:
     """Return the lines that ask for the next batch, given the user's frames in which an optimizer stepped.
 
-    These are the heads of the `for` loops around the step, and lines with `next(…)` in the loops around it.
+    These are the heads of the `for` loops around the step, and in the loops around it lines with `next(…)` and
+    assignments that make what the step takes, as in `x, y = get_batch()`.
     """
     found: set[tuple[str, int]] = set()
     for file, line in frames:
@@ -74,6 +77,7 @@ def batch_lines(frames: list[tuple[str, int]]) -> set[tuple[str, int]]:
             if not isinstance(loop, ast.While):
                 head_end = max(loop.lineno, loop.body[0].lineno - 1)
                 found.update((file, number) for number in range(loop.lineno, head_end + 1))
+            found.update((file, number) for number in feeding_lines(loop, line))
             calls = (node for node in ast.walk(loop) if isinstance(node, ast.Call))
             found.update((file, call.lineno) for call in calls if _is_next(call))
     return found

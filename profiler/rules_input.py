@@ -101,7 +101,7 @@ def iterator(evidence: Evidence, found: Anatomy) -> Finding | None:
     seconds = sum(row.seconds for row in rows)
     asleep = sum(row.seconds * row.blocked for row in rows) / seconds
     why = [
-        f"the loop waits for its own iterator for {ms_of(found, share)}, {asleep:.0%} of it asleep",
+        f"the loop makes its batches itself, which takes {ms_of(found, share)}, {asleep:.0%} of it asleep",
         *top_lines(evidence, ["outside"], "next batch"),
     ]
     whole = of_phases(evidence, "outside")

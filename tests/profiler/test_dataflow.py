@@ -1,0 +1,147 @@
+"""Which assignments of a loop make its batches: in each source, the lines that end in `# batch`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accel.profiler.loop_source import batch_lines
+
+MATCHES = {
+    "function": """
+        for i in range(9):  # batch
+            x, y = get_batch()  # batch
+            loss = criterion(model(x), y)
+            loss.backward()
+            opt.step()  # step
+        """,
+    "no name for the loss": """
+        for i in range(9):  # batch
+            x, y = get_batch()  # batch
+            opt.zero_grad(); criterion(model(x), y).backward(); opt.step()  # step
+        """,
+    "several steps to the batch": """
+        while True:
+            rows = draw(size)  # batch
+            x = torch.stack(  # batch
+                [data[row] for row in rows]  # batch
+            )  # batch
+            x = x.to(device)  # batch
+            logits = model(x)  # batch
+            loss = logits.mean()
+            scaler.scale(loss).backward()
+            scaler.step(opt)  # step
+        """,
+    "the next batch at the end": """
+        while True:
+            logits, loss = model(x, y)
+            loss = loss / 2
+            loss.backward()
+            opt.step()  # step
+            x, y = get_batch("train")  # batch
+        """,
+    "both branches": """
+        for i in range(9):  # batch
+            if i % 2:
+                batch = left()  # batch
+            else:
+                batch = right()  # batch
+            loss = model(**batch)
+            accelerator.backward(loss)
+            opt.step()  # step
+        """,
+    "accumulated": """
+        while True:
+            for micro in range(4):
+                x: Tensor = get_batch()  # batch
+                loss = model(x)
+                loss.backward()
+            opt.step()  # step
+        """,
+    "a step of its own": """
+        for i in range(9):  # batch
+            batch = sample(i)  # batch
+            metrics = train_step(batch)  # step
+        """,
+    "closure": """
+        while True:
+            x = get_batch()  # batch
+            def closure():
+                loss = model(x)
+                loss.backward()
+                return loss
+            opt.step(closure)  # step
+        """,
+    "attributes": """
+        while True:
+            self.batch = self.sample()  # batch
+            self.loss = self.model(self.batch)
+            self.loss.backward()
+            self.opt.step()  # step
+        """,
+}
+MISSES = {
+    "logging": """
+        for i in range(9):  # batch
+            loss = model(data)
+            loss.backward()
+            opt.step()  # step
+            loss = loss.item()
+            history = plot(loss)
+        """,
+    "learning rate": """
+        for i in range(9):  # batch
+            lr = schedule(i)
+            for group in opt.param_groups:
+                group["lr"] = lr
+            opt.param_groups[0]["lr"] = lr
+            loss = model(data)
+            loss.backward()
+            opt.step()  # step
+        """,
+    "evaluation": """
+        for i in range(9):  # batch
+            score = evaluate(model)
+            best = max(best, score)
+            loss = model(data)
+            loss.backward()
+            opt.step()  # step
+        """,
+    "other attributes": """
+        while True:
+            self.score = self.evaluate()
+            loss = self.model(self.data)
+            loss.backward()
+            self.opt.step()  # step
+        """,
+    "a function's own names": """
+        while True:
+            def report(x):
+                y = render(x)
+                return y
+            report(1)
+            loss = model(x, y)
+            loss.backward()
+            opt.step()  # step
+        """,
+    "another loop": """
+        for i in range(9):
+            x = get_batch()
+            loss = model(x)
+            loss.backward()
+        opt.step()  # step
+        """,
+}
+
+
+@pytest.mark.parametrize("source", [*MATCHES.values(), *MISSES.values()], ids=[*MATCHES, *MISSES])
+def test_lines_that_make_batches(source: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    rows = [row[8:] for row in source.splitlines()]
+    script.write_text("\n".join(rows) + "\n")
+    step = next(number for number, row in enumerate(rows, 1) if row.endswith("# step"))
+
+    found = batch_lines([(str(script), step)])
+
+    assert sorted(line for _, line in found) == [n for n, row in enumerate(rows, 1) if row.endswith("# batch")]
