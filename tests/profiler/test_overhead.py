@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from benchmarks.profiler_overhead import cost, loop_of
+from benchmarks.profiler_overhead import Cost, cost, loop_of
 
 
 @pytest.fixture(autouse=True)
@@ -18,14 +18,16 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_the_clocks_cost_a_few_microseconds_a_step() -> None:
-    """5 to 7 µs on a quiet machine; the interval must reach below ten."""
-    found = cost(loop_of(4, 1), rounds=15)
+def least(width: int, depth: int, judged: Callable[[Cost], float]) -> float:
+    """Return the least of three short measurements: what else runs on the machine only adds."""
+    loop = loop_of(width, depth)
+    return min(judged(cost(loop, rounds=2)) for _ in range(3))
 
-    assert found.clocks.low <= 10.0, found
+
+def test_the_clocks_cost_a_few_microseconds_a_step() -> None:
+    """6 to 8 of 75 µs, on a crowded machine too; marks that cost twice as much exceed the bound."""
+    assert least(4, 1, lambda found: found.clocks.us / found.step_us) <= 0.14
 
 
 def test_clocks_and_looks_cost_at_most_one_percent_of_three_milliseconds() -> None:
-    found = cost(loop_of(64, 120), rounds=30)
-
-    assert found.with_looks.low <= 30.0, found
+    assert least(64, 120, lambda found: found.with_looks.us / found.step_us) <= 0.01
