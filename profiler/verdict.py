@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accel.profiler import naming
+from accel.profiler import link, naming
 from accel.profiler.anatomy import Anatomy
 from accel.profiler.causes import CAUSES, CROWDS
 from accel.profiler.evidence import Evidence, ThreadShare
@@ -230,6 +230,9 @@ def merge(told: ProfileReport, ranks: Mapping[int, Mapping[str, Any]], found: An
     others = statistics.median(seconds for rank, seconds in own.items() if rank != slowest)
     behind = (own[slowest] - others) / found.step_s
     _reduce_exchange(told, min(waits.values()) / found.step_s)
+    joined = link.told(len(told.ranks), len({r.host for r in told.ranks}))
+    for finding in told.findings:
+        finding.why += [joined] if finding.cause == "communication.exposed" else []
     # Ranks that fill a host disturb each other: two healthy ones on two cores differed by up to 15 % of the step. And a
     # straggler hardly waits at all.
     limit = 2 * WORTH if told.host.threads * _ranks_on(told, slowest) >= told.host.cores else WORTH

@@ -75,6 +75,21 @@ def test_waiting_for_the_slow_rank_is_not_the_exchange() -> None:
     assert "communication.exposed" not in [finding.cause for finding in told.findings]
 
 
+@pytest.mark.parametrize(
+    ("host", "words"), [("", "the 2 ranks are on one host"), ("b", "the 2 ranks are on 2 hosts, joined over eth7")]
+)
+def test_an_exchange_says_what_joins_the_ranks(host: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    ranks = [rank(0, 50, 40), rank(1, 50, 40)]
+    told = verdict.report(*ranks[0])
+    posted: dict[int, Any] = {e.rank: verdict.posted(e, d) for e, d in ranks}
+    posted[1]["row"]["host"] = host or posted[0]["row"]["host"]
+    verdict.merge(told, posted, ranks[0][1].anatomy, 2)
+
+    assert told.findings[0].cause == "communication.exposed"
+    assert told.findings[0].why[-1] == words
+
+
 def test_a_finding_says_how_its_saving_is_known() -> None:
     finding = Finding(cause="host.gc", bottleneck="host", title="", why=[], remedy="", share=0.3)
     assert verdict.saves(finding) == "it is part of 30% of the step"
