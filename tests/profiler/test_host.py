@@ -56,25 +56,32 @@ def test_a_process_that_is_gone_reads_as_none() -> None:
     assert ThreadMeter(child.pid).read() is None
 
 
-def test_another_process_s_work_is_seen_and_our_own_is_not() -> None:
-    meter = CrowdMeter()
-    spin(0.5)
-    quiet = meter.cores()
+def test_another_process_s_work_is_busy_time_and_our_own_is_this_run_s() -> None:
+    """Seconds on a core, not shares: whatever else runs on this machine only adds to the busy ones."""
+    proc, cores = Path("/proc"), frozenset(os.sched_getaffinity(0))
+
+    def seconds() -> tuple[float, float]:
+        return host._busy_seconds(proc, cores) or 0.0, host._tree_seconds(proc, os.getpid(), cores)
+
+    before = seconds()
+    spin(0.4)
+    after = seconds()
+    assert after[0] - before[0] > 0.3
+    assert 0.3 < after[1] - before[1] < 0.8
+
     # A grandchild that belongs to nobody of ours: its parent ends at once.
     orphan = (
         "import os, time\n"
         "if os.fork() == 0:\n"
         "    os.setsid()\n"
-        "    end = time.time() + 1.5\n"
-        "    while time.time() < end: pass\n"
+        "    while time.process_time() < 1.0: pass\n"
+        "    print(flush=True)\n"
     )
-    subprocess.run([sys.executable, "-c", orphan], check=True)
-    meter.cores()
-    time.sleep(0.8)
-    crowded = meter.cores()
-
-    assert quiet is not None and crowded is not None
-    assert crowded > quiet + 0.3
+    before = seconds()
+    subprocess.run([sys.executable, "-c", orphan], check=True, capture_output=True)  # until it too closes its output
+    after = seconds()
+    assert after[0] - before[0] > 0.9
+    assert after[1] - before[1] < 0.6
 
 
 class Played:
