@@ -219,9 +219,6 @@ class Floor:
 
     communicating = copying = iterating
 
-    def collected(self, seconds: float) -> None:
-        pass
-
 
 def cost(loop: Train, rounds: int) -> Cost:
     """Time each arm against bare pieces between its own, the arms in an order drawn anew."""

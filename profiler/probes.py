@@ -13,8 +13,6 @@ Everything is put back by `remove`. Calls from other threads than the training t
 from __future__ import annotations
 
 import functools
-import gc
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -25,6 +23,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from accel.profiler.collector import Collector
 
 _COLLECTIVES = (
     "all_reduce",
@@ -71,9 +71,6 @@ class Ear(Protocol):
 
     def updating(self) -> tuple[Function, Function]:
         """Return the hooks before and after an optimizer's step."""
-
-    def collected(self, seconds: float) -> None:
-        """The garbage collector ran for so long."""
 
 
 class Patches:
@@ -143,13 +140,16 @@ class Probes:
     Args:
         ear: what listens.
         loaders: loaders that iterate in their own way, each with the class of its iterators.
+
+    Attributes:
+        collector: how long the garbage collector ran.
     """
 
     def __init__(self, ear: Ear, loaders: Loaders = ()) -> None:
         self._ear, self._loaders = ear, ((DataLoader, _BaseDataLoaderIter), *loaders)
         self._patches = Patches()
         self._hooks: list[Any] = []
-        self._gc_began = 0.0
+        self.collector = Collector()
 
     def install(self) -> None:
         """Begin to listen."""
@@ -168,7 +168,7 @@ class Probes:
         if torch.cuda.is_available():
             for name in ("to", "cuda"):
                 replace(torch.Tensor, name, ear.copying)
-        gc.callbacks.append(self._collecting)
+        self.collector.install()
 
     def remove(self) -> None:
         """Put everything back."""
@@ -176,11 +176,4 @@ class Probes:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if self._collecting in gc.callbacks:
-            gc.callbacks.remove(self._collecting)
-
-    def _collecting(self, phase: str, info: dict[str, Any]) -> None:
-        if phase == "start":
-            self._gc_began = time.perf_counter()
-        else:
-            self._ear.collected(time.perf_counter() - self._gc_began)
+        self.collector.remove()

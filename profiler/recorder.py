@@ -91,7 +91,7 @@ class Recorder:
         """Why it records no more, '' while it does."""
         self.step_s = 0.0
         self.first_boundary = self.last_boundary = 0.0
-        self.gc_s = self.collate_s = self.fetch_s = 0.0
+        self.collate_s = self.fetch_s = 0.0
         self.optimizers: list[Optimizer] = []
         self.loader: Any = None
         """The loader of the last training step."""
@@ -402,10 +402,6 @@ class Recorder:
                 self.clock.enter(before)
 
         return marked
-
-    def collected(self, seconds: float) -> None:
-        """Count the garbage collector's time."""
-        self.gc_s += seconds
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

@@ -167,11 +167,11 @@ class ProfileSession:
         self._sampler.pause(not on)
         self._workers.look(self.recorder.worker_pids())
         if on:
-            self._gc.begin(self.recorder.gc_s)
+            self._gc.begin(self.recorder.probes.collector.seconds)
             self._mark_device(self.stage == "observing")
             self._crowd.begin()
         else:
-            self._gc.end(self.recorder.gc_s)
+            self._gc.end(self.recorder.probes.collector.seconds)
             self._mark_device(False)
             self._crowd.end()
 
@@ -287,7 +287,7 @@ class ProfileSession:
             loader=recorder.loader_facts(),
             workers=self._workers.shares(),
             collate_share=recorder.collate_s / recorder.fetch_s if recorder.fetch_s else 0.0,
-            gc_share=self._gc.total(recorder.gc_s) / watched,
+            gc_share=self._gc.total(recorder.probes.collector.seconds) / watched,
             optimizer=facts.of_optimizers(recorder.optimizers),
             dtype=facts.dtype(parameters),
             anomaly_mode=self._settings.anomaly_mode,

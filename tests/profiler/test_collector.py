@@ -1,0 +1,95 @@
+"""The collector's time is counted, and a signal that arrives within is not lost."""
+
+from __future__ import annotations
+
+import _thread
+import functools
+import gc
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from accel.profiler.collector import Collector
+
+
+class Arriving(int):
+    """A signal that arrives, without Python code, where one of its attributes is read."""
+
+    start: Any = property(_thread.interrupt_main)
+    stop: Any = property(_thread.interrupt_main)
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    made.install()
+    yield made
+    made.remove()
+
+
+def test_the_time_of_each_collection_counts(collector: Collector) -> None:
+    assert collector.seconds == pytest.approx(0.0, abs=0.1)
+    ring: list[Any] = []
+    ring.append(ring)
+
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(0.05)
+
+    ring.append(Slow())
+    del ring
+    began = time.perf_counter()
+    gc.collect()
+    took = time.perf_counter() - began
+
+    assert 0.05 <= collector.seconds <= took + 0.1  # earlier, young collections count too
+    seen = collector.seconds
+    collector.remove()
+    gc.collect()
+    assert collector.seconds == seen
+
+
+def test_a_collection_that_is_not_over_does_not_count_yet(collector: Collector) -> None:
+    gc.collect()
+    before, within = collector.seconds, []
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            within.append(collector.seconds)
+
+    gc.callbacks.append(look)
+    try:
+        gc.collect()
+    finally:
+        gc.callbacks.remove(look)
+    assert within and within[0] >= before
+    assert before <= collector.seconds < before + 10.0
+
+
+@pytest.mark.parametrize("phase", ["start", "stop"])
+def test_what_a_signal_s_handler_raises_within_a_collection_comes_out(
+    collector: Collector, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(Exception):
+        pass
+
+    def handler(number: int, frame: object) -> None:
+        raise Stopped
+
+    monkeypatch.delattr(Arriving, "stop" if phase == "start" else "start")
+    arrives = functools.partial(getattr, Arriving(signal.SIGTERM))
+    found = signal.signal(signal.SIGTERM, handler)
+    gc.callbacks.insert(0, arrives)  # before the collector's own
+    lost: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
+    try:
+        with pytest.raises(Stopped):
+            gc.collect()
+    finally:
+        gc.callbacks.remove(arrives)
+        signal.signal(signal.SIGTERM, found)
+    assert not lost
