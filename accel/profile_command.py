@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shlex
 import sys
+import threading
 import time
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import click
 
@@ -100,21 +102,49 @@ class Job:
         self.script, self._session, self._exchange = script, session, exchange
         self._target, self._line = target, line
         self._started = datetime.now(timezone.utc)
+        self._process = os.getpid()
 
     def __enter__(self) -> None:
         self.script.__enter__()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        """Leave a forked child to itself: what it trains is no part of the report, and SIGTERM ends it at once."""
+        self._session.recorder.stop()
+        self.script.untouched()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[True]:
         self.script.__exit__(kind, error, trace)
+        if os.getpid() != self._process:
+            _end_of_child(self.script.ending.status)
+        self._report()
+        sys.stdout.flush()
+        return True
+
+    def _report(self) -> None:
         try:
             self._session.stop()
             _conclude(self._session, self._exchange, self.script.ending, self._target, self._line, self._started)
         except Exception as fault:  # the script has run; that its report fails must not change how it ended
             click.echo(f"accel: the report could not be made: {type(fault).__name__}: {fault}", err=True)
-        sys.stdout.flush()
-        return True
+
+
+def _end_of_child(status: int) -> NoReturn:
+    """End a forked child that leaves through its parent's frames.
+
+    It ends as Python does, but without the exit handlers of libraries: after a trace, that of torch's profiler waits
+    for a thread that only the parent has.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _check(script: str, module: bool, target: Path) -> None:

@@ -105,10 +105,14 @@ class Script:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> Literal[True]:
-        self._terminable.end()
+        self.untouched()
         if error is not None:
             self.ending = _ending(error)
         return True
+
+    def untouched(self) -> None:
+        """Let SIGTERM do what it does in Python."""
+        self._terminable.end()
 
 
 def _ending(error: BaseException) -> Ending:

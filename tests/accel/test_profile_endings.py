@@ -37,3 +37,45 @@ def test_a_signal_within_a_garbage_collection_ends_the_script(
     assert done.stdout == ""
     assert "Exception ignored" not in done.stderr
     assert report(tmp_path).ended == ended
+
+
+FORKED = """
+import os, multiprocessing
+
+def fill():
+    for x, y in loader:
+        step(x, y)
+
+def leaves():
+    print("marked in the child:", hasattr(torch.autograd.backward, "__wrapped__"), flush=True)
+    raise SystemExit(3)
+
+def sleeps():
+    print("sleeps", flush=True)
+    time.sleep(60)
+
+fill()
+fill()
+child = os.fork()
+if child == 0:
+    leaves()
+print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+process = multiprocessing.get_context("fork").Process(target=sleeps)
+process.start()
+time.sleep(0.5)
+process.terminate()
+process.join()
+print("status", process.exitcode, flush=True)
+"""
+
+
+def test_a_forked_child_is_no_longer_the_profiler_s(tmp_path: Path) -> None:
+    """It leaves through the frames of its parent, and made a report in the parent's place."""
+    script(tmp_path, FORKED)
+    done = accel_profile(tmp_path, "--no-confirm", "train.py")
+
+    assert done.stdout.splitlines() == ["marked in the child: False", "status 3", "sleeps", "status -15"], done.stderr
+    assert done.stderr.count("accel: wrote") == 1
+    assert "Traceback" not in done.stderr
+    assert report(tmp_path).ended == "completed"
+    assert report(tmp_path).steps >= 60
