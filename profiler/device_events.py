@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from accel.profiler.phases import CUT, MEANING
+from accel.profiler.phases import CUT, MEANING, WAS
 
 LATE = 8
 """Steps after which events are read; by then the device has passed them, or the step is left out."""
@@ -51,6 +51,8 @@ class DeviceEvents:
             return
         if pair is CUT:
             self._cut()
+        elif pair[0] is WAS:
+            self._step[-1:] = [(pair[1], event) for _, event in self._step[-1:]]
         elif pair[0] in MEANING:
             event = self._free.pop() if self._free else self._make()
             event.record()

@@ -34,6 +34,8 @@ PHASES = tuple(MEANING)
 # What else stands on the tape; the entry after it is a time, or what the name says.
 STEP, _RESUME, _SKIP = ".step", ".resume", ".skip"
 _FIRST, _BATCH = ".first", ".batch"
+WAS = ".was"
+"""The open phase was the one in the next entry from its beginning."""
 CUT = (STEP, None)
 """What `cut` writes."""
 LONG = 4096
@@ -177,6 +179,10 @@ class StepClock:
         """Mark the open step as the first of an epoch."""
         self.write((_FIRST, None))
 
+    def rename(self, phase: str) -> None:
+        """Book the time since the last mark to `phase`, whatever was opened then."""
+        self.write((WAS, phase))
+
     def skip(self) -> None:
         """Leave the time since the last mark out of the step."""
         self.write((_SKIP, self.now()))
@@ -257,6 +263,8 @@ class StepClock:
                 self.cut_at = last
             elif code == _FIRST:
                 self._first = True
+            elif code == WAS:
+                phase = at
             else:
                 self.aside_s += at - last
                 if code == _RESUME:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from threading import get_ident
 from types import MethodType
 from typing import Any
@@ -23,7 +23,8 @@ from torch import nn
 from torch.nn.modules import module as module_globals
 from torch.optim import Optimizer
 
-from accel.profiler import facts
+from accel.profiler import facts, samples
+from accel.profiler.collating import Collating
 from accel.profiler.device_events import DeviceEvents
 from accel.profiler.evidence import LoaderFacts
 from accel.profiler.phases import CUT, STEP, Measurement, PairTape, StepClock, Tape
@@ -34,6 +35,8 @@ from accel.profiler.roots import Roots
 _KEPT_STEPS = 20_000
 _LEARNING_STEPS = 12
 """Steps in which a module that is never called is replaced by its children."""
+_LOST = 50
+"""Updates by others after which the optimizer that ended steps is held to be gone."""
 
 
 class _Hot:
@@ -52,7 +55,7 @@ class _Hot:
         self.counting = True
         """The open step is looked at closely: its batches and its calls are counted."""
         self.optimizer: Optimizer | None = None
-        """The one that stepped last."""
+        """The one whose update ends a step that no loader ends: the first that stepped."""
         self.left = 1
         """Steps until the tape is handed over."""
 
@@ -87,22 +90,25 @@ class Recorder:
         self._on_update: Callable[[Optimizer], None] | None = None
         self.ahead = False
         self.steps = self.fetched = self.backwards = 0
+        self.updates = 0
+        """Updates seen until steps are known well, those of further optimizers left out."""
         self.failed = ""
         """Why it records no more, '' while it does."""
         self.step_s = 0.0
         self.first_boundary = self.last_boundary = 0.0
-        self.collate_s = self.fetch_s = 0.0
         self.optimizers: list[Optimizer] = []
         self.loader: Any = None
         """The loader of the last training step."""
         self.iterator: Any = None
         self.probes = Probes(self, loaders)
+        self.collating = Collating(self.clock.now)
         self._training: set[int] = set()
         self._recent: list[int] = []
         self._hot = _Hot()
         self._pieces = Pieces(_KEPT_STEPS, self.clock.now)
         self._piece = 1
         self._new = False
+        self._others = 0
         self.roots = Roots(self.calling, self.call_hooks)
 
     def start(self) -> None:
@@ -180,18 +186,18 @@ class Recorder:
         if self._hot.stepped:
             self._boundary()
         counting = self._hot.counting  # a step's batches are counted all or none
-        self._hot.iterator = None if self.ahead or counting else iterator
+        self._hot.iterator = None if self.ahead or counting or not self.roots.called else iterator
         if self._new:
             self._new = False
             clock.mark_first()
         try:
-            batch = self._taken_apart(iterator, original)
+            batch = self.collating.fetch(iterator, original)
         finally:
             if self.ahead:
                 clock.skip()
-            clock.enter("host")
+            clock.enter("host" if self.roots.called else "forward")
         if counting:
-            clock.count(_samples(batch))
+            clock.count(samples.of(batch))
         self.fetched += 1
         return batch
 
@@ -207,28 +213,6 @@ class Recorder:
     def _is_training(self, loader: Any) -> bool:
         # Before the first backward pass nothing is known; what is fetched without gradients is for an evaluation.
         return id(loader) in self._training if self._training else torch.is_grad_enabled()
-
-    def _taken_apart(self, iterator: Any, original: Function) -> Any:
-        """Fetch a batch and see how much of that, in this process, is the collate function."""
-        fetcher = getattr(iterator, "_dataset_fetcher", None)
-        collate = getattr(fetcher, "collate_fn", None)
-        if fetcher is None or collate is None:
-            return original(iterator)
-
-        def timed(samples: Any) -> Any:
-            began = self.clock.now()
-            try:
-                return collate(samples)
-            finally:
-                self.collate_s += self.clock.now() - began
-
-        began = self.clock.now()
-        fetcher.collate_fn = timed
-        try:
-            return original(iterator)
-        finally:
-            fetcher.collate_fn = collate
-            self.fetch_s += self.clock.now() - began
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -247,9 +231,9 @@ class Recorder:
             if hot.inside or get_ident() != thread:
                 return target(*args, **kwargs)
             hot.inside = True
-            if hot.counting:
-                calls[0] += 1
             trains = training()
+            if hot.counting and trains:
+                calls[0] += 1
             if hot.stepped or not trains:
                 self._call()
             else:
@@ -277,7 +261,7 @@ class Recorder:
             if self._hot.inside or get_ident() != self.thread:
                 return
             self._hot.inside = marking[0] = True
-            calls[0] += 1
+            calls[0] += torch.is_grad_enabled()
             if self._hot.stepped or not torch.is_grad_enabled():
                 self._call()
             else:
@@ -329,6 +313,21 @@ class Recorder:
         self.backwards += 1
         self._training.update(self._recent)
         self._recent.clear()
+        if not self.roots.called:
+            self._forward_unseen()
+
+    def _forward_unseen(self) -> None:
+        """Book what came before this backward pass as the forward pass: no model was called by its own call.
+
+        That is so where a compiled function, a method or bare parameters make the loss. No loader tells where a step
+        begins, no call either: it begins with the first backward pass after an update.
+        """
+        clock = self.clock
+        if clock.phase in ("host", "outside"):
+            clock.rename("forward")
+        if self._hot.stepped and not self._training:
+            clock.enter("backward")
+            self._boundary()
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
@@ -345,16 +344,20 @@ class Recorder:
         def ended(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if hot.updating:  # only the training thread's own
                 hot.updating = False
-                hot.stepped = True
                 tape.append("outside")
                 tape.append(now())
                 if hot.learning or optimizer is not hot.optimizer:
                     self._learn(optimizer)
+                else:
+                    hot.stepped = True
 
         return begins, ended
 
     def _learn(self, optimizer: Optimizer) -> None:
-        self._hot.optimizer = optimizer
+        hot = self._hot
+        leads = self._leads(optimizer)
+        self.updates += leads
+        hot.stepped = hot.stepped or leads or bool(self._training)
         if self._on_update is not None:
             self._on_update(optimizer)
         if not any(optimizer is known for known in self.optimizers):
@@ -362,6 +365,18 @@ class Recorder:
             self.roots.learn(optimizer, self.steps)
         elif self.steps < _LEARNING_STEPS:
             self.roots.descend(self.steps)
+        if not self.roots.called and not self._training:
+            self.clock.enter("forward")
+
+    def _leads(self, optimizer: Optimizer) -> bool:
+        """Tell whether an update ends a step that no loader ends; of two optimizers in turns, only one's does."""
+        hot = self._hot
+        if hot.optimizer is not None and optimizer is not hot.optimizer:
+            self._others += 1
+            if self._others <= _LOST:
+                return False
+        hot.optimizer, self._others = optimizer, 0
+        return True
 
     @property
     def on_update(self) -> Callable[[Optimizer], None] | None:
@@ -371,7 +386,10 @@ class Recorder:
     @on_update.setter
     def on_update(self, look: Callable[[Optimizer], None] | None) -> None:
         self._on_update = look
-        self._hot.learning = look is not None or self.steps < _LEARNING_STEPS
+        self._hot.learning = self._is_learning()
+
+    def _is_learning(self) -> bool:
+        return self._on_update is not None or self.steps < _LEARNING_STEPS or not self.roots.called
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
@@ -408,6 +426,7 @@ class Recorder:
     def _boundary(self) -> None:
         hot = self._hot
         hot.stepped = False
+        self._others = 0
         hot.counting = not self.late
         self.clock.write(CUT)
         hot.left -= 1
@@ -433,7 +452,7 @@ class Recorder:
                 self.steps += 1
                 self._ended(measured)
         hot.left = self._piece = self._pieces.next(self._piece) if self.late else 1
-        hot.learning = self.on_update is not None or self.steps < _LEARNING_STEPS
+        hot.learning = self._is_learning()
         hot.counting = True
         hot.iterator = None
         self.clock.resume()
@@ -459,7 +478,8 @@ class Recorder:
 
     def seen(self) -> str:
         """Say what of a training loop was seen."""
-        return f"{self.fetched} batches from a DataLoader, {self.backwards} backward passes, {self.steps} steps"
+        seen = f"{self.fetched} batches from a DataLoader, {self.backwards} backward passes, {self.updates} updates"
+        return f"{seen}, {self.steps} whole steps"
 
     def unattributed(self) -> float:
         """Return the share of the wall time, first boundary to last, that is in no step and was not the profiler's."""
@@ -480,19 +500,3 @@ class Recorder:
 def kept_steps() -> deque[Measurement]:
     """Return a list that holds the last 20,000 steps: 20 MB."""
     return deque(maxlen=_KEPT_STEPS)
-
-
-def _samples(batch: Any) -> int:
-    """Return the first dimension of the first tensor in a batch, 0 if there is none."""
-    if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor:  # most are; the rest costs 1 µs
-        return batch[0].shape[0] if batch[0].dim() else 0
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else 0
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, tuple | list):
-        for part in batch:
-            found = _samples(part)
-            if found:
-                return found
-    return 0

@@ -1,8 +1,8 @@
 """Find the modules that an unmodified loop calls, and mark their calls.
 
 After the first update the optimizer's parameters are known; the modules that own some of them and are no other module's
-child are the roots. A root that the loop never calls itself (a Lightning module, a container) is replaced by its
-children, until something is called.
+child are the roots. A root that the loop never calls itself to train (a Lightning module, a container) is replaced by
+its children, until something is called. Where nothing ever is, a compiled function or a method stands for the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Roots:
     """Mark the calls of the loop's models.
 
     Args:
-        mark: makes the marked function of a model's call, which counts its calls in the list it is given.
+        mark: makes the marked function of a model's call, which counts calls with gradients in the list it is given.
         hooks: makes a forward pre-hook and a forward hook that do the same.
     """
 
@@ -39,13 +39,13 @@ class Roots:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules whose calls are marked, those that were called first."""
+        """The modules whose calls are marked, the most called first."""
         found = sorted(self._watched.values(), key=lambda entry: -self._calls[id(entry[0])][0])
         return [module for module, *_ in found]
 
     @property
     def called(self) -> bool:
-        """True once one of them was called."""
+        """True once one of them was called with gradients."""
         return any(count[0] for count in self._calls.values())
 
     def learn(self, optimizer: Optimizer, step: int) -> None:

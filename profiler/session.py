@@ -286,7 +286,7 @@ class ProfileSession:
             lines=self._sampler.lines(),
             loader=recorder.loader_facts(),
             workers=self._workers.shares(),
-            collate_share=recorder.collate_s / recorder.fetch_s if recorder.fetch_s else 0.0,
+            collate_share=recorder.collating.share,
             gc_share=self._gc.total(recorder.probes.collector.seconds) / watched,
             optimizer=facts.of_optimizers(recorder.optimizers),
             dtype=facts.dtype(parameters),

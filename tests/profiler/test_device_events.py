@@ -126,3 +126,20 @@ def test_a_long_kernel_is_seen_in_its_phase() -> None:
 
     found = events.ms()
     assert found["forward"] > 10 * found.get("backward", 0.0)
+
+
+def test_a_phase_that_was_another_is_told_as_that(device: Device) -> None:
+    tape: list[Any] = []
+    clock = StepClock()
+    events = DeviceEvents(tape.extend, device.event)
+    clock.write = events.write
+    events.on = True
+    for _ in range(LATE + 1):
+        clock.enter("data")
+        clock.enter("host")
+        clock.rename("forward")
+        clock.enter("backward")
+        clock.cut()
+
+    assert {name for name, ms in events.ms().items() if ms} == {"data", "forward"}
+    assert len(tape) == 2 * 5 * (LATE + 1)

@@ -198,3 +198,18 @@ def test_steps_in_a_tape_that_was_read_early_are_still_told() -> None:
         clock.cut()
 
     assert len(clock.read()) == 2 * LONG
+
+
+def test_a_phase_can_be_renamed_while_it_is_open() -> None:
+    fake = FakeClock()
+    clock = StepClock(fake)
+    clock.enter("host")
+    fake.after(3)
+    clock.rename("forward")
+    fake.after(2)
+    clock.backward()
+    fake.after(1)
+    clock.backwarded()
+
+    booked = {phase: seconds for phase, seconds in clock.close(0).phases.items() if seconds}
+    assert booked == {"forward": 5, "backward": 1}
