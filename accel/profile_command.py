@@ -21,6 +21,7 @@ from accel.files import write_atomic
 
 if TYPE_CHECKING:
     from accel.profiler.gather import Exchange
+    from accel.profiler.recorder import Recorder
     from accel.profiler.report import ProfileReport
     from accel.profiler.script import Ending, Script
     from accel.profiler.session import ProfileSession
@@ -29,6 +30,9 @@ _DIAGNOSING = (
     "accel: profiling. Suspects are tried on real steps; what that changes in the training is put back. "
     "This is a diagnosing run: --no-confirm leaves the training as it is."
 )
+
+_CHILDREN_S = 1.0
+"""Processor time of child processes from which on they may have trained: to import torch takes one about as long."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -180,7 +184,7 @@ def _conclude(
     if exchange.rank != 0:
         return
     if recorder.steps == 0:
-        click.echo(f"accel: no optimizer step seen in {wall_s:.1f} s ({recorder.seen()}); nothing to report", err=True)
+        click.echo(_nothing(recorder, wall_s), err=True)
         return
     evidence.unseen = list(dict.fromkeys([*evidence.unseen, *session.unseen]))
     report = verdict.report(evidence, diagnosis)
@@ -193,6 +197,25 @@ def _conclude(
     if exchange.launched:
         verdict.merge(report, everyone, diagnosis.anatomy, exchange.size)
     _write(report, target)
+
+
+def _nothing(recorder: Recorder, wall_s: float) -> str:
+    """Say that there was no step, and where the training may have been instead."""
+    what = "whole step" if recorder.updates else "optimizer step"
+    text = f"accel: no {what} seen in {wall_s:.1f} s ({recorder.seen()}); nothing to report"
+    if recorder.elsewhere:
+        text += (
+            f"\naccel: {recorder.elsewhere} updates ran in other threads, which are not seen; "
+            "train in the thread that runs the script"
+        )
+    used = os.times()
+    children_s = used.children_user + used.children_system
+    if not recorder.backwards and children_s >= _CHILDREN_S:
+        text += (
+            f"\naccel: child processes ran for {children_s:.1f} s; training in them is not seen. Start the ranks with "
+            "torchrun --nproc-per-node N -m accel profile, or call accel.optimize in the child"
+        )
+    return text
 
 
 def _write(report: ProfileReport, target: Path) -> None:

@@ -92,6 +92,8 @@ class Recorder:
         self.steps = self.fetched = self.backwards = 0
         self.updates = 0
         """Updates seen until steps are known well, those of further optimizers left out."""
+        self.elsewhere = 0
+        """Updates in other threads."""
         self.failed = ""
         """Why it records no more, '' while it does."""
         self.step_s = 0.0
@@ -340,6 +342,8 @@ class Recorder:
                 hot.updating = True
                 tape.append("optimizer")
                 tape.append(now())
+            else:
+                self.elsewhere += 1
 
         def ended(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if hot.updating:  # only the training thread's own
