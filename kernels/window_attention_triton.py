@@ -14,13 +14,16 @@ to [P, H, N, N] and reduced in fixed order: the same bits in every run on one ki
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from accel.kernels.window_attention import Spec
 
@@ -345,6 +348,28 @@ def _sizes(qkv: Tensor, spec: Spec) -> _Sizes:
     return _Sizes(qkv.shape[:-1].numel() // spec.tokens, qkv.shape[-1] // (3 * spec.heads))
 
 
+_R = TypeVar("_R")
+
+
+def sized(launch: Callable[..., _R]) -> Callable[..., _R]:
+    """Let a launcher say what to do where a GPU has too little shared memory for a layer."""
+
+    @functools.wraps(launch)
+    def told(*args: Any) -> _R:
+        try:
+            return launch(*args)
+        except OutOfResources as error:
+            window = " x ".join(map(str, args[-1].window))
+            raise RuntimeError(
+                f"window attention: windows of {window} in {args[0].dtype} must fit this GPU, they need "
+                f"{error.required} of {error.name} and it has {error.limit}; use half precision, or the model's own "
+                "attention"
+            ) from error
+
+    return told
+
+
+@sized
 def forward(
     qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, seed: Tensor | None, spec: Spec
 ) -> Tensor:
@@ -374,6 +399,7 @@ def forward(
     return out
 
 
+@sized
 def backward(
     dout: Tensor,
     qkv: Tensor,

@@ -34,7 +34,7 @@ def counterfactual(cause: str, recorder: Recorder, local_ranks: int) -> Counterf
     if cause == "sync.read":
         return StaleReads()
     if cause == "host.gc":
-        return NoCollector(lambda: recorder.gc_s)
+        return NoCollector(lambda: recorder.probes.collector.seconds)
     if cause == "compute.anomaly":
         return NoAnomalyMode()
     if cause == "compute.threads":

@@ -437,3 +437,15 @@ def test_capture_in_a_graph() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, layer.run()["out"])
+
+
+def test_a_layer_too_large_for_the_gpu_says_what_to_do() -> None:
+    from triton.runtime.errors import OutOfResources
+
+    from accel.kernels.window_attention_triton import sized
+
+    def launch(qkv: Tensor, spec: Spec) -> None:
+        raise OutOfResources(167_936, 166_912, "shared memory")
+
+    with pytest.raises(RuntimeError, match=r"windows of 12 x 12 in torch.float32 .* 167936 of shared memory .* 166912"):
+        sized(launch)(torch.empty(1), Spec(heads=1, window=(12, 12)))
