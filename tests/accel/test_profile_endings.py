@@ -52,6 +52,7 @@ def leaves():
 
 def sleeps():
     print("sleeps", flush=True)
+    started.set()
     time.sleep(60)
 
 fill()
@@ -60,9 +61,10 @@ child = os.fork()
 if child == 0:
     leaves()
 print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+started = multiprocessing.get_context("fork").Event()
 process = multiprocessing.get_context("fork").Process(target=sleeps)
 process.start()
-time.sleep(0.5)
+started.wait()
 process.terminate()
 process.join()
 print("status", process.exitcode, flush=True)
