@@ -26,7 +26,9 @@ def _precision_of_dots(dtype: torch.dtype = torch.float32) -> str:
     from accel.kernels import window_attention_triton as kernels
 
     spec = Spec(heads=1, window=(4, 4))
-    return str(kernels.constants(spec, 16, dtype, kernels.tiles_of(spec, 16, dtype, backward=False))["PRECISION"])
+    return str(
+        kernels.constants(spec, 16, dtype, kernels.tiles_of(spec, 16, dtype, cosine=False, backward=False))["PRECISION"]
+    )
 
 
 @pytest.mark.skipif(not support.has_triton(), reason="needs triton, which is not installed")
