@@ -70,6 +70,10 @@ def double(evidence: Evidence, found: Anatomy) -> Finding | None:
     return finding("compute.float64", share, why, Saving(value=value, low=0.7 * value, high=min(share, 1.2 * value)))
 
 
+_IDLE = 0.4
+"""Share of the cores from which on they are worth a thread: one of two, less what the system itself takes."""
+
+
 def idle_cores(evidence: Evidence) -> float:
     """Return the cores of this host that the run leaves idle."""
     workers = sum(worker.share.run + worker.share.wait for worker in evidence.workers)
@@ -78,7 +82,7 @@ def idle_cores(evidence: Evidence) -> float:
 
 def threads(evidence: Evidence, found: Anatomy) -> Finding | None:
     small = evidence.trace is not None and evidence.trace.small_share >= 0.5
-    if evidence.device != "cpu" or small or found.computing < 0.5 or idle_cores(evidence) < 0.5 * evidence.cores:
+    if evidence.device != "cpu" or small or found.computing < 0.5 or idle_cores(evidence) < _IDLE * evidence.cores:
         return None
     why = [f"{evidence.threads} of {evidence.cores} cores compute, {idle_cores(evidence):.2g} are idle"]
     value = found.computing * (1 - evidence.threads / evidence.cores)

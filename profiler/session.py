@@ -148,7 +148,7 @@ class ProfileSession:
             self.samples += measured.samples
             self.counted_s += measured.seconds
         self._watched_s += measured.seconds
-        if not self.recorder.late:
+        if not self.recorder.late and self.stage != "trying":  # an experiment sets what is looked at
             self._settings.look()
         if measured.step <= 8 or not (self._sampler.batch_lines or self.recorder.late):
             self._learn_loop()

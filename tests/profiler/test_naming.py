@@ -88,6 +88,7 @@ def test_a_healthy_run_has_no_cause() -> None:
     [
         ({"phases": {"data": 20}, "data_thread": RUNNING}, "input.cpu"),
         ({"phases": {"data": 20}, "data_thread": ASLEEP}, "input.storage"),
+        ({"phases": {"data": 20}, "data_thread": ThreadShare(run=0.52, wait=0.02, blocked=0.46)}, "input.storage"),
         ({"phases": {"data": 20}, "data_thread": RUNNING, "collate_share": 0.8}, "input.collate"),
         (
             {"phases": {"data": 20}, "loader": LoaderFacts(kind="DataLoader", workers=2), "workers": [worker(RUNNING)]},
@@ -126,6 +127,7 @@ def test_a_healthy_run_has_no_cause() -> None:
         ({"anomaly_mode": True}, "compute.anomaly"),
         ({"dtype": "float64"}, "compute.float64"),
         ({"threads": 1}, "compute.threads"),
+        ({"threads": 1, "cores": 2, "foreign_cores": 0.02}, "compute.threads"),
         ({"trace": trace(small_share=0.9)}, "launch.small_ops"),
         ({"trace": trace(elementwise_share=0.8)}, "memory.bound"),
         ({"world_size": 2, "ddp_wait_share": 0.4}, "communication.exposed"),
