@@ -209,7 +209,7 @@ def _optimizer() -> str:
 
 def recorded() -> list[Row]:
     """Return today's rows."""
-    return [Row(**one) for one in recording.rows("comm-accuracy")]
+    return [Row(**{name: one[name] for name in Row._fields if name in one}) for one in recording.rows("comm-accuracy")]
 
 
 def write(new: Row) -> None:

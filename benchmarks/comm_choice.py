@@ -338,7 +338,7 @@ def main(only: tuple[str, ...], rounds: int, record: bool, worker: str | None) -
 
 
 def write(command: str, found: list[Row]) -> None:
-    """Write the rows beside those of other settings measured on the same day."""
+    """Write the rows beside those of other settings recorded before."""
     rows = [{**one._asdict(), "command": command} for one in found]
     measured = {(row["shape"], row["rate"], row["model"]) for row in rows}
     old = [row for row in recording.rows("comm-choice") if (row["shape"], row["rate"], row["model"]) not in measured]

@@ -19,11 +19,15 @@ def path(name: str, device: str = "cpu") -> Path:
     return FOLDER / f"{name}-{device}-{date.today().isoformat()}.json"
 
 
-def rows(name: str) -> list[dict[str, Any]]:
-    """Return the rows that were recorded today."""
-    file = path(name)
-    found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else []
-    return found
+def rows(name: str, device: str = "cpu") -> list[dict[str, Any]]:
+    """Return the rows that were recorded last; those of another day say which."""
+    files = sorted(FOLDER.glob(f"{name}-{device}-*.json"))
+    if not files:
+        return []
+    found = json.loads(files[-1].read_text(encoding="utf-8"))
+    own: list[dict[str, Any]] = found["rows"]
+    today = date.today().isoformat()
+    return own if found["date"] == today else [{"date": found["date"], **row} for row in own]
 
 
 def write(name: str, what: str, figures: dict[str, Any], *, command: str = "", device: str = "cpu") -> None:

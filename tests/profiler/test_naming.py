@@ -47,7 +47,7 @@ def evidence(*, without: tuple[str, ...] = (), **given: Any) -> Evidence:
     given.setdefault("steps", steps(**{**HEALTHY, **phases}))
     given.setdefault("loader", LOADER)
     given.setdefault("thread", RUNNING)
-    return Evidence(cores=8, threads=given.pop("threads", 8), **given)
+    return Evidence(cores=given.pop("cores", 8), threads=given.pop("threads", 8), **given)
 
 
 def line(phase: str, seconds: float, *tags: str, source: str = "x", blocked: float = 0.0) -> LineTime:
