@@ -208,7 +208,7 @@ def _optimizer() -> str:
 
 
 def recorded() -> list[Row]:
-    """Return today's rows."""
+    """Return the rows recorded so far."""
     return [Row(**{name: one[name] for name in Row._fields if name in one}) for one in recording.rows("comm-accuracy")]
 
 
