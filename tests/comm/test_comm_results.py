@@ -48,7 +48,7 @@ def test_differences_are_those_of_pairs_of_one_seed() -> None:
 
 
 def test_seeds_are_written_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "path", lambda *_: tmp_path / "found.json")
+    monkeypatch.setattr(recording, "FOLDER", tmp_path)
     first, second = trained("int8", 0, 2.0), trained("exact", 0, 2.0)
     for row in (first, second, trained("int8", 0, 1.9), trained("int8", 0, 80.0, "images", steps=9)):
         write(row)
@@ -56,7 +56,7 @@ def test_seeds_are_written_one_by_one(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [row.score for row in found] == [80.0, 2.0, 1.9]  # in the order of tasks and methods
     write(trained("int8", 1, 1.8, steps=20))  # other settings: nothing to compare with
     assert [row.steps for row in recorded()] == [9, 20]
-    written = json.loads((tmp_path / "found.json").read_text())
+    written = json.loads(recording.path("comm-accuracy").read_text())
     assert {line["task"] for line in written["compared"]} == {"images", "text"}
 
 
@@ -78,3 +78,12 @@ def test_learning_rate_warms_up_and_ends_near_nothing() -> None:
     assert rates[:10] == sorted(rates[:10])
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] < 0.001
+
+
+def test_rows_of_an_earlier_day_are_kept_and_say_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "FOLDER", tmp_path)
+    (tmp_path / "made-cpu-2001-02-03.json").write_text(json.dumps({"date": "2001-02-03", "rows": [{"a": 1}]}))
+    assert recording.rows("made") == [{"date": "2001-02-03", "a": 1}]
+    recording.write("made", "a test", {"rows": [{"a": 2}]})
+    assert recording.rows("made") == [{"a": 2}]
+    assert recording.rows("other") == []
