@@ -163,7 +163,7 @@ def shifted_window_attention(
     spec = _spec(qkv, heads, window, shift, scale, head_scale, mask_value, dropout)
     regions = None
     # A compiler would put the making of the table, on the CPU, into every step: the operator looks it up itself.
-    in_operator = torch.compiler.is_compiling() and support.runs_triton(qkv)
+    in_operator = torch.compiler.is_compiling() and _runs_kernels(qkv)
     if any(spec.shift) and qkv.numel() > 0 and not in_operator:
         regions = shift_regions((qkv.shape[1], qkv.shape[2]), spec.window, spec.shift, qkv.device)
     return _attend(qkv, table, head_scale, regions, spec)
@@ -246,6 +246,10 @@ def shifted_window_attention_ref(
 # -- the choice of the path --------------------------------------------------------------------------------------------
 
 
+def _runs_kernels(qkv: Tensor) -> bool:
+    return support.runs_triton(qkv) and qkv.dtype != torch.float64
+
+
 def _attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, spec: Spec) -> Tensor:
     """Attend within the windows of a map [B, Y, X, 3·H·D] by the path that its device calls for."""
     _check(qkv, table, head_scale, spec)
@@ -255,7 +259,7 @@ def _attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tens
         qkv = qkv.to(torch.get_autocast_dtype(kind))
     if qkv.numel() == 0:  # the table still gets its gradient, which is zero
         return qkv[..., : qkv.shape[-1] // 3] + 0 * table.sum().to(qkv.dtype)
-    if not support.runs_triton(qkv) or qkv.dtype == torch.float64:
+    if not _runs_kernels(qkv):
         with torch.autocast(kind, enabled=False) if casts else nullcontext():
             return shifted_window_attention_ref(qkv, table, head_scale, regions, spec)
     from accel.kernels import window_attention_op

@@ -449,3 +449,12 @@ def test_a_layer_too_large_for_the_gpu_says_what_to_do() -> None:
 
     with pytest.raises(RuntimeError, match=r"windows of 12 x 12 in torch.float32 .* 167936 of shared memory .* 166912"):
         sized(launch)(torch.empty(1), Spec(heads=1, window=(12, 12)))
+
+
+def test_compiled_double_precision_is_masked_too(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the reference, which is given the regions that compiled code leaves to the operator."""
+    qkv, table = torch.randn(1, 8, 8, 24, dtype=torch.float64), torch.randn(49, 2, dtype=torch.float64)
+    layer = {"heads": 2, "window": (4, 4), "shift": (2, 2)}
+    plain = shifted_window_attention(qkv, table, **layer)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(shifted_window_attention(qkv, table, **layer), plain)
