@@ -79,19 +79,7 @@ def _attend_op(
 
 
 @_attend_op.register_fake
-def _(
-    qkv: Tensor,
-    table: Tensor,
-    head_scale: Tensor | None,
-    regions: Tensor | None,
-    seed: Tensor | None,
-    heads: int,
-    window: list[int],
-    shift: list[int],
-    scale: float,
-    mask_value: float,
-    dropout: float,
-) -> Tensor:
+def _(qkv: Tensor, *_: Any) -> Tensor:
     return qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
 
 
@@ -117,20 +105,7 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(
-    dout: Tensor,
-    qkv: Tensor,
-    table: Tensor,
-    head_scale: Tensor | None,
-    regions: Tensor | None,
-    seed: Tensor | None,
-    heads: int,
-    window: list[int],
-    shift: list[int],
-    scale: float,
-    mask_value: float,
-    dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(dout: Tensor, qkv: Tensor, table: Tensor, head_scale: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     dscale = table.new_empty(0) if head_scale is None else torch.empty_like(head_scale)
     return torch.empty_like(qkv), torch.empty_like(table), dscale
 
