@@ -5,9 +5,9 @@
 In each launch DDP without a hook (twice: what two of the same differ by), one `AutoComm` for each level of `allow`, and
 every way of the catalogue for all buckets alike share one model and take turns, in an order drawn anew for each round:
 a shaped link lets pass at once what it has saved up while others sent less. A step's time is that of its slowest rank;
-short steps are repeated within a turn. Each `AutoComm` searches first, on steps of its own. "mlp" is layers of 1024 x
-1024 in DDP's buckets of 25 MB, "small" a model of 1 MB whose step is all arithmetic; "resnet", "vgg" and "bert" see
-`benchmarks.gradient_profiles`.
+short steps are repeated within a turn, without a barrier between them, as in training. Each `AutoComm` searches first,
+on steps of its own. "mlp" is layers of 1024 x 1024 in DDP's buckets of 25 MB, "small" a model of 1 MB whose step is all
+arithmetic; "resnet", "vgg" and "bert" see `benchmarks.gradient_profiles`.
 Hosts are network namespaces on shaped links (root and iproute2), backend gloo, one thread to a rank.
 """
 
@@ -152,14 +152,15 @@ class Trainee:
         self.ddp(self.work.batch).square().mean().backward()
         self.optimizer.step()
 
-    def timed(self) -> float:
-        """Train a step; return the seconds that the slowest rank took."""
+    def timed(self, steps: int) -> float:
+        """Train some steps, one after the other as training does; return the seconds of one, by the slowest rank."""
         dist.barrier()
         began = time.perf_counter()
-        self.step()
+        for _ in range(steps):
+            self.step()
         took = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        return took.item()
+        return took.item() / steps
 
     def search(self) -> dict[str, Any]:
         """Let an `AutoComm` come to its choice; return what it said."""
@@ -214,18 +215,17 @@ def work(setting: Setting, rounds: int) -> None:
 
 
 def turn(trainee: Trainee, way: Way | None) -> float:
-    """Return the median of a method's steps in its turn, after one to get its buffers and connections going again.
+    """Return the length of a method's step in its turn, after one to get its buffers and connections going again.
 
-    One step, and up to `_MOST` of them within `_ENOUGH_S`.
+    That of one step; of as many as take `_ENOUGH_S`, or `_MOST`, where it is short.
     """
     if way is not None:
         assert trainee.state is not None
         trainee.state.use((way,))
     trainee.step()
-    took: list[float] = []
-    while not took or (len(took) < _MOST and sum(took) < _ENOUGH_S):
-        took.append(trainee.timed())
-    return statistics.median(took)
+    first = trainee.timed(1)
+    steps = min(int(_ENOUGH_S / first), _MOST)
+    return trainee.timed(steps) if steps > 1 else first
 
 
 # The lab
@@ -235,7 +235,7 @@ def measure(setting: Setting, rounds: int) -> list[Row]:
     """Run one setting and return a row for each method."""
     arguments = ["-m", "benchmarks.comm_choice", "--worker", json.dumps(setting), "--rounds", str(rounds)]
     with Lab(setting.hosts, setting.rate) as lab:
-        output = lab.run(arguments, setting.ranks, timeout_s=900)[0].output
+        output = lab.run(arguments, setting.ranks, timeout_s=300 + 150 * rounds)[0].output
     line = next(line for line in output.splitlines() if line.startswith("RESULT "))
     return rows_of(setting, json.loads(line.removeprefix("RESULT ")))
 

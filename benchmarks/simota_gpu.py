@@ -26,8 +26,6 @@ BATCHES = (64, 8, 1, 16, 32)
 RIVALS_AT = (8, 64)
 BOXES = 100
 ANCHORS = 8400
-MARGIN = 1e-4
-"""In fp64, of an image that may be assigned otherwise: costs are below 100, and this a few of their fp32 roundings."""
 
 
 def on(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -50,7 +48,7 @@ def disagreement(found: Assignment, batch: Batch, images: int) -> str:
         if torch.equal(found.matched_gt[index].cpu(), want.matched_gt):
             continue
         near += 1
-        if not simota_oracle.assign(image.to(torch.float64)).margin < MARGIN:
+        if not simota_oracle.assign(image.to(torch.float64)).margin < simota_oracle.MARGIN:
             return f"image {index} is assigned otherwise than published"
     return f"{near} images hang on less than fp32 rounds; 1 may" if near > 1 else ""
 

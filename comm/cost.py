@@ -195,6 +195,8 @@ class Profile(NamedTuple):
     """Seconds to copy a byte of an averaged bucket into the gradients; 0 where these are views of it."""
     core_s: float = 0.0
     """Seconds of cores that all of a step takes but communication; 0 where that is not known."""
+    busy: float = 1.0
+    """Of cores that bound a step, the share in use."""
 
 
 def core_seconds(stages: Stages, network: Network, threads: float) -> float:
@@ -317,7 +319,7 @@ class _Fluid:
         for nbytes, done in zip(self.profile.bytes, self.done, strict=True):
             end = max(end, done) + nbytes * self.profile.copy_byte_s
         work = self.profile.core_s + sum(core_seconds(one, self.network, self.coding) for one in self.ways)
-        step_s = max(self.profile.rest_s + end, work / max(self.network.cores, 1e-6))
+        step_s = max(self.profile.rest_s + end, work / max(self.profile.busy * self.network.cores, 1e-6))
         return Timeline(step_s, tuple(self.ready), tuple(self.done))
 
     def _backward(self, bucket: int, now: float) -> None:

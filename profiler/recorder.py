@@ -27,6 +27,7 @@ from accel.profiler import facts, samples
 from accel.profiler.collating import Collating
 from accel.profiler.device_events import DeviceEvents
 from accel.profiler.evidence import LoaderFacts
+from accel.profiler.hot import Hot
 from accel.profiler.phases import CUT, STEP, Measurement, PairTape, StepClock, Tape
 from accel.profiler.pieces import Pieces
 from accel.profiler.probes import Function, Loaders, Probes
@@ -37,27 +38,6 @@ _LEARNING_STEPS = 12
 """Steps in which a module that is never called is replaced by its children."""
 _LOST = 50
 """Updates by others after which the optimizer that ended steps is held to be gone."""
-
-
-class _Hot:
-    """What the marked functions look at in every step: slots, since the recorder has too many attributes to be fast."""
-
-    __slots__ = (
-        *("counting", "inside", "inside_backward", "iterator", "learning"),
-        *("left", "optimizer", "stepped", "updating"),
-    )
-
-    def __init__(self) -> None:
-        self.iterator: Any = None
-        """The loop's iterator, unless its batches take the slow way."""
-        self.stepped = self.updating = self.inside = self.inside_backward = False
-        self.learning = True
-        self.counting = True
-        """The open step is looked at closely: its batches and its calls are counted."""
-        self.optimizer: Optimizer | None = None
-        """The one whose update ends a step that no loader ends: the first that stepped."""
-        self.left = 1
-        """Steps until the tape is handed over."""
 
 
 class Recorder:
@@ -106,7 +86,7 @@ class Recorder:
         self.collating = Collating(self.clock.now)
         self._training: set[int] = set()
         self._recent: list[int] = []
-        self._hot = _Hot()
+        self._hot = Hot()
         self._pieces = Pieces(_KEPT_STEPS, self.clock.now)
         self._piece = 1
         self._new = False

@@ -194,6 +194,18 @@ def test_work_of_plain_steps_counts_without_their_communication() -> None:
     assert calibrated(seen._replace(core_s=0.0, own_s=0.0), probed, 1.0)[0].core_s == 0
 
 
+@pytest.mark.parametrize(("core_s", "busy"), [(0.2, 0.92), (0.95, 0.95), (1.2, 1.0)])
+def test_cores_that_bound_a_step_are_not_in_use_all_the_time(core_s: float, busy: float) -> None:
+    """Unless plain steps show that they are."""
+    probed = replace(network(1000), cores=0.5)
+    seen = Observed((1_000_000,), (0.0,), 0.01, 2.0, 0.0, core_s, core_s)
+    found, fitted = calibrated(seen, probed, 1.0)
+    assert found.busy == pytest.approx(busy)
+    heavy: Stages = ((Segment(2.0),),)
+    bound = simulate(found._replace(rest_s=0.0), [heavy], fitted).step_s
+    assert bound == pytest.approx((found.core_s + 2.0) / 0.5 / busy)
+
+
 def test_ranks_are_averaged() -> None:
     one, other = Observed((5,), (0.0,), 1.0, 2.0), Observed((5,), (0.0,), 3.0, 2.5)
     assert mean_of([one, other]) == Observed((5,), (0.0,), 2.0, 2.25)

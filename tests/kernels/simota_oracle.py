@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MARGIN = 1e-4
+"""In fp64, of an image that may be assigned otherwise: costs are below 100, and this a few of their fp32 roundings."""
+
 
 @dataclass
 class Image:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accel.kernels import compact as module
 from accel.kernels.compact import compact
+from tests.kernels.gradients import same_gradient
 
 # Nothing; one; odd; a power of two; a kernel's block and one more. Trailing shapes: scalar rows, columns, maps, none.
 TOTALS = [0, 1, 7, 64, 1025]
@@ -38,9 +39,7 @@ def _agrees(total: int, trailing: tuple[int, ...], size: int | None, pad: float 
     grad = torch.randn_like(rows)
     rows.backward(grad)
     expected.backward(grad)
-    assert mine.grad is not None
-    assert theirs.grad is not None
-    assert torch.equal(mine.grad, theirs.grad)
+    assert same_gradient(mine, theirs)
 
 
 @pytest.mark.parametrize("trailing", TRAILING, ids=str)
@@ -88,9 +87,7 @@ def test_gpu_agrees(total: int, dtype: torch.dtype, waits_for_nothing: Any) -> N
     expected.backward(grad.double())
     assert torch.equal(rows.double(), expected)
     assert int(count) == int(mask.sum())
-    assert mine.grad is not None
-    assert exact.grad is not None
-    assert torch.equal(mine.grad.double(), exact.grad)
+    assert same_gradient(mine, exact)
 
 
 @pytest.mark.gpu
@@ -103,9 +100,7 @@ def test_gpu_compiled_under_autocast() -> None:
     assert rows.dtype == torch.float32
     rows.square().sum().backward()
     _expected(theirs * 2, mask, 500, 0.0).square().sum().backward()
-    assert mine.grad is not None
-    assert theirs.grad is not None
-    assert torch.equal(mine.grad, theirs.grad)
+    assert same_gradient(mine, theirs)
 
 
 @pytest.mark.parametrize("size", [0, 3, 11])
@@ -172,9 +167,7 @@ def test_torch_compile_keeps_one_graph_and_the_gradient() -> None:
 
     torch.compile(loss, backend="aot_eager", fullgraph=True)(mine, mask).backward()
     loss(theirs, mask).backward()  # type: ignore[no-untyped-call]
-    assert mine.grad is not None
-    assert theirs.grad is not None
-    assert torch.equal(mine.grad, theirs.grad)
+    assert same_gradient(mine, theirs)
 
 
 def test_autocast_leaves_the_dtype() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accel.kernels import gather_rows as module
 from accel.kernels.gather_rows import gather_rows
+from tests.kernels.gradients import same_gradient
 
 # One group; odd; a power of two; more columns than groups; one column; rows of 8 and 16 bytes, in fp32 and in fp16;
 # a block and one more; 3D boxes of a level.
@@ -46,9 +47,7 @@ def _agrees(shape: tuple[int, int, int], dtype: torch.dtype, index_dtype: torch.
     grad = torch.randn_like(found)
     found.backward(grad)
     expected.backward(grad)
-    assert mine.grad is not None
-    assert theirs.grad is not None
-    assert torch.equal(mine.grad, theirs.grad)
+    assert same_gradient(mine, theirs)
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
@@ -94,9 +93,7 @@ def test_gpu_agrees(shape: tuple[int, int, int], dtype: torch.dtype, waits_for_n
     expected = _published(exact, index)
     expected.backward(grad.double())
     assert torch.equal(found.double(), expected)
-    assert mine.grad is not None
-    assert exact.grad is not None
-    assert torch.equal(mine.grad.double(), exact.grad)
+    assert same_gradient(mine, exact)
 
 
 @pytest.mark.gpu
@@ -109,9 +106,7 @@ def test_gpu_compiled_under_autocast() -> None:
     assert found.dtype == torch.float32
     found.square().sum().backward()
     _published(theirs * 2, index).square().sum().backward()  # type: ignore[no-untyped-call]
-    assert mine.grad is not None
-    assert theirs.grad is not None
-    assert torch.equal(mine.grad, theirs.grad)
+    assert same_gradient(mine, theirs)
 
 
 def test_gradients_of_both_orders() -> None:
@@ -190,9 +185,7 @@ def test_torch_compile_keeps_one_graph_and_the_gradient() -> None:
     compiled = torch.compile(lambda x, index: gather_rows(x * 2, index), backend="aot_eager", fullgraph=True)
     compiled(mine, index).square().sum().backward()
     _published(theirs * 2, index).square().sum().backward()  # type: ignore[no-untyped-call]
-    assert mine.grad is not None
-    assert theirs.grad is not None
-    assert torch.equal(mine.grad, theirs.grad)
+    assert same_gradient(mine, theirs)
 
 
 def test_autocast_leaves_the_dtype() -> None:

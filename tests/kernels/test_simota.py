@@ -6,8 +6,7 @@ the two may differ. Such an image must show it in fp64 (`Found.margin`), and the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,199 +16,19 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 from accel.kernels import simota, support
 from accel.kernels.simota import cost, simota_assign
-from accel.kernels.simota_inputs import VARIANTS, Assignment, Rules, anchors_of, cells_of, truths_of
+from accel.kernels.simota_inputs import VARIANTS, Assignment, Rules, anchors_of
 from tests.kernels import simota_oracle as oracle
-
-CLASSES = 5
-MARGIN = 1e-4  # costs are below 100: a few units in their last place
-
-
-@dataclass
-class Batch:
-    """What `simota_assign` takes, by name."""
-
-    boxes: Tensor
-    cls: Tensor
-    obj: Tensor | None
-    points: Tensor
-    strides: Tensor
-    gt_boxes: Tensor
-    gt_classes: Tensor
-    gt_mask: Tensor
-    candidates: Tensor | None = None
-
-    def assign(self, variant: str | Rules = "yolox", **options: Any) -> Assignment:
-        return simota_assign(**vars(self), variant=variant, **options)
-
-    def change(self, do: Callable[[Tensor], Tensor]) -> Batch:
-        return Batch(**{name: value if value is None else do(value) for name, value in vars(self).items()})  # type: ignore[arg-type]
-
-    def image(self, index: int) -> oracle.Image:
-        """One image without its padding."""
-        real = self.gt_mask[index]
-        assert self.obj is not None
-        return oracle.Image(
-            self.boxes[index],
-            self.cls[index],
-            self.obj[index],
-            self.points,
-            self.strides,
-            self.gt_boxes[index, real],
-            self.gt_classes[index, real],
-            None if self.candidates is None else self.candidates[index],
-        )
-
-
-def grid(size: int, strides: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return middles [A, 2] and strides [A] of square levels."""
-    points, levels = [], []
-    for stride in strides:
-        cells = (torch.arange(size // stride) + 0.5) * stride
-        points.append(torch.cartesian_prod(cells, cells).flip(1))
-        levels.append(torch.full((len(points[-1]),), float(stride)))
-    return torch.cat(points), torch.cat(levels)
-
-
-def scene(seed: int, gts: int, *, images: int = 2, size: int = 64, strides: tuple[int, ...] = (8, 16, 32)) -> Batch:
-    """Return random images, 84 anchors each at the default; real and padded ground truths are mixed."""
-    torch.manual_seed(seed)
-    points, levels = grid(size, strides)
-    anchors = len(points)
-    wide = torch.rand(images, anchors, 2) * size * 0.6 + 1
-    middle = points + (torch.rand(images, anchors, 2) - 0.5) * 2 * levels[:, None]
-    gt_boxes = torch.cat([torch.rand(images, gts, 2) * size, torch.rand(images, gts, 2) * size * 0.6 + 1], -1)
-    return Batch(
-        torch.cat([middle, wide], -1),
-        torch.randn(images, anchors, CLASSES) * 2 - 1,
-        torch.randn(images, anchors) * 2,
-        points,
-        levels,
-        gt_boxes,
-        torch.randint(0, CLASSES, (images, gts)),
-        torch.rand(images, gts) < 0.8,
-    )
-
-
-def no_truths(seed: int) -> Batch:
-    found = scene(seed, seed % 3)  # G itself is 0 every third time
-    return replace(found, gt_mask=torch.zeros_like(found.gt_mask))
-
-
-def identical_truths(seed: int) -> Batch:
-    found = scene(seed, 6)
-    found.gt_boxes[:, 1::2] = found.gt_boxes[:, ::2]
-    found.gt_classes[:, 1:3] = found.gt_classes[:, :1]  # ties to the lowest ground truth, and two classes for one box
-    return found
-
-
-def outside(seed: int) -> Batch:
-    found = scene(seed, 5)
-    found.gt_boxes[:, :3, :2] += 64  # partly, and wholly, past the right and bottom
-    return found
-
-
-def ties(seed: int) -> Batch:
-    """Whole numbers, and predictions that repeat: every cost is held by several anchors."""
-    found = scene(seed, 6)
-    found.gt_boxes.mul_(0.25).ceil_().mul_(4)
-    found.gt_boxes[:, 3:] = found.gt_boxes[:, :3]
-    found.boxes[:] = torch.cat([found.points // 16 * 16 + 8, torch.full_like(found.points, 16.0)], -1)
-    return replace(found, cls=torch.zeros_like(found.cls), obj=torch.zeros(found.boxes.shape[:2]))
-
-
-def borders(seed: int) -> Batch:
-    """Middles whose regions end at cells' middles: in by the published strict comparison, or out."""
-    found = scene(seed, 5)
-    found.gt_boxes[..., :2] = found.gt_boxes[..., :2].div(4).round() * 4
-    found.gt_boxes[:, ::2, 2:] = found.gt_boxes[:, ::2, 2:].div(8).ceil() * 8
-    # 8 + 12 and 16 + 24 are middles of cells; a step above 8 and 16 is none above those: the order of rounding shows.
-    found.gt_boxes[:, 0, :2] = torch.tensor([8.0, 16.0])[:, None].nextafter(torch.tensor(99.0))
-    found.gt_mask[:, 0] = True
-    return found
-
-
-def sharp(seed: int) -> Batch:
-    """Predictions near the ground truths, as late in training: 3 to 10 anchors each. Half are exact, with IoU 1."""
-    found = scene(seed, 3)
-    found.gt_boxes.mul_(4).ceil_().div_(4)
-    which = torch.randint(0, 3, found.boxes.shape[:2])
-    found.boxes[:] = found.gt_boxes.gather(1, which[..., None].expand(-1, -1, 4))
-    found.boxes[:, ::2] *= 1 + 0.1 * torch.rand(2, 42, 4)
-    return found
-
-
-def saturated(seed: int) -> Batch:
-    """Probabilities that are 0 and 1 in fp32, where the logarithms are cut at -100."""
-    found = scene(seed, 5)
-    return replace(found, cls=found.cls * 20, obj=found.obj.mul(20))  # type: ignore[union-attr]
-
-
-def specks(seed: int) -> Batch:
-    """Boxes of hardly any area, where what is added to a logarithm and the least union decide."""
-    found = scene(seed, 4)
-    found.gt_boxes[..., 2:] = 10 ** (-1 - 3 * torch.rand(2, 4, 2))
-    which = torch.randint(2, 4, (2, 28))  # the first two are met by large boxes, or by none
-    found.boxes[:, ::3] = found.gt_boxes.gather(1, which[..., None].expand(-1, -1, 4))
-    found.boxes[:, ::3, 2:] *= 1 + torch.rand(2, 28, 2)
-    return found
-
-
-FAMILIES: dict[str, Callable[[int], Batch]] = {
-    "random": lambda seed: scene(seed, 5),
-    "one box": lambda seed: replace(scene(seed, 1), gt_mask=torch.ones(2, 1, dtype=torch.bool)),
-    "none": no_truths,
-    "identical": identical_truths,
-    "outside": outside,
-    "borders": borders,
-    "tiny strides": lambda seed: scene(seed, 4, size=8, strides=(1, 2)),
-    "one anchor": lambda seed: scene(seed, 3, size=8, strides=(8,)),  # fewer candidates than topk
-    "few anchors": lambda seed: scene(seed, 7, size=24, strides=(8,)),  # most are wanted by several
-    "sharp": sharp,
-    "saturated": saturated,
-    "specks": specks,
-}
-
-
-def fixed(batch: Batch, variant: str, chunk: int | None = None) -> Assignment:
-    """Assign by the path of the GPU without triton."""
-    rules = VARIANTS[variant]
-    truths = truths_of(batch.gt_boxes, batch.gt_classes, batch.gt_mask, batch.cls.shape[2], False)
-    cells = cells_of(batch.points, batch.strides, rules.radius, batch.boxes)
-    valid = batch.candidates
-    if valid is None:
-        valid = simota._candidates(cells, truths, rules, chunk)
-    anchors = anchors_of(batch.boxes, batch.cls, batch.obj, cells, valid, False)
-    return simota.assign_fixed(anchors, truths, rules, chunk)
-
-
-def with_candidates(batch: Batch, variant: str) -> Batch:
-    return replace(batch, candidates=torch.rand(batch.boxes.shape[:2]) < 0.4) if variant == "yolov7" else batch
-
-
-def excused(batch: Batch, got: Assignment, variant: str) -> int:
-    """Fail where an image differs from the published algorithm; return how many differ by rounding alone."""
-    count = 0
-    for index in range(len(batch.boxes)):
-        real = batch.gt_mask[index].nonzero().flatten()
-        want = oracle.assign(batch.image(index), variant)
-        gts = torch.where(want.fg_mask, real[want.matched_gt.clamp(min=0)] if len(real) else -1, -1)
-        same = (
-            torch.equal(got.fg_mask[index], want.fg_mask)
-            and torch.equal(got.matched_gt[index], gts)
-            and torch.equal(got.matched_iou[index], want.matched_iou)
-        )
-        if not same:
-            assert oracle.assign(batch.image(index).to(torch.float64), variant).margin < MARGIN
-            count += 1
-        fg = got.fg_mask[index]
-        assert got.num_fg[index] == fg.sum()
-        assert torch.equal(got.matched_class[index][fg], batch.gt_classes[index][got.matched_gt[index][fg]])
-        assert (got.matched_class[index][~fg] == -1).all()
-    return count
-
-
-def equal(one: Assignment, other: Assignment) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+from tests.kernels.simota_scenes import (
+    CLASSES,
+    FAMILIES,
+    equal,
+    excused,
+    fixed,
+    oracle_batch,
+    scene,
+    ties,
+    with_candidates,
+)
 
 
 # 12 families x 4 variants x 34 seeds = 1,632 batches of 2 images, 34 of them skipped.
@@ -473,17 +292,6 @@ def test_the_operator_keeps_its_contract() -> None:
         torch.library.opcheck(simota_op.assign, (*given, None, *simota_op.flat(rules), False, None, True))
 
 
-def oracle_batch() -> tuple[Tensor, ...]:
-    """Return a small batch in the order of the arguments."""
-    torch.manual_seed(0)
-    cells = (torch.arange(8) + 0.5) * 8
-    points = torch.cartesian_prod(cells, cells).flip(1)
-    boxes = torch.cat([points.expand(2, -1, -1) + torch.randn(2, 64, 2), torch.rand(2, 64, 2) * 20 + 4], -1)
-    truths = torch.cat([torch.rand(2, 5, 2) * 64, torch.rand(2, 5, 2) * 20 + 4], -1)
-    classes = torch.randint(0, 3, (2, 5))
-    return boxes, torch.randn(2, 64, 3), torch.randn(2, 64), points, torch.full((64,), 8.0), truths, classes
-
-
 def test_cost_grows_as_the_work_does() -> None:
     base = cost(2, 8400, 10, 80)
     assert cost(4, 8400, 10, 80).bytes == 2 * base.bytes
@@ -541,81 +349,3 @@ def test_kernels_round_each_product(interpreted: None, name: str, monkeypatch: p
     monkeypatch.setattr(simota_triton, name, Heard())
     scene(7, 1, size=24).assign()
     assert [options.get("enable_fp_fusion") for options in heard] == [False]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("triton", [True, False])
-def test_captured_in_a_graph_without_waiting(triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not triton:
-        monkeypatch.setattr(support, "runs_triton", lambda _: False)
-    first, second = scene(0, 5), scene(1, 5)
-    held = first.change(lambda t: t.cuda())
-    held.assign()  # kernels are compiled, and caches filled, outside
-    torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        held.assign()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = held.assign()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    for batch in (first, second):
-        for name, value in vars(batch).items():
-            if value is not None:
-                getattr(held, name).copy_(value)
-        graph.replay()
-        got = Assignment(*(t.cpu() for t in found))
-        assert excused(batch, got, "yolox") <= 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("triton", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_gpu_in_every_precision(
-    dtype: torch.dtype, triton: bool, monkeypatch: pytest.MonkeyPatch, waits_for_nothing: Any
-) -> None:
-    if not triton:
-        monkeypatch.setattr(support, "runs_triton", lambda _: False)
-    rounded = scene(3, 20, images=4, size=128).change(lambda t: t.to(dtype) if t.is_floating_point() else t)
-    there = rounded.change(lambda t: t.cuda())
-    there.assign()
-    with waits_for_nothing():
-        found = there.assign()
-    same = rounded.change(lambda t: t.float() if t.is_floating_point() else t)
-    assert excused(same, Assignment(*(t.cpu() for t in found)), "yolox") <= 1
-
-
-@pytest.mark.gpu
-def test_gpu_takes_a_thousand_boxes_an_image_in_little_memory() -> None:
-    batch = scene(0, 1000, images=4, size=320)  # 2,100 anchors
-    there = batch.change(lambda t: t.cuda())
-    there.assign()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    found = there.assign()
-    torch.cuda.synchronize()
-    # Half of what one fp32 tensor [B, G, A] takes.
-    assert torch.cuda.max_memory_allocated() - before < 4 * 1000 * 2100 * 4 / 2
-    first = Assignment(*(t[:1].cpu() for t in found))
-    one = batch.change(lambda t: t[:1] if len(t) == 4 else t)
-    assert excused(one, first, "yolox") <= 1
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")  # of the compiler's own
-def test_gpu_compiled_under_autocast() -> None:
-    batch = tuple(t.cuda() for t in oracle_batch())
-    plain = simota_assign(*batch)
-    with torch.autocast("cuda", torch.bfloat16):
-        found = torch.compile(lambda *given: simota_assign(*given), fullgraph=True)(*batch)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, plain, strict=True))
-
-
-@pytest.mark.gpu
-def test_the_same_bits_every_time_on_a_gpu() -> None:
-    batch = scene(0, 50, images=4, size=320).change(lambda t: t.cuda())
-    first = batch.assign()
-    assert all(equal(batch.assign(), first) for _ in range(10))

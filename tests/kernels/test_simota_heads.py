@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from accel.kernels.simota_heads import AssignResult, BatchedSimOTAAssigner, patch_yolox_head, unpatch_yolox_head
 from tests.kernels import simota_oracle as oracle
-from tests.kernels.test_simota import Batch, scene
+from tests.kernels.simota_scenes import Batch, scene
 
 
 class Head(nn.Module):

@@ -6,7 +6,7 @@ import gc
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,21 +18,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from accel.profiler.phases import Measurement
 from accel.profiler.recorder import Recorder
-
-
-@pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    made = Recorder()
-    made.start()
-    yield made
-    made.stop()
-
-
-@pytest.fixture
-def seen(recorder: Recorder) -> list[Measurement]:
-    steps: list[Measurement] = []
-    recorder.on_step = steps.append
-    return steps
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:

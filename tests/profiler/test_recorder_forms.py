@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,21 +20,6 @@ from accel.profiler.recorder import Recorder
 FORWARD_S = 0.001
 
 Form = tuple[list[nn.Parameter], Callable[[Tensor], Tensor]]
-
-
-@pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    made = Recorder()
-    made.start()
-    yield made
-    made.stop()
-
-
-@pytest.fixture
-def seen(recorder: Recorder) -> list[Measurement]:
-    steps: list[Measurement] = []
-    recorder.on_step = steps.append
-    return steps
 
 
 class Methodical(nn.Module):
