@@ -75,10 +75,15 @@ class Network:
         return self.hosts * self.ranks
 
     def slower(self, factor: float) -> Network:
-        """Return the network with bytes between hosts (within the only one) taking `factor` times as long."""
-        names = ("inter", "world") if self.hosts > 1 else ("intra", "world")
-        slow = {name: getattr(self, name)._replace(byte_s=getattr(self, name).byte_s * factor) for name in names}
-        return replace(self, **slow)
+        """Return the network with a ring's bytes between hosts (within the only one) taking `factor` times as long.
+
+        So do the bytes of others there; but where a ring proves faster than a probe said, the others are no faster than
+        the ring, or stay as they are: the probe of the ring alone may have been disturbed.
+        """
+        name = "inter" if self.hosts > 1 else "intra"
+        own, ring = getattr(self, name), self.world._replace(byte_s=self.world.byte_s * factor)
+        byte_s = own.byte_s * factor if factor >= 1 else min(own.byte_s, ring.byte_s)
+        return replace(self, world=ring, **{name: own._replace(byte_s=byte_s)})
 
 
 class Call(NamedTuple):

@@ -76,6 +76,14 @@ def test_one_host_has_no_uplink() -> None:
     assert alone.slower(3.0).intra.byte_s == 3 * INTRA.byte_s
     assert two_by_two().slower(3.0).intra.byte_s == INTRA.byte_s
     assert two_by_two().slower(3.0).world.byte_s == 3 * WORLD.byte_s
+    assert two_by_two().slower(3.0).inter.byte_s == 3 * INTER.byte_s
+
+
+@pytest.mark.parametrize(("factor", "inter"), [(0.7, 1e-8), (0.5, 1e-8), (0.4, 0.8e-8)])
+def test_a_ring_that_was_probed_too_slow_does_not_make_other_calls_fast(factor: float, inter: float) -> None:
+    found = two_by_two().slower(factor)
+    assert found.world.byte_s == pytest.approx(factor * WORLD.byte_s)
+    assert found.inter.byte_s == pytest.approx(inter)
 
 
 # Steps, by hand
