@@ -235,7 +235,7 @@ def measure(setting: Setting, rounds: int) -> list[Row]:
     """Run one setting and return a row for each method."""
     arguments = ["-m", "benchmarks.comm_choice", "--worker", json.dumps(setting), "--rounds", str(rounds)]
     with Lab(setting.hosts, setting.rate) as lab:
-        output = lab.run(arguments, setting.ranks, timeout_s=300 + 150 * rounds)[0].output
+        output = lab.run(arguments, setting.ranks, timeout_s=900 + 150 * rounds)[0].output
     line = next(line for line in output.splitlines() if line.startswith("RESULT "))
     return rows_of(setting, json.loads(line.removeprefix("RESULT ")))
 

@@ -267,7 +267,7 @@ def measure(setting: Setting, rounds: int, depth: int = 24) -> list[Row]:
         str(depth),
     ]
     with Lab(setting.hosts, setting.rate) as lab:
-        output = lab.run(arguments, setting.ranks, timeout_s=300 + 150 * rounds)[0].output
+        output = lab.run(arguments, setting.ranks, timeout_s=900 + 150 * rounds)[0].output
     line = next(line for line in output.splitlines() if line.startswith("RESULT "))
     result = json.loads(line.removeprefix("RESULT "))
     gradient_bytes = 4 * depth * (1024 * 1024 + 1024)
