@@ -8,7 +8,8 @@ order, whatever happens elsewhere.
 * Quantised: encode, all-to-all, sum what arrived, encode the sum, all-gather, decode: 2 (n − 1)/n of the encoded bytes
   on the wire, as a ring sends of the plain ones; an all-gather of everything would send n − 1. Each rank sums one chunk
   and all decode the same bytes, so replicas stay equal to the bit. With error feedback, a rank keeps what its encoding
-  lost of its values and of the sum of its chunk: Σ_r residual + decoded = Σ_r values holds at every step.
+  lost of its values and of the sum of its chunk: Σ_r residual + decoded = Σ_r values holds at every step. DDP drops
+  what arrives for a parameter that no rank used: its residual waits.
 
 Sources: two-phase compressed all-reduce with error feedback (Tang et al. 2021, arxiv.org/abs/2102.02888), whose second
 residual is here added to the first.
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from accel.comm.channel import Channel
 from accel.comm.layout import Layout, Piece, equal_cuts
+from accel.comm.unused import any_nonzero, stand_still
 
 RESIDUAL = "residual"
 
@@ -115,7 +117,23 @@ class Quantised(Compressor):
         return self.encoded_bytes(1 << 20) / (1 << 20)
 
     def stages(self) -> Sequence[Stage]:
-        return [Stage("sum of encoded", self._scatter), Stage("gather of encoded", self._gather)]
+        return [Stage("sum of encoded", self._sum), Stage("gather of encoded", self._spread)]
+
+    def _sum(self, piece: Piece, channel: Channel) -> None:
+        """Sum, and note first which parameters this rank used: only with a residual can one lose by not being used."""
+        if piece.slot.has(RESIDUAL) and channel.size > 1 and piece.values.numel():
+            spans = [slice(one.begin, one.begin + one.length) for one, _ in piece.parameters()]
+            used = torch.stack([any_nonzero(piece.values[span]) for span in spans]).to(torch.uint8)
+            piece.carry.update(spans=spans, flags=used)
+        self._scatter(piece, channel)
+
+    def _spread(self, piece: Piece, channel: Channel) -> None:
+        """Give the sums to everyone, and leave what no rank used where it was."""
+        self._gather(piece, channel)
+        if "flags" in piece.carry:
+            for span, used in zip(piece.carry["spans"], piece.carry["flags"].tolist(), strict=True):
+                if not used:
+                    stand_still(piece, span, (RESIDUAL,))
 
     def _scatter(self, piece: Piece, channel: Channel) -> None:
         """Sum this rank's chunk of the piece over all ranks, as they encoded it, and encode the sum."""
@@ -124,36 +142,43 @@ class Quantised(Compressor):
         lost = piece.slot.write(RESIDUAL) if feedback else None
         if feedback:
             values += piece.slot.read(RESIDUAL)
-        cuts = equal_cuts(values.numel(), channel.size, self.block)
-        chunks = [slice(low, high) for low, high in pairwise(cuts)]
         if channel.size == 1:
             if lost is not None:
                 lost.zero_()
             return
-        going = [self._room(values, part.stop - part.start) for part in chunks]
+        chunks, going = self._chunks(piece, channel)
         for r, part in enumerate(chunks):
             if r != rank:
                 self.encode(values[part], going[r], None if lost is None else lost[part])
         own = chunks[rank]
-        coming = [
-            self._room(values, own.stop - own.start) if r != rank else values.new_empty(0, dtype=torch.uint8)
-            for r in range(channel.size)
-        ]
+        coming = [torch.empty_like(going[rank]) if r != rank else going[rank][:0] for r in range(channel.size)]
         channel.exchange(going, coming)
         for r, encoded in enumerate(coming):
             if r != rank:
                 self.decode(encoded, values[own], add=True)
         self.encode(values[own], going[rank], None if lost is None else lost[own])
-        piece.carry.update(chunks=chunks, encoded=going)
+
+    def _chunks(self, piece: Piece, channel: Channel) -> tuple[list[slice], list[Tensor]]:
+        """Return each rank's chunk of the piece, and room for its codes, which may be followed by flags."""
+        cuts = equal_cuts(piece.values.numel(), channel.size, self.block)
+        chunks = [slice(low, high) for low, high in pairwise(cuts)]
+        sizes = [self.encoded_bytes(part.stop - part.start) for part in chunks]
+        more = piece.carry["flags"].numel() if "flags" in piece.carry else 0
+        rooms = [piece.values.new_empty(size + more, dtype=torch.uint8) for size in sizes]
+        going = [room[:size] for room, size in zip(rooms, sizes, strict=True)]
+        piece.carry.update(chunks=chunks, encoded=going, rooms=rooms)
+        return chunks, going
 
     def _gather(self, piece: Piece, channel: Channel) -> None:
-        """Give the encoded sums to everyone."""
+        """Give the encoded sums to everyone, and with them the flags of all."""
         if channel.size == 1:
             return
-        chunks, encoded = piece.carry["chunks"], piece.carry["encoded"]
-        channel.all_gather(encoded[channel.rank], encoded)
+        chunks, encoded, rooms = (piece.carry[name] for name in ("chunks", "encoded", "rooms"))
+        if "flags" in piece.carry:
+            rooms[channel.rank][encoded[channel.rank].numel() :] = piece.carry["flags"]
+        channel.all_gather(rooms[channel.rank], rooms)
         for part, one in zip(chunks, encoded, strict=True):
             self.decode(one, piece.values[part])
-
-    def _room(self, like: Tensor, numel: int) -> Tensor:
-        return torch.empty(self.encoded_bytes(numel), dtype=torch.uint8, device=like.device)
+        if "flags" in piece.carry:
+            told = [room[one.numel() :] for room, one in zip(rooms, encoded, strict=True)]
+            piece.carry["flags"] = torch.stack(told).amax(0)

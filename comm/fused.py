@@ -9,7 +9,6 @@ The kernels take float32 on CUDA and blocks of a power of two from 8 to 2,048; e
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import ClassVar, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from accel.comm.channel import Channel
 from accel.comm.compressor import RESIDUAL, Quantised
-from accel.comm.layout import Piece, equal_cuts
+from accel.comm.layout import Piece
 
 _ALIGNED = 16  # bytes of the widest load: ranks' codes begin at multiples of it
 
@@ -51,8 +50,7 @@ class Fused(Quantised):
             return super()._scatter(piece, channel)
         residual = piece.slot.read(RESIDUAL) if piece.slot.has(RESIDUAL) else None
         lost = piece.slot.write(RESIDUAL) if residual is not None else None
-        chunks = [slice(low, high) for low, high in pairwise(equal_cuts(values.numel(), channel.size, self.block))]
-        going = [self._room(values, part.stop - part.start) for part in chunks]
+        chunks, going = self._chunks(piece, channel)
         for r, part in enumerate(chunks):
             if r != rank:
                 self.codec.encode(values[part], going[r], self.block, _part(residual, part), _part(lost, part))
@@ -64,7 +62,6 @@ class Fused(Quantised):
             values[own] += residual[own]
         self.codec.decode_sum(arrived, values[own], self.block, add=True)
         self.codec.encode(values[own], going[rank], self.block, None, _part(lost, own))
-        piece.carry.update(chunks=chunks, encoded=going)
         return None
 
     def _rows(self, like: Tensor, size: int, ranks: int) -> Tensor:

@@ -160,6 +160,38 @@ def laws(rank: int, world: int) -> dict[Any, Any]:
     return found
 
 
+def laws_unused(rank: int, world: int) -> dict[Any, Any]:
+    """Leave parameters out of the last step: one on all ranks, one on all but one."""
+    found = {}
+    starts = list(itertools.accumulate((torch.Size(shape).numel() for shape in Given.SHAPES), initial=0))
+    for name, hierarchical in itertools.product(COMPRESSORS, (False, True)):
+        compressor = COMPRESSORS[name]()
+        options = {"hierarchical": hierarchical, "error_feedback": compressor.takes_feedback}
+        ddp, state = make(compressor, torch.float64, find_unused_parameters=True, **options)
+        applied, wanted = 0.0, 0.0
+        for step in range(3):
+            given: list[Any] = gradients(rank, step, torch.float64)
+            want = mean_gradient(world, step, torch.float64)
+            if step == 2:
+                before = residual(state)
+                given[6] = None
+                want[starts[6] : starts[7]] = 0
+                if rank != 0:
+                    given[3] = None
+                here = slice(starts[3], starts[4])
+                want[here] = gradients(0, step, torch.float64)[3].reshape(-1) / world
+            applied, wanted = applied + backward(ddp, given).double(), wanted + want
+        left, there = residual(state), slice(starts[6], starts[7])
+        found[name, hierarchical] = {
+            "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
+            "kept": torch.equal(before[there], left[there]),
+            "withheld": bool(left[there].any()),
+            "same": same_everywhere(applied),
+        }
+        state.close()
+    return found
+
+
 def void_step(rank: int, world: int) -> dict[Any, Any]:
     """Give rank 1 an infinity, then a NaN, between good steps."""
     found = {}

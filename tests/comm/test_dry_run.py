@@ -39,8 +39,8 @@ def test_half_sends_two_bytes_twice_for_each_element_of_the_others_chunks() -> N
 def test_what_is_sent_is_what_the_encoding_says(name: str, parts: int) -> None:
     found = dry_run(Way(name), bucket((1024, 1024)), PAIR, CPU)
     chunk = CATALOGUE[name].make().encoded_bytes((1 << 20) // parts)  # type: ignore[attr-defined]
-    # Signs go to everyone at once, with a byte for each parameter that says whether it was used.
-    assert [one.far_bytes for one in calls(found)] == [chunk + (name == "1-bit")] * parts
+    # Signs go to everyone at once. With the last codes goes a byte for each parameter that says whether it was used.
+    assert [one.far_bytes for one in calls(found)] == [chunk] * (parts - 1) + [chunk + 1]
     assert sum(one.core_s for stage in found for one in stage) > 0
 
 

@@ -47,6 +47,15 @@ class TestLaws:
         assert laws[0][name, hierarchical, torch.float64]["first error"] < FIRST_ERROR[name]
 
 
+def test_what_was_withheld_of_a_parameter_waits_while_no_rank_uses_it() -> None:
+    for found in run_ranks(cases.laws_unused, 4, per_host=2):
+        assert len(found) == 2 * len(cases.COMPRESSORS)
+        for (name, hierarchical), one in found.items():
+            assert one["law"] < 1e-13, (name, hierarchical)
+            kept = {"kept": True, "withheld": name != "exact", "same": True}
+            assert {key: one[key] for key in kept} == kept, (name, hierarchical)
+
+
 def test_signs_after_a_dense_start() -> None:
     for found in run_ranks(cases.dense_start, 4, per_host=2):
         for errors in found.values():
