@@ -64,13 +64,16 @@ def main(
     summary = summarise(rows)
     console.print(sentence(summary), markup=False)
     if record:
-        target = Path(__file__).parent / "results" / f"{_title(loaded)}-cpu-{date.today().isoformat()}.json"
+        folder, title = Path(__file__).parent / "results", _title(loaded)
+        target = folder / f"{title}-cpu-{date.today().isoformat()}.json"
         found = _record(rows, summary, plan)
-        if cases and target.exists():
-            held = json.loads(target.read_text(encoding="utf-8"))
+        if cases and (earlier := sorted(folder.glob(f"{title}-cpu-*.json"))):
+            held = json.loads(earlier[-1].read_text(encoding="utf-8"))
             rows = merged(held["cases"], rows)
             again = sorted({*held.get("again", []), *cases})
             found = {**_record(rows, summarise(rows), plan), "command": held["command"], "again": again}
+            if not set(asked) & set(RIVALS):
+                found["rivals_date"] = held.get("rivals_date", held["date"])
         write_atomic(target, json.dumps(found, indent=1) + "\n")
         console.print(f"recorded in {target.name}")
     if any(row.right is False for row in rows):

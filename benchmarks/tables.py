@@ -61,9 +61,10 @@ def table_block(result: dict[str, Any]) -> str:
 def faults_block(result: dict[str, Any]) -> str:
     """Return the fault matrix as Markdown."""
     summary, rivals = result["summary"], result["summary"]["rivals"]
-    names = list(rivals)
+    names, told = list(rivals), result.get("rivals_date", result["date"])
+    when = result["date"] if told == result["date"] else f"{result['date']} ({' and '.join(names)}: {told})"
     lines = [
-        f"`{result['command']}`, {result['date']}, {result['machine']}, torch {result['torch']}. Saved: share of a "
+        f"`{result['command']}`, {when}, {result['machine']}, torch {result['torch']}. Saved: share of a "
         f"step's (or sample's) time, as predicted or found by experiment, and by the remedy itself, "
         f"{result['pairs']} interleaved pairs of fresh processes.",
         "",
