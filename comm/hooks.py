@@ -121,6 +121,8 @@ class CommState:
             post_mortem.address = post_mortem.address._replace(token=told[0]["address"][2])
             heard = post_mortem.connect(rank, [Address(*one["address"]) for one in told])
             stages = self._stages(rank, size, store, device)
+            # One that goes on, and perhaps closes at once, would cut off those that are still connecting.
+            _introduce(PrefixStore("connected", store), rank, size, self.timeout, {})
         except BaseException:
             post_mortem.close()
             raise

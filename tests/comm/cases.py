@@ -344,6 +344,25 @@ def message(call: Callable[[], Any]) -> str:
     return "nothing raised"
 
 
+def late_rank(rank: int, world: int) -> tuple[float, float]:
+    """Let rank 1 take long to connect; return when its groups were made (0 elsewhere), and when the state was."""
+
+    class Late(CommState):
+        made = 0.0
+
+        def _stages(self, *given: Any) -> Any:
+            found = super()._stages(*given)
+            if rank == 1:
+                time.sleep(0.5)
+                self.made = time.monotonic()
+            return found
+
+    state = Late(DistributedDataParallel(Given()), Exact(), timeout=SECONDS)
+    found = state.made, time.monotonic()
+    state.close()
+    return found
+
+
 def refusals(rank: int, world: int) -> dict[str, str]:
     """Return the message of each bad input, on every rank."""
     found = {}

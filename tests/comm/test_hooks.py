@@ -118,3 +118,9 @@ def test_future_chains_and_a_dropped_state_ends_its_threads() -> None:
         assert found["error"] < 1e-5
         assert found["alive"]
         assert not any(found["alive"])
+
+
+def test_a_state_is_made_when_every_rank_has_connected() -> None:
+    """It may be closed at once: that cut off ranks that were still connecting."""
+    found = run_ranks(cases.late_rank, 3)
+    assert all(ready >= found[1][0] > 0 for _, ready in found)
