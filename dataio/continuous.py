@@ -5,32 +5,127 @@ their batch is asked for; at the end of an epoch they come from the next one (ac
 on making batches while the loop validates, saves, or prints. What was fetched ahead is used only if it is what the
 plain loader would have made: the random states, the sampler's epoch and the dataset are compared when the next epoch
 begins. If it isn't, it is thrown away.
+
+Ctrl-C may come between any two lines here. What was being done is then given up: the engine is emptied, and makes again
+what the loop has not been handed (`Continuous._mend`).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import weakref
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch.utils.data import DataLoader
 
+from accel.dataio import epochs
 from accel.dataio.engine import Engine, Job
-from accel.dataio.epochs import Ahead, Draws, States, draw_ahead, epoch_of, put_back, same, same_draws
+from accel.dataio.epochs import Ahead, Draws, States, capture, draw_ahead, epoch_of, put_back, same, same_draws
 from accel.dataio.mirror import Forecast, State, compare, state_of
 from accel.dataio.randomness import derived_seed
 
 # Wrong guesses in a row, after which the next epoch is not guessed any more.
 _MOST_WRONG = 3
+# Batches fetched that may not have reached the loop: the last one, and the one whose copy to the device goes before it.
+_RECENT = 2
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-# No method: a generator that held the object would keep it, and its processes, until the cycle collector comes.
-def _jobs(draws: Draws, base_seed: int | None, first: int = 0, dataset: Any = None) -> Iterator[Job]:
-    """Yield a job for each index list; `first` is the number of the first one in its epoch."""
-    for number, indices in enumerate(draws, first):
-        seed = None if base_seed is None else derived_seed(base_seed, number)
-        yield Job(indices, seed, draws.generators(), dataset)
+# No generator: an interruption in it would end it, and with it the epoch.
+class _Jobs:
+    """Yields a job for each index list of an epoch.
+
+    Args:
+        draws: the index lists.
+        base_seed: of the epoch's random numbers; None to leave them alone.
+        epoch: which of the epochs that were drawn it is.
+        first: number of the first list in its epoch.
+        dataset: what the batches are made from, see `Job`.
+    """
+
+    def __init__(self, draws: Draws, base_seed: int | None, epoch: int, first: int = 0, dataset: Any = None) -> None:
+        self._draws, self._base_seed, self._epoch, self._dataset = draws, base_seed, epoch, dataset
+        self._number = first
+
+    def __iter__(self) -> Iterator[Job]:
+        return self
+
+    def __next__(self) -> Job:
+        indices = next(self._draws)
+        number = self._number
+        self._number += 1
+        seed = None if self._base_seed is None else derived_seed(self._base_seed, number)
+        return Job(indices, seed, self._draws.generators(), self._dataset, self._epoch, number)
+
+
+class ListLost(RuntimeError):
+    """An interruption came while the sampler drew an index list."""
+
+
+class _Lost:
+    """In place of index lists of which one was lost."""
+
+    def __iter__(self) -> Iterator[Job]:
+        return self
+
+    def __next__(self) -> Job:
+        raise ListLost(
+            "this pass can't go on: it was interrupted while the sampler drew an index list, which is lost; begin a "
+            "new pass over the loader"
+        )
+
+
+class _AsDrawn:
+    """Yields jobs whose lists were drawn early, and draws when they come what was put back of that.
+
+    Args:
+        loader: whose sampler drew the lists.
+        jobs: those of one epoch.
+        before, after: states of the loader's own generators before the first was drawn, and after the last.
+    """
+
+    def __init__(self, loader: DataLoader[Any], jobs: list[Job], before: States, after: States) -> None:
+        self._loader, self._jobs, self._at, self._after = loader, deque(jobs), before, after
+
+    def __iter__(self) -> Iterator[Job]:
+        return self
+
+    def __next__(self) -> Job:
+        state = self._jobs[0].after if self._jobs else self._after
+        if not same(state, self._at):
+            self._at = state
+            epochs.draw_as_exhausted(self._loader)
+        if not self._jobs:
+            raise StopIteration
+        return self._jobs.popleft()
+
+
+def _whole(
+    method: Callable[Concatenate[Continuous, _P], _R],
+) -> Callable[Concatenate[Continuous, _P], _R]:
+    """Have what an interruption leaves half done mended, at once or, if that was interrupted too, by the next call."""
+
+    @functools.wraps(method)
+    def call(self: Continuous, /, *args: _P.args, **options: _P.kwargs) -> _R:
+        handed = self.served
+        try:
+            if self._broken:
+                self._mend()
+            return method(self, *args, **options)
+        except Exception:
+            raise
+        except BaseException:
+            self._broken = True
+            self._mend(handed)
+            raise
+
+    return call
 
 
 class Continuous:
@@ -43,6 +138,7 @@ class Continuous:
     Attributes:
         failed_guesses: times the next epoch was fetched ahead in vain.
         base_seed: of the random numbers in the running epoch.
+        served: number of the next batch in the running epoch.
     """
 
     def __init__(self, loader: DataLoader[Any], engine: Engine) -> None:
@@ -54,12 +150,16 @@ class Continuous:
         self._draws = Draws(loader, iter(()))
         self._source: Iterator[Job] = iter(())
         self._feeding = False
-        self._under_way: deque[Job] = deque()
-        self._failed: list[Job] = []
-        self._fed = self._served = 0
-        self._end_of_epoch: int | None = None
+        # Jobs that were drawn and not served, oldest first; of the running epoch, then of the next one.
+        self._record: deque[Job] = deque()
+        self._given = 0  # so many of them the engine has
+        self._failed = False  # the oldest could not be made
+        self._epoch = 0
+        self._all_drawn = False
+        self.served = 0
         self._may_look_ahead = True
         self._ahead: Ahead | None = None
+        self._resumed: Ahead | None = None
         self.base_seed = 0
         # States of the loader's own generators: after all that was drawn in this epoch, and after what was drawn for
         # the batches served.
@@ -71,10 +171,16 @@ class Continuous:
         self._began: State | None = None
         self._forecast = Forecast(loader.dataset)
         # What each engine's copies of the dataset were last told; one that has not begun takes it as it is then.
-        self._states: dict[int, State] = {}
+        self._states: weakref.WeakKeyDictionary[Engine, State] = weakref.WeakKeyDictionary()
+        # For mending: what is under way, and what it has to be undone with.
+        self._broken = False
+        self._recent: deque[tuple[Job, States]] = deque(maxlen=_RECENT)
+        self._drawing: States | None = None
+        self._real: tuple[States, int | None] | None = None
 
     # -- one epoch ---------------------------------------------------------------------------------------------------
 
+    @_whole
     def take(self, indices: Iterator[Any], *, base_seed: int = 0, first: int = 0, ahead: bool = True) -> None:
         """Begin to feed the engine from `indices`, the index lists that are still to come in the running epoch.
 
@@ -87,39 +193,65 @@ class Continuous:
         self.drop()
         self._note_epoch(first)
         self._refresh()
-        self._draws = draws = Draws(self.loader, indices)
-        self._source, self._feeding = _jobs(draws, base_seed if self._seeded else None, first), True
-        self.base_seed = self.engine.base_seed = base_seed
-        self._ahead, self._end_of_epoch = None, None
-        self._fed = self._served = 0
-        self._ended = False
-        self._drawn = self._after = draws.generators()
+        self.served = first
+        self._feed(indices, base_seed)
         self._may_look_ahead = ahead and self._wrong < _MOST_WRONG
 
-    def fetch(self) -> Any:
-        """Return the next batch of the running epoch; raises StopIteration at its end or when drained."""
+    def _feed(self, indices: Iterator[Any], base_seed: int) -> None:
+        self._epoch += 1
+        self._draws = draws = Draws(self.loader, indices)
+        self._source = _Jobs(draws, base_seed if self._seeded else None, self._epoch, self.served)
+        self.base_seed = self.engine.base_seed = base_seed
+        self._ahead, self._resumed, self._all_drawn = None, None, False
+        self._drawn = self._after = draws.generators()
+        self._ended, self._feeding = False, True
+
+    @_whole
+    def prime(self) -> None:
+        """Draw the first index lists and hand them to the engine, as a loader with workers does when a pass begins."""
+        self._start()
         self._fill()
-        if self._served == self._end_of_epoch or not self._under_way:
+
+    @_whole
+    def fetch(self) -> Any:
+        """Return the next batch of the running epoch; raises StopIteration at its end or when drained.
+
+        After an Exception the batch is passed over, unless another engine is switched to, which makes it again.
+        """
+        self.skip_failed()
+        self._start()
+        self._fill()
+        if not self._record or self._record[0].epoch != self._epoch:
             self._ended = True
             raise StopIteration
-        job = self._under_way.popleft()
-        self._failed = [job]
-        batch = self.engine.collect()
-        self._failed = []
-        self._served += 1
-        self._after = job.after
-        self._fill()
+        try:
+            batch = self.engine.collect()
+        except Exception:
+            self._given -= 1
+            self._failed = True
+            raise
+        self._given -= 1
+        self._pop()
+        if self.engine.capacity > 1:
+            self._fill()
         return batch
 
-    def retry_failed(self) -> None:
-        """Put the batch that could not be fetched back in its place."""
-        self._under_way.extendleft(self._failed)
-        self._failed = []
+    def _pop(self) -> None:
+        job = self._record[0]
+        self._recent.append((job, self._after))
+        self._record.popleft()
+        self.served, self._after = job.number + 1, job.after
 
     def skip_failed(self) -> None:
-        """Count the batch that could not be fetched as served."""
-        self._served += len(self._failed)
-        self._failed = []
+        """Pass over the batch that could not be made."""
+        if self._failed:
+            self._pop()
+            self._failed = False
+
+    def give_back(self, handed: int) -> None:
+        """Make the batches from number `handed` on again: an interruption kept them from reaching the loop."""
+        self._broken = True
+        self._mend(handed)
 
     @property
     def feeding(self) -> bool:
@@ -136,65 +268,112 @@ class Continuous:
 
         For going on without the engine, after a failure or when it is drained.
         """
-        return (job.indices for job in self.jobs_left())
+        return map(attrgetter("indices"), self.jobs_left())
 
+    @_whole
     def jobs_left(self) -> Iterator[Job]:
         """Return `left` with the seeds."""
+        if self._resumed is not None:
+            self._redraw()
+        pending = [job for job in self._record if job.epoch == self._epoch]
+        open_end, drawn = self._feeding and not self._ended, self._drawn
+        self._put_back()
         self.close_feed()
-        pending = [*self._failed, *self._under_way]
-        if self._end_of_epoch is not None:
-            return iter(pending[: self._end_of_epoch - self._served])
-        return itertools.chain(pending, self._source)
+        later = iter(()) if self._all_drawn else self._source
+        if not open_end:
+            return itertools.chain(pending, later)
+        return itertools.chain(_AsDrawn(self.loader, pending, self._after, drawn), later)
 
+    @_whole
+    def leave(self) -> None:
+        """Have generators be as the batches that were served had left them: the loop has left the epoch."""
+        self._put_back()
+
+    def _put_back(self) -> None:
+        if self._feeding and not self._ended:
+            put_back(self.loader, self._drawn, self._after)
+            self._drawn = self._after  # once: an older pass may draw what leads to the same state
+
+    @_whole
     def drop(self) -> None:
         """Forget what is under way; generators go back to where the batches that were served had left them."""
-        left_early = self._feeding and not self._ended
+        self._put_back()
         self.close_feed()
-        if left_early:
-            put_back(self.loader, self._drawn, self._after)
-        if self._under_way:
+        if self._given:
             self.engine.discard()
-        self._under_way.clear()
-        self._failed = []
+        self._record.clear()
+        self._given, self._failed, self._resumed = 0, False, None
 
     def close(self) -> None:
         """Give up the engine's threads and processes; the next `take` starts them anew."""
         self.drop()
         self.engine.close()
 
+    @_whole
     def switch(self, engine: Engine) -> None:
         """Go on with another engine from the next batch on; what is under way is made again by it."""
         if engine is self.engine:
             return
-        under_way = list(self._under_way)
-        if self._ahead is not None:
-            # Drawn under an expected state of the dataset, which the other engine has not heard of.
-            assert self._end_of_epoch is not None
-            del under_way[self._end_of_epoch - self._served :]
-            self._ahead, self._source = None, iter(())
+        self._forget_ahead()  # drawn under an expected state of the dataset, which the other engine has not heard of
         self.engine.discard()
-        self._under_way.clear()
-        self._fed -= len(under_way)
-        self._source = itertools.chain(under_way, self._source)
-        self._states[id(self.engine)] = self._sent
+        self._given, self._failed = 0, False
+        self._states[self.engine] = self._sent
         self.engine = engine
-        self._sent = self._states.get(id(engine), self._sent)
+        self._sent = self._states.get(engine, self._sent)
         self._began = state_of(self.loader.dataset)
         self._refresh()
 
+    def _forget_ahead(self) -> None:
+        if any(job.epoch != self._epoch for job in self._record):
+            self._record = deque(job for job in self._record if job.epoch == self._epoch)
+        self._ahead = None
+        if self._all_drawn:
+            self._source = iter(())
+
+    def _mend(self, handed: int | None = None) -> None:
+        """Put in order what an interruption left half done.
+
+        Args:
+            handed: number of the first batch that the loop has not got; None for the first in the record.
+        """
+        self._draws.mend()
+        if self._ahead is not None:
+            self._ahead.draws.mend()
+        if self._real is not None:
+            states, epoch = self._real
+            epochs.restore(self.loader, states)
+            if epoch is not None:
+                epochs.set_epoch(self.loader, epoch)
+            self._real = None
+        if self._drawing is not None:
+            epochs.restore_own(self.loader, self._drawing)
+            self._drawn, self._source, self._drawing = self._drawing, _Lost(), None
+        for job, after in reversed(self._recent) if handed is not None else ():
+            if job.epoch == self._epoch and job.number >= handed:
+                if all(job is not other for other in self._record):
+                    self._record.appendleft(job)
+                self.served, self._after = job.number, after
+        self.engine.reset()
+        self._given, self._failed = 0, False
+        self._forget_ahead()
+        self._may_look_ahead = False
+        self._sent = self._began = state_of(self.loader.dataset)
+        self._broken = False
+
     # -- the epoch after ---------------------------------------------------------------------------------------------
 
+    @_whole
     def resume(self) -> bool:
         """Go on with the epoch drawn ahead, if it is what the loader would draw now; tell whether it is.
 
-        On success the random states are advanced exactly as starting the plain loader's epoch would have.
+        On success the random states are advanced exactly as beginning the plain loader's epoch would have.
         """
         ahead = self._ahead
-        if ahead is None or self._served != self._end_of_epoch or not (self._ended or same(self._drawn, self._after)):
+        current = bool(self._record) and self._record[0].epoch == self._epoch
+        if ahead is None or current or not (self._ended or same(self._drawn, self._after)):
             # Nothing drawn ahead, or the loop left the epoch before its last batch; or with it, but without asking for
             # one more, which is when the sampler would have drawn once more.
             return False
-        self._ahead = None
         undisturbed = same_draws(self.loader, ahead)
         as_expected = epoch_of(self.loader) == ahead.epoch and ahead.foreseen.holds()
         if not (undisturbed and as_expected) or compare(self._sent, state_of(self.loader.dataset)):
@@ -205,51 +384,99 @@ class Continuous:
         self._wrong = 0
         self._note_epoch(0)
         self._refresh()
-        ahead.draws.begin()
+        self._real = capture(self.loader), None
+        epochs.restore(self.loader, ahead.began)
         ahead.foreseen.begin()
-        self._fed -= self._served
-        self._served, self._end_of_epoch = 0, None
-        self.base_seed = self.engine.base_seed = ahead.base_seed
-        self._draws, self._ended = ahead.draws, False
-        self._drawn = ahead.draws.generators()
-        self._after = ahead.began
+        self._real = None
+        self._begin(ahead)
         return True
+
+    def _begin(self, ahead: Ahead) -> None:
+        """Make the epoch drawn ahead the running one; its lists count once the first batch is asked for."""
+        self._epoch += 1
+        self._ahead, self._resumed, self._all_drawn = None, ahead, False
+        self.base_seed = self.engine.base_seed = ahead.base_seed
+        self._draws, self._ended, self.served = ahead.draws, False, 0
+        self._drawn, self._after = ahead.draws.generators(), ahead.began[1:]
+        self._may_look_ahead = True
+
+    def _start(self) -> None:
+        """Have the lists that were drawn ahead count, unless the loop drew something since the epoch began."""
+        ahead = self._resumed
+        if ahead is None:
+            return
+        if same(capture(self.loader), ahead.began):
+            self._real = ahead.began, None
+            ahead.draws.begin()
+            self._real = None
+        elif ahead.draws.drew(ahead.began):
+            self._wrong += _MOST_WRONG
+            self._may_look_ahead = False
+            self.failed_guesses += 1
+            self._redraw()
+        else:
+            ahead.draws.keep()
+        self._resumed = None
+
+    def _redraw(self) -> None:
+        """Throw the lists away that were drawn ahead, and draw them under the present random states."""
+        self.engine.discard()
+        self._record.clear()
+        self._given = 0
+        self._feed(iter(self.loader._index_sampler), self.base_seed)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        while self._feeding and len(self._under_way) < self.engine.capacity:
-            job = next(self._source, None)
-            if job is not None:
-                self._fed += 1
-                if self._ahead is None:
-                    self._drawn = job.after
-                self._under_way.append(job)
-                self.engine.submit(job)
+        self._give()
+        while self._feeding and len(self._record) < self.engine.capacity:
+            if self._draw():
+                self._give()
             elif not self._look_ahead():
                 return
 
+    def _give(self) -> None:
+        while self._given < min(len(self._record), self.engine.capacity):
+            self.engine.submit(self._record[self._given])
+            self._given += 1
+
+    def _draw(self) -> bool:
+        """Take the next index list into the record; tell whether there was one."""
+        if self._all_drawn and self._ahead is None:
+            return False
+        if self._ahead is None:
+            self._drawing = self._draws.generators()
+        job = next(self._source, None)
+        if job is not None:
+            self._record.append(job)
+            if self._ahead is None:
+                self._drawn = job.after
+        elif self._ahead is None:
+            self._drawn, self._all_drawn = self._draws.generators(), True
+        self._drawing = None
+        return job is not None
+
     def _look_ahead(self) -> bool:
         """Draw the next epoch's index lists, when this one's have all been given out."""
-        if self._end_of_epoch is not None:
+        if self._ahead is not None or not self._may_look_ahead or self.engine.capacity < 2:
             return False  # one epoch ahead is enough: the look-ahead is bounded in batches
-        self._end_of_epoch = self._fed
-        self._drawn = self._draws.generators()
-        if not self._may_look_ahead or self.engine.capacity < 2:
-            return False
+        self._may_look_ahead = False  # once in an epoch
         expected = self._forecast.next(self._sent)
         leaves = compare(self._sent, expected).leaves
         view = self._forecast.view(self.loader.dataset, expected) if leaves and not self.engine.copies else None
         if leaves and not self.engine.copies and view is None:
             return False  # made now, the batches would be those of this epoch's dataset
         persistent = self.loader.num_workers > 0 and self.loader.persistent_workers
+        self._real = capture(self.loader), epoch_of(self.loader)
         self._ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=self.base_seed if persistent else None)
+        self._real = None
         if self._ahead is None:
             return False
         if leaves:
             self.engine.update(leaves)
         self._sent = expected
-        self._source = _jobs(self._ahead.draws, self._ahead.base_seed if self._seeded else None, dataset=view)
+        seed = self._ahead.base_seed if self._seeded else None
+        self._source = _Jobs(self._ahead.draws, seed, self._epoch + 1, dataset=view)
         return True
 
     def _note_epoch(self, first: int) -> None:

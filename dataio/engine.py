@@ -14,7 +14,7 @@ import pickle
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -23,10 +23,19 @@ from torch.utils.data import DataLoader
 from accel.dataio.fetch import blame, fetch_of
 from accel.dataio.mirror import Path
 from accel.dataio.randomness import global_states, random_state, restore_states, seed_everything
+from accel.dataio.thread_pool import ThreadPool
 
 
 class WorkerDied(RuntimeError):
     """A worker process ended, and starting another did not help."""
+
+
+class WorkersStuck(WorkerDied):
+    """A forked worker process waits for ever, for a lock that was held when it was forked."""
+
+
+class FetchTimeout(RuntimeError):
+    """A batch has taken longer than the loader's `timeout`."""
 
 
 class ThreadsDraw(RuntimeError):
@@ -41,12 +50,16 @@ class Job(NamedTuple):
         seed: of the random numbers that fetching may draw; None to leave them alone.
         after: states of the loader's own generators once `indices` were drawn.
         dataset: to read in place of the loader's own, by engines without copies; None for the loader's own.
+        epoch: which of the epochs that were drawn it belongs to.
+        number: of the batch in its epoch.
     """
 
     indices: Any
     seed: int | None
     after: list[torch.Tensor] = []  # noqa: RUF012  (never changed)
     dataset: Any = None
+    epoch: int = 0
+    number: int = 0
 
 
 class Engine(Protocol):
@@ -79,6 +92,9 @@ class Engine(Protocol):
 
     def restart(self) -> None:
         """Take the dataset anew as it is now."""
+
+    def reset(self) -> None:
+        """Be as one that was just made, whatever was going on: an interruption may have left anything half done."""
 
     def close(self) -> None:
         """Give up threads and processes."""
@@ -129,21 +145,33 @@ _TRIED = 16
 _NEVER = 1 << 62
 
 
-def _apart(fetch: Callable[[Any], Any], job: Job) -> tuple[Any, bool]:
-    """Make a batch from random states of its own; return it, and whether it drew from them."""
-    before = global_states()
-    if job.seed is not None:
-        seed_everything(job.seed)
-    began = random_state()
-    try:
-        batch = fetch(job.indices)
-        return batch, random_state() != began
-    finally:
-        restore_states(before)
+class _Apart:
+    """Makes batches under random states of their own; the loop's are put back."""
+
+    def __init__(self) -> None:
+        self._before: tuple[Any, ...] | None = None
+
+    def make(self, fetch: Callable[[Any], Any], job: Job) -> tuple[Any, bool]:
+        """Return a batch, and whether making it drew random numbers."""
+        self._before = global_states()
+        try:
+            if job.seed is not None:
+                seed_everything(job.seed)
+            began = random_state()
+            batch = fetch(job.indices)
+            return batch, random_state() != began
+        finally:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Put the loop's random states back, where Ctrl-C came between too."""
+        if self._before is not None:
+            restore_states(self._before)
+            self._before = None
 
 
 def _looked_at(fetch: Callable[[Any], Any], job: Job) -> Any:
-    batch, drew = _apart(fetch, job)
+    batch, drew = _Apart().make(fetch, job)
     if drew:
         raise ThreadsDraw("fetching a sample draws random numbers, which threads can't keep apart")
     return batch
@@ -163,6 +191,7 @@ class InlineEngine:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._fetch = fetch_of(loader)
         self._jobs: deque[Job] = deque()
+        self._apart = _Apart()
         self._quiet = 0
 
     @property
@@ -192,7 +221,7 @@ class InlineEngine:
     def _seeded(self, job: Job) -> Any:
         if job.seed is None or self._quiet >= _TRIED:
             return self._fetch(job.indices)
-        batch, drew = _apart(self._fetch, job)
+        batch, drew = self._apart.make(self._fetch, job)
         # Counted in a row: one draw, however late in the first batches, and all batches are seeded.
         self._quiet = -_NEVER if drew else self._quiet + 1
         return batch
@@ -209,6 +238,12 @@ class InlineEngine:
         """Forget the jobs, and look again."""
         self.discard()
         self.update({})
+
+    def reset(self) -> None:
+        """Forget the jobs, and look again."""
+        self._apart.put_back()
+        self._jobs = deque()
+        self._quiet = min(self._quiet, 0)
 
     def close(self) -> None:
         """Forget the jobs."""
@@ -240,7 +275,7 @@ class ThreadEngine:
         self._fetch = fetch_of(loader)
         self.workers, self.capacity = workers, workers * prefetch
         self._timeout_s = loader.timeout or None
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: ThreadPool | None = None
         self._futures: deque[tuple[Job, Future[Any]]] = deque()
         # Until a batch was seen not to draw, jobs are held back. It is made once all before it are there, while the
         # loop waits for it: what others draw meanwhile would be taken for its own, and be undone.
@@ -256,7 +291,7 @@ class ThreadEngine:
             self._held.extendleft(job for job, _ in reversed(self._futures))
             self._futures.clear()
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="accel-loader")
+            self._pool = ThreadPool(self.workers, "accel-loader")
 
     def submit(self, job: Job) -> None:
         """Hand a job to the threads."""
@@ -283,7 +318,7 @@ class ThreadEngine:
         with _Oldest(self._futures) as (job, future):
             wait([future], self._timeout_s)
             if not future.done():
-                raise RuntimeError(
+                raise FetchTimeout(
                     f"a thread has been fetching {blame(RuntimeError(), job.indices)} for {self._timeout_s:g} s "
                     f"(timeout={self._timeout_s:g})"
                 )
@@ -322,12 +357,18 @@ class ThreadEngine:
         self.discard()
         self.update({})
 
+    def reset(self) -> None:
+        """Forget all jobs and leave the threads to end by themselves; the next job starts others."""
+        for _, future in self._futures:
+            future.cancel()
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._pool, self._futures, self._held = None, deque(), deque()
+        self._quiet, self._looking = False, None
+
     def close(self) -> None:
         """End the threads once they are done with the batch in hand."""
-        self.discard()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
-            self._pool = None
+        self.reset()
 
 
 def as_raised(pickled: bytes | None, text: str, where: str) -> BaseException:

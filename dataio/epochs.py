@@ -37,6 +37,7 @@ class Draws:
     def __init__(self, loader: DataLoader[Any], indices: Iterator[Any], apart: States | None = None) -> None:
         self._loader, self._indices, self._apart = loader, indices, apart
         self._own = _generators(loader)
+        self._real: States | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -44,19 +45,33 @@ class Draws:
     def __next__(self) -> Any:
         if self._apart is None:
             return next(self._indices)
-        real = capture(self._loader)
+        self._real = capture(self._loader)
         restore(self._loader, self._apart)
         try:
             return next(self._indices)
         finally:
             self._apart = capture(self._loader)
-            restore(self._loader, real)
+            self.mend()
+
+    def mend(self) -> None:
+        """Put the loop's random states back where Ctrl-C came while a list was drawn under others."""
+        if self._real is not None:
+            restore(self._loader, self._real)
+            self._real = None
 
     def begin(self) -> None:
         """Begin the epoch: what it has drawn so far counts now."""
         if self._apart is not None:
             restore(self._loader, self._apart)
             self._apart = None
+
+    def drew(self, since: States) -> bool:
+        """Tell whether these lists needed random numbers, apart from the loop's: they moved the states `since`."""
+        return self._apart is not None and not same(self._apart, since)
+
+    def keep(self) -> None:
+        """Begin the epoch and leave the random states alone: these lists needed none."""
+        self._apart = None
 
     def generators(self) -> States:
         """Return the states of the loader's own generators, as these draws left them."""
@@ -69,7 +84,7 @@ class Ahead:
 
     before: States
     began: States
-    """The loader's own generators once the epoch has begun, before its first list."""
+    """Random states once the epoch has begun, before its first list is drawn."""
     draws: Draws
     base_seed: int
     epoch: int | None
@@ -106,7 +121,12 @@ def capture(loader: DataLoader[Any]) -> States:
 def restore(loader: DataLoader[Any], state: States) -> None:
     """Put back what `capture` returned."""
     torch.set_rng_state(state[0])
-    for generator, saved in zip(_generators(loader), state[1:], strict=True):
+    restore_own(loader, state[1:])
+
+
+def restore_own(loader: DataLoader[Any], state: States) -> None:
+    """Set the loader's own generators, without torch's."""
+    for generator, saved in zip(_generators(loader), state, strict=True):
         generator.set_state(saved)
 
 
@@ -167,7 +187,7 @@ def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = N
     try:
         seed = base_seed(loader) if seeded is None else seeded
         foreseen = _foresee(loader, following)
-        began = capture(loader)[1:]
+        began = capture(loader)
         first = None if foreseen is None else next(foreseen.lists, None)
         after = capture(loader)
     finally:
@@ -189,6 +209,13 @@ def _foresee(loader: DataLoader[Any], epoch: int | None) -> Foreseen | None:
     if epoch is not None:
         set_epoch(loader, epoch)
     return Foreseen(iter(sampler))
+
+
+def draw_as_exhausted(loader: DataLoader[Any]) -> None:
+    """Draw what a `RandomSampler` with a generator of its own draws when it comes to its end, and yields nothing of."""
+    sampler = ordering(loader)
+    if type(sampler) is RandomSampler and sampler.generator is not None and not sampler.replacement:
+        torch.randperm(len(sampler.data_source), generator=sampler.generator)
 
 
 def same_draws(loader: DataLoader[Any], ahead: Ahead) -> bool:

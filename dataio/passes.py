@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
+import sys
 import time
 import warnings
 import weakref
@@ -19,7 +20,16 @@ from accel.dataio import epochs, resume, transfer
 from accel.dataio.choice import Choice, Setting, cores
 from accel.dataio.continuous import Continuous
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.dataio.engine import Engine, InlineEngine, Job, ThreadEngine, ThreadsDraw, WorkerDied
+from accel.dataio.engine import (
+    Engine,
+    FetchTimeout,
+    InlineEngine,
+    Job,
+    ThreadEngine,
+    ThreadsDraw,
+    WorkerDied,
+    WorkersStuck,
+)
 from accel.dataio.look_ahead import LookAhead
 from accel.dataio.processes import ProcessEngine
 from accel.dataio.thread_safety import unsafe
@@ -31,6 +41,8 @@ Mode = Literal["auto", "inline", "threads", "processes", "fork", "forkserver", "
 MODES = ("auto", "inline", "threads", "processes", "fork", "forkserver", "spawn")
 # Batches that a dataset is watched for: whether fetching changes it.
 _WATCHED = 3
+_STALL_S = 3.0
+_INLINE = Setting("inline")
 _CALLS_INIT = "only processes call the loader's worker_init_fn"
 
 
@@ -70,6 +82,7 @@ class Way:
         self.witness = Witness(None if self._told else loader.dataset, draws=False) if watch else None
         self.served, self.finished = 0, True
         self.loaded: Mapping[str, Any] | None = None
+        self.slowest_s = 0.0  # batch made in the loop's own thread
         self._engines: dict[Setting, Engine] = {}
         self._continuous: Continuous | None = None
         self._running: weakref.ref[Pass] | None = None
@@ -119,7 +132,10 @@ class Way:
             return InlineEngine(self.loader)
         if setting.mode == "threads":
             return ThreadEngine(self.loader, setting.workers, prefetch=prefetch)
-        return ProcessEngine(self.loader, setting.workers, start_method=setting.mode, prefetch=prefetch)
+        # On trial the loop must not stand still for long: nobody asked for processes.
+        stall_s = None if self.choice is None else max(_STALL_S, 10 * self.slowest_s)
+        method, workers = setting.mode, setting.workers
+        return ProcessEngine(self.loader, workers, start_method=method, prefetch=prefetch, stall_s=stall_s)
 
     def follow(self, choice: Choice) -> None:
         """Make batches as `choice` wants from the next one on; a setting that can't be had is not tried again."""
@@ -142,15 +158,11 @@ class Way:
             for other in [each for each in self._engines if each != self.setting]:
                 self._engines.pop(other).close()
 
-    def leave_threads(self, error: ThreadsDraw) -> None:
-        """Go on inline, where each batch has random states of its own."""
+    def go_inline(self, reason: str) -> None:
+        """Go on in the loop's own thread, with the very batch that was to come."""
         assert self._continuous is not None
-        warnings.warn(
-            f"{error}: mode='threads' goes on in the loop's own thread. Use mode='processes' for such a dataset",
-            stacklevel=6,
-        )
-        self.setting, self.reason = Setting("inline"), str(error)
-        self._continuous.switch(self._engine(self.setting))
+        self._continuous.switch(self._engine(_INLINE))
+        self.setting, self.reason = _INLINE, reason
 
     def worker_processes(self) -> list[Any]:
         """Return the processes that make batches now."""
@@ -180,12 +192,15 @@ class Way:
         self._running = weakref.ref(running)
         if self._continuous is None:
             self._continuous = Continuous(self.loader, self._engine(self.setting))
-        loaded, self.loaded = self.loaded, None
+        loaded = self.loaded
         self.finished, self.served = False, 0
         if loaded is not None and loaded["begun"]["sampler_epoch"] == epochs.epoch_of(self.loader):
             self._go_on(self._continuous, loaded)
         else:
             self._begin_epoch(self._continuous)
+        self.loaded = None
+        if self.loader.num_workers > 0:
+            self._continuous.prime()  # a loader with workers draws its first lists now, one without when it is asked
         return self._continuous
 
     def _go_on(self, continuous: Continuous, loaded: Mapping[str, Any]) -> None:
@@ -242,7 +257,7 @@ class _Handing(ABC):
     def __init__(self, way: Way) -> None:
         self._way = way
         self._copier = None if way.device is None else transfer.AheadCopier(way.device)
-        self._late: BaseException | None = None
+        self._late: Exception | None = None
 
     def __iter__(self) -> Any:
         return self
@@ -259,6 +274,11 @@ class _Handing(ABC):
     def _handed(self) -> None:
         self._way.served += 1
 
+    @property
+    def _ahead(self) -> int:
+        """Batches that were fetched and not handed over: their copy to the device is under way."""
+        return 0 if self._copier is None else len(self._copier)
+
     def _copied(self, copier: transfer.AheadCopier) -> Any:
         """Return the batch whose copy was begun before, and begin that of the next one."""
         if not len(copier) and self._late is None:
@@ -274,7 +294,7 @@ class _Handing(ABC):
         if self._late is None:
             try:
                 copier.start(self._fetch())
-            except BaseException as error:  # the end too: it comes after the batch in hand
+            except Exception as error:  # the end too: it comes after the batch in hand
                 self._late, self._way.finished = error, False
         return copier.finish()
 
@@ -299,15 +319,38 @@ class Pass(_Handing):
     def _workers(self) -> list[Any]:
         return self._way.worker_processes()
 
+    def __del__(self) -> None:
+        continuous = self.__dict__.get("_continuous")
+        if continuous is not None and not sys.is_finalizing():
+            continuous.leave()
+
     def detach(self) -> None:
         """Go on without the engine: another pass has begun, or the loader was closed."""
         if self._continuous is not None:
-            self._rest = _inline(InlineEngine(self._way.loader), self._continuous.jobs_left())
+            self._rest = _Rest(InlineEngine(self._way.loader), self._continuous.jobs_left())
             self._continuous = None
+
+    def __next__(self) -> Any:
+        handed = self._way.served
+        try:
+            return super().__next__()
+        except Exception:
+            raise
+        except BaseException:
+            self._interrupted(handed)
+            raise
+
+    def _interrupted(self, handed: int) -> None:
+        """Have everything made again that has not reached the loop."""
+        if self._copier is not None:
+            self._copier, self._late = transfer.AheadCopier(self._copier.device), None
+        if self._continuous is not None:
+            self._continuous.give_back(handed)
+            self._way.served, self._way.finished = handed, False
 
     def _handed(self) -> None:
         if self._continuous is not None:  # a pass that goes on beside a newer one is not the loop's place
-            super()._handed()
+            self._way.served = self._continuous.served - self._ahead
         self._left_at = time.perf_counter()
 
     def _fetch(self) -> Any:
@@ -320,7 +363,7 @@ class Pass(_Handing):
             raise
         except Exception:
             self._continuous.skip_failed()
-            super()._handed()
+            self._way.served = self._continuous.served - self._ahead
             raise
         return transfer.pin(batch) if self._pins else batch
 
@@ -328,9 +371,11 @@ class Pass(_Handing):
         assert self._continuous is not None
         try:
             return self._continuous.fetch()
-        except ThreadsDraw as error:
-            self._continuous.retry_failed()
-            self._way.leave_threads(error)
+        except (ThreadsDraw, WorkersStuck) as error:
+            advice = ". Use mode='processes' for such a dataset" if isinstance(error, ThreadsDraw) else ""
+            mode = self._way.options.mode
+            warnings.warn(f"{error}: mode={mode!r} goes on in the loop's own thread{advice}", stacklevel=6)
+            self._way.go_inline(str(error))
             return self._continuous.fetch()
 
     # -- choosing ----------------------------------------------------------------------------------------------------
@@ -344,23 +389,44 @@ class Pass(_Handing):
         began, cpu = time.perf_counter(), time.thread_time()
         try:
             batch = continuous.fetch() if way.witness is None else self._watched(way.witness, choice)
-        except WorkerDied as error:
-            choice.failed(error)
-            if choice.exhausted:
-                raise
-            continuous.retry_failed()
-            return self._measured(choice)
+        except (StopIteration, FetchTimeout):
+            raise
         except ThreadsDraw as error:
             choice.forbid_threads(str(error))
-            continuous.retry_failed()
             return self._measured(choice)
-        if isinstance(continuous.engine, InlineEngine) and continuous.engine.draws:
-            choice.forbid_threads("fetching a sample draws random numbers")
+        except Exception as error:
+            return self._otherwise(choice, error)
+        if isinstance(continuous.engine, InlineEngine):
+            way.slowest_s = max(way.slowest_s, time.perf_counter() - began)
+            if continuous.engine.draws:
+                choice.forbid_threads("fetching a sample draws random numbers")
         ended, changes = time.perf_counter(), choice.changes
         choice.served(ended - began, began - self._left_at, time.thread_time() - cpu, continuous.engine.capacity)
         if choice.changes != changes:
             way.follow(choice)
             log.info("%s", choice.explain())
+        return batch
+
+    def _otherwise(self, choice: Choice, error: Exception) -> Any:
+        """Make the batch that a setting failed at in the loop's own thread, as a plain loader would.
+
+        If that raises too, it is the dataset's own error and no fault of the setting.
+        """
+        continuous, way = self._continuous, self._way
+        assert continuous is not None
+        if way.setting == _INLINE:
+            raise error
+        if isinstance(error, WorkerDied) or way.loader.worker_init_fn is not None:
+            # What ended two workers could end the loop's own process; another setting may do.
+            choice.failed(error)
+            if choice.exhausted:
+                raise error
+            return self._measured(choice)
+        failed = choice.current
+        way.go_inline("")
+        batch = continuous.fetch()
+        if choice.current == failed:
+            choice.failed(error)
         return batch
 
     def _watched(self, witness: Witness, choice: Choice) -> Any:
@@ -377,10 +443,30 @@ class Pass(_Handing):
         return batch
 
 
-def _inline(engine: InlineEngine, jobs: Iterator[Job]) -> Iterator[Any]:
-    for job in jobs:
-        engine.submit(job)
-        yield engine.collect()
+class _Rest:
+    """What is left of a pass, made in the loop's own thread."""
+
+    def __init__(self, engine: InlineEngine, jobs: Iterator[Job]) -> None:
+        self._engine, self._jobs = engine, jobs
+        self._job: Job | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._job is None:
+            self._job = next(self._jobs)
+        try:
+            self._engine.submit(self._job)
+            batch = self._engine.collect()
+        except Exception:
+            self._job = None
+            raise
+        except BaseException:
+            self._engine.reset()
+            raise
+        self._job = None
+        return batch
 
 
 class Through(_Handing):

@@ -18,16 +18,20 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from accel.dataio import wire, worker
-from accel.dataio.engine import Job, WorkerDied, as_raised
+from accel.dataio.engine import FetchTimeout, Job, WorkerDied, WorkersStuck, as_raised
 from accel.dataio.fetch import blame, fetch_of
 from accel.dataio.mirror import Path
 from accel.dataio.slots import MOST_HELD, SlotReader
+from accel.dataio.thread_pool import at_rest
 from accel.dataio.worker_handle import WorkerHandle, end_all
 
 log = logging.getLogger("accel.dataio")
 
 _MOST_TRIES = 2
 _WARN_S = 60.0
+_STALL_S = 30.0
+# A fork waits so long for the threads of other engines to finish the batch in hand.
+_REST_S = 5.0
 
 
 class _Result(NamedTuple):
@@ -57,7 +61,7 @@ class ProcessEngine:
         prefetch: batches each worker may be ahead, default 2.
         threads: threads of an operation inside a worker, default 1, as in `DataLoader`.
         stall_s: after so many seconds (default 30) without its first batch, a worker that was forked while other
-            threads ran is taken for stuck on a lock that was copied locked, and replaced by one that is not forked.
+            threads ran is taken for stuck on a lock that was copied locked; then all are given up.
 
     Raises:
         ValueError: if a number is less than 1 or the start method is unknown here.
@@ -73,7 +77,7 @@ class ProcessEngine:
         start_method: str | None = None,
         prefetch: int = 2,
         threads: int = 1,
-        stall_s: float = 30.0,
+        stall_s: float | None = None,
     ) -> None:
         for name, value in (("workers", workers), ("prefetch", prefetch), ("threads", threads)):
             if value < 1:
@@ -82,7 +86,15 @@ class ProcessEngine:
         self._context = _context(loader, start_method)
         self.start_method: str = self._context.get_start_method()
         self.workers, self.capacity = workers, workers * prefetch
-        self._threads, self._stall_s, self._timeout_s = threads, stall_s, float(loader.timeout)
+        self._threads, self._timeout_s = threads, float(loader.timeout)
+        self._stall_s = _STALL_S if stall_s is None else stall_s
+        self.base_seed = 0
+        self.deaths: list[str] = []
+        """What became of workers that died; the loop went on."""
+        self._begin()
+        self._own([])
+
+    def _begin(self) -> None:
         # Not epoll: a forked process would share its set with the loop's.
         self._selector = selectors.PollSelector()
         self._order: deque[int] = deque()
@@ -96,10 +108,6 @@ class ProcessEngine:
         self._changes: deque[_Change] = deque()
         self._told = 0
         self._next = 0
-        self.base_seed = 0
-        self.deaths: list[str] = []
-        """What became of workers that died; the loop went on."""
-        self._own([])
 
     def _own(self, handles: list[WorkerHandle]) -> None:
         self._handles, self._owner = handles, os.getpid()
@@ -158,6 +166,13 @@ class ProcessEngine:
         self.discard()
         self._leaves = {}
         self._end_workers()
+
+    def reset(self) -> None:
+        """End the workers, whatever they and this engine were at; the next job starts new ones."""
+        self._come_along()
+        end_all(self._handles, self._owner)
+        self._selector.close()
+        self._begin()
 
     def close(self) -> None:
         """End the workers."""
@@ -225,10 +240,22 @@ class ProcessEngine:
             self._threads,
             most_free=self.capacity // self.workers + 2,
         )
-        handle.start(self._context, task)
+        self._start_process(handle, task)
         self._selector.register(handle.connection, selectors.EVENT_READ, handle)  # type: ignore[arg-type]
         if self._leaves:
             handle.send("dataset", self._leaves)
+
+    def _start_process(self, handle: WorkerHandle, task: worker.Task) -> None:
+        if self.start_method != "fork":
+            handle.start(self._context, task)
+            return
+        with at_rest(_REST_S) as quiet:
+            if not quiet:
+                raise RuntimeError(
+                    "a process can't be forked while threads fetch, whose locks it would inherit; one has been at its "
+                    f"batch for {_REST_S:g} s"
+                )
+            handle.start(self._context, task)
 
     def _hand_out(self, handles: list[WorkerHandle], jobs: dict[int, Job]) -> None:
         """Give jobs to workers that were just started, each under the state of the dataset that it was meant for."""
@@ -276,19 +303,26 @@ class ProcessEngine:
             self._look_for_dead()
             holder = next((h for h in self._handles if serial in h.jobs), None)
             if holder is not None and self._stuck(holder, waited):
-                self._replace_forked(holder)
+                self._give_up(holder)
             elif self._timeout_s and waited > self._timeout_s:
-                raise RuntimeError(self._late(serial, waited))
+                raise FetchTimeout(self._late(serial, waited))
             elif time.monotonic() - warned > _WARN_S and holder is not None:
                 warned = time.monotonic()
                 holder.send("where", None)
 
     def _hear(self, handle: WorkerHandle) -> None:
-        try:
-            message = handle.receive()
-        except (EOFError, OSError):
-            self._died(handle)
-            return
+        messages = handle.receive()
+        while True:
+            try:
+                message = next(messages, None)
+            except (EOFError, OSError):
+                self._died(handle)
+                return
+            if message is None:
+                return
+            self._take(handle, message)
+
+    def _take(self, handle: WorkerHandle, message: Any) -> None:
         if isinstance(message, worker.Ready):
             handle.ready, self._failed_starts = True, 0
         elif isinstance(message, worker.Where):
@@ -354,25 +388,20 @@ class ProcessEngine:
         forked = self.start_method == "fork" and handle.threads_at_start > 1
         return forked and handle.served == 0 and waited > self._stall_s
 
-    def _replace_forked(self, handle: WorkerHandle) -> None:
-        """Start afresh without fork: the worker waits for a lock that a thread of the loop held when it was forked."""
+    def _give_up(self, handle: WorkerHandle) -> None:
+        """End the workers: one waits for a lock that a thread of the loop held when it was forked.
+
+        Workers by forkserver or spawn would not, but they import the script that is run, whose body may not be guarded.
+        """
         told = (
             f"worker process {handle.number} has not made its first batch in {self._stall_s:g} s; it was forked while "
-            f"{handle.threads_at_start} threads ran, so it probably waits for a lock that no thread of it can release"
+            f"{handle.threads_at_start} threads ran, so it probably waits for a lock that no thread of it can release. "
+            "Start the loader before other threads, or choose start_method='forkserver' if the script is guarded by "
+            "`if __name__ == '__main__'`"
         )
-        log.warning("%s; starting again by forkserver", told)
         self.deaths.append(told)
         self._end_workers()
-        before = self._context, self.start_method
-        self._context, self.start_method = _context(self._loader, "forkserver"), "forkserver"
-        try:
-            self.start()
-        except Exception as error:
-            self._context, self.start_method = before
-            raise WorkerDied(
-                f"{told}. It can't be started without fork either: the dataset, the collate function and the "
-                f"worker_init_fn must bear pickling ({error}). Start the loader before other threads, or make them so."
-            ) from error
+        raise WorkersStuck(told)
 
     def _late(self, serial: int, waited: float) -> str:
         limit = f"timeout={self._timeout_s:g}"

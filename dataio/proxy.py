@@ -7,6 +7,8 @@ batch to the next, in the same order. Without a listener it *is* the plain loade
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -42,11 +44,13 @@ class Fetching:
     Attributes:
         workers: what fetches ahead, or None to fetch as the plain loader does.
         transforms: functions applied to each batch, in order.
+        running: returns the newest pass, the only one whose batches `workers` may make.
         witness: watches plain fetches, or None.
     """
 
     def __init__(self) -> None:
         self.workers: Continuous | None = None
+        self.running: Callable[[], _Epoch | None] = lambda: None
         self.transforms: dict[str, Callable[[Any], Any]] = {}
         self.witness: Witness | None = None
 
@@ -140,6 +144,7 @@ class _Epoch:
         self._plain: Any = None
         self._stream: Iterator[Any] | None = None
         active = fetching.workers
+        self._take_over()
         if active is not None:
             if active.resume():
                 self._workers = active
@@ -151,10 +156,34 @@ class _Epoch:
         self._watch_from = 1
         self._served = 0
 
+    def _take_over(self) -> None:
+        """Have an older pass that is still under way, as in nested loops, go on without the workers."""
+        older = self._fetching.running()
+        if older is not None and older._workers is not None:
+            older._leave_workers()
+        self._fetching.running = weakref.ref(self)
+
+    def __del__(self) -> None:
+        workers = self.__dict__.get("_workers")
+        if workers is not None and not sys.is_finalizing():
+            workers.leave()
+
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        delivered = self._delivered
+        try:
+            return self._next()
+        except Exception:
+            raise
+        except BaseException:
+            self._delivered = delivered
+            if self._workers is not None:
+                self._workers.give_back(delivered)
+            raise
+
+    def _next(self) -> Any:
         self._listener.batch_requested()
         try:
             batch = self._fetch()
@@ -168,7 +197,7 @@ class _Epoch:
         return batch
 
     def _fetch(self) -> Any:
-        wanted = self._fetching.workers
+        wanted = self._fetching.workers if self._fetching.running() is self else None
         if self._workers is not None:
             if wanted is not self._workers:
                 self._workers.close_feed()

@@ -10,12 +10,14 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from socket import recv_fds, socket
+from socket import socket
 from typing import Any
 
 from accel.dataio import worker
 from accel.dataio.engine import Job
+from accel.dataio.inbox import Inbox
 from accel.dataio.mirror import Path
 from accel.dataio.slots import SlotReader
 
@@ -56,6 +58,8 @@ class WorkerHandle:
         self.process: Any = None
         self.connection: Connection | None = None
         self._channel: socket | None = None
+        self._inbox: Inbox
+        self._fileless: worker.Done | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -77,6 +81,7 @@ class WorkerHandle:
         finally:
             theirs.close()
         self.process, self.connection, self._channel = process, ours, worker.channel_of(ours)
+        self._inbox, self._fileless = Inbox(self._channel), None
         _ENDS.add(self._channel)
         _PROCESSES.add(process)
 
@@ -103,20 +108,32 @@ class WorkerHandle:
             self._told = number
             self.send("dataset", leaves)
 
-    def receive(self) -> Any:
-        """Return the next message; raises EOFError or OSError when the worker is gone."""
-        assert self.connection is not None
-        assert self._channel is not None
-        message = pickle.loads(self.connection.recv_bytes())
-        if isinstance(message, worker.Done):
+    def receive(self) -> Iterator[Any]:
+        """Yield the messages that have come as a whole; raises EOFError or OSError when the worker is gone."""
+        self._inbox.read()
+        while (message := self._next()) is not None:
+            yield message
+
+    def _next(self) -> Any:
+        if self._fileless is None:
+            data = self._inbox.message()
+            if data is None:
+                return None
+            message = pickle.loads(data)
+            if not isinstance(message, worker.Done):
+                return message
             for number in message.dropped:
                 self.slots.drop(number)
-            if message.new_file:
-                _, files, _, _ = recv_fds(self._channel, 1, 1)
-                if not files:
-                    raise EOFError
-                assert message.slot is not None
-                self.slots.add(message.slot, files[0])
+            if not message.new_file:
+                return message
+            self._fileless = message  # its file comes after it, with a byte of its own
+        if self._inbox.byte() is None:
+            return None
+        if not self._inbox.files:
+            raise EOFError
+        message, self._fileless = self._fileless, None
+        assert message.slot is not None
+        self.slots.add(message.slot, self._inbox.files.popleft())
         return message
 
     # -- the end -----------------------------------------------------------------------------------------------------

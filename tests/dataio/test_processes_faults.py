@@ -238,7 +238,7 @@ def test_the_loaders_timeout_is_kept() -> None:
         made = run(engine)
     caught = made[3]
 
-    assert type(caught) is RuntimeError
+    assert isinstance(caught, RuntimeError)
     assert "has been fetching samples [12, 13, 14, 15]" in str(caught)
     assert "timeout=0.3" in str(caught)
     # What its worker had to make after it is late as well; nothing takes the place of another.

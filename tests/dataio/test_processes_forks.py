@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -13,8 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from accel.dataio.engine import Job, WorkerDied
+from accel.dataio import processes
+from accel.dataio.engine import Job, WorkersStuck
+from accel.dataio.loader import ContinuousLoader
 from tests.dataio.engines import Squares, assert_made, engine_of, expected, gone, pids, ready, run
 
 # Locks held at a fork
@@ -23,14 +27,16 @@ LOCK = threading.Lock()
 
 
 class Locks(Squares):
+    lock = LOCK
+
     def __getitem__(self, index: int) -> torch.Tensor:
-        with LOCK:
+        with self.lock:
             return super().__getitem__(index)
 
 
 @pytest.fixture
-def held_lock() -> Iterator[None]:
-    """A thread that holds the dataset's lock while the workers are forked."""
+def held_lock() -> Iterator[threading.Event]:
+    """A thread that holds the dataset's lock while the workers are forked, until the event is set."""
     taken, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -41,7 +47,7 @@ def held_lock() -> Iterator[None]:
     thread = threading.Thread(target=hold)
     thread.start()
     taken.wait()
-    yield
+    yield done
     done.set()
     thread.join()
 
@@ -49,24 +55,27 @@ def held_lock() -> Iterator[None]:
 @pytest.mark.usefixtures("held_lock")
 def test_a_lock_that_was_held_at_the_fork() -> None:
     with engine_of(Locks(), start_method="fork", stall_s=1.0) as engine:
-        made = run(engine)
-        assert_made(made)
-        assert engine.start_method == "forkserver"
-        threads = threading.active_count()  # those that earlier tests left included
-        assert threads >= 2
-        assert f"forked while {threads} threads ran" in engine.deaths[0]
-
-
-@pytest.mark.usefixtures("held_lock")
-def test_a_lock_that_was_held_at_the_fork_of_what_can_not_be_pickled() -> None:
-    class Local(Locks):
-        pass
-
-    with engine_of(Local(), start_method="fork", stall_s=1.0) as engine:
         (caught,) = run(engine, [[1]])
+        assert not engine.processes
 
-    assert type(caught) is WorkerDied
-    assert "must bear pickling" in str(caught)
+    assert type(caught) is WorkersStuck
+    assert re.search(r"forked while \d+ threads ran, so it probably waits for a lock", str(caught))
+    assert "choose start_method='forkserver'" in str(caught)
+
+
+def test_a_loader_whose_workers_are_stuck_goes_on_in_the_loops_own_thread(
+    held_lock: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_STALL_S", 0.5)
+    data = Locks()
+    with ContinuousLoader(DataLoader(data, 4), mode="fork", workers=2) as loader:
+        batches = iter(loader)
+        loader._way._continuous.prime()  # type: ignore[union-attr]  # the workers are forked
+        held_lock.set()
+        with pytest.warns(UserWarning, match=r"waits for a lock[^$]*mode='fork' goes on in the loop's own thread"):
+            assert_made([*batches], expected(data))
+        assert loader.setting == "inline"
+        assert_made([*loader], expected(data))
 
 
 def test_start_methods_that_pickle_say_what_they_can_not() -> None:

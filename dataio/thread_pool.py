@@ -1,0 +1,158 @@
+"""Threads that make batches: daemons, so that a hung one doesn't keep the interpreter; at rest while a fork is made.
+
+`concurrent.futures` joins its threads when the interpreter ends, for ever if a fetch hangs. These are given a second.
+A process that is forked while a thread holds a lock, of the dataset say, inherits the lock and nobody who releases it.
+`at_rest` lets the threads of all pools finish what they have in hand, and keeps them from taking more meanwhile.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+# What hanging threads are given when the interpreter ends.
+_GRACE_S = 1.0
+
+_Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
+_Queue = queue.SimpleQueue["_Task | None"]
+
+
+class _Rest:
+    """Counts the tasks that run in all pools, and can keep further ones from beginning."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.running = 0
+        self.asked = 0
+
+    def begin(self) -> None:
+        with self.changed:
+            while self.asked:
+                self.changed.wait()
+            self.running += 1
+
+    def end(self) -> None:
+        with self.changed:
+            self.running -= 1
+            self.changed.notify_all()
+
+
+_rest = _Rest()
+_pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def at_rest(timeout_s: float) -> Iterator[bool]:
+    """Keep the threads of all pools from running in the body; yields False if one is still at it after `timeout_s`."""
+    rest = _rest
+    until = time.monotonic() + timeout_s
+    with rest.changed:
+        rest.asked += 1
+    try:
+        with rest.changed:
+            quiet = rest.changed.wait_for(lambda: not rest.running, until - time.monotonic())
+        yield quiet
+    finally:
+        with rest.changed:
+            rest.asked -= 1
+            rest.changed.notify_all()
+
+
+def _begin_in_child() -> None:
+    global _rest
+    _rest = _Rest()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
+
+
+class ThreadPool:
+    """Run functions in at most `workers` daemon threads, which are started as they are needed.
+
+    Args:
+        workers: threads, at least 1.
+        name: of the threads, before their number.
+
+    Example:
+        >>> pool = ThreadPool(2, "squares")
+        >>> pool.submit(pow, 3, 2).result()
+        9
+        >>> pool.shutdown()
+    """
+
+    def __init__(self, workers: int, name: str) -> None:
+        self._workers, self._name = workers, name
+        self._tasks: _Queue = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        # The threads know the queue alone: the pool goes with its last user, and its threads with it.
+        self._end = weakref.finalize(self, _end, self._tasks, workers)
+        self._end.atexit = False
+        _pools.add(self)
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Have a function called by a thread."""
+        future: Future[Any] = Future()
+        self._tasks.put((future, function, arguments))
+        if len(self._threads) < self._workers:
+            name = f"{self._name}_{len(self._threads)}"
+            thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return future
+
+    def shutdown(self) -> None:
+        """End each thread once it is done with what it has in hand; what is queued and not cancelled is still done."""
+        self._end()
+
+    def join(self, until: float) -> None:
+        """Wait for the threads to end, until `time.monotonic()` is `until` at most."""
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+def _end(tasks: _Queue, workers: int) -> None:
+    for _ in range(workers):
+        tasks.put(None)
+
+
+def _work(tasks: _Queue) -> None:
+    rest = _rest
+    while (task := tasks.get()) is not None:
+        future, function, arguments = task
+        del task
+        rest.begin()
+        try:
+            _run(future, function, arguments)
+        finally:
+            rest.end()
+        del future, function, arguments  # or they would live until the next task
+
+
+def _run(future: Future[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function(*arguments)
+    except BaseException as error:
+        future.set_exception(error)
+        return
+    future.set_result(result)
+
+
+@atexit.register
+def _end_all() -> None:
+    """Let threads end by themselves: one that is torn down within native code can take the process with it."""
+    pools = list(_pools)
+    for pool in pools:
+        pool.shutdown()
+    until = time.monotonic() + _GRACE_S
+    for pool in pools:
+        pool.join(until)

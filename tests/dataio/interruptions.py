@@ -1,0 +1,55 @@
+"""Raise KeyboardInterrupt at one line of the loading code after the other, as Ctrl-C might."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import accel.dataio.continuous as code
+
+HERE = str(Path(code.__file__).resolve().parent)
+
+
+class Interrupter:
+    """Counts the lines of the loading code that run, and raises at number `at`.
+
+    Args:
+        at: number of the line, from 0; None to count only.
+    """
+
+    def __init__(self, at: int | None) -> None:
+        self.at, self.lines, self.place = at, 0, ""
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _call(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        ours = str(Path(frame.f_code.co_filename).resolve()).startswith(HERE)
+        return self._line if ours and not _swallowed(frame) else None
+
+    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            self.lines += 1
+            if self.lines - 1 == self.at:
+                self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self._line
+
+
+def _swallowed(frame: FrameType | None) -> bool:
+    """Tell whether Python would print an exception there and go on: in a finalizer, or a weak reference's callback."""
+    while frame is not None:
+        if frame.f_code.co_name in ("__del__", "gone"):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,183 @@
+"""Ctrl-C, wherever it comes, and then the loop again: not one batch is missing, doubled, or another's."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from accel.dataio.continuous import Continuous, ListLost
+from accel.dataio.loader import ContinuousLoader
+from accel.dataio.processes import ProcessEngine
+from accel.dataio.proxy import LoaderProxy
+from tests.dataio.interruptions import Interrupter
+from tests.dataio.numbers import Numbers, indices
+from tests.dataio.test_continuous import Silent
+
+LENGTH, SIZE = 14, 3
+# Of 600 to 1,500 lines that run in an epoch, one in so many: primes, to meet loops over batches at all phases.
+STRIDES = {"inline": 29, "auto": 31, "threads": 37, "fork": 151, "proxy": 149}
+CLOSE = {"inline": 1, "auto": 1, "threads": 3, "fork": 17, "proxy": 17}
+
+
+def _generators(own: bool) -> torch.Generator | None:
+    return torch.Generator().manual_seed(3) if own else None
+
+
+def _plain(own: bool) -> DataLoader[Any]:
+    return DataLoader(Numbers(LENGTH), SIZE, shuffle=True, generator=_generators(own))
+
+
+def _wrapped(mode: str, own: bool) -> Any:
+    plain = _plain(own)
+    if mode == "proxy":
+        proxy = LoaderProxy(plain, Silent())
+        proxy._accel_fetching.workers = Continuous(plain, ProcessEngine(plain, 1))
+        return proxy
+    return ContinuousLoader(plain, mode=mode, workers=2)  # type: ignore[arg-type]
+
+
+def _close(loader: Any) -> None:
+    if isinstance(loader, ContinuousLoader):
+        loader.close()
+    elif loader._accel_fetching.workers is not None:
+        loader._accel_fetching.workers.close()
+
+
+def _states() -> tuple[Any, ...]:
+    return (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
+
+
+def _whole(loader: Any) -> list[list[int]]:
+    return [indices(batch) for batch in loader]
+
+
+def _seed() -> None:
+    torch.manual_seed(11)
+    random.seed(11)
+    np.random.seed(11)
+
+
+def plain_outcomes(own: bool) -> list[Any]:
+    """Return what two more epochs yield when the plain loader's second one is left at any of its batches."""
+    outcomes = []
+    for left in [None, *range(LENGTH // SIZE + 3)]:
+        _seed()
+        loader = _plain(own)
+        _whole(loader)
+        batches = None if left is None else iter(loader)
+        for _ in range(left or 0):
+            next(batches, None)  # type: ignore[arg-type]
+        later = [_whole(loader) for _ in range(2)]
+        outcomes.append((later, _states()))
+    return outcomes
+
+
+def interrupted(mode: str, own: bool, at: int | None) -> tuple[Interrupter, list[Any], Any, Any]:
+    """Interrupt the second epoch at line `at`; return that epoch's batches, and what two more yield.
+
+    The first ones end with 'again' where the iterator was gone on with after the interruption.
+    """
+    _seed()
+    loader = _wrapped(mode, own)
+    try:
+        _whole(loader)
+        interrupter, seen, batches = Interrupter(at), [], None
+        try:
+            with interrupter():
+                batches = iter(loader)
+                for batch in batches:
+                    seen.append(indices(batch))
+        except KeyboardInterrupt:
+            pass
+        return interrupter, seen, batches, loader
+    except BaseException:
+        _close(loader)
+        raise
+
+
+def assert_the_loop_again_is_right(mode: str, own: bool, stride: int) -> None:
+    outcomes = plain_outcomes(own)
+    for at in itertools.count(7 * own, stride):
+        interrupter, _, batches, loader = interrupted(mode, own, at)
+        batches = None  # noqa: F841  (as in a notebook, whose loop variable is gone)
+        try:
+            outcome = [_whole(loader) for _ in range(2)], _states()
+        finally:
+            _close(loader)
+        assert outcome in outcomes, f"interrupted at {interrupter.place}: {outcome[0]}"
+        if not interrupter.place:
+            return  # the whole epoch ran without coming to that line
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["global", "own"])
+@pytest.mark.parametrize("mode", list(STRIDES))
+def test_the_loop_again_is_as_after_the_plain_loader(mode: str, own: bool) -> None:
+    assert_the_loop_again_is_right(mode, own, STRIDES[mode])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [False, True], ids=["global", "own"])
+@pytest.mark.parametrize("mode", list(CLOSE))
+def test_the_loop_again_after_an_interruption_at_every_line(mode: str, own: bool) -> None:
+    assert_the_loop_again_is_right(mode, own, CLOSE[mode])
+
+
+def assert_the_same_iterator_goes_on(mode: str, stride: int) -> None:
+    _seed()
+    plain = _plain(False)
+    _, wanted = _whole(plain), _whole(plain)
+    for at in itertools.count(0, stride):
+        interrupter, seen, batches, loader = interrupted(mode, False, at)
+        try:
+            if batches is not None:
+                with contextlib.suppress(ListLost):
+                    seen += [indices(batch) for batch in batches]
+                    assert seen == wanted, f"interrupted at {interrupter.place}: {seen}"
+        finally:
+            _close(loader)
+        assert seen == wanted[: len(seen)], f"interrupted at {interrupter.place}: {seen}"
+        if not interrupter.place:
+            return
+
+
+@pytest.mark.parametrize("mode", list(STRIDES))
+def test_the_same_iterator_goes_on_where_it_was(mode: str) -> None:
+    assert_the_same_iterator_goes_on(mode, STRIDES[mode])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", list(CLOSE))
+def test_the_same_iterator_goes_on_after_an_interruption_at_every_line(mode: str) -> None:
+    assert_the_same_iterator_goes_on(mode, CLOSE[mode])
+
+
+class Impatient(Numbers):
+    """Is interrupted at one sample, once."""
+
+    armed = False
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 5 and Impatient.armed:
+            Impatient.armed = False
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("mode", ["inline", "auto"])
+def test_an_interruption_in_the_dataset_shifts_nothing(mode: Any) -> None:
+    plain = DataLoader(Impatient(), 4)
+    with ContinuousLoader(plain, mode=mode, workers=2) as loader:
+        wanted = _whole(loader)
+        for _ in range(3):
+            Impatient.armed = True
+            with pytest.raises(KeyboardInterrupt):
+                _whole(loader)
+            assert _whole(loader) == wanted

@@ -1,0 +1,97 @@
+"""Several passes over one loader at a time: each yields what it would over the plain loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+from accel.dataio.continuous import Continuous
+from accel.dataio.loader import ContinuousLoader
+from accel.dataio.processes import ProcessEngine
+from accel.dataio.proxy import LoaderProxy
+from tests.dataio.numbers import Numbers, indices, seeded
+from tests.dataio.test_continuous import Silent
+
+Seen = list[Any]
+
+
+def nested(loader: Any) -> Seen:
+    return [(indices(a), indices(b)) for a in loader for b in loader]
+
+
+def nested_and_left(loader: Any) -> Seen:
+    seen: Seen = []
+    for outer in loader:
+        seen.append(indices(outer))
+        for number, inner in enumerate(loader):
+            seen.append(indices(inner))
+            if number == 1:
+                break
+    return seen
+
+
+def zipped(loader: Any) -> Seen:
+    return [(indices(a), indices(b)) for a, b in zip(loader, loader, strict=True)]
+
+
+def begun_before_a_draw(loader: Any) -> Seen:
+    batches = iter(loader)
+    drawn = float(torch.rand(1))
+    return [drawn, *map(indices, batches)]
+
+
+def one_left_for_another(loader: Any) -> Seen:
+    first = iter(loader)
+    seen = [indices(next(first))]
+    seen += map(indices, loader)
+    return [*seen, *map(indices, first)]
+
+
+def begun_and_never_used(loader: Any) -> Seen:
+    kept = [iter(loader), iter(loader)]
+    return [*map(indices, loader), len(kept)]
+
+
+LOOPS = [nested, nested_and_left, zipped, begun_before_a_draw, one_left_for_another, begun_and_never_used]
+
+
+def make(length: int, own: str) -> DataLoader[Any]:
+    data = Numbers(length)
+    if own == "sampler":
+        return DataLoader(data, 4, sampler=RandomSampler(data, generator=seeded(2)))
+    return DataLoader(data, 4, shuffle=own != "sequential", generator=seeded(2) if own == "loader" else None)
+
+
+def outcome(loader: Any, plain: DataLoader[Any], loop: Callable[[Any], Seen]) -> Any:
+    """Return what three such loops see, with whole epochs between, and the random states at the end."""
+    torch.manual_seed(5)
+    seen = []
+    for _ in range(3):
+        seen += [[indices(batch) for batch in loader], loop(loader)]
+    own = [
+        g.get_state().tolist() for g in (plain.generator, getattr(plain.sampler, "generator", None)) if g is not None
+    ]
+    return seen, torch.get_rng_state().tolist(), own
+
+
+@pytest.mark.parametrize("own", ["global", "loader", "sampler", "sequential"])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("length", [3, 9, 30])
+@pytest.mark.parametrize("mode", ["inline", "auto", "threads", "fork", "proxy"])
+def test_each_pass_is_as_over_the_plain_loader(mode: Any, loop: Any, own: str, length: int) -> None:
+    if mode in ("fork", "proxy") and (length == 30 or own == "sequential"):
+        pytest.skip("costly, and no other case than shorter epochs")
+    plain, wrapped = make(length, own), make(length, own)
+    wanted = outcome(plain, plain, loop)
+    if mode == "proxy":
+        proxy: Any = LoaderProxy(wrapped, Silent())
+        proxy._accel_fetching.workers = workers = Continuous(wrapped, ProcessEngine(wrapped, 2))
+        assert outcome(proxy, wrapped, loop) == wanted
+        workers.close()
+        return
+    with ContinuousLoader(wrapped, mode=mode, workers=2) as loader:
+        assert outcome(loader, wrapped, loop) == wanted
