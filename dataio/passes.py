@@ -30,6 +30,7 @@ from accel.dataio.engine import (
     WorkerDied,
     WorkersStuck,
 )
+from accel.dataio.handles import HandleShared, shared_handle
 from accel.dataio.look_ahead import LookAhead
 from accel.dataio.processes import ProcessEngine
 from accel.dataio.thread_safety import unsafe
@@ -82,12 +83,23 @@ class Way:
         self.witness = Witness(None if self._told else loader.dataset, draws=False) if watch else None
         self.served, self.finished = 0, True
         self.loaded: Mapping[str, Any] | None = None
+        self.moved_file = ""  # by fetching, and open before
         self.slowest_s = 0.0  # batch made in the loop's own thread
         self._engines: dict[Setting, Engine] = {}
         self._continuous: Continuous | None = None
         self._running: weakref.ref[Pass] | None = None
         self._begun: dict[str, Any] | None = None
         self._base_seed: int | None = None
+
+    @property
+    def calls_init(self) -> bool:
+        """Whether batches must come from workers, which call the worker_init_fn."""
+        return self.loader.worker_init_fn is not None
+
+    @property
+    def _asked(self) -> bool:
+        """Whether the user asked for workers."""
+        return self.options.mode != "auto" or self.loader.num_workers > 0 or self.calls_init
 
     @property
     def _told(self) -> bool | None:
@@ -101,9 +113,9 @@ class Way:
             told = self.options.thread_safe
             reason = unsafe(loader.dataset) if told is None else "" if told else "as told (thread_safe=False)"
             ahead = LookAhead(self._prefetch, fixed=self.options.prefetch is not None)
-            init, limit = loader.worker_init_fn is not None, self.options.workers
+            init, limit = self.calls_init, self.options.workers
             self.choice = Choice(
-                _start_method(loader),
+                _start_method(loader, self._asked),
                 no_threads=reason,
                 ahead=ahead,
                 limit=limit or (loader.num_workers if init else 0) or None,
@@ -130,12 +142,23 @@ class Way:
         prefetch = self._prefetch
         if setting.mode == "inline":
             return InlineEngine(self.loader)
+        if not self._asked and self.moved_file:
+            raise HandleShared(f"fetching reads on in a file that was open before: {self.moved_file}")
         if setting.mode == "threads":
+            reason = "" if self._asked or self._told else shared_handle(self.loader)
+            if reason:
+                raise HandleShared(reason)
             return ThreadEngine(self.loader, setting.workers, prefetch=prefetch)
         # On trial the loop must not stand still for long: nobody asked for processes.
         stall_s = None if self.choice is None else max(_STALL_S, 10 * self.slowest_s)
-        method, workers = setting.mode, setting.workers
-        return ProcessEngine(self.loader, workers, start_method=method, prefetch=prefetch, stall_s=stall_s)
+        return ProcessEngine(
+            self.loader,
+            setting.workers,
+            start_method=setting.mode,
+            prefetch=prefetch,
+            stall_s=stall_s,
+            asked=self._asked,
+        )
 
     def follow(self, choice: Choice) -> None:
         """Make batches as `choice` wants from the next one on; a setting that can't be had is not tried again."""
@@ -416,7 +439,7 @@ class Pass(_Handing):
         assert continuous is not None
         if way.setting == _INLINE:
             raise error
-        if isinstance(error, WorkerDied) or way.loader.worker_init_fn is not None:
+        if isinstance(error, WorkerDied) or way.calls_init:
             # What ended two workers could end the loop's own process; another setting may do.
             choice.failed(error)
             if choice.exhausted:
@@ -436,6 +459,7 @@ class Pass(_Handing):
         witness.before()
         batch = continuous.fetch()
         witness.after()
+        way.moved_file = way.moved_file or witness.moved_file
         if witness.finding:
             choice.forbid_threads(witness.finding)
         if witness.finding or witness.fetches >= _WATCHED:
@@ -488,6 +512,8 @@ class Through(_Handing):
             raise
 
 
-def _start_method(loader: DataLoader[Any]) -> str:
+def _start_method(loader: DataLoader[Any], asked: bool = True) -> str:
+    if not asked and sys.platform == "linux":
+        return "fork"  # others import the user's script
     context = loader.multiprocessing_context or multiprocessing.get_context()
     return str(context.get_start_method())

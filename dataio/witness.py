@@ -2,8 +2,8 @@
 
 Fetching may move to another process only if it is a function of the indices alone. A dataset that draws random numbers
 (augmentation), counts, caches or keeps its own generator is such a function of history, and moving it would change what
-the model sees. The witness compares, around a fetch in the plain loop, the global random states (torch, numpy, Python)
-and the dataset's own small state.
+the model sees. The witness compares, around a fetch in the plain loop, the global random states (torch, numpy, Python),
+the dataset's own small state, and where files stand that were open before.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.dataio.handles import moved, positions
 from accel.dataio.randomness import random_state
 
 _SCALARS = (int, float, bool, str, bytes, complex, type(None))
@@ -79,24 +80,29 @@ class Witness:
         self.dataset, self._draws = dataset, draws
         self.finding = ""
         self.fetches = 0
-        self._seen: tuple[Any, Hashable] | None = None
+        self.moved_file = ""
+        """A file that was open before a fetch and stood elsewhere after it."""
+        self._seen: tuple[Any, Hashable, dict[str, int]] | None = None
 
     def before(self) -> None:
         """Note the states before a fetch."""
-        self._seen = (self._random_state(), object_state(self.dataset))
+        self._seen = (self._random_state(), object_state(self.dataset), positions())
 
     def after(self) -> None:
         """Compare the states after the fetch with those before; keeps the first finding."""
         if self._seen is None:
             return
-        (drawn, own), self._seen = self._seen, None
+        (drawn, own, stood), self._seen = self._seen, None
         self.fetches += 1
+        self.moved_file = self.moved_file or moved(stood, positions())
         if self.finding:
             return
         if self._random_state() != drawn:
             self.finding = "fetching a sample draws random numbers"
         elif object_state(self.dataset) != own:
             self.finding = "fetching a sample changes the dataset"
+        elif self.moved_file:
+            self.finding = f"fetching a sample reads on in a file that was open before, {self.moved_file}"
 
     def _random_state(self) -> Any:
         return random_state() if self._draws else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from accel.dataio.continuous import Continuous
 from accel.dataio.engine import Engine, ThreadEngine
+from accel.dataio.handles import shared_handle
 from accel.dataio.processes import ProcessEngine
 from accel.dataio.proxy import movable, same_as_plain
 from accel.dataio.thread_safety import unsafe
@@ -39,10 +41,10 @@ class LoaderWorkers(Strategy):
         if reason:
             return reason
         if run.observed.fetch_finding:
-            return run.observed.fetch_finding + ": other processes would draw or keep others"
+            return run.observed.fetch_finding + ": batches made elsewhere would be others"
         if run.cores < 2:
             return "there is only one core, which the model needs"
-        return ""
+        return shared_handle(run.loader)
 
     def settings(self, run: Run) -> list[Any]:
         """Return 1, 2, 4, … processes up to the cores this process may use and at most 8; before them threads."""
@@ -76,6 +78,8 @@ class LoaderWorkers(Strategy):
 
 
 _THREADS = "threads="
+# Processes by another method import the user's script; where there is no fork, starting them is refused.
+_START_METHOD = "fork" if sys.platform == "linux" else None
 
 
 def _count(setting: int | str) -> int:
@@ -84,5 +88,5 @@ def _count(setting: int | str) -> int:
 
 def _engine(run: Run, setting: int | str) -> Engine:
     if isinstance(setting, int):
-        return ProcessEngine(run.loader, setting)
+        return ProcessEngine(run.loader, setting, start_method=_START_METHOD, asked=False)
     return ThreadEngine(run.loader, _count(setting))

@@ -1,0 +1,153 @@
+"""Tell whether a fetch reads through something that a forked process would share with the loop: an open file, a socket.
+
+A forked process has the descriptors that were open before, and their positions in common with the loop: two that read
+on from the same place get each other's bytes, and no measurement shows it. Neither may a database connection or an HDF5
+file be used on both sides. So as long as nobody asked for processes, none is forked when
+
+- such a handle can be reached from the dataset, the collate function, or the globals and closures of their code,
+- something is reached of which that is not known, or that gives what comes next (an iterator),
+- or a file that was open before a fetch was seen to stand elsewhere after it.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import io
+import os
+import socket
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel.dataio.reach import MOST, reachable
+
+
+class HandleShared(RuntimeError):
+    """A forked process would read through a handle that the loop has open."""
+
+
+# Packages whose objects hold files, sockets or native threads that don't bear a fork.
+_HANDLES = frozenset(
+    {
+        *("h5py", "sqlite3", "_sqlite3", "lmdb", "tables", "netCDF4", "zmq", "psycopg", "psycopg2", "pymysql"),
+        *("MySQLdb", "redis", "pymongo", "sqlalchemy", "duckdb", "dbm", "_dbm", "_gdbm", "leveldb", "rocksdb"),
+        *("rasterio", "av", "decord", "torchcodec", "soundfile", "boto3", "botocore", "s3fs", "gcsfs", "fsspec"),
+        *("plyvel", "aiohttp", "requests", "urllib3", "http", "grpc", "multiprocessing", "subprocess"),
+        *("tensorflow", "jaxlib"),
+    }
+)
+# Packages whose classes of C code hold memory alone.
+_HARMLESS = frozenset(
+    {
+        *("builtins", "types", "typing", "abc", "_abc", "collections", "_collections", "functools", "_functools"),
+        *("operator", "_operator", "re", "_sre", "enum", "datetime", "decimal", "_decimal", "fractions", "uuid"),
+        *("pathlib", "string", "_struct", "array", "weakref", "_weakref", "_thread", "threading", "contextvars"),
+        *("random", "_random", "ctypes", "_ctypes", "mmap", "logging", "zoneinfo", "_io", "io", "codecs", "_codecs"),
+        *("numpy", "torch", "torchvision", "torchaudio", "PIL", "pandas", "pyarrow", "datasets", "tokenizers"),
+        *("transformers", "sentencepiece", "regex", "_regex", "scipy", "sklearn", "skimage", "cv2", "albumentations"),
+        *("polars", "tiktoken", "_tiktoken", "simplejpeg", "xxhash", "ml_dtypes", "accel", "__future__"),
+    }
+)
+
+
+def shared_handle(loader: DataLoader[Any]) -> str:
+    """Return '' if forked processes may fetch as well as the loop, else the reason why that is not known.
+
+    Args:
+        loader: whose dataset and collate function are looked through, see `accel.dataio.reach`.
+    """
+    count = 0
+    for name, thing in reachable(("the dataset", loader.dataset), ("the collate function", loader.collate_fn)):
+        count += 1
+        reason = _handle(name, thing)
+        if reason:
+            return reason
+    return "" if count < MOST else f"the dataset reaches {MOST:,} things and more, too many to look for open files"
+
+
+def _handle(name: str, thing: Any) -> str:
+    kind = type(thing)
+    package = kind.__module__.partition(".")[0]
+    if isinstance(thing, io.IOBase):
+        return f"{name} is an open file, whose position processes would share" if _is_open_file(thing) else ""
+    if isinstance(thing, socket.socket) or (package in _HANDLES and _is_live(thing)):
+        return f"{name} is a {kind.__module__}.{kind.__qualname__}, which processes may not share"
+    if isinstance(thing, collections.abc.Iterator) and not isinstance(thing, torch.nn.Module):
+        return f"{name} is a {kind.__qualname__}, which gives each process what comes next for itself"
+    if isinstance(thing, type) or not _native(kind):
+        return ""
+    owner = _native_base(kind).__module__.partition(".")[0]
+    if owner in _HARMLESS and kind.__qualname__ != "VideoCapture":
+        return ""
+    return f"{name} is a {kind.__module__}.{kind.__qualname__}, of which it isn't known whether processes may share it"
+
+
+def _is_open_file(thing: Any) -> bool:
+    try:
+        return not thing.closed and thing.fileno() > 2 and thing.readable()
+    except (OSError, ValueError):  # it lies in memory
+        return False
+
+
+def _is_live(thing: Any) -> bool:
+    """Tell whether an object of a package of handles is more than a class, a function or a closed file."""
+    if isinstance(thing, type):
+        return False
+    try:
+        return bool(thing)
+    except Exception:
+        return True
+
+
+class _Plain:
+    pass
+
+
+def _native(kind: type) -> bool:
+    """Tell whether instances of a class have room for more than Python objects."""
+    return (kind.__basicsize__ > _Plain.__basicsize__ and not _only_slots(kind)) or kind.__itemsize__ != 0
+
+
+def _only_slots(kind: type) -> bool:
+    """Tell whether it is `__slots__` alone that make the instances of a class larger."""
+    return all(base is object or "__slots__" in vars(base) or _is_python(base) for base in kind.__mro__)
+
+
+def _is_python(kind: type) -> bool:
+    base = kind.__base__
+    return base is None or kind.__basicsize__ - base.__basicsize__ <= _Plain.__basicsize__ - object.__basicsize__
+
+
+def _native_base(kind: type) -> type:
+    """Return the class that brings the native part."""
+    return next((base for base in reversed(kind.__mro__[:-1]) if _native(base)), kind)
+
+
+# -- what is seen of the system ----------------------------------------------------------------------------------------
+
+
+def positions() -> dict[str, int]:
+    """Return where each file that is open for reading stands; nothing where the system doesn't tell (/proc)."""
+    found: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        for number in os.listdir("/proc/self/fdinfo"):
+            with contextlib.suppress(OSError, ValueError):
+                path = os.readlink(f"/proc/self/fd/{number}")
+                if path.startswith("/") and not path.startswith(("/dev/", "/proc/", "/memfd:")):
+                    position, writes_only = _place(number)
+                    if not writes_only:
+                        found[f"{path} ({number})"] = position
+    return found
+
+
+def _place(number: str) -> tuple[int, bool]:
+    with open(f"/proc/self/fdinfo/{number}") as file:
+        lines = dict(line.split(":", 1) for line in file if ":" in line)
+    return int(lines["pos"]), int(lines["flags"], 8) & os.O_ACCMODE == os.O_WRONLY
+
+
+def moved(before: dict[str, int], after: dict[str, int]) -> str:
+    """Return a file that was open on both sides and has another position, '' if there is none."""
+    return next((name for name, at in before.items() if after.get(name, at) != at), "")

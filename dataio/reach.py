@@ -1,0 +1,165 @@
+"""Walk through everything that fetching a batch can reach: what the dataset holds, and what its code names.
+
+| from | to |
+|---|---|
+| an object | its attributes and slots, and its class |
+| a class of the user's | its attributes and methods, and its base classes |
+| a function of the user's | closure, defaults, and the globals that its code names; of the user's own modules too |
+| a container | its entries, of a long one the first 64 |
+| `functools`: partial, lru_cache | the function, its arguments, what is cached |
+
+The code of libraries is not followed, unless the dataset's or the collate function's own class is of that library.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import gc
+import logging
+import sys
+import sysconfig
+import types
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from types import MemberDescriptorType
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+# Enough for a dataset, its transforms and what they hold; it takes about 10 ms.
+MOST = 10_000
+_LOOKED = 64
+_Named = tuple[str, Any]
+
+
+def reachable(*roots: _Named) -> Iterator[_Named]:
+    """Yield what can be reached from `roots`, with a name for each, nearest first; at most `MOST` things.
+
+    Args:
+        roots: names and things to begin with.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> [name for name, thing in reachable(("the dataset", {"a": [1.5]})) if isinstance(thing, float)]
+        ["the dataset['a'][0]"]
+    """
+    followed = {_package(type(thing).__module__) for _, thing in roots} | {
+        _package(getattr(thing, "__module__", None) or "") for _, thing in roots
+    }
+    seen: dict[int, Any] = {}
+    waiting = deque(roots)
+    while waiting and len(seen) < MOST:
+        name, thing = waiting.popleft()
+        if id(thing) in seen:
+            continue
+        seen[id(thing)] = thing  # kept, so that no other thing gets its id meanwhile
+        yield name, thing
+        waiting.extend(_parts(name, thing, followed))
+
+
+def _parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
+    if isinstance(thing, str | bytes | int | float | complex | Tensor | types.ModuleType | logging.Logger):
+        return
+    if isinstance(thing, dict):
+        yield from ((f"{name}[{key!r:.40}]", value) for key, value in islice(list(thing.items()), _LOOKED))
+    elif isinstance(thing, list | tuple | deque):
+        yield from ((f"{name}[{place}]", value) for place, value in enumerate(islice(list(thing), _LOOKED)))
+    elif isinstance(thing, np.ndarray):
+        if thing.dtype.hasobject:
+            yield from ((f"{name}[{place}]", value) for place, value in enumerate(thing.ravel()[:_LOOKED]))
+    elif isinstance(thing, types.FunctionType):
+        if _is_followed(thing.__module__, followed):
+            yield from _of_function(thing)
+    elif isinstance(thing, types.MethodType):
+        yield from ((f"{name}.__self__", thing.__self__), (name, thing.__func__))
+    elif isinstance(thing, staticmethod | classmethod):
+        yield name, thing.__func__
+    elif isinstance(thing, property):
+        yield from ((name, part) for part in (thing.fget, thing.fset) if part is not None)
+    elif isinstance(thing, functools.partial):
+        yield from ((name, part) for part in (thing.func, *thing.args, *thing.keywords.values()))
+    elif isinstance(thing, functools._lru_cache_wrapper):
+        # Only the collector sees what is cached.
+        yield from ((f"what {name} has cached", value) for value in gc.get_referents(thing))
+    elif isinstance(thing, type):
+        if _is_followed(thing.__module__, followed):
+            yield from ((f"{thing.__qualname__}.{key}", value) for key, value in list(vars(thing).items()))
+            yield from ((base.__qualname__, base) for base in thing.__bases__)
+    else:
+        yield from ((f"{name}.{key}", value) for key, value in attributes(thing))
+        yield type(thing).__qualname__, type(thing)
+
+
+def own_attributes(thing: Any) -> dict[str, Any] | None:
+    """Return an object's `__dict__` without asking the object: its `__getattr__` may do anything."""
+    try:
+        own = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return None
+    return own if isinstance(own, dict) else None
+
+
+def attributes(thing: Any) -> Iterator[_Named]:
+    """Yield an object's attributes and slots without asking the object."""
+    yield from list((own_attributes(thing) or {}).items())
+    for base in type(thing).__mro__:
+        for name, slot in vars(base).items() if "__slots__" in vars(base) else ():
+            if isinstance(slot, MemberDescriptorType):
+                try:
+                    yield name, slot.__get__(thing)
+                except AttributeError:  # not set
+                    continue
+
+
+def _of_function(function: types.FunctionType) -> Iterator[_Named]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f"{name} of {function.__qualname__}", cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    yield from ((f"a default of {function.__qualname__}", value) for value in defaults)
+    names, parts = _names(function.__code__)
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        if not isinstance(value, types.ModuleType):
+            yield f"the global {name}", value
+        elif not _library(_package(value.__name__)):
+            yield from ((f"{name}.{part}", vars(value)[part]) for part in parts & vars(value).keys())
+
+
+@functools.lru_cache(4096)
+def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the globals that a function's code looks up, and all names in it, with those of functions within it."""
+    inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    loaded = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return (
+        frozenset(loaded).union(*(names for names, _ in inner)),
+        frozenset(code.co_names).union(*(parts for _, parts in inner)),
+    )
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _is_followed(module: str | None, followed: set[str]) -> bool:
+    package = _package(module or "builtins")
+    return not _library(package) or (package in followed and package not in _NEVER)
+
+
+# Their datasets and collate functions hold what they use.
+_NEVER = frozenset({"accel", "builtins", "functools", "torch", "torchvision"})
+
+
+@functools.cache
+def _library(package: str) -> bool:
+    """Tell whether a top-level package comes with Python or was installed."""
+    if package in _NEVER or (package in sys.stdlib_module_names and package != "__main__"):
+        return True
+    found = getattr(sys.modules.get(package), "__file__", None)
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return found is not None and any(found.startswith(path) for path in paths if path)
