@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from accel.dataio import epochs
 from accel.dataio.engine import Engine, Job
 from accel.dataio.epochs import Ahead, Draws, States, capture, draw_ahead, epoch_of, put_back, same, same_draws
+from accel.dataio.fetch import fetch_of
 from accel.dataio.mirror import Forecast, State, compare, state_of
 from accel.dataio.randomness import derived_seed
 
@@ -167,9 +168,10 @@ class Continuous:
         self._after: States = []
         self._epoch_step = 1
         self._begun_at: int | None = None
-        self._sent: State = state_of(loader.dataset)
+        self._fetch = fetch_of(loader)
+        self._sent: State = state_of(self._fetch)
         self._began: State | None = None
-        self._forecast = Forecast(loader.dataset)
+        self._forecast = Forecast(self._fetch)
         # What each engine's copies of the dataset were last told; one that has not begun takes it as it is then.
         self._states: weakref.WeakKeyDictionary[Engine, State] = weakref.WeakKeyDictionary()
         # For mending: what is under way, and what it has to be undone with.
@@ -191,7 +193,7 @@ class Continuous:
             ahead: go on with the next epoch at its end, if that can be foreseen.
         """
         self.drop()
-        self._note_epoch(first)
+        self._note_epoch(first, self._state())
         self._refresh()
         self.served = first
         self._feed(indices, base_seed)
@@ -320,7 +322,7 @@ class Continuous:
         self._states[self.engine] = self._sent
         self.engine = engine
         self._sent = self._states.get(engine, self._sent)
-        self._began = state_of(self.loader.dataset)
+        self._began = self._state()
         self._refresh()
 
     def _forget_ahead(self) -> None:
@@ -357,7 +359,7 @@ class Continuous:
         self._given, self._failed = 0, False
         self._forget_ahead()
         self._may_look_ahead = False
-        self._sent = self._began = state_of(self.loader.dataset)
+        self._sent = self._began = self._state()
         self._broken = False
 
     # -- the epoch after ---------------------------------------------------------------------------------------------
@@ -376,13 +378,14 @@ class Continuous:
             return False
         undisturbed = same_draws(self.loader, ahead)
         as_expected = epoch_of(self.loader) == ahead.epoch and ahead.foreseen.holds()
-        if not (undisturbed and as_expected) or compare(self._sent, state_of(self.loader.dataset)):
+        now = self._state()
+        if not (undisturbed and as_expected) or not now.whole or compare(self._sent, now):
             self.failed_guesses += 1
             # A loop that draws random numbers of its own between the two will do so again; epochs can be learnt.
             self._wrong += 1 if undisturbed else _MOST_WRONG
             return False
         self._wrong = 0
-        self._note_epoch(0)
+        self._note_epoch(0, now)
         self._refresh()
         self._real = capture(self.loader), None
         epochs.restore(self.loader, ahead.began)
@@ -461,12 +464,14 @@ class Continuous:
         if self._ahead is not None or not self._may_look_ahead or self.engine.capacity < 2:
             return False  # one epoch ahead is enough: the look-ahead is bounded in batches
         self._may_look_ahead = False  # once in an epoch
+        if not self._sent.whole:
+            return False  # what can't be seen may change before the next epoch begins
         expected = self._forecast.next(self._sent)
         leaves = compare(self._sent, expected).leaves
-        view = self._forecast.view(self.loader.dataset, expected) if leaves and not self.engine.copies else None
+        view = self._forecast.view(self._fetch, expected) if leaves and not self.engine.copies else None
         if leaves and not self.engine.copies and view is None:
             return False  # made now, the batches would be those of this epoch's dataset
-        persistent = self.loader.num_workers > 0 and self.loader.persistent_workers
+        persistent = self._persistent
         self._real = capture(self.loader), epoch_of(self.loader)
         self._ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=self.base_seed if persistent else None)
         self._real = None
@@ -479,9 +484,17 @@ class Continuous:
         self._source = _Jobs(self._ahead.draws, seed, self._epoch + 1, dataset=view)
         return True
 
-    def _note_epoch(self, first: int) -> None:
+    @property
+    def _persistent(self) -> bool:
+        return self.loader.num_workers > 0 and self.loader.persistent_workers
+
+    def _state(self) -> State:
+        self._fetch.collate = self.loader.collate_fn  # which the user may have changed
+        return state_of(self._fetch)
+
+    def _note_epoch(self, first: int, now: State) -> None:
         """Learn how the sampler's epoch and the dataset move from one epoch to the next."""
-        now, epoch = state_of(self.loader.dataset), epoch_of(self.loader)
+        epoch = epoch_of(self.loader)
         if not first and self._began is not None:
             self._forecast.saw(self._began, now)
         # After an early break some samplers stay where they are: that tells nothing of the end of an epoch.
@@ -493,8 +506,10 @@ class Continuous:
         """Bring the engine's copies of the dataset to its present state."""
         assert self._began is not None
         change = compare(self._sent, self._began)
-        if change and change.sendable:
-            self.engine.update(change.leaves)
-        elif change:
+        # What can't be seen may have changed: then workers last as long as those of a plain loader.
+        unseen = not self._began.whole and not self._persistent
+        if unseen or (change and not change.sendable):
             self.engine.restart()
+        elif change:
+            self.engine.update(change.leaves)
         self._sent = self._began

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.reach import MOST, reachable
+from accel.dataio.reach import MOST, native, native_base, reachable
 
 
 class HandleShared(RuntimeError):
@@ -76,9 +76,9 @@ def _handle(name: str, thing: Any) -> str:
         return f"{name} is a {kind.__module__}.{kind.__qualname__}, which processes may not share"
     if isinstance(thing, collections.abc.Iterator) and not isinstance(thing, torch.nn.Module):
         return f"{name} is a {kind.__qualname__}, which gives each process what comes next for itself"
-    if isinstance(thing, type) or not _native(kind):
+    if isinstance(thing, type) or not native(kind):
         return ""
-    owner = _native_base(kind).__module__.partition(".")[0]
+    owner = native_base(kind).__module__.partition(".")[0]
     if owner in _HARMLESS and kind.__qualname__ != "VideoCapture":
         return ""
     return f"{name} is a {kind.__module__}.{kind.__qualname__}, of which it isn't known whether processes may share it"
@@ -99,30 +99,6 @@ def _is_live(thing: Any) -> bool:
         return bool(thing)
     except Exception:
         return True
-
-
-class _Plain:
-    pass
-
-
-def _native(kind: type) -> bool:
-    """Tell whether instances of a class have room for more than Python objects."""
-    return (kind.__basicsize__ > _Plain.__basicsize__ and not _only_slots(kind)) or kind.__itemsize__ != 0
-
-
-def _only_slots(kind: type) -> bool:
-    """Tell whether it is `__slots__` alone that make the instances of a class larger."""
-    return all(base is object or "__slots__" in vars(base) or _is_python(base) for base in kind.__mro__)
-
-
-def _is_python(kind: type) -> bool:
-    base = kind.__base__
-    return base is None or kind.__basicsize__ - base.__basicsize__ <= _Plain.__basicsize__ - object.__basicsize__
-
-
-def _native_base(kind: type) -> type:
-    """Return the class that brings the native part."""
-    return next((base for base in reversed(kind.__mro__[:-1]) if _native(base)), kind)
 
 
 # -- what is seen of the system ----------------------------------------------------------------------------------------

@@ -23,6 +23,14 @@ from accel.dataio import epochs, resume
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes import MODES, Mode, Options, Pass, Through, Way, not_movable
 
+# Attributes of a `DataLoader` that may be set, and that batches depend on.
+_FETCHES_BY = frozenset(
+    {
+        *("collate_fn", "generator", "in_order", "multiprocessing_context", "num_workers", "pin_memory"),
+        *("pin_memory_device", "prefetch_factor", "timeout", "worker_init_fn"),
+    }
+)
+
 
 class ContinuousLoader(DataLoader[Any]):
     """Wrap a `DataLoader`: the same batches in the same order, made ahead across the end of an epoch.
@@ -84,7 +92,8 @@ class ContinuousLoader(DataLoader[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         setattr(self._way.loader, name, value)
-        self._way.close()  # what makes batches knows the old value
+        if name in _FETCHES_BY:
+            self._way.close()  # what makes batches knows the old value
 
     def __iter__(self) -> Any:
         way, sampler = self._way, self.batch_sampler

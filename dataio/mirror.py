@@ -1,13 +1,13 @@
 """Keep the worker processes' copies of a dataset like the loop's own.
 
 A worker has the dataset as it was when the worker started. When the loop changes it between two epochs
-(`dataset.set_epoch(3)`, `dataset.transform.strength = 0.2`), workers that live on would never see it. So the small
-state is compared when an epoch begins: numbers and texts, up to four levels deep. What changed is sent to the workers
-by its path. A change of anything else (another list, a generator, a tensor written in place) can't be sent: they start
-anew.
+(`dataset.set_epoch(3)`, `dataset.transform.strength = 0.2`), workers that live on would never see it. So its state is
+compared when an epoch begins, up to eight levels deep. Numbers and texts that changed are sent to the workers by their
+path. A change of anything else (another list, a generator, a tensor or an array written in place, an entry of a
+long list, a global that the dataset's or the collate function's code names) can't be sent: they start anew.
 
-What is not seen: an array of numpy written in place, a value in a container of more than 256 entries, or in an object
-graph beyond its first 10,000 values.
+What can't be looked into whether it has changed (objects of C code, more than 64 MiB of arrays, more than a million
+entries of long containers or 10,000 other values) may have: `State.whole` is False then.
 
 A number that moved by the same step at two epochs running, as an epoch counter does, is expected to move so again. Then
 the batches that are fetched ahead are made under the expected state, and thrown away if it comes out otherwise.
@@ -15,8 +15,14 @@ the batches that are fetched ahead are made under the expected state, and thrown
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import enum
+import logging
 import pickle
 import random
+import re
+import types
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -27,17 +33,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accel.dataio.content import Content
 from accel.dataio.dataset_epoch import at_epoch, dataset_epoch
-from accel.dataio.witness import callable_code
+from accel.dataio.fetch import Fetch
+from accel.dataio.reach import attributes, code_parts, is_code, native, native_base, own_attributes, packages
 
 Path = tuple[tuple[str, Any], ...]
 """How to reach a leaf from the dataset on.
 
-Each step is ("attribute", name), ("item", key or place), ("entry", place) of a tuple, or ("key", key) of a dict whose
-key may be another object in a copy.
+Each step is ("attribute", name), ("item", key or place), ("entry", place) of a tuple, ("key", key) of a dict whose key
+may be another object in a copy, or ("code", name) of what is no part of a copy.
 """
 
-_DEPTH = 4
+_DEPTH = 8
 _WIDTH = 256
 _MOST = 10_000
 _SCALARS = (int, float, bool, str, bytes, complex, type(None), np.number, np.bool_)
@@ -48,6 +56,8 @@ class State(NamedTuple):
 
     leaves: dict[Path, Any]
     rest: dict[Path, Any]
+    whole: bool = True
+    """False if there is more to it, which can't be seen."""
 
 
 class _Same:
@@ -72,29 +82,34 @@ class _Same:
 
 
 def state_of(dataset: Any) -> State:
-    """Return the small state of `dataset`."""
-    state = State({}, {})
-    seen: set[int] = set()
+    """Return the small state of `dataset`, or of a `Fetch`."""
+    leaves: dict[Path, Any] = {}
+    rest: dict[Path, Any] = {}
+    content, seen = Content(), set[int]()
+    followed = packages(*((dataset.dataset, dataset.collate) if isinstance(dataset, Fetch) else (dataset,)))
     # Breadth first, so that an object which can be reached in several ways is looked into from the nearest.
     waiting: deque[tuple[Any, Path]] = deque([(dataset, ())])
     while waiting:
         thing, path = waiting.popleft()
         if isinstance(thing, _SCALARS):
-            state.leaves[path] = thing
+            leaves[path] = thing
             continue
-        state.rest[path] = _fingerprint(thing)
-        if len(path) < _DEPTH and id(thing) not in seen:
-            seen.add(id(thing))
-            for step, value in _parts(thing):
-                if len(seen) + len(waiting) + len(state.leaves) < _MOST:
-                    waiting.append((value, (*path, step)))
-    return state
+        known = id(thing) in seen
+        rest[path] = _fingerprint(thing, None if known else content)
+        if known:
+            continue
+        seen.add(id(thing))
+        for step, value in _parts(thing, followed):
+            if len(path) == _DEPTH or len(seen) + len(waiting) + len(leaves) >= _MOST:
+                content.unseen()
+                break
+            waiting.append((value, (*path, step)))
+    return State(leaves, rest, content.whole)
 
 
-def _fingerprint(thing: Any) -> tuple[Any, ...]:
+def _fingerprint(thing: Any, content: Content | None) -> tuple[Any, ...]:
+    """Return what tells a thing from another and from itself when it was written; without `content`, from others."""
     same = _Same(thing)
-    if isinstance(thing, Tensor):
-        return (same, -1 if thing.is_inference() else thing._version)
     if isinstance(thing, torch.Generator):
         return (same, thing.get_state().numpy().tobytes())
     if isinstance(thing, random.Random) and not isinstance(thing, random.SystemRandom):
@@ -103,44 +118,63 @@ def _fingerprint(thing: Any) -> tuple[Any, ...]:
         return (same, pickle.dumps(thing.bit_generator.state))
     if isinstance(thing, np.random.RandomState):
         return (same, pickle.dumps(thing.get_state()))
+    if content is None:
+        return (same,)
+    if isinstance(thing, Tensor):
+        return (same, -1 if thing.is_inference() else thing._version, content.of_tensor(thing))
+    if isinstance(thing, np.ndarray):
+        return (same, content.of_array(thing))
+    if isinstance(thing, bytearray):
+        return (same, content.of_bytes(thing))
     if isinstance(thing, set | frozenset):
-        return (same, frozenset(thing) if len(thing) <= _WIDTH else len(thing))
+        small = len(thing) <= _WIDTH
+        return (same, frozenset(thing) if small else content.of_entries(sorted(map(repr, thing)), len(thing)))
     if isinstance(thing, dict | list | tuple | deque):
-        return (same, len(thing))
+        entries = thing.items() if isinstance(thing, dict) else thing
+        return (same, len(thing), 0 if len(thing) <= _WIDTH else content.of_entries(entries, len(thing)))
+    if not _looked_into(thing):
+        content.unseen()
     return (same,)
 
 
-def _parts(thing: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
+def _looked_into(thing: Any) -> bool:
+    """Tell whether there is nothing to a thing but what its parts show; or nothing that can change."""
+    if is_code(thing) or isinstance(thing, _UNCHANGING):
+        return True
+    kind = type(thing)
+    if isinstance(thing, memoryview | Iterator):
+        return False
+    return not native(kind) or native_base(kind).__module__.partition(".")[0] in _UNCHANGING_OF
+
+
+_UNCHANGING = (range, slice, re.Pattern, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, enum.Enum)
+# Packages whose other classes of C code don't change, or hold nothing that a batch is made from.
+_UNCHANGING_OF = frozenset(
+    {
+        *("builtins", "types", "_abc", "_thread", "threading", "weakref", "_weakref", "functools", "_functools"),
+        *("operator", "_operator", "pyarrow", "datasets", "torch", "ctypes", "_ctypes", "logging", "_random", "random"),
+    }
+)
+
+
+def _parts(thing: Any, followed: set[str]) -> Iterator[tuple[tuple[str, Any], Any]]:
     if isinstance(thing, dict):
         if len(thing) <= _WIDTH:
             for key, value in list(thing.items()):
                 yield ("item" if isinstance(key, _SCALARS) else "key", key), value
+        if type(thing) is not dict:
+            yield from ((("attribute", name), value) for name, value in attributes(thing))
     elif isinstance(thing, list | tuple | deque):
         if len(thing) <= _WIDTH:
             kind = "entry" if isinstance(thing, tuple) else "item"
             yield from (((kind, place), value) for place, value in enumerate(list(thing)))
-    elif not isinstance(thing, type | Tensor | random.Random) and not callable_code(thing):
-        yield from ((("attribute", name), value) for name, value in _attributes(thing))
-
-
-def _own(thing: Any) -> dict[str, Any] | None:
-    """Return an object's attributes without asking the object: its `__getattr__` may do anything."""
-    try:
-        own = object.__getattribute__(thing, "__dict__")
-    except AttributeError:
-        return None
-    return own if isinstance(own, dict) else None
-
-
-def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
-    yield from list((_own(thing) or {}).items())
-    for base in type(thing).__mro__:
-        for name, slot in vars(base).items() if "__slots__" in vars(base) else ():
-            if isinstance(slot, MemberDescriptorType):
-                try:
-                    yield name, slot.__get__(thing)
-                except AttributeError:  # not set
-                    continue
+        if type(thing) not in (list, tuple, deque):
+            yield from ((("attribute", name), value) for name, value in attributes(thing))
+    elif is_code(thing):
+        yield from ((("code", name), value) for name, value in code_parts("", thing, followed))
+    elif not isinstance(thing, Tensor | random.Random | types.ModuleType | logging.Logger):
+        yield from ((("attribute", name), value) for name, value in attributes(thing))
+        yield ("code", "class"), type(thing)
 
 
 class Change(NamedTuple):
@@ -170,11 +204,11 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _sendable(path: Path) -> bool:
-    return bool(path) and path[-1][0] != "entry" and all(kind != "key" for kind, _ in path)
+    return bool(path) and path[-1][0] != "entry" and all(kind not in ("key", "code") for kind, _ in path)
 
 
 def apply_leaves(dataset: Any, leaves: dict[Path, Any]) -> None:
-    """Set the values in a copy of the dataset, past any `__setattr__` of its classes: they were found that way."""
+    """Set the values in a copy of what `state_of` looked at, past any `__setattr__`: they were found that way."""
     for path, value in leaves.items():
         target = dataset
         for kind, name in path[:-1]:
@@ -187,7 +221,7 @@ def apply_leaves(dataset: Any, leaves: dict[Path, Any]) -> None:
 
 
 def _set(target: Any, name: str, value: Any) -> None:
-    slot, own = getattr(type(target), name, None), _own(target)
+    slot, own = getattr(type(target), name, None), own_attributes(target)
     if own is None or isinstance(slot, MemberDescriptorType):
         object.__setattr__(target, name, value)
     else:
@@ -198,14 +232,14 @@ class Forecast:
     """Expect a dataset's next state from how it moved between the last epochs.
 
     Args:
-        dataset: whose epoch, if it can tell how it will be in another, is expected to move by one at first.
+        fetch: whose dataset's epoch, if it can tell how it will be in another, is expected to move by one at first.
     """
 
-    def __init__(self, dataset: Any = None) -> None:
+    def __init__(self, fetch: Fetch | None = None) -> None:
         self._steps: dict[Path, int] = {}
-        epoch = dataset_epoch(dataset)
-        if epoch is not None:
-            self.saw(state_of(dataset), state_of(at_epoch(dataset, epoch + 1)))
+        epoch = None if fetch is None else dataset_epoch(fetch.dataset)
+        if fetch is not None and epoch is not None:
+            self.saw(state_of(fetch), state_of(fetch.of(at_epoch(fetch.dataset, epoch + 1))))
 
     def saw(self, old: State, new: State) -> None:
         """Take note of how the dataset moved from one epoch's beginning to the next one's."""
@@ -221,16 +255,17 @@ class Forecast:
     def next(self, now: State) -> State:
         """Return the state that is expected when the next epoch begins."""
         moved = {path: now.leaves[path] + step for path, step in self._steps.items() if path in now.leaves}
-        return State({**now.leaves, **moved}, now.rest)
+        return State({**now.leaves, **moved}, now.rest, now.whole)
 
-    def view(self, dataset: Any, expected: State) -> Any:
-        """Return `dataset` as it is expected to be, and leave itself alone; None if that can't be had."""
+    def view(self, fetch: Fetch, expected: State) -> Any:
+        """Return the dataset of `fetch` as it is expected to be, and leave itself alone; None if that can't be had."""
+        dataset = fetch.dataset
         epoch = dataset_epoch(dataset)
         if epoch is None:
             return None
         # Its epoch is one of the numbers that moved; by how much, the comparison shows.
         for step in set(self._steps.values()):
             view = at_epoch(dataset, epoch + step)
-            if not compare(State(expected.leaves, {}), State(state_of(view).leaves, {})):
+            if not compare(State(expected.leaves, {}), State(state_of(fetch.of(view)).leaves, {})):
                 return view
         return None

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils.data import Subset
 
 # Enough for a dataset, its transforms and what they hold; it takes about 10 ms.
 MOST = 10_000
@@ -46,9 +47,7 @@ def reachable(*roots: _Named) -> Iterator[_Named]:
         >>> [name for name, thing in reachable(("the dataset", {"a": [1.5]})) if isinstance(thing, float)]
         ["the dataset['a'][0]"]
     """
-    followed = {_package(type(thing).__module__) for _, thing in roots} | {
-        _package(getattr(thing, "__module__", None) or "") for _, thing in roots
-    }
+    followed = packages(*(thing for _, thing in roots))
     seen: dict[int, Any] = {}
     waiting = deque(roots)
     while waiting and len(seen) < MOST:
@@ -70,7 +69,46 @@ def _parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
     elif isinstance(thing, np.ndarray):
         if thing.dtype.hasobject:
             yield from ((f"{name}[{place}]", value) for place, value in enumerate(thing.ravel()[:_LOOKED]))
-    elif isinstance(thing, types.FunctionType):
+    elif isinstance(thing, functools._lru_cache_wrapper):
+        # Only the collector sees what is cached.
+        yield from ((f"what {name} has cached", value) for value in gc.get_referents(thing))
+    elif is_code(thing):
+        yield from code_parts(name, thing, followed)
+    else:
+        yield from ((f"{name}.{key}", value) for key, value in attributes(thing))
+        yield type(thing).__qualname__, type(thing)
+
+
+_CODE = (types.FunctionType, types.MethodType, staticmethod, classmethod, property, functools.partial, type)
+
+
+def is_code(thing: Any) -> bool:
+    """Tell whether `thing` is a function, a class, or what makes one of another."""
+    return isinstance(thing, _CODE)
+
+
+def packages(*roots: Any) -> set[str]:
+    """Return the packages that the classes of `roots` are of, or where they are functions they themselves."""
+    inner = [_inner(thing) for thing in roots]
+    of_classes = {_package(type(thing).__module__) for thing in inner}
+    return of_classes | {_package(getattr(thing, "__module__", None) or "") for thing in inner}
+
+
+def _inner(dataset: Any) -> Any:
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
+
+
+def code_parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
+    """Yield what a piece of code refers to.
+
+    Args:
+        name: of the code.
+        thing: the code, see `is_code`.
+        followed: packages whose code is looked into, beside the user's.
+    """
+    if isinstance(thing, types.FunctionType):
         if _is_followed(thing.__module__, followed):
             yield from _of_function(thing)
     elif isinstance(thing, types.MethodType):
@@ -81,16 +119,10 @@ def _parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
         yield from ((name, part) for part in (thing.fget, thing.fset) if part is not None)
     elif isinstance(thing, functools.partial):
         yield from ((name, part) for part in (thing.func, *thing.args, *thing.keywords.values()))
-    elif isinstance(thing, functools._lru_cache_wrapper):
-        # Only the collector sees what is cached.
-        yield from ((f"what {name} has cached", value) for value in gc.get_referents(thing))
-    elif isinstance(thing, type):
-        if _is_followed(thing.__module__, followed):
-            yield from ((f"{thing.__qualname__}.{key}", value) for key, value in list(vars(thing).items()))
-            yield from ((base.__qualname__, base) for base in thing.__bases__)
-    else:
-        yield from ((f"{name}.{key}", value) for key, value in attributes(thing))
-        yield type(thing).__qualname__, type(thing)
+    elif _is_followed(thing.__module__, followed):
+        own = [(key, value) for key, value in vars(thing).items() if is_code(value) or not key.startswith("__")]
+        yield from ((f"{thing.__qualname__}.{key}", value) for key, value in own)
+        yield from ((base.__qualname__, base) for base in thing.__bases__)
 
 
 def own_attributes(thing: Any) -> dict[str, Any] | None:
@@ -163,3 +195,27 @@ def _library(package: str) -> bool:
     found = getattr(sys.modules.get(package), "__file__", None)
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     return found is not None and any(found.startswith(path) for path in paths if path)
+
+
+class _Plain:
+    pass
+
+
+def native(kind: type) -> bool:
+    """Tell whether instances of a class have room for more than Python objects."""
+    return (kind.__basicsize__ > _Plain.__basicsize__ and not _only_slots(kind)) or kind.__itemsize__ != 0
+
+
+def _only_slots(kind: type) -> bool:
+    """Tell whether it is `__slots__` alone that make the instances of a class larger."""
+    return all(base is object or "__slots__" in vars(base) or _is_python(base) for base in kind.__mro__)
+
+
+def _is_python(kind: type) -> bool:
+    base = kind.__base__
+    return base is None or kind.__basicsize__ - base.__basicsize__ <= _Plain.__basicsize__ - object.__basicsize__
+
+
+def native_base(kind: type) -> type:
+    """Return the class that brings the native part."""
+    return next((base for base in reversed(kind.__mro__[:-1]) if native(base)), kind)

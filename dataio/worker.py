@@ -182,7 +182,7 @@ class _Worker:
                 return
             for kind, content in iter(self._orders.get, None):
                 if kind == "dataset":
-                    apply_leaves(self._fetch.dataset, content)
+                    apply_leaves(self._fetch, content)
                 else:
                     self._serve(content)
         except (BrokenPipeError, ConnectionResetError):

@@ -6,9 +6,10 @@ import copy
 from typing import Any
 
 import pytest
-from torch.utils.data import Subset
+from torch.utils.data import Subset, default_collate
 
 from accel.dataio.dataset_epoch import at_epoch, dataset_epoch
+from accel.dataio.fetch import Fetch
 from accel.dataio.image_epoch import Epoch
 from accel.dataio.mirror import Forecast, apply_leaves, compare, state_of
 from tests.dataio.numbers import Numbers
@@ -75,9 +76,10 @@ class Viewed(Numbers):
 @pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Subset(Subset(d, [0, 1]), [1])], ids=["itself", "parts"])
 def test_a_dataset_in_another_epoch(wrap: Any) -> None:
     data = wrap(Viewed())
-    forecast = Forecast(data)
-    expected = forecast.next(state_of(data))
-    view = forecast.view(data, expected)
+    fetch = Fetch(data, default_collate, batched=True)
+    forecast = Forecast(fetch)
+    expected = forecast.next(state_of(fetch))
+    view = forecast.view(fetch, expected)
 
     assert (dataset_epoch(data), dataset_epoch(view), dataset_epoch(at_epoch(data, 5))) == (0, 1, 5)
     assert view[0].tolist() == [float(data[0][0]), 1.0, 0.0]
@@ -86,13 +88,15 @@ def test_a_dataset_in_another_epoch(wrap: Any) -> None:
 @pytest.mark.parametrize("data", [Numbers(), Subset(Numbers(), [1]), [1, 2], None], ids=repr)
 def test_others_can_not_be_had_so(data: Any) -> None:
     assert dataset_epoch(data) is None
-    assert Forecast(data).view(data, state_of(data)) is None
+    fetch = Fetch(data, default_collate, batched=True)
+    assert Forecast(fetch).view(fetch, state_of(fetch)) is None
 
 
 def test_a_dataset_that_moves_otherwise_than_its_view_is_not_had() -> None:
     data = Viewed()
-    forecast, before = Forecast(data), state_of(data)
+    fetch = Fetch(data, default_collate, batched=True)
+    forecast, before = Forecast(fetch), state_of(fetch)
     data.epoch, data.length = 1, 49
-    forecast.saw(before, state_of(data))
+    forecast.saw(before, state_of(fetch))
 
-    assert forecast.view(data, forecast.next(state_of(data))) is None
+    assert forecast.view(fetch, forecast.next(state_of(fetch))) is None

@@ -6,15 +6,18 @@ import copy
 import dataclasses
 import math
 import random
+import tempfile
 import time
 import weakref
 from collections import deque, namedtuple
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 
+from accel.dataio import content
 from accel.dataio.mirror import Forecast, apply_leaves, compare, state_of
 
 Span = namedtuple("Span", "low high")
@@ -205,15 +208,105 @@ def test_states_keep_no_big_array() -> None:
     assert state.rest
 
 
-def test_limits_are_those_of_the_docstring() -> None:
-    """A worker does not see these: written down, so that it is known when one is lifted."""
-    dataset = Holder(array=np.zeros(3), wide=[0] * 257, deep=Holder(a=Holder(b=Holder(c=Holder(d=1)))))
-    old = state_of(dataset)
-    dataset.array[0] = 1
-    dataset.wide[0] = 1
-    dataset.deep.a.b.c.d = 2
+SCALE = 1.0
 
-    assert not compare(old, state_of(dataset))
+
+def _scaled(value: float) -> float:
+    return value * SCALE
+
+
+class Relabelled:
+    level = 1
+
+    def __init__(self) -> None:
+        self.read = _scaled
+
+    def __getitem__(self, index: int) -> float:
+        return self.read(index)
+
+
+def _in_a_closure() -> Holder:
+    shift = [1]
+    return Holder(transform=lambda value: value + shift[0], shift=lambda: shift)
+
+
+def _set_scale(_: Any) -> None:
+    global SCALE
+    SCALE += 1.0
+
+
+IN_PLACE: dict[str, tuple[Any, Any]] = {
+    "array": (lambda: Holder(a=np.zeros(3)), lambda d: d.a.__setitem__(0, 1)),
+    "shuffled array": (
+        lambda: Holder(a=np.arange(500.0).reshape(100, 5)),
+        lambda d: d.a.__setitem__([0, 1], d.a[[1, 0]]),
+    ),
+    "view of an array": (lambda: Holder(a=np.arange(9)[::2]), lambda d: d.a.base.__setitem__(4, 7)),
+    "array of objects": (lambda: Holder(a=np.array(["a", "bb"], dtype=object)), lambda d: d.a.__setitem__(0, "c")),
+    "long list": (lambda: Holder(a=[0] * 257), lambda d: d.a.__setitem__(256, 1)),
+    "shuffled list": (lambda: Holder(a=list(range(999))), lambda d: random.Random(1).shuffle(d.a)),
+    "long list of tuples": (lambda: Holder(a=[("x.png", 1)] * 300), lambda d: d.a.__setitem__(7, ("x.png", 2))),
+    "long list of lists": (lambda: Holder(a=[[n] for n in range(300)]), lambda d: d.a[299].__setitem__(0, -1)),
+    "long list of dicts": (lambda: Holder(a=[{"l": n} for n in range(300)]), lambda d: d.a[9].update(l=0)),
+    "minus one": (lambda: Holder(a=[-1] * 300), lambda d: d.a.__setitem__(0, -2)),  # of one hash
+    "to true": (lambda: Holder(a=[1] * 300), lambda d: d.a.__setitem__(0, True)),
+    "long dict": (lambda: Holder(a={n: n for n in range(300)}), lambda d: d.a.update({7: 0})),
+    "reordered dict": (lambda: Holder(a={n: 0 for n in range(300)}), lambda d: d.a.update({0: d.a.pop(0)})),
+    "big set": (lambda: Holder(a=set(range(999))), lambda d: (d.a.add(-1), d.a.remove(3))),
+    "deque": (lambda: Holder(a=deque(range(999))), lambda d: d.a.rotate(1)),
+    "bytes": (lambda: Holder(a=bytearray(9)), lambda d: d.a.__setitem__(3, 1)),
+    "tensor by way of an array": (lambda: Holder(a=torch.zeros(3)), lambda d: d.a.numpy().__setitem__(0, 1)),
+    "tensor of an array": (lambda: Holder(a=torch.from_numpy(np.zeros(3))), lambda d: d.a.numpy().__setitem__(0, 1)),
+    "deep": (
+        lambda: Holder(a=Holder(b=Holder(c=Holder(d=Holder(e=np.zeros(1)))))),
+        lambda d: d.a.b.c.d.e.__setitem__(0, 1),
+    ),
+    "attribute of a class": (Relabelled, lambda d: setattr(Relabelled, "level", Relabelled.level + 1)),
+    "global": (Relabelled, _set_scale),
+    "closure": (_in_a_closure, lambda d: d.shift().__setitem__(0, 2)),
+    "attribute of a list": (lambda: Holder(a=Named([1])), lambda d: setattr(d.a, "name", "other")),
+}
+
+
+class Named(list[int]):
+    name = "one"
+
+
+@pytest.mark.parametrize("case", IN_PLACE)
+def test_a_change_in_place_needs_a_new_copy_or_reaches_it(case: str) -> None:
+    make, change = IN_PLACE[case]
+    dataset = make()
+    if case == "tensor by way of an array":
+        dataset.a.numpy()  # as who writes it so has done
+    old = state_of(dataset)
+    assert old.whole
+    change(dataset)
+
+    assert compare(old, state_of(dataset))
+
+
+UNSEEN: dict[str, Any] = {
+    "big array": lambda: Holder(a=np.zeros(content.MOST_BYTES // 8 + 1)),
+    "long list": lambda: Holder(a=[0] * (content.MOST_ENTRIES + 1)),
+    "list of objects": lambda: Holder(a=[Holder() for _ in range(300)]),
+    "mapped for writing": lambda: Holder(a=np.memmap(tempfile.TemporaryFile(), shape=(3,), mode="w+")),  # noqa: SIM115
+    "iterator": lambda: Holder(a=iter([1, 2])),
+    "memory": lambda: Holder(a=memoryview(bytearray(3))),
+    "C code": lambda: Holder(a=ElementTree.Element("a")),
+    "too deep": lambda: Holder(a=[[[[[[[[[0]]]]]]]]]),
+    "too many": lambda: Holder(a=[[list(range(100)) for _ in range(200)] for _ in range(2)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("case", UNSEEN)
+def test_what_can_not_be_looked_into_is_told(case: str) -> None:
+    assert not state_of(UNSEEN[case]()).whole
+
+
+@pytest.mark.parametrize("case", QUIET)
+def test_everyday_things_can_be(case: str) -> None:
+    assert state_of(QUIET[case]()).whole
 
 
 def test_an_object_that_is_reached_twice_is_looked_into_from_the_nearest() -> None:

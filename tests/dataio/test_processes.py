@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accel.dataio.engine import InlineEngine, Job
+from accel.dataio.fetch import fetch_of
 from accel.dataio.mirror import compare, state_of
 from accel.dataio.randomness import derived_seed
 from tests.dataio.engines import (
@@ -234,11 +235,11 @@ def test_a_worker_init_fn_finds_the_seeds_that_a_dataloader_gives() -> None:
 def test_changes_hold_from_the_next_job_on() -> None:
     data = Squares()
     with engine_of(data, workers=2) as engine:
-        wanted = []
+        fetch, wanted = fetch_of(engine._loader), []
         for step in range(6):
-            old = state_of(data)
+            old = state_of(fetch)
             data.offset = step * 1000
-            engine.update(compare(old, state_of(data)).leaves)
+            engine.update(compare(old, state_of(fetch)).leaves)
             for at in ([step], [step + 1]):
                 engine.submit(Job(at, None))
                 wanted.append(expected(data, [at])[0])

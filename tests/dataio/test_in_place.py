@@ -1,0 +1,147 @@
+"""What the loop changes between two epochs, in place or not, is in the batches of the next one, whoever makes them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from accel.dataio import content
+from accel.dataio.continuous import Continuous
+from accel.dataio.loader import ContinuousLoader
+from accel.dataio.processes import ProcessEngine
+from accel.dataio.proxy import LoaderProxy
+from tests.dataio.test_continuous import Silent
+
+LENGTH = 300  # more entries than are compared one by one
+OFFSET = [0]
+
+
+class Table(Dataset[Tensor]):
+    """Sample i is what all kinds of tables hold at i."""
+
+    scale = 1
+
+    def __init__(self) -> None:
+        self.numbers = list(range(LENGTH))
+        self.pairs = [(f"{n}.png", n) for n in range(LENGTH)]
+        self.named = {n: n for n in range(LENGTH)}
+        self.array = np.arange(LENGTH)
+        self.tensor = torch.arange(LENGTH)
+        self.shared = torch.from_numpy(self.array)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Tensor:
+        seen = (self.numbers[index], self.pairs[index][1], self.named[index], int(self.array[index]))
+        return torch.tensor([*seen, int(self.tensor[index]), OFFSET[0], self.scale])
+
+
+class Collate:
+    def __init__(self) -> None:
+        self.shift = 0
+
+    def __call__(self, samples: list[Tensor]) -> Tensor:
+        return default_collate(samples) + self.shift
+
+
+def _offset(data: Table, collate: Collate) -> None:
+    OFFSET[0] += 1
+
+
+def _scale(data: Table, collate: Collate) -> None:
+    Table.scale += 1
+
+
+CHANGES: dict[str, Callable[[Table, Collate], Any]] = {
+    "shuffled list": lambda data, collate: random.Random(1).shuffle(data.numbers),
+    "relabelled": lambda data, collate: data.pairs.__setitem__(5, ("5.png", -5)),
+    "dict": lambda data, collate: data.named.update({7: -7}),
+    "array": lambda data, collate: np.random.default_rng(1).shuffle(data.array),
+    "one element": lambda data, collate: data.array.__setitem__(LENGTH - 1, -1),
+    "tensor": lambda data, collate: data.tensor.add_(1),
+    "global": _offset,
+    "attribute of the class": _scale,
+    "collate function": lambda data, collate: setattr(collate, "shift", collate.shift + 1),
+    "nothing": lambda data, collate: None,
+}
+
+
+def epochs(loader: Any, data: Table, collate: Collate, change: Callable[[Table, Collate], Any]) -> list[Tensor]:
+    OFFSET[0], Table.scale = 0, 1
+    seen = []
+    for _ in range(4):
+        seen.append(torch.cat(list(loader)))
+        change(data, collate)
+    return seen
+
+
+def assert_as_plain(mode: str, change: Callable[[Table, Collate], Any], **options: Any) -> None:
+    data, collate = Table(), Collate()
+    wanted = epochs(DataLoader(data, 64, collate_fn=collate), data, collate, change)
+    data, collate = Table(), Collate()
+    plain = DataLoader(data, 64, collate_fn=collate, **options)
+    if mode == "proxy":
+        loader: Any = LoaderProxy(plain, Silent())
+        loader._accel_fetching.workers = engine = Continuous(plain, ProcessEngine(plain, 1))
+    else:
+        loader = engine = ContinuousLoader(plain, mode=mode, workers=2)  # type: ignore[arg-type, assignment]
+    try:
+        for one, other in zip(epochs(loader, data, collate, change), wanted, strict=True):
+            assert torch.equal(one, other)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("mode", ["threads", "fork", "proxy"])
+def test_a_change_between_epochs(mode: str, change: str) -> None:
+    assert_as_plain(mode, CHANGES[change])
+
+
+@pytest.mark.parametrize("change", ["shuffled list", "array"])
+@pytest.mark.parametrize("mode", ["threads", "fork"])
+def test_where_there_is_too_much_to_compare(mode: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content, "MOST_BYTES", 100)
+    monkeypatch.setattr(content, "MOST_ENTRIES", 100)
+    assert_as_plain(mode, CHANGES[change])
+
+
+def test_workers_that_the_user_keeps_are_kept_where_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content, "MOST_BYTES", 100)
+    plain = DataLoader(Table(), 64, num_workers=1, persistent_workers=True)
+    with ContinuousLoader(plain, mode="fork") as loader:
+        workers = []
+        for _ in range(3):
+            list(loader)
+            workers.append([process.pid for process in loader._way.worker_processes()])
+
+    assert workers[0] == workers[1] == workers[2]
+
+
+def test_another_collate_function() -> None:
+    data = Table()
+    proxy: Any = LoaderProxy(DataLoader(data, 64), Silent())
+    proxy._accel_fetching.workers = workers = Continuous(proxy._accel_loader, ProcessEngine(proxy._accel_loader, 1))
+    first = torch.cat(list(proxy))
+    proxy.collate_fn = lambda samples: default_collate(samples) + 1
+
+    assert torch.equal(torch.cat(list(proxy)), first + 1)
+    workers.close()
+
+
+def test_an_attribute_of_the_users_own_ends_no_worker() -> None:
+    with ContinuousLoader(DataLoader(Table(), 64), mode="fork", workers=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        (before,) = loader._way.worker_processes()
+        loader.name = "training"  # type: ignore[attr-defined]
+        assert len(list(batches)) == 4
+        assert loader._way.worker_processes() == [before]
