@@ -1,6 +1,7 @@
 """Turn a batch into a message and a piece of shared memory, and back.
 
 Tensors and numeric numpy arrays, wherever they lie in the batch, go through the shared memory; the rest is pickled.
+Views of one memory that lie over each other are views of one memory again.
 What can't lie there as plain bytes (sparse, quantised, subclasses, arrays of objects) is pickled too.
 
 | part | holds |
@@ -12,6 +13,7 @@ What can't lie there as plain bytes (sparse, quantised, subclasses, arrays of ob
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
 from collections.abc import Callable
@@ -44,55 +46,172 @@ class Place(NamedTuple):
     stride: tuple[int, ...]
 
 
+class Piece(NamedTuple):
+    """What is written at one place of the memory: a dense tensor."""
+
+    offset: int
+    array: Tensor
+
+
 class Packed(NamedTuple):
-    """A batch, ready to be written: its message, and its arrays with their places."""
+    """A batch, ready to be written: its message, the places of its arrays, and what to write where."""
 
     payload: bytes
     places: list[Place]
-    arrays: list[Tensor]
+    pieces: list[Piece]
     size: int
 
 
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.places: list[Place] = []
-        self.arrays: list[Tensor] = []
-        self.size = 0
+        self.arrays: list[Any] = []
         # The object itself is kept beside its number, so that no other can get its id meanwhile.
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def persistent_id(self, thing: Any) -> int | None:
         if type(thing) is Tensor:
-            return self._add("tensor", thing, thing) if _plain(thing) else None
+            return self._add(thing) if _plain(thing) else None
         if type(thing) is np.ndarray:
-            flat = _bytes_of(thing)
-            return None if flat is None else self._add("fortran" if _fortran(thing) else "array", thing, flat)
+            return self._add(thing) if _numeric(thing) else None
         return None
 
-    def _add(self, kind: str, thing: Any, array: Tensor) -> int:
+    def _add(self, thing: Any) -> int:
         if id(thing) in self._seen:
             return self._seen[id(thing)][0]
-        number = len(self.places)
+        number = len(self.arrays)
         self._seen[id(thing)] = (number, thing)
-        if kind == "tensor":
-            array = array.detach()
-            if not dense(array):
-                array = array.contiguous()
-            described = (array.dtype, tuple(array.shape), tuple(array.stride()))
-        else:
-            described = (thing.dtype.str, thing.shape, ())
-        nbytes = array.numel() * array.element_size()
-        self.places.append(Place(kind, self.size, nbytes, *described))
-        self.arrays.append(array)
-        self.size = -(-(self.size + nbytes) // _ALIGN) * _ALIGN
+        self.arrays.append(thing)
         return number
+
+
+class _Layout:
+    """Finds places for arrays; those that lie over each other here do so there."""
+
+    def __init__(self, arrays: list[Any]) -> None:
+        self.places: list[Place] = [_NOWHERE] * len(arrays)
+        self.pieces: list[Piece] = []
+        self.size = 0
+        for group in _overlapping(arrays):
+            things = {number: arrays[number] for number in group}
+            if len(group) > 1 and _together(list(things.values())):
+                self._shared(things)
+            else:
+                for number, thing in things.items():
+                    self._alone(number, thing)
+
+    def _alone(self, number: int, thing: Any) -> None:
+        if isinstance(thing, Tensor):
+            array = thing.detach()
+            array = array if dense(array) else array.contiguous()
+            place = Place("tensor", 0, _nbytes(array), array.dtype, tuple(array.shape), tuple(array.stride()))
+        else:
+            array = _bytes_of(thing)
+            kind = "fortran" if _fortran(thing) else "array"
+            place = Place(kind, 0, _nbytes(array), thing.dtype.str, thing.shape, ())
+        self.places[number] = place._replace(offset=self._take(array))
+
+    def _shared(self, group: dict[int, Any]) -> None:
+        spans = {number: _span(thing) for number, thing in group.items()}
+        low, high = min(low for low, _ in spans.values()), max(high for _, high in spans.values())
+        raw = (ctypes.c_uint8 * (high - low)).from_address(low)
+        # Aligned there as it is here.
+        offset = self._take(torch.frombuffer(raw, dtype=torch.uint8), low % _ALIGN)
+        for number, thing in group.items():
+            at, nbytes = offset + _address(thing) - low, spans[number][1] - spans[number][0]
+            if isinstance(thing, Tensor):
+                place = Place("tensor", at, nbytes, thing.dtype, tuple(thing.shape), tuple(thing.stride()))
+            else:
+                place = Place("view", at, nbytes, thing.dtype.str, thing.shape, thing.strides)
+            self.places[number] = place
+
+    def _take(self, array: Tensor, beyond: int = 0) -> int:
+        offset, nbytes = self.size + beyond, _nbytes(array)
+        if nbytes:
+            self.pieces.append(Piece(offset, array))
+            self.size = -(-(offset + nbytes) // _ALIGN) * _ALIGN
+        return offset if nbytes else self.size
+
+
+_NOWHERE = Place("", 0, 0, None, (), ())
+
+
+def _nbytes(array: Tensor) -> int:
+    return array.numel() * array.element_size()
+
+
+def _overlapping(arrays: list[Any]) -> list[list[int]]:
+    """Return the numbers of the arrays, those together that lie over each other in memory."""
+    spans = [_span(thing) for thing in arrays]
+    groups: list[list[int]] = []
+    end = 0
+    for number in sorted(range(len(arrays)), key=lambda number: spans[number]):
+        low, high = spans[number]
+        # An empty array lies nowhere.
+        if low < min(end, high):
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+        end = max(end, high)
+    return sorted((sorted(group) for group in groups), key=lambda group: group[0])
+
+
+def _together(things: list[Any]) -> bool:
+    """Tell whether arrays whose stretches of memory lie over each other are to be sent as one stretch.
+
+    Columns of a wide table have no element in common, and lie far apart: the table is not to be sent for them.
+    """
+    spans = [_span(thing) for thing in things]
+    stretch = max(high for _, high in spans) - min(low for low, _ in spans)
+    if stretch <= 4 * sum(_size(thing) for thing in things):
+        return True
+    return any(_share(one, other) for place, one in enumerate(things) for other in things[:place])
+
+
+def _size(thing: Any) -> int:
+    return _nbytes(thing) if isinstance(thing, Tensor) else int(thing.nbytes)
+
+
+def _share(one: Any, other: Any) -> bool:
+    try:
+        return bool(np.shares_memory(_bare(one), _bare(other), max_work=10_000))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _bare(thing: Any) -> np.ndarray[Any, Any]:
+    """Return an array over a thing's memory, whatever its dtype."""
+    if isinstance(thing, np.ndarray):
+        return thing
+    low, high = _span(thing)
+    raw = (ctypes.c_uint8 * (high - low)).from_address(low)
+    strides = [stride * thing.element_size() for stride in thing.stride()]
+    return np.ndarray(tuple(thing.shape), f"V{thing.element_size()}", memoryview(raw), 0, strides)
+
+
+def _address(thing: Any) -> int:
+    return int(thing.data_ptr() if isinstance(thing, Tensor) else thing.__array_interface__["data"][0])
+
+
+def _span(thing: Any) -> tuple[int, int]:
+    """Return the addresses of the first byte of an array and of the one after its last."""
+    if isinstance(thing, Tensor):
+        strides, size = [stride * thing.element_size() for stride in thing.stride()], thing.element_size()
+    else:
+        strides, size = list(thing.strides), thing.itemsize
+    address = _address(thing)
+    if 0 in thing.shape:
+        return address, address
+    reach = [(length - 1) * stride for length, stride in zip(thing.shape, strides, strict=True)]
+    below, above = sum(step for step in reach if step < 0), sum(step for step in reach if step > 0)
+    return address + below, address + above + size
 
 
 def _plain(tensor: Tensor) -> bool:
     return (
         tensor.device.type == "cpu"
         and tensor.layout == torch.strided
+        and not tensor.is_nested
         and tensor.dtype in _DTYPES
         and not tensor.requires_grad
         and not tensor.is_conj()
@@ -101,9 +220,11 @@ def _plain(tensor: Tensor) -> bool:
     )
 
 
-def _bytes_of(array: np.ndarray[Any, Any]) -> Tensor | None:
-    if array.dtype.hasobject or array.dtype.names is not None or array.dtype.kind not in "biufc":
-        return None
+def _numeric(array: np.ndarray[Any, Any]) -> bool:
+    return not array.dtype.hasobject and array.dtype.names is None and array.dtype.kind in "biufc"
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> Tensor:
     raw = np.ascontiguousarray(array.T if _fortran(array) else array).reshape(-1).view(np.uint8)
     if not raw.flags.writeable:
         raw = raw.copy()  # torch warns of memory that may not be written
@@ -131,16 +252,16 @@ def pack(batch: Any) -> Packed:
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(batch)
-    return Packed(file.getvalue(), pickler.places, pickler.arrays, pickler.size)
+    layout = _Layout(pickler.arrays)
+    return Packed(file.getvalue(), layout.places, layout.pieces, layout.size)
 
 
 def write(packed: Packed, memory: Any) -> None:
     """Copy the arrays to their places in `memory`, a writable buffer of at least `packed.size` bytes."""
-    for place, array in zip(packed.places, packed.arrays, strict=True):
-        if place.nbytes:
-            target = torch.frombuffer(memory, dtype=array.dtype, count=array.numel(), offset=place.offset)
-            # as_strided keeps the order of dimensions, channels_last say, on both sides.
-            target.as_strided(array.shape, array.stride()).copy_(array)
+    for offset, array in packed.pieces:
+        target = torch.frombuffer(memory, dtype=array.dtype, count=array.numel(), offset=offset)
+        # as_strided keeps the order of dimensions, channels_last say, on both sides.
+        target.as_strided(array.shape, array.stride()).copy_(array)
 
 
 def load(payload: bytes, places: list[Place], memory: memoryview | bytearray | None) -> Any:
@@ -180,8 +301,20 @@ def _array(place: Place, memory: Any) -> np.ndarray[Any, Any]:
     return array.reshape(place.shape)
 
 
+def _array_view(place: Place, memory: Any) -> np.ndarray[Any, Any]:
+    dtype = np.dtype(place.dtype)
+    below = -sum((size - 1) * stride for size, stride in zip(place.shape, place.stride, strict=True) if stride < 0)
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=place.nbytes, offset=place.offset - below).numpy()
+    return np.ndarray(place.shape, dtype, flat, below, place.stride)
+
+
 def _fortran_array(place: Place, memory: Any) -> np.ndarray[Any, Any]:
     return _array(place._replace(shape=place.shape[::-1]), memory).T
 
 
-_VIEWS: dict[str, Callable[[Place, Any], Any]] = {"tensor": _tensor, "array": _array, "fortran": _fortran_array}
+_VIEWS: dict[str, Callable[[Place, Any], Any]] = {
+    "tensor": _tensor,
+    "array": _array,
+    "fortran": _fortran_array,
+    "view": _array_view,
+}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from accel.dataio import slots
 from accel.dataio.engine import Job, WorkerDied, as_raised
 from tests.dataio.engines import (
     Squares,
@@ -208,9 +209,9 @@ def test_a_dead_worker_lets_go_of_its_changes_in_order() -> None:
         ready(engine)
         os.kill(pids(engine)[0], signal.SIGSTOP)
         engine.submit(Job([1], None))
-        engine.update({(("attribute", "offset"),): 100})
+        engine.update({(("attribute", "dataset"), ("attribute", "offset")): 100})
         engine.submit(Job([1], None))
-        engine.update({(("attribute", "offset"),): 200})
+        engine.update({(("attribute", "dataset"), ("attribute", "offset")): 200})
         engine.submit(Job([1], None))
         os.kill(pids(engine)[0], signal.SIGKILL)
         made = [int(engine.collect()[0, 1]) for _ in range(3)]
@@ -230,6 +231,25 @@ def test_a_dataset_that_closes_the_connection(tmp_path: Any) -> None:
 
 
 # Waiting
+
+
+def test_a_worker_that_stops_in_the_middle_of_a_message_is_late_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch goes through the socket, which takes a part of it only before the worker is stopped."""
+    monkeypatch.setattr(slots, "supported", lambda: False)
+    loader = DataLoader(Squares(), batch_size=4, collate_fn=lambda _: torch.zeros(1 << 20), timeout=0.5, num_workers=1)
+    with engine_of(loader=loader, workers=1) as engine:
+        engine.submit(Job([1], None))
+        deadline = time.monotonic() + 30
+        while not engine._handles[0].connection.poll() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.05)  # the socket is full
+        os.kill(engine._handles[0].process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(RuntimeError, match=r"has been fetching sample.*timeout=0.5"):
+                engine.collect()
+        finally:
+            os.kill(engine._handles[0].process.pid, signal.SIGCONT)
+        assert_made(run(engine, [[2]]), [torch.zeros(1 << 20)])
 
 
 def test_the_loaders_timeout_is_kept() -> None:

@@ -200,6 +200,65 @@ def test_two_views_of_one_storage_get_their_own_values() -> None:
     assert_same(through([base[2:4], base[3:6], base]), [base[2:4], base[3:6], base])
 
 
+def _aliases(things: list[Any]) -> list[list[bool]]:
+    """Return of which things a write to the first elements of each is seen in which others."""
+    seen = []
+    for thing in things:
+        before = [each.tolist() for each in things]
+        if thing.size if isinstance(thing, np.ndarray) else thing.numel():
+            first = (0,) * thing.ndim
+            thing[first] = 1 - thing[first] if thing[first] in (0, 1) else thing[first] + 1
+        seen.append([old != each.tolist() for old, each in zip(before, things, strict=True)])
+    return seen
+
+
+@st.composite
+def views(draw: Any) -> list[Any]:
+    """Some views of one or two memories, as tensors and as arrays."""
+    bases = [torch.arange(24.0).reshape(4, 6) for _ in range(draw(st.integers(1, 2)))]
+    made = []
+    for _ in range(draw(st.integers(2, 5))):
+        view = draw(st.sampled_from(bases))
+        rows, columns = draw(st.integers(0, 3)), draw(st.integers(0, 5))
+        view = view[rows:, columns :: draw(st.integers(1, 3))]
+        view = draw(st.sampled_from([lambda v: v, lambda v: v.t(), lambda v: v[0], lambda v: v[:, 0]]))(view)
+        made.append(draw(st.sampled_from([lambda v: v, lambda v: v.numpy(), lambda v: v.numpy()[::-1]]))(view))
+    return made
+
+
+@given(things=views())
+def test_views_of_one_memory_are_so_again(things: list[Any]) -> None:
+    there = through(things)
+
+    assert_same(there, things)
+    assert _aliases(there) == _aliases(things)
+
+
+def test_views_of_a_large_memory_take_no_more_than_they_show() -> None:
+    base = torch.zeros(1000, 1000)
+
+    assert wire.pack([base[0], base[999]]).size == 2 * 4 * 1000 + 2 * 64 - 2 * 32
+
+
+def test_columns_of_a_wide_table_take_no_more_either() -> None:
+    base = torch.zeros(1000, 1000)
+
+    assert wire.pack([base[:, 0], base[:, 1]]).size <= 2 * (4 * 1000 + 64)
+    there = through([base[:, 0], base[:, 1], base[3]])
+    there[0][3] = 5
+    assert there[2][0] == 5  # they have an element in common with the row
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_travel(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)], layout=layout)
+    there = through({"nested": nested, "plain": torch.ones(2)})["nested"]
+
+    assert (there.is_nested, there.layout, type(there)) == (True, layout, type(nested))
+    assert [each.tolist() for each in there.unbind()] == [[1.0, 1.0], [0.0, 1.0, 2.0]]
+
+
 def test_arrays_made_while_packing_are_not_taken_for_others() -> None:
     """An object whose pickling makes temporary tensors: an id may come again once the first one is gone."""
 

@@ -1,0 +1,193 @@
+"""A setting that nobody asked for costs nothing when it fails: it is left, and that very batch made in the loop."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+
+from accel.dataio import choice, passes, processes
+from accel.dataio.engine import ThreadEngine
+from accel.dataio.loader import ContinuousLoader
+from tests.dataio.numbers import Numbers, indices
+
+
+@pytest.fixture(autouse=True)
+def everything_is_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_NEGLIGIBLE": -1.0, "_BLOCK_S": 0.0, "_FIRST_S": 0.0}.items():
+        monkeypatch.setattr(choice, name, value)
+
+
+def told_after(loader: ContinuousLoader, data: Numbers, epochs: int = 12) -> str:
+    """Return what the loader tells after some epochs, each of which must yield every sample in order."""
+    for _ in range(epochs):
+        assert [index for batch in loader for index in indices(batch)] == list(range(len(data)))
+    return loader.explain()
+
+
+class OfItsThread(Numbers):
+    """Has a database connection that no other thread may use, which it says threads may."""
+
+    thread_safe = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner = threading.get_ident()
+
+    def __getitem__(self, index: int) -> Tensor:
+        if threading.get_ident() != self.owner:
+            raise sqlite3.ProgrammingError("SQLite objects created in a thread can only be used in that same thread")
+        return super().__getitem__(index)
+
+
+def test_a_dataset_that_other_threads_may_not_use() -> None:
+    data = OfItsThread()
+    with ContinuousLoader(DataLoader(data, 4), workers=2) as loader:
+        told = told_after(loader, data)
+
+    assert "not used: ProgrammingError: SQLite objects created in a thread" in told
+
+
+def test_batches_that_can_not_be_pickled() -> None:
+    data = Numbers()
+    with ContinuousLoader(DataLoader(data, 4, collate_fn=_with_code), workers=2, thread_safe=False) as loader:
+        for _ in range(12):
+            assert [index for batch, _ in loader for index in indices(batch)] == list(range(len(data)))
+        told = loader.explain()
+
+    assert loader.setting == "inline"
+    assert "not used: TypeError" in told
+
+
+def _with_code(samples: list[Tensor]) -> Any:
+    return default_collate(samples), lambda: 1
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 13:
+            raise LookupError("a bad picture")
+        return super().__getitem__(index)
+
+
+def test_the_datasets_own_error_is_nobody_elses_fault() -> None:
+    with ContinuousLoader(DataLoader(Broken(), 4), workers=2) as loader:
+        for _ in range(12):
+            batches, seen = iter(loader), []
+            for number in range(13):
+                if number == 3:
+                    with pytest.raises(LookupError, match="a bad picture"):
+                        next(batches)
+                else:
+                    seen += indices(next(batches))
+            assert seen == [*range(12), *range(16, 50)]
+        assert "not used: LookupError" not in loader.explain()
+
+
+class Locked(Numbers):
+    """Holds a lock while it makes a sample, for a while."""
+
+    thread_safe = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def __getitem__(self, index: int) -> Tensor:
+        with self.lock:
+            time.sleep(0.0005)
+            return super().__getitem__(index)
+
+
+def test_no_process_is_forked_while_its_own_threads_hold_a_lock() -> None:
+    data = Locked()
+    with ContinuousLoader(DataLoader(data, 4), workers=2) as loader:
+        began = time.monotonic()
+        told = told_after(loader, data)
+        took = time.monotonic() - began
+
+    assert "waits for a lock" not in told
+    assert took < passes._STALL_S + 20  # a stall was 30 s; the rest is slow machines
+
+
+def test_a_thread_that_hangs_keeps_processes_from_being_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_REST_S", 0.05)
+    release = threading.Event()
+
+    class Hangs(Numbers):
+        def __getitem__(self, index: int) -> Tensor:
+            release.wait(60)
+            return super().__getitem__(index)
+
+    threads = ThreadEngine(DataLoader(Hangs(), 4), 1)
+    threads.restart()
+    threads._quiet = True
+    threads.submit(passes.Job([1], None))
+    engine = processes.ProcessEngine(DataLoader(Numbers(), 4), 1, start_method="fork")
+    deadline = time.monotonic() + 30
+    while not threads._futures[0][1].running() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    try:
+        with pytest.raises(RuntimeError, match="can't be forked while threads fetch, whose locks it would inherit"):
+            engine.start()
+    finally:
+        release.set()
+    assert torch.equal(threads.collect(), Numbers()[1][None])
+    engine.start()  # and once they are at rest it can
+    engine.close()
+    threads.close()
+
+
+SCRIPT = """
+import os, time
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, Dataset
+from accel.dataio import choice
+from accel.dataio.loader import ContinuousLoader
+
+choice._NEGLIGIBLE = -1.0
+with open({runs!r}, "a") as file:
+    file.write("run ")
+
+class Data(Dataset):
+    thread_safe = True
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+loader = ContinuousLoader(DataLoader(Data(), 4), workers=2)
+for _ in range(40):
+    assert torch.cat(list(loader)).tolist() == list(range(64))
+
+class Hangs(Data):
+    def __getitem__(self, index):
+        if index == 9:
+            time.sleep(3600)
+        return super().__getitem__(index)
+
+batches = iter(ContinuousLoader(DataLoader(Hangs(), 4, timeout=1, num_workers=1), mode="threads"))
+for _ in range(2):
+    next(batches)
+"""
+
+
+def test_a_script_runs_once_and_ends_although_a_fetch_hangs(tmp_path: Path) -> None:
+    script, runs = tmp_path / "script.py", tmp_path / "runs"
+    begin = "import multiprocessing; multiprocessing.set_start_method('forkserver', force=True)\n"
+    script.write_text(begin + SCRIPT.format(runs=str(runs)))
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    subprocess.run([sys.executable, str(script)], check=True, timeout=60, env=environment)
+
+    assert runs.read_text() == "run "
