@@ -158,6 +158,35 @@ def test_a_thread_that_draws_from_other_generators_than_the_dataset_is_not_distu
     assert torch.equal(torch.cat(made), torch.cat(alone))
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["torchs_generator", "own_generator"])
+@pytest.mark.parametrize("batch_size", [8, None])
+def test_beside_another_thread_epochs_are_drawn_without_a_write(
+    own: bool, batch_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> Any:
+        seed_everything(3)
+        generator = torch.Generator().manual_seed(1) if own else None
+        return DataLoader(Quiet(24), batch_size, shuffle=True, generator=generator)
+
+    plain = make()
+    wanted = [torch.cat([batch.reshape(-1) for batch in plain]) for _ in range(4)]
+    state = random_state()
+    written: list[str] = []
+    with idle_thread(), ContinuousLoader(make(), mode="threads", workers=2) as loader:
+        for module, name in ((torch, "set_rng_state"), (random, "setstate"), (random, "seed"), (np.random, "seed")):
+            monkeypatch.setattr(module, name, lambda *_, name=name: written.append(name))
+        made = [torch.cat([batch.reshape(-1) for batch in loader]) for _ in range(2)]
+        place = loader.state_dict()
+        loader.load_state_dict(place)
+        made += [torch.cat([batch.reshape(-1) for batch in loader]) for _ in range(2)]
+        assert loader._way._continuous is not None
+        assert loader._way._continuous.failed_guesses == 0
+
+    assert all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))
+    assert random_state() == state
+    assert written == []
+
+
 # A dataset that draws, beside threads of all kinds
 
 
