@@ -31,10 +31,51 @@ _TRIED = 16
 _NEVER = 1 << 62
 
 
+class Apart:
+    """Makes calls from random states of their own."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Stream, Any]] = []
+
+    def call(
+        self, function: Callable[[Any], Any], argument: Any, seeded: Sequence[Stream], seed: int, *, listen: bool
+    ) -> tuple[Any, list[Stream]]:
+        """Return `function(argument)`, and the generators that it drew from, which are as they were before.
+
+        Args:
+            function: is called.
+            argument: with this.
+            seeded: generators to be seeded for it.
+            seed: what with.
+            listen: other threads could draw meanwhile: only what was heard counts.
+        """
+        before = [(stream, stream.read()) for stream in streams()]
+        self._before = [(stream, state) for stream, state in before if stream in seeded]
+        listener, drawn, began = Listener(), list[Stream](), before
+        try:
+            for stream in seeded:
+                stream.seed(seed)
+            began = [(stream, stream.read()) for stream, _ in before]
+            result = listener.call(function, argument) if listen else function(argument)
+        finally:
+            moved = [stream for stream, state in began if stream.read() != state]
+            drawn = [each for each in moved if not listen or each in seeded or each.name in listener.heard]
+            self._before = [(stream, state) for stream, state in before if stream in seeded or stream in drawn]
+            self.put_back()
+        return result, drawn
+
+    def put_back(self) -> None:
+        """Put back what is not, where Ctrl-C came between."""
+        for stream, state in self._before:
+            stream.write(state)
+        self._before = []
+
+
 class Drawing:
     """Knows from which generators fetching draws, as far as was seen."""
 
     def __init__(self) -> None:
+        self._apart = Apart()
         self._drawn: list[Stream] = []
         self._quiet = 0
 
@@ -47,51 +88,24 @@ class Drawing:
         """Look again: what is fetched from has changed."""
         self._quiet = min(self._quiet, 0)
 
+    def put_back(self) -> None:
+        """Put back the loop's random states, where Ctrl-C came between."""
+        self._apart.put_back()
+
     def make(self, fetch: Callable[[Any], Any], indices: Any, seed: int | None) -> Any:
         """Return the batch of `indices`, made from random states that `seed` gives; None for those there are."""
         if seed is None or self._quiet >= _TRIED:
             return fetch(indices)
         while True:
             alone = not others_could_draw()
-            batch, drawn = attempt(fetch, indices, streams() if alone else self._drawn, seed, listen=not alone)
+            seeded = streams() if alone else self._drawn
+            batch, drawn = self._apart.call(fetch, indices, seeded, seed, listen=not alone)
             new = [stream for stream in drawn if stream not in self._drawn]
             self._drawn += new
             # Counted in a row: one draw, however late in the first batches, and all batches are seeded.
             self._quiet = -_NEVER if self._drawn else self._quiet + 1
             if alone or not new:
                 return batch
-
-
-def attempt(
-    fetch: Callable[[Any], Any], indices: Any, seeded: Sequence[Stream], seed: int, *, listen: bool
-) -> tuple[Any, list[Stream]]:
-    """Make a batch; return it with the generators that it drew from, which are as they were before.
-
-    Args:
-        fetch: makes the batch.
-        indices: of its samples.
-        seeded: generators to be seeded for it.
-        seed: what with.
-        listen: other threads could draw meanwhile: only what was heard counts.
-    """
-    watched = streams()
-    before = {stream.name: stream.read() for stream in watched}
-    for stream in seeded:
-        stream.seed(seed)
-    began = {stream.name: stream.read() for stream in watched}
-    listener = Listener()
-    drawn: list[Stream] = []
-    try:
-        batch = listener.call(fetch, indices) if listen else fetch(indices)
-    finally:
-        for stream in watched:
-            if stream.read() != began[stream.name] and (
-                not listen or stream in seeded or stream.name in listener.heard
-            ):
-                drawn.append(stream)
-            if stream in seeded or stream in drawn:
-                stream.write(before[stream.name])
-    return batch, drawn
 
 
 def others_could_draw(waiting: Collection[int] = ()) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.drawing import Drawing, attempt, others_could_draw
+from accel.dataio.drawing import Apart, Drawing, others_could_draw
 from accel.dataio.fetch import blame, fetch_of
 from accel.dataio.mirror import Path
 
@@ -298,7 +298,7 @@ class ThreadEngine:
 
 
 def _looked_at(fetch: Callable[[Any], Any], job: Job, waiting: int) -> Any:
-    batch, drawn = attempt(fetch, job.indices, (), 0, listen=others_could_draw([waiting]))
+    batch, drawn = Apart().call(fetch, job.indices, (), 0, listen=others_could_draw([waiting]))
     if drawn:
         raise ThreadsDraw("fetching a sample draws random numbers, which threads can't keep apart")
     return batch
