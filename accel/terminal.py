@@ -16,11 +16,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from accel.quiet_rich import Console, Table, Text, cell_len
 from accel.report import Report, StrategyRow
 
 MAX_WIDTH = 100

@@ -7,7 +7,6 @@ over their bytes.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from dataclasses import replace
@@ -20,6 +19,7 @@ from accel.comm import topology as hosts
 from accel.comm.bandwidth import Bandwidth, Settings, measure
 from accel.comm.cost import Link, Network
 from accel.comm.topology import Topology
+from accel.profiler.host import usable_cores
 
 _OPERATIONS = ("all_reduce", "all_to_all")
 _SIZES = (1 << 12, 1 << 19, 1 << 21, 1 << 23)
@@ -69,7 +69,7 @@ def _measured(topology: Topology, device: torch.device, machines: tuple[str, ...
     measured = Topology(speed.nodes)
     found = network_of(speed, measured if measured.even else topology, 1.0)
     nbytes = _BYTES if found.world.byte_s * _RUNS * _BYTES < _LONG_S else _FEWER_BYTES
-    told = _everyone((_cores(), _core_byte_s(device, nbytes)))
+    told = _everyone((usable_cores(), _core_byte_s(device, nbytes)))
     crowd = Counter(machines)
     return replace(
         found,
@@ -131,10 +131,6 @@ def _burst_bytes(network: Network, device: torch.device) -> float:
         took = max(_everyone(time.perf_counter() - began))
         found.append((link.ring_s + sent * values.nbytes * link.byte_s - took) / link.byte_s)
     return max(min(found), 0.0)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _machine() -> str:

@@ -388,7 +388,7 @@ class Continuous:
         self._note_epoch(0, now)
         self._refresh()
         self._real = capture(self.loader), None
-        epochs.restore(self.loader, ahead.began)
+        epochs.begin_ahead(self.loader, ahead)
         ahead.foreseen.begin()
         self._real = None
         self._begin(ahead)

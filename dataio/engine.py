@@ -20,9 +20,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
+from accel.dataio.drawing import Apart, Drawing, others_could_draw
 from accel.dataio.fetch import blame, fetch_of
 from accel.dataio.mirror import Path
-from accel.dataio.randomness import global_states, random_state, restore_states, seed_everything
 from accel.dataio.thread_pool import ThreadPool
 
 
@@ -140,48 +140,11 @@ class _Elsewhere(Exception):
         return self._text
 
 
-# Fetches that draw no random number, after which none is looked for any more: 60 µs each.
-_TRIED = 16
-_NEVER = 1 << 62
-
-
-class _Apart:
-    """Makes batches under random states of their own; the loop's are put back."""
-
-    def __init__(self) -> None:
-        self._before: tuple[Any, ...] | None = None
-
-    def make(self, fetch: Callable[[Any], Any], job: Job) -> tuple[Any, bool]:
-        """Return a batch, and whether making it drew random numbers."""
-        self._before = global_states()
-        try:
-            if job.seed is not None:
-                seed_everything(job.seed)
-            began = random_state()
-            batch = fetch(job.indices)
-            return batch, random_state() != began
-        finally:
-            self.put_back()
-
-    def put_back(self) -> None:
-        """Put the loop's random states back, where Ctrl-C came between too."""
-        if self._before is not None:
-            restore_states(self._before)
-            self._before = None
-
-
-def _looked_at(fetch: Callable[[Any], Any], job: Job) -> Any:
-    batch, drew = _Apart().make(fetch, job)
-    if drew:
-        raise ThreadsDraw("fetching a sample draws random numbers, which threads can't keep apart")
-    return batch
-
-
 class InlineEngine:
     """Make each batch when it is asked for, in the loop's own thread.
 
-    A job's seed holds for its batch alone: the loop's own random states are put back. So augmentation is the same as in
-    a worker process, and the loop draws the same numbers whoever fetches.
+    A job's seed holds for its batch alone: the loop's own random states are put back (`accel.dataio.drawing`). So
+    augmentation is the same as in a worker process, and the loop draws the same numbers whoever fetches.
     """
 
     capacity = 1
@@ -191,13 +154,12 @@ class InlineEngine:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._fetch = fetch_of(loader)
         self._jobs: deque[Job] = deque()
-        self._apart = _Apart()
-        self._quiet = 0
+        self._drawing = Drawing()
 
     @property
     def draws(self) -> bool:
         """True if fetching was seen to draw random numbers."""
-        return self._quiet < 0
+        return self._drawing.draws
 
     def start(self) -> None:
         """Do nothing."""
@@ -213,18 +175,10 @@ class InlineEngine:
 
     def _make(self, job: Job) -> Any:
         try:
-            return self._seeded(job)
+            return self._drawing.make(self._fetch, job.indices, job.seed)
         except Exception as error:
             _tell(error, "the loop's own thread", job)
             raise
-
-    def _seeded(self, job: Job) -> Any:
-        if job.seed is None or self._quiet >= _TRIED:
-            return self._fetch(job.indices)
-        batch, drew = self._apart.make(self._fetch, job)
-        # Counted in a row: one draw, however late in the first batches, and all batches are seeded.
-        self._quiet = -_NEVER if drew else self._quiet + 1
-        return batch
 
     def discard(self) -> None:
         """Forget the jobs."""
@@ -232,7 +186,7 @@ class InlineEngine:
 
     def update(self, leaves: dict[Path, Any]) -> None:
         """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
-        self._quiet = min(self._quiet, 0)
+        self._drawing.look_again()
 
     def restart(self) -> None:
         """Forget the jobs, and look again."""
@@ -241,9 +195,9 @@ class InlineEngine:
 
     def reset(self) -> None:
         """Forget the jobs, and look again."""
-        self._apart.put_back()
+        self._drawing.put_back()
         self._jobs = deque()
-        self._quiet = min(self._quiet, 0)
+        self._drawing.look_again()
 
     def close(self) -> None:
         """Forget the jobs."""
@@ -304,7 +258,7 @@ class ThreadEngine:
         assert self._pool is not None
         while self._held:
             job = self._held.popleft()
-            future = self._pool.submit(self._make, job, not self._quiet)
+            future = self._pool.submit(self._make, job, None if self._quiet else threading.get_ident())
             self._futures.append((job, future))
             if not self._quiet:
                 self._looking = future
@@ -328,12 +282,12 @@ class ThreadEngine:
             self._hand_out()
         return batch
 
-    def _make(self, job: Job, look: bool) -> Any:
-        """Make a batch, in a thread."""
+    def _make(self, job: Job, waiting: int | None) -> Any:
+        """Make a batch, in a thread; look whether it draws while the loop's thread is `waiting` for it."""
         thread = f"thread {threading.current_thread().name.rpartition('_')[2]}"
         fetch = self._fetch if job.dataset is None else self._fetch.of(job.dataset)
         try:
-            return _looked_at(fetch, job) if look else fetch(job.indices)
+            return fetch(job.indices) if waiting is None else _looked_at(fetch, job, waiting)
         except Exception as error:
             _tell(error, thread, job)
             raise
@@ -369,6 +323,13 @@ class ThreadEngine:
     def close(self) -> None:
         """End the threads once they are done with the batch in hand."""
         self.reset()
+
+
+def _looked_at(fetch: Callable[[Any], Any], job: Job, waiting: int) -> Any:
+    batch, drawn = Apart().call(fetch, job.indices, (), 0, listen=others_could_draw([waiting]))
+    if drawn:
+        raise ThreadsDraw("fetching a sample draws random numbers, which threads can't keep apart")
+    return batch
 
 
 def as_raised(pickled: bytes | None, text: str, where: str) -> BaseException:

@@ -3,11 +3,16 @@
 The next epoch is drawn under a *copy* of the random state, in the order in which a `DataLoader` draws: the workers'
 base seed first, then the sampler at its first index. When the loop does begin the epoch, the copy is compared with the
 real state. If they are equal, the lists are exactly what the plain loader would have drawn, and the real state is
-advanced as it would have been.
+advanced as it would have been, by the same draws.
+
+torch's own generator is one for all threads. So it is not written here for what torch's samplers draw: they draw from
+a copy of it. Only for a sampler that foresees its next pass, and was seen to draw from it while there was no other
+thread that could, it is put back.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +22,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from accel.dataio.drawing import others_could_draw
 from accel.dataio.foreseen import Foreseen
 
 States = list[torch.Tensor]
+"""Of torch's own generator, and of the loader's."""
 
 
 class Draws:
@@ -32,10 +39,15 @@ class Draws:
         loader: whose samplers yield `indices`.
         indices: the index lists.
         apart: random states to draw under until `begin`; None to draw under the loop's.
+        global_draws: numbers that the lists need of torch's own generator, drawn when the epoch begins; None if it is
+            drawn from list by list, and written.
     """
 
-    def __init__(self, loader: DataLoader[Any], indices: Iterator[Any], apart: States | None = None) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], indices: Iterator[Any], apart: States | None = None, global_draws: int | None = 0
+    ) -> None:
         self._loader, self._indices, self._apart = loader, indices, apart
+        self._global_draws = global_draws
         self._own = _generators(loader)
         self._real: States | None = None
 
@@ -46,23 +58,30 @@ class Draws:
         if self._apart is None:
             return next(self._indices)
         self._real = capture(self._loader)
-        restore(self._loader, self._apart)
+        self._restore(self._apart)
         try:
             return next(self._indices)
         finally:
-            self._apart = capture(self._loader)
+            now = capture(self._loader)
+            self._apart = now if self._global_draws is None else [self._apart[0], *now[1:]]
             self.mend()
 
     def mend(self) -> None:
         """Put the loop's random states back where Ctrl-C came while a list was drawn under others."""
         if self._real is not None:
-            restore(self._loader, self._real)
+            self._restore(self._real)
             self._real = None
+
+    def _restore(self, states: States) -> None:
+        if self._global_draws is None:
+            torch.set_rng_state(states[0])
+        restore_own(self._loader, states[1:])
 
     def begin(self) -> None:
         """Begin the epoch: what it has drawn so far counts now."""
         if self._apart is not None:
-            restore(self._loader, self._apart)
+            restore_own(self._loader, self._apart[1:])
+            _advance(self._apart[0], self._global_draws)
             self._apart = None
 
     def drew(self, since: States) -> bool:
@@ -85,6 +104,8 @@ class Ahead:
     before: States
     began: States
     """Random states once the epoch has begun, before its first list is drawn."""
+    base_draws: int | None
+    """Numbers that the base seed needs of torch's own generator; None to write its state."""
     draws: Draws
     base_seed: int
     epoch: int | None
@@ -130,15 +151,29 @@ def restore_own(loader: DataLoader[Any], state: States) -> None:
         generator.set_state(saved)
 
 
+def begin_ahead(loader: DataLoader[Any], ahead: Ahead) -> None:
+    """Advance the random states to where an epoch drawn ahead has begun, before its first list."""
+    restore_own(loader, ahead.began[1:])
+    _advance(ahead.began[0], ahead.base_draws)
+
+
+def _advance(state: torch.Tensor, draws: int | None) -> None:
+    """Bring torch's own generator to `state`: by as many draws, which nobody else's are lost by, or by writing it."""
+    if draws is None:
+        torch.set_rng_state(state)
+    for _ in range(draws or 0):
+        _draw(None)
+
+
 def epoch_of(loader: DataLoader[Any]) -> int | None:
     """Return the sampler's epoch, or None if it counts none."""
     epoch = getattr(ordering(loader), "epoch", None)
     return epoch if type(epoch) is int else None
 
 
-def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
+def set_epoch(loader: DataLoader[Any], epoch: int | None) -> None:
     """Set the epoch that the sampler counts, if it counts any."""
-    if epoch_of(loader) is not None:
+    if epoch is not None and epoch_of(loader) is not None:
         ordering(loader).epoch = epoch
 
 
@@ -152,13 +187,23 @@ def foreseeable(loader: DataLoader[Any]) -> bool:
     return type(sampler) in (SequentialSampler, DistributedSampler)
 
 
+def of_torch(loader: DataLoader[Any]) -> bool:
+    """Tell whether the order is given by a sampler of torch's, of which it is known when they draw."""
+    return type(ordering(loader)) in (RandomSampler, SequentialSampler, DistributedSampler)
+
+
 def _foresees(loader: DataLoader[Any]) -> bool:
     return hasattr(loader._index_sampler, "foresee")
 
 
 def base_seed(loader: DataLoader[Any]) -> int:
     """Draw the base seed of the workers, as a `DataLoader` does when an epoch begins."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
+    return _draw(loader.generator)
+
+
+def _draw(generator: torch.Generator | None) -> int:
+    """Draw as a `DataLoader` draws a base seed, and a `RandomSampler` its own seed."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 def begin(loader: DataLoader[Any], *, seeded: int | None = None) -> tuple[Iterator[Any], int]:
@@ -172,6 +217,19 @@ def begin(loader: DataLoader[Any], *, seeded: int | None = None) -> tuple[Iterat
     return iter(loader._index_sampler), seed
 
 
+def begin_apart(
+    loader: DataLoader[Any], state: torch.Tensor, *, seeded: int | None = None
+) -> tuple[Iterator[Any], int]:
+    """Begin an epoch as `begin` would with torch's own generator in `state`, and leave that alone.
+
+    Only for torch's samplers: what others draw is not known.
+    """
+    apart = torch.Generator()
+    apart.set_state(state)
+    seed = _draw(apart if loader.generator is None else loader.generator) if seeded is None else seeded
+    return iter(_seeded(loader, apart)[0]), seed
+
+
 def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = None) -> Ahead | None:
     """Draw the next epoch's index lists under a copy of the random state; None if they can't be foreseen or are none.
 
@@ -182,33 +240,70 @@ def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = N
     """
     if not foreseeable(loader):
         return None
+    if _foresees(loader) and not others_could_draw():
+        return _foresee(loader, step, seeded)
     before, epoch = capture(loader), epoch_of(loader)
     following = None if epoch is None else epoch + step
+    apart = torch.Generator()
+    apart.set_state(before[0])
+    base_draws = int(seeded is None and loader.generator is None)
+    try:
+        if seeded is None:
+            seeded = _draw(apart if loader.generator is None else loader.generator)
+        if _foresees(loader):
+            foreseen = loader._index_sampler.foresee(following)
+        else:
+            set_epoch(loader, following)
+        began, global_draws = [apart.get_state(), *capture(loader)[1:]], 0
+        if not _foresees(loader):
+            sampler, global_draws = _seeded(loader, apart)
+            foreseen = Foreseen(iter(sampler))
+        first = None if foreseen is None else next(foreseen.lists, None)
+        after = [apart.get_state(), *capture(loader)[1:]]
+    finally:
+        restore_own(loader, before[1:])
+        set_epoch(loader, epoch)
+    if foreseen is None or first is None:
+        return None
+    draws = Draws(loader, itertools.chain([first], foreseen.lists), after, global_draws)
+    return Ahead(before, began, base_draws, draws, seeded, following, foreseen)
+
+
+def _seeded(loader: DataLoader[Any], apart: torch.Generator) -> tuple[Any, int]:
+    """Return what yields the index lists, its seed drawn from `apart` and not from torch's own; and how many draws."""
+    outer, sampler = loader._index_sampler, ordering(loader)
+    if type(sampler) is not RandomSampler or sampler.generator is not None:
+        return outer, 0
+    seeded = copy.copy(sampler)
+    seeded.generator = torch.Generator().manual_seed(_draw(apart))
+    if outer is sampler:
+        return seeded, 1
+    outer = copy.copy(outer)
+    outer.sampler = seeded
+    return outer, 1
+
+
+def _foresee(loader: DataLoader[Any], step: int, seeded: int | None) -> Ahead | None:
+    """Draw ahead from a sampler that foresees; there is no other thread that torch's own generator could matter to."""
+    sampler: Any = loader._index_sampler
+    before, epoch = capture(loader), epoch_of(loader)
+    assert epoch is not None
     try:
         seed = base_seed(loader) if seeded is None else seeded
-        foreseen = _foresee(loader, following)
+        between = torch.get_rng_state()
+        foreseen: Foreseen | None = sampler.foresee(epoch + step)
         began = capture(loader)
         first = None if foreseen is None else next(foreseen.lists, None)
         after = capture(loader)
     finally:
         restore(loader, before)
-        if epoch is not None:
-            set_epoch(loader, epoch)
+        set_epoch(loader, epoch)
     if foreseen is None or first is None:
         return None
-    draws = Draws(loader, itertools.chain([first], foreseen.lists), after)
-    return Ahead(before, began, draws, seed, following, foreseen)
-
-
-def _foresee(loader: DataLoader[Any], epoch: int | None) -> Foreseen | None:
-    """Return the next pass; the sampler's epoch may be another afterwards."""
-    sampler: Any = loader._index_sampler
-    if _foresees(loader):
-        foreseen: Foreseen | None = sampler.foresee(epoch)
-        return foreseen
-    if epoch is not None:
-        set_epoch(loader, epoch)
-    return Foreseen(iter(sampler))
+    quiet = torch.equal(after[0], between)
+    base_draws = int(seeded is None and loader.generator is None) if quiet else None
+    draws = Draws(loader, itertools.chain([first], foreseen.lists), after, 0 if quiet else None)
+    return Ahead(before, began, base_draws, draws, seed, epoch + step, foreseen)
 
 
 def draw_as_exhausted(loader: DataLoader[Any]) -> None:

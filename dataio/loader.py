@@ -42,7 +42,8 @@ class ContinuousLoader(DataLoader[Any]):
             the loader's own context, or "fork", "forkserver", "spawn"; "auto" (default) tries them on the running loop
             and chooses, see `explain`; with a worker_init_fn it tries processes only.
         workers: threads or processes; default the loader's num_workers, or else the cores this process may use. With
-            "auto" it is measured, and this is the most that is tried; default the cores, and more where fetching waits.
+            "auto" it is measured, and this is the most that is tried; default the cores, and more where fetching waits
+            for something other than a core.
         prefetch: batches each worker may be ahead; default the loader's prefetch_factor, or 2, and with `mode="auto"`
             more, up to 64 in all, where that shortens the loop's wait.
         thread_safe: whether several threads may read the dataset at once; only then does "auto" try them, unless

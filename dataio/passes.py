@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio import epochs, resume, transfer
-from accel.dataio.choice import Choice, Setting, cores
+from accel.dataio.choice import Choice
 from accel.dataio.continuous import Continuous
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.engine import (
@@ -33,8 +33,10 @@ from accel.dataio.engine import (
 from accel.dataio.handles import HandleShared, shared_handle
 from accel.dataio.look_ahead import LookAhead
 from accel.dataio.processes import ProcessEngine
+from accel.dataio.rounds import Setting
 from accel.dataio.thread_safety import unsafe
 from accel.dataio.witness import Witness
+from accel.profiler.host import usable_cores
 
 log = logging.getLogger("accel.dataio")
 
@@ -124,7 +126,7 @@ class Way:
             return self.choice.current
         if mode in ("auto", "inline"):
             return Setting("inline")
-        count = self.options.workers or loader.num_workers or cores()
+        count = self.options.workers or loader.num_workers or usable_cores()
         return Setting(_start_method(loader) if mode == "processes" else mode, count)
 
     # -- engines -----------------------------------------------------------------------------------------------------
@@ -409,7 +411,7 @@ class Pass(_Handing):
         assert continuous is not None
         if choice.current != way.setting:
             way.follow(choice)
-        began, cpu = time.perf_counter(), time.thread_time()
+        began, busy = time.perf_counter(), choice.busy()
         try:
             batch = continuous.fetch() if way.witness is None else self._watched(way.witness, choice)
         except (StopIteration, FetchTimeout):
@@ -424,7 +426,7 @@ class Pass(_Handing):
             if continuous.engine.draws:
                 choice.forbid_threads("fetching a sample draws random numbers")
         ended, changes = time.perf_counter(), choice.changes
-        choice.served(ended - began, began - self._left_at, time.thread_time() - cpu, continuous.engine.capacity)
+        choice.served(ended - began, began - self._left_at, choice.busy().since(busy), continuous.engine.capacity)
         if choice.changes != changes:
             way.follow(choice)
             log.info("%s", choice.explain())

@@ -241,18 +241,15 @@ class _Epoch:
 
 
 def _quiet_iter(loader: Any) -> Any:
-    """Return a plain iterator of `loader` without drawing from the random state."""
+    """Return a plain iterator of `loader` without drawing from its generator, or torch's own."""
     import torch
 
     own = loader.generator
-    state = torch.get_rng_state() if own is None else own.get_state()
+    loader.generator = torch.Generator()  # the base seed is drawn here, the sampler's order with its first list
     try:
         return iter(loader)
     finally:
-        if own is None:
-            torch.set_rng_state(state)
-        else:
-            own.set_state(state)
+        loader.generator = own
 
 
 def same_as_plain(loader: DataLoader[Any], workers: Continuous) -> bool:

@@ -1,46 +1,83 @@
-"""The global random states of Python, torch (CPU) and numpy: read, seeded, put back."""
+"""The global random generators of Python, torch (CPU) and numpy: read, seeded, put back, each by itself."""
 
 from __future__ import annotations
 
 import random
 import sys
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 
+class Stream(NamedTuple):
+    """One global generator. States can be compared by `==`."""
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    seed: Callable[[int], None]
+
+
+def _read_torch() -> bytes:
+    return torch.get_rng_state().numpy().tobytes()
+
+
+def _write_torch(state: bytes) -> None:
+    torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _seed_torch(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class _Numpy:
+    """State of numpy's: its arrays as bytes, to be compared, and as it is, to be written."""
+
+    compared: dict[str, Any]
+    state: dict[str, Any] = field(compare=False)
+
+
+def _read_numpy() -> _Numpy:
+    state = sys.modules["numpy"].random.get_state(legacy=False)
+    inner = {name: part.tobytes() if hasattr(part, "tobytes") else part for name, part in state["state"].items()}
+    return _Numpy({**state, "state": inner}, state)
+
+
+def _write_numpy(state: _Numpy) -> None:
+    sys.modules["numpy"].random.set_state(state.state)
+
+
+def _seed_numpy(seed: int) -> None:
+    numpy = sys.modules["numpy"]
+    try:
+        numpy.random.seed(seed & 0xFFFFFFFF)
+    except TypeError:  # only its own kind can be seeded; this one came by set_bit_generator
+        own = numpy.random.get_bit_generator()
+        own.state = type(own)(seed).state
+
+
+_TORCH = Stream("torch", _read_torch, _write_torch, _seed_torch)
+_PYTHON = Stream("python", random.getstate, random.setstate, random.seed)
+_NUMPY = Stream("numpy", _read_numpy, _write_numpy, _seed_numpy)
+
+
+def streams() -> list[Stream]:
+    """Return the generators there are: numpy's if it is loaded."""
+    return [_TORCH, _PYTHON, *([_NUMPY] if "numpy" in sys.modules else [])]
+
+
 def random_state() -> tuple[Any, ...]:
-    """Return the global random states, so that two of them can be compared."""
-    numpy = sys.modules.get("numpy")
-    drawn: tuple[Any, ...] = ()
-    if numpy is not None:
-        _, keys, position, *rest = numpy.random.get_state()
-        drawn = (keys.tobytes(), position, *rest)
-    return (torch.get_rng_state().numpy().tobytes(), random.getstate(), drawn)
-
-
-def global_states() -> tuple[Any, ...]:
-    """Return the global random states for `restore_states`."""
-    numpy = sys.modules.get("numpy")
-    return (torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state())
-
-
-def restore_states(states: tuple[Any, ...]) -> None:
-    """Put back what `global_states` returned."""
-    of_torch, of_python, of_numpy = states
-    torch.set_rng_state(of_torch)
-    random.setstate(of_python)
-    if of_numpy is not None:
-        sys.modules["numpy"].random.set_state(of_numpy)
+    """Return the states of all, so that two of them can be compared."""
+    return tuple(stream.read() for stream in streams())
 
 
 def seed_everything(seed: int) -> None:
     """Seed Python, torch (CPU) and, if it is loaded, numpy."""
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed & 0xFFFFFFFF)
+    for stream in streams():
+        stream.seed(seed)
 
 
 def derived_seed(base_seed: int, number: int) -> int:

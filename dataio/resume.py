@@ -117,7 +117,7 @@ def put_back(loader: DataLoader[Any], begun: Mapping[str, Any]) -> None:
 
     torch's global random state is left as it is: a training script puts it back itself.
     """
-    epochs.restore(loader, [torch.get_rng_state(), *begun["random"][1:]])
+    epochs.restore_own(loader, begun["random"][1:])
     for name, sampler in _stateful(loader):
         sampler.load_state_dict(begun["sampler"][name])
     if begun["sampler_epoch"] is not None:
@@ -140,12 +140,18 @@ def draw_again(
     Returns:
         index lists that are left, and the epoch's base seed.
     """
-    now = torch.get_rng_state()
     put_back(loader, begun)
+    seeded, dealt = state["base_seed"] if state["kept_seed"] else None, begun["dealt"]
+    if epochs.of_torch(loader) and dealt is None:
+        stream, seed = epochs.begin_apart(loader, begun["random"][0], seeded=seeded)
+        stream = itertools.islice(stream, state["served"], None)
+        first = list(itertools.islice(stream, 1))  # drawn here: it leaves the generators as the epoch's beginning did
+        return itertools.chain(first, stream), seed
+    now = torch.get_rng_state()
     torch.set_rng_state(begun["random"][0])
     try:
-        stream, seed = epochs.begin(loader, seeded=state["base_seed"] if state["kept_seed"] else None)
-        dealt, sampler = begun["dealt"], epochs.ordering(loader)
+        stream, seed = epochs.begin(loader, seeded=seeded)
+        sampler = epochs.ordering(loader)
         if type(sampler) is DistributedSampler and dealt is not None:
             return _batches(loader, _dealt_from(sampler, dealt["start"])), seed
         if dealt is not None:

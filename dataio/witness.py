@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.dataio.drawing import others_could_draw
 from accel.dataio.handles import moved, positions
 from accel.dataio.randomness import random_state
 
@@ -22,6 +23,7 @@ _SCALARS = (int, float, bool, str, bytes, complex, type(None))
 # Depth and width that cover dataset → Subset.dataset → transform → its parts; deeper state is not looked at.
 _DEPTH = 4
 _WIDTH = 256
+_DRAWS_OR_OTHERS = "random numbers are drawn while a sample is fetched, by it or by another thread"
 
 
 def object_state(thing: Any, depth: int = _DEPTH) -> Hashable:
@@ -98,7 +100,8 @@ class Witness:
         if self.finding:
             return
         if self._random_state() != drawn:
-            self.finding = "fetching a sample draws random numbers"
+            # Whoever drew: where that can't be told, fetching is left where it is.
+            self.finding = _DRAWS_OR_OTHERS if others_could_draw() else "fetching a sample draws random numbers"
         elif object_state(self.dataset) != own:
             self.finding = "fetching a sample changes the dataset"
         elif self.moved_file:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from accel.dataio import choice as module
-from accel.dataio.choice import Choice, Cost, Setting, candidates
+from accel.dataio.choice import Busy, Choice, Cost, candidates
+from accel.dataio.rounds import Setting
 
 
 class Clock:
@@ -24,7 +25,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(module, "cores", lambda: 4)
+    monkeypatch.setattr(module, "usable_cores", lambda: 4)
     return clock
 
 
@@ -38,7 +39,7 @@ def play(choice: Choice, clock: Clock, times: Times, batches: int, noise: float 
         wait, step = (value * chance.uniform(1 - noise, 1 + noise) for value in times(choice.current))
         clock.now += wait + step
         capacity = 1 if choice.current.mode == "inline" else 2 * choice.current.workers
-        choice.served(wait, math.nan if number % 50 == 49 else step, wait, capacity)
+        choice.served(wait, math.nan if number % 50 == 49 else step, Busy(wait), capacity)
 
 
 def overlapped(fetch: float, step: float, *, ipc: float = 0.0, gil: float = 0.0) -> Times:
@@ -137,13 +138,13 @@ def test_a_steady_loop_keeps_its_choice(clock: Clock) -> None:
 
 
 def test_waiting_for_storage_is_worth_more_workers_than_there_are_cores() -> None:
-    waiting = candidates(Cost(fetch_s=0.03, fetch_cpu_s=0.001, step_s=0.003), 2, "fork", True)
-    busy = candidates(Cost(fetch_s=0.03, fetch_cpu_s=0.03, step_s=0.003), 2, "fork", True)
+    waiting = candidates(Cost(fetch_s=0.03, run_s=0.001, line_s=0.0, step_s=0.003), 2, "fork", True)
+    busy = candidates(Cost(fetch_s=0.03, run_s=0.03, line_s=0.0, step_s=0.003), 2, "fork", True)
 
     assert max(setting.workers for setting in waiting) == 16
     assert Setting("fork", 12) in waiting
     assert [str(setting) for setting in busy] == ["threads(1)", "threads(2)", "fork(1)", "fork(2)"]
-    assert candidates(Cost(1.0, 1.0, 0.0), 1, "spawn", False) == [Setting("spawn", 1)]
+    assert candidates(Cost(1.0, 1.0, 0.0, 0.0), 1, "spawn", False) == [Setting("spawn", 1)]
 
 
 def test_a_dataset_that_draws_is_not_read_by_threads(clock: Clock) -> None:

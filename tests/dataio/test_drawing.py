@@ -1,0 +1,341 @@
+"""Whoever draws random numbers beside the loader keeps its stream; what the dataset draws depends on its seed alone."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from random import gauss
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from accel.dataio.drawing import Apart, Drawing, others_could_draw
+from accel.dataio.engine import InlineEngine, ThreadEngine, ThreadsDraw
+from accel.dataio.loader import ContinuousLoader
+from accel.dataio.randomness import random_state, seed_everything, streams
+from tests.dataio.engines import loader_of, run
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "torch": lambda: float(torch.rand(1)),
+    "python": random.random,
+    "numpy": lambda: float(np.random.rand()),
+}
+
+
+class Quiet(Dataset[Tensor]):
+    """Takes its time in Python, in torch and in numpy, and draws nothing."""
+
+    def __init__(self, length: int = 200) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        value = sum(range(index % 50)) + float(np.arange(200.0).sum())
+        return torch.full((40,), value).sqrt().cumsum(0) + float(index)
+
+
+class Drawer(Quiet):
+    """Draws by `draw`."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index), float(self.draw())])
+
+
+class Background:
+    """A thread of the user's that draws from some generators, and from no other, all the time."""
+
+    def __init__(self, names: Any) -> None:
+        self.drawn: dict[str, list[float]] = {name: [] for name in names}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="of-the-user")
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            for name, drawn in self.drawn.items():
+                drawn.append(DRAWS[name]())
+
+    def __enter__(self) -> Background:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def assert_undisturbed(self, seed: int) -> None:
+        """The draws must be those of a program in which nobody else draws: none lost, none repeated, in order."""
+        seed_everything(seed)
+        for name, drawn in self.drawn.items():
+            assert len(drawn) > 20
+            wanted = [DRAWS[name]() for _ in drawn]
+            assert drawn == wanted, f"{name}: {sum(a != b for a, b in zip(drawn, wanted, strict=True))} of {len(drawn)}"
+
+
+@contextmanager
+def idle_thread() -> Iterator[None]:
+    """Let there be a thread of the user's that does nothing."""
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="of-the-user")
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+@contextmanager
+def busy_thread() -> Iterator[None]:
+    """Let there be a thread of the user's that computes."""
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=compute, name="of-the-user")
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+@contextmanager
+def nobody() -> Iterator[None]:
+    """Let there be no other thread."""
+    yield
+
+
+# Another thread that draws
+
+
+@pytest.mark.parametrize("make", [InlineEngine, lambda loader: ThreadEngine(loader, 2)], ids=["inline", "threads"])
+def test_a_thread_that_draws_is_not_disturbed_by_a_look(make: Any) -> None:
+    engine = make(loader_of(Quiet(), collate_fn=torch.stack))
+    seed_everything(7)
+    with Background(DRAWS) as background:
+        for _ in range(3):  # each time it looks again
+            made = run(engine, [[n] * 8 for n in range(30)], seeds=lambda n: n)
+            engine.update({})
+    engine.close()
+
+    assert not any(isinstance(each, BaseException) for each in made)
+    background.assert_undisturbed(7)
+
+
+@pytest.mark.parametrize("options", [{"mode": "inline"}, {"mode": "threads", "workers": 2}, {}], ids=str)
+def test_a_thread_that_draws_is_not_disturbed_by_epochs(options: Any) -> None:
+    plain = DataLoader(Quiet(64), 8, shuffle=True, generator=torch.Generator().manual_seed(1))
+    seed_everything(7)
+    with Background(DRAWS) as background, ContinuousLoader(plain, **options) as loader:
+        for _ in range(4):
+            assert len(list(loader)) == 8
+    background.assert_undisturbed(7)
+
+
+@pytest.mark.parametrize("own", DRAWS)
+def test_a_thread_that_draws_from_other_generators_than_the_dataset_is_not_disturbed(own: str) -> None:
+    engine = InlineEngine(loader_of(Drawer(DRAWS[own])))
+    others = [name for name in DRAWS if name != own]
+    seed_everything(7)
+    with Background(others) as background:
+        made = run(engine, [[n] * 4 for n in range(60)], seeds=lambda n: n)
+
+    assert engine.draws
+    background.assert_undisturbed(7)
+    alone = run(InlineEngine(loader_of(Drawer(DRAWS[own]))), [[n] * 4 for n in range(60)], seeds=lambda n: n)
+    assert torch.equal(torch.cat(made), torch.cat(alone))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torchs_generator", "own_generator"])
+@pytest.mark.parametrize("batch_size", [8, None])
+def test_beside_another_thread_epochs_are_drawn_without_a_write(
+    own: bool, batch_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> Any:
+        seed_everything(3)
+        generator = torch.Generator().manual_seed(1) if own else None
+        return DataLoader(Quiet(24), batch_size, shuffle=True, generator=generator)
+
+    plain = make()
+    wanted = [torch.cat([batch.reshape(-1) for batch in plain]) for _ in range(4)]
+    state = random_state()
+    written: list[str] = []
+    with idle_thread(), ContinuousLoader(make(), mode="threads", workers=2) as loader:
+        for module, name in ((torch, "set_rng_state"), (random, "setstate"), (random, "seed"), (np.random, "seed")):
+            monkeypatch.setattr(module, name, lambda *_, name=name: written.append(name))
+        made = [torch.cat([batch.reshape(-1) for batch in loader]) for _ in range(2)]
+        place = loader.state_dict()
+        loader.load_state_dict(place)
+        made += [torch.cat([batch.reshape(-1) for batch in loader]) for _ in range(2)]
+        assert loader._way._continuous is not None
+        assert loader._way._continuous.failed_guesses == 0
+
+    assert all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))
+    assert random_state() == state
+    assert written == []
+
+
+# A dataset that draws, beside threads of all kinds
+
+
+def with_numpys_seed() -> float:
+    np.random.seed(5)
+    return float(np.random.uniform())
+
+
+def with_torchs_seed() -> float:
+    torch.manual_seed(5)
+    return float(torch.rand(1))
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    **DRAWS,
+    "gauss": lambda: gauss(0, 1),
+    "choice": lambda: random.choice([1.0, 2.0, 3.0]),
+    "shuffle": lambda: random.sample(range(9), 3)[0],
+    "uniform_": lambda: torch.empty(1).uniform_(),
+    "dropout": lambda: torch.nn.functional.dropout(torch.ones(8)).sum(),
+    "randperm": lambda: torch.randperm(9)[0],
+    "multinomial": lambda: torch.multinomial(torch.ones(9), 1),
+    "numpy choice": lambda: np.random.choice([1.0, 2.0]),
+    "numpy random": lambda: np.random.random(),
+    "numpy permutation": lambda: np.random.permutation(9)[0],
+    "numpy seed": with_numpys_seed,
+    "torch seed": with_torchs_seed,
+    "all": lambda: sum(draw() for draw in DRAWS.values()),
+}
+
+
+@pytest.mark.parametrize("beside", [nobody, idle_thread, busy_thread])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_is_made_from_its_seed_whoever_is_there(kind: str, beside: Any) -> None:
+    wanted = []
+    for number in range(6):
+        seed_everything(number)
+        wanted += [float(KINDS[kind]()) for _ in range(3)]
+    seed_everything(99)
+    before = random_state()
+    engine = InlineEngine(loader_of(Drawer(KINDS[kind])))
+    with beside():
+        made = run(engine, [[n] * 3 for n in range(6)], seeds=lambda n: n)
+
+    assert engine.draws
+    assert torch.cat(made)[:, 1].tolist() == pytest.approx(wanted)
+    assert random_state() == before
+
+
+@pytest.mark.parametrize("beside", [nobody, idle_thread, busy_thread])
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_are_refused_whoever_is_there(kind: str, beside: Any) -> None:
+    before = random_state()
+    engine = ThreadEngine(loader_of(Drawer(KINDS[kind])), 2)
+    with beside():
+        (made,) = run(engine, [[1]], seeds=lambda n: n)
+    engine.close()
+
+    assert isinstance(made, ThreadsDraw)
+    assert random_state() == before
+
+
+def test_generators_of_its_own_are_no_draws() -> None:
+    own, numpys = torch.Generator().manual_seed(1), np.random.default_rng(2)
+    pythons = random.Random(3)
+    data = Drawer(lambda: float(torch.rand(1, generator=own)) + numpys.random() + pythons.random())
+    engine = InlineEngine(loader_of(data))
+    seed_everything(7)
+    with Background(DRAWS) as background:
+        run(engine, [[n] * 4 for n in range(30)], seeds=lambda n: n)
+
+    assert not engine.draws
+    background.assert_undisturbed(7)
+
+
+def test_what_raises_after_it_drew_leaves_the_loops_states() -> None:
+    def fails() -> float:
+        raise ValueError(random.random())
+
+    with idle_thread():
+        before = random_state()
+        (made,) = run(InlineEngine(loader_of(Drawer(fails))), [[1]], seeds=lambda n: n)
+
+    assert isinstance(made, ValueError)
+    assert random_state() == before
+
+
+def test_what_native_code_draws_is_not_heard_beside_others_and_nothing_is_put_back() -> None:
+    drawing = Drawing()
+    draw = partial(random.random)
+    with idle_thread():
+        random.seed(3)
+        drawing.make(lambda _: draw(), None, 5)
+        assert not drawing.draws
+        after = random.random()
+    random.seed(3)
+
+    assert [random.random(), random.random()][1] == after
+
+
+def test_only_this_packages_threads_and_waiting_ones_could_not_draw() -> None:
+    assert not others_could_draw()
+    stop = threading.Event()
+    for name, could in (("accel-loader_0", False), ("worker", True)):
+        thread = threading.Thread(target=stop.wait, name=name)
+        thread.start()
+        assert others_could_draw() == could
+        assert not others_could_draw([thread.ident or 0])
+        stop.set()
+        thread.join()
+        stop.clear()
+
+
+def test_a_profilers_hook_is_left_in_place() -> None:
+    import sys
+
+    seen: list[str] = []
+
+    def hook(frame: Any, event: str, arg: Any) -> None:
+        seen.append(event)
+
+    with idle_thread():
+        before = random_state()
+        sys.setprofile(hook)
+        try:
+            _, drawn = Apart().call(lambda _: random.random(), None, (), 0, listen=True)
+            assert sys.getprofile() is hook
+        finally:
+            sys.setprofile(None)
+
+    assert [stream.name for stream in drawn] == ["python"]
+    assert random_state() == before
+
+
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64, np.random.Philox])
+def test_states_of_any_numpy_generator_are_read_seeded_and_put_back(kind: Any) -> None:
+    own = np.random.get_bit_generator()
+    np.random.set_bit_generator(kind(4))
+    try:
+        numpys = streams()[2]
+        before = numpys.read()
+        first = np.random.rand()
+        assert numpys.read() != before
+        numpys.write(before)
+        assert np.random.rand() == first
+        drawn = []
+        for _ in range(2):
+            numpys.seed(8)
+            drawn.append(np.random.rand())
+        assert drawn[0] == drawn[1] != first
+    finally:
+        np.random.set_bit_generator(own)
