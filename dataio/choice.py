@@ -62,7 +62,9 @@ def most_workers(cost: Cost, cores: int) -> int:
     return min(_MOST_WORKERS, math.ceil(cores * alone_s / max(cost.run_s, 1e-9)))
 
 
-def candidates(cost: Cost, cores: int, process_mode: str, threads: bool, limit: int | None = None) -> list[Setting]:
+def candidates(
+    cost: Cost, cores: int, process_mode: str, threads: bool, limit: int | None = None, own: int = 0
+) -> list[Setting]:
     """Return the settings worth trying beside `inline`, simplest first.
 
     Args:
@@ -71,6 +73,7 @@ def candidates(cost: Cost, cores: int, process_mode: str, threads: bool, limit: 
         process_mode: start method of worker processes.
         threads: whether several threads may read the dataset at once.
         limit: the most workers that the user allows.
+        own: worker processes that the user's own loader has.
     """
     most = min(most_workers(cost, cores), limit or _MOST_WORKERS)
     counts = _powers(most)
@@ -78,7 +81,11 @@ def candidates(cost: Cost, cores: int, process_mode: str, threads: bool, limit: 
         # With a step that costs next to nothing everything that is of use may help.
         needed = min(most, max(1, math.ceil(1.2 * cost.fetch_s / max(cost.step_s, 1e-4))))
         counts = {1, min(cores, most), needed, min(most, 2 * needed)}
-    return [Setting(mode, n) for mode in (["threads"] if threads else []) + [process_mode] for n in sorted(counts)]
+    processes = counts | ({own} if own else set())
+    return [
+        *(Setting("threads", n) for n in sorted(counts) if threads),
+        *(Setting(process_mode, n) for n in sorted(processes)),
+    ]
 
 
 def _powers(most: int) -> set[int]:
@@ -119,6 +126,7 @@ class Choice:
         ahead: how many batches each worker may be ahead.
         limit: the most workers, default the cores, and more where fetching waits for something other than a core.
         processes_only: why only processes may make batches; '' if others may.
+        own: worker processes that the user's own loader has; tried in any case.
     """
 
     def __init__(
@@ -129,9 +137,10 @@ class Choice:
         *,
         limit: int | None = None,
         processes_only: str = "",
+        own: int = 0,
     ) -> None:
         self._process_mode, self._no_threads = process_mode, processes_only or no_threads
-        self._limit, self._processes_only = limit, processes_only
+        self._limit, self._processes_only, self._own = limit, processes_only, own
         self._patience, self._kept = 1, Setting("inline")
         self.ahead = LookAhead(2) if ahead is None else ahead
         self.reason = "not decided yet"
@@ -237,7 +246,8 @@ class Choice:
             self._rounds.record(*self._measured())
             self._decide(f"making a batch takes {cost.fetch_s * 1e3:.2f} ms of {self.tried[0].score * 1e3:.2f} ms")
             return
-        self._try(candidates(cost, usable_cores(), self._process_mode, not self._no_threads, self._limit))
+        threads = not self._no_threads
+        self._try(candidates(cost, usable_cores(), self._process_mode, threads, self._limit, self._own))
 
     def _try(self, settings: list[Setting]) -> None:
         """Begin the trial of `settings` and what is there already."""

@@ -67,13 +67,32 @@ def shared_handle(loader: DataLoader[Any]) -> str:
     return "" if count < MOST else f"the dataset reaches {MOST:,} things and more, too many to look for open files"
 
 
+def check_fork(loader: DataLoader[Any], start_method: str, *, accepted: str = "") -> None:
+    """Raise `HandleShared` if processes that nobody asked for may not be started.
+
+    Args:
+        loader: whose batches they would make.
+        start_method: "fork"; by another one they would import the user's script.
+        accepted: what `shared_handle` said when the user's own workers would have been forked.
+    """
+    if start_method != "fork":
+        raise HandleShared(
+            f"a process by {start_method} imports the script that is run, whose body may not be guarded; name "
+            f"mode={start_method!r} for it"
+        )
+    reason = shared_handle(loader)
+    if reason and reason != accepted:
+        raise HandleShared(reason)
+
+
 def _handle(name: str, thing: Any) -> str:
     kind = type(thing)
-    package = kind.__module__.partition(".")[0]
-    if isinstance(thing, io.IOBase):
-        return f"{name} is an open file, whose position processes would share" if _is_open_file(thing) else ""
-    if isinstance(thing, socket.socket) or (package in _HANDLES and _is_live(thing)):
+    if is_handle(thing):
+        if isinstance(thing, io.IOBase):
+            return f"{name} is an open file, whose position processes would share"
         return f"{name} is a {kind.__module__}.{kind.__qualname__}, which processes may not share"
+    if isinstance(thing, io.IOBase):
+        return ""
     if isinstance(thing, collections.abc.Iterator) and not isinstance(thing, torch.nn.Module):
         return f"{name} is a {kind.__qualname__}, which gives each process what comes next for itself"
     if isinstance(thing, type) or not native(kind):
@@ -82,6 +101,17 @@ def _handle(name: str, thing: Any) -> str:
     if owner in _HARMLESS and kind.__qualname__ != "VideoCapture":
         return ""
     return f"{name} is a {kind.__module__}.{kind.__qualname__}, of which it isn't known whether processes may share it"
+
+
+def is_handle(thing: Any) -> bool:
+    """Tell whether a thing is an open file, a socket, or of a package whose objects hold such."""
+    if isinstance(thing, io.IOBase):
+        return _is_open_file(thing)
+    return isinstance(thing, socket.socket) or (_package(type(thing)) in _HANDLES and _is_live(thing))
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _is_open_file(thing: Any) -> bool:

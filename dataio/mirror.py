@@ -36,6 +36,7 @@ from torch import Tensor
 from accel.dataio.content import Content
 from accel.dataio.dataset_epoch import at_epoch, dataset_epoch
 from accel.dataio.fetch import Fetch
+from accel.dataio.handles import is_handle
 from accel.dataio.reach import attributes, code_parts, is_code, native, native_base, own_attributes, packages
 
 Path = tuple[tuple[str, Any], ...]
@@ -81,6 +82,15 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
+class _Handle(_Same):
+    """An open file or the like. One that was None before is no change: each process opens it for itself."""
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or super().__eq__(other)
+
+    __hash__ = None
+
+
 def state_of(dataset: Any) -> State:
     """Return the small state of `dataset`, or of a `Fetch`."""
     leaves: dict[Path, Any] = {}
@@ -93,6 +103,9 @@ def state_of(dataset: Any) -> State:
         thing, path = waiting.popleft()
         if isinstance(thing, _SCALARS):
             leaves[path] = thing
+            continue
+        if is_handle(thing):
+            leaves[path] = _Handle(thing)
             continue
         known = id(thing) in seen
         rest[path] = _fingerprint(thing, None if known else content)
@@ -195,10 +208,13 @@ def compare(old: State, new: State) -> Change:
         if path not in old.leaves or not _equal(old.leaves[path], value)
     }
     gone = any(path not in new.leaves for path in old.leaves)
-    return Change(changed, old.rest == new.rest and not gone and all(map(_sendable, changed)))
+    sendable = all(_sendable(path) and not isinstance(value, _Handle) for path, value in changed.items())
+    return Change(changed, sendable and not gone and old.rest == new.rest)
 
 
 def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, _Handle) or isinstance(other, _Handle):
+        return bool(one == other)
     # True is not 1, and a NaN is itself.
     return one is other or (type(one) is type(other) and bool(one == other or (one != one and other != other)))
 

@@ -30,7 +30,7 @@ from accel.dataio.engine import (
     WorkerDied,
     WorkersStuck,
 )
-from accel.dataio.handles import HandleShared, shared_handle
+from accel.dataio.handles import HandleShared, check_fork, shared_handle
 from accel.dataio.look_ahead import LookAhead
 from accel.dataio.processes import ProcessEngine
 from accel.dataio.rounds import Setting
@@ -86,6 +86,7 @@ class Way:
         self.served, self.finished = 0, True
         self.loaded: Mapping[str, Any] | None = None
         self.moved_file = ""  # by fetching, and open before
+        self._accepted = ""  # of `shared_handle`, when the user's own workers were started
         self.slowest_s = 0.0  # batch made in the loop's own thread
         self._engines: dict[Setting, Engine] = {}
         self._continuous: Continuous | None = None
@@ -122,6 +123,7 @@ class Way:
                 ahead=ahead,
                 limit=limit or (loader.num_workers if init else 0) or None,
                 processes_only=_CALLS_INIT if init else "",
+                own=loader.num_workers,
             )
             return self.choice.current
         if mode in ("auto", "inline"):
@@ -159,8 +161,22 @@ class Way:
             start_method=setting.mode,
             prefetch=prefetch,
             stall_s=stall_s,
-            asked=self._asked,
+            check=None if self.choice is None else self._check_fork,
         )
+
+    def _check_fork(self, start_method: str) -> None:
+        if self.calls_init or (self._asked and start_method != "fork"):
+            return
+        check_fork(self.loader, start_method, accepted=self._accepted)
+
+    def _start_own(self) -> None:
+        """Start the workers that the user asked for: the loop has opened nothing yet that fetching opens."""
+        setting = Setting(_start_method(self.loader), self.loader.num_workers)
+        self._accepted = shared_handle(self.loader)
+        try:
+            self._engine(setting).start()
+        except Exception as error:
+            log.info("%s can't be started: %s", setting, error)
 
     def follow(self, choice: Choice) -> None:
         """Make batches as `choice` wants from the next one on; a setting that can't be had is not tried again."""
@@ -216,6 +232,8 @@ class Way:
         self._detach()
         self._running = weakref.ref(running)
         if self._continuous is None:
+            if self.choice is not None and self.loader.num_workers > 0 and not self.calls_init:
+                self._start_own()
             self._continuous = Continuous(self.loader, self._engine(self.setting))
         loaded = self.loaded
         self.finished, self.served = False, 0

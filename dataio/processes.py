@@ -13,6 +13,7 @@ import selectors
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
@@ -20,7 +21,6 @@ from torch.utils.data import DataLoader
 from accel.dataio import wire, worker
 from accel.dataio.engine import FetchTimeout, Job, WorkerDied, WorkersStuck, as_raised
 from accel.dataio.fetch import blame, fetch_of
-from accel.dataio.handles import HandleShared, shared_handle
 from accel.dataio.mirror import Path
 from accel.dataio.slots import MOST_HELD, SlotReader
 from accel.dataio.thread_pool import at_rest
@@ -63,8 +63,8 @@ class ProcessEngine:
         threads: threads of an operation inside a worker, default 1, as in `DataLoader`.
         stall_s: after so many seconds (default 30) without its first batch, a worker that was forked while other
             threads ran is taken for stuck on a lock that was copied locked; then all are given up.
-        asked: whether the user asked for processes. If not, `start` raises `HandleShared` where a forked process would
-            share a handle with the loop, and where one that is not forked would import the user's script.
+        check: called with the start method each time before workers are started; raises what keeps them from it. For
+            processes that nobody asked for: `accel.dataio.handles.check_fork`.
 
     Raises:
         ValueError: if a number is less than 1 or the start method is unknown here.
@@ -81,7 +81,7 @@ class ProcessEngine:
         prefetch: int = 2,
         threads: int = 1,
         stall_s: float | None = None,
-        asked: bool = True,
+        check: Callable[[str], None] | None = None,
     ) -> None:
         for name, value in (("workers", workers), ("prefetch", prefetch), ("threads", threads)):
             if value < 1:
@@ -90,7 +90,7 @@ class ProcessEngine:
         self._context = _context(loader, start_method)
         self.start_method: str = self._context.get_start_method()
         self.workers, self.capacity = workers, workers * prefetch
-        self._threads, self._timeout_s, self._asked = threads, float(loader.timeout), asked
+        self._threads, self._timeout_s, self._check = threads, float(loader.timeout), check
         self._stall_s = _STALL_S if stall_s is None else stall_s
         self.base_seed = 0
         self.deaths: list[str] = []
@@ -207,8 +207,8 @@ class ProcessEngine:
         self._come_along()
         if self._handles:
             return
-        if not self._asked:
-            self._check_fork()
+        if self._check is not None:
+            self._check(self.start_method)
         try:
             for number in range(self.workers):
                 handle = WorkerHandle(number)
@@ -219,16 +219,6 @@ class ProcessEngine:
             raise
         jobs, self._waiting = self._waiting, {}
         self._hand_out(self._handles, jobs)
-
-    def _check_fork(self) -> None:
-        if self.start_method != "fork":
-            raise HandleShared(
-                f"a process by {self.start_method} imports the script that is run, whose body may not be guarded; name "
-                f"mode={self.start_method!r} for it"
-            )
-        reason = shared_handle(self._loader)
-        if reason:
-            raise HandleShared(reason)
 
     def _come_along(self) -> None:
         """In a process forked from the loop's: leave the workers to the loop, and have jobs made by others."""

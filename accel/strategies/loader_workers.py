@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 from accel.dataio.continuous import Continuous
 from accel.dataio.engine import Engine, ThreadEngine
-from accel.dataio.handles import shared_handle
+from accel.dataio.handles import check_fork, shared_handle
 from accel.dataio.processes import ProcessEngine
 from accel.dataio.proxy import movable, same_as_plain
 from accel.dataio.thread_safety import unsafe
@@ -88,5 +89,5 @@ def _count(setting: int | str) -> int:
 
 def _engine(run: Run, setting: int | str) -> Engine:
     if isinstance(setting, int):
-        return ProcessEngine(run.loader, setting, start_method=_START_METHOD, asked=False)
+        return ProcessEngine(run.loader, setting, start_method=_START_METHOD, check=partial(check_fork, run.loader))
     return ThreadEngine(run.loader, _count(setting))

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from accel.dataio import choice, handles
-from accel.dataio.handles import HandleShared, moved, positions, shared_handle
+from accel.dataio.handles import HandleShared, check_fork, moved, positions, shared_handle
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.processes import ProcessEngine
 from accel.dataio.thread_safety import unsafe
@@ -134,7 +134,7 @@ def test_a_file_that_is_open_is_found(hold: Any, path: Path) -> None:
 
     assert "is an open file, whose position processes would share" in shared_handle(loader)
     with pytest.raises(HandleShared, match="is an open file"):
-        ProcessEngine(loader, 1, start_method="fork", asked=False).start()
+        check_fork(loader, "fork")
 
 
 @pytest.mark.parametrize("hold", HOLD, ids=lambda hold: hold.__name__.strip("_"))
@@ -166,6 +166,38 @@ def test_one_who_asked_for_workers_gets_them(path: Path) -> None:
 
     assert len(engine.processes) == 1
     engine.close()
+
+
+class Lazy(Records):
+    """Opens its file at the first sample, as a dataset for workers does."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(lambda index: _read(self.file, index))
+        self.path, self._file = path, None
+
+    @property
+    def file(self) -> Any:
+        if self._file is None:
+            self._file = self.path.open("rb")
+        return self._file
+
+
+def test_workers_that_the_user_asked_for_are_forked_before_the_loop_opens_anything(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _try_everything(monkeypatch)
+    data = Lazy(path)
+    plain = DataLoader(data, 4, shuffle=True, num_workers=2)
+    with ContinuousLoader(plain) as loader:
+        for _ in range(40):
+            seen = torch.cat(list(loader))
+            assert (seen == seen[:, :1]).all()
+            assert sorted(seen[:, 0].tolist()) == list(range(LENGTH))
+        told = loader.explain()
+    data.file.close()
+
+    assert re.search(r"fork\(2\) .* ms per batch", told)  # the user's own
+    assert re.search(r"fork\(1\) .*HandleShared: the dataset._file is an open file", told)
 
 
 def test_positions_are_those_of_files_open_for_reading(path: Path, tmp_path: Path) -> None:
@@ -265,7 +297,8 @@ def test_too_much_to_look_through_counts_as_shared(monkeypatch: pytest.MonkeyPat
 
 
 def test_start_methods_that_import_the_script_are_for_those_who_chose_them() -> None:
-    engine = ProcessEngine(DataLoader(Holds(1)), 1, start_method="spawn", asked=False)
+    loader = DataLoader(Holds(1))
+    engine = ProcessEngine(loader, 1, start_method="spawn", check=functools.partial(check_fork, loader))
 
     with pytest.raises(HandleShared, match="a process by spawn imports the script that is run"):
         engine.start()

@@ -10,6 +10,7 @@ import tempfile
 import time
 import weakref
 from collections import deque, namedtuple
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -283,6 +284,20 @@ def test_a_change_in_place_needs_a_new_copy_or_reaches_it(case: str) -> None:
     change(dataset)
 
     assert compare(old, state_of(dataset))
+
+
+def test_a_file_that_each_process_opens_for_itself_is_no_change(tmp_path: Path) -> None:
+    (tmp_path / "records").write_bytes(b"abc")
+    dataset = Holder(file=None)
+    before = state_of(dataset)
+    with (tmp_path / "records").open("rb") as dataset.file:
+        during = state_of(dataset)
+        assert not compare(before, during)
+        dataset.file.read(1)
+        assert not compare(during, state_of(dataset))
+        with (tmp_path / "records").open("rb") as dataset.file:
+            assert compare(during, state_of(dataset))
+            assert not compare(during, state_of(dataset)).sendable
 
 
 UNSEEN: dict[str, Any] = {
