@@ -66,7 +66,8 @@ class Fused(Quantised):
 
     def _rows(self, like: Tensor, size: int, ranks: int) -> Tensor:
         """Return (ranks, size) bytes to receive into."""
-        rows = like.new_empty(ranks, -(-size // _ALIGNED) * _ALIGNED, dtype=torch.uint8)
+        # Not even nothing may lie at an odd place: rows of no bytes are one byte apart, which no float can be read at.
+        rows = like.new_empty(ranks, max(-(-size // _ALIGNED), 1) * _ALIGNED, dtype=torch.uint8)
         return rows[:, :size]
 
 
