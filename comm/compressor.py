@@ -131,9 +131,7 @@ class Quantised(Compressor):
         """Give the sums to everyone, and leave what no rank used where it was."""
         self._gather(piece, channel)
         if "flags" in piece.carry:
-            for span, used in zip(piece.carry["spans"], piece.carry["flags"].tolist(), strict=True):
-                if not used:
-                    stand_still(piece, span, (RESIDUAL,))
+            stand_still(piece, piece.carry["spans"], piece.carry["flags"], (RESIDUAL,))
 
     def _scatter(self, piece: Piece, channel: Channel) -> None:
         """Sum this rank's chunk of the piece over all ranks, as they encoded it, and encode the sum."""

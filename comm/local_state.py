@@ -95,8 +95,8 @@ def _agreed(key: Key, told: list[_Mean | None]) -> _Mean | None:
         name, field = key
         got = " and ".join(sorted(map(_told, set(told))))
         raise ValueError(
-            f"ranks must have the same optimizer state, got {got} as {field!r} of {name!r}; make the optimizer alike on "
-            "every rank, and load checkpoints on all or on none"
+            f"ranks must have the same optimizer state, got {got} as {field!r} of {name!r}; make the optimizer "
+            "alike on every rank, and load checkpoints on all or on none"
         )
     return told[0]
 
