@@ -163,7 +163,8 @@ class Controller:
     def _take_look(self, result: Result) -> None:
         """Take in where the time goes under the plan as it is now, and what that means."""
         if result.measurements:
-            self.anatomy_after = anatomy.typical(result.measurements)
+            wait_share = None if result.evidence is None else result.evidence.ddp_wait_share
+            self.anatomy_after = anatomy.typical(anatomy.exchanged(result.measurements, wait_share))
             self.diagnosis = _diagnosed(result)
 
     # -- search ------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def diagnose(evidence: Evidence, *, min_steps: int = MIN_STEPS) -> Diagnosis:
         evidence: one rank's run.
         min_steps: with fewer, the verdict is refused.
     """
-    found = anatomy.of(evidence.steps)
+    found = anatomy.of(anatomy.exchanged(evidence.steps, evidence.ddp_wait_share))
     result = Diagnosis(anatomy=found)
     if found.steps < min_steps:
         result.refused = f"{found.steps} steps were seen, {min_steps} are needed"
