@@ -48,6 +48,7 @@ class Gathered(Corrected, Fused):
         direct: ranks up to which everyone hears everyone.
     """
 
+    scales = False  # momentum and what goes as it is want gradients as they are meant
     exact_below = 0
     start_step = 0
     direct = 4
@@ -136,9 +137,7 @@ class Gathered(Corrected, Fused):
         if self.codec.takes(values, self.block):
             self.codec.encode(values, own[:size], self.block, residual, lost)
         else:
-            if residual is not None:
-                values += residual
-            self.encode(values, own[:size], lost)
+            self.encode_sum(values, 1.0, own[:size], residual, lost)
         own[size:] = used
         piece.carry["own"] = own
 
