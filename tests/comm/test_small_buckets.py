@@ -21,7 +21,7 @@ from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
 from accel.comm.reduction import BucketJob, Reduction
 from tests.comm.cases import OneBitTwice
-from tests.comm.simulated import World
+from tests.comm.threaded_ranks import World
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "exact": Exact,
