@@ -21,6 +21,7 @@ from accel.plan import Choices
 from accel.profiler import anatomy, causes, naming
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.evidence import Evidence
+from accel.profiler.exchange import exchanged
 from accel.profiler.trial import Outcome, Trial, TrialConfig
 from accel.report import Event, Status, StrategyRow
 
@@ -164,7 +165,7 @@ class Controller:
         """Take in where the time goes under the plan as it is now, and what that means."""
         if result.measurements:
             wait_share = None if result.evidence is None else result.evidence.ddp_wait_share
-            self.anatomy_after = anatomy.typical(anatomy.exchanged(result.measurements, wait_share))
+            self.anatomy_after = anatomy.typical(exchanged(result.measurements, wait_share))
             self.diagnosis = _diagnosed(result)
 
     # -- search ------------------------------------------------------------------------------------------------------

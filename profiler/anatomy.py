@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from accel.profiler.phases import PHASES, Measurement
 
@@ -64,25 +64,6 @@ def of(steps: Sequence[Measurement]) -> Anatomy:
         stalls=stalls / total,
         stall_every=(stalled[-1] - stalled[0]) / (len(stalled) - 1) if len(stalled) > 1 else 0.0,
     )
-
-
-def exchanged(steps: Sequence[Measurement], wait_share: float | None) -> Sequence[Measurement]:
-    """Return the steps with DDP's wait for other ranks, which the clocks see within backward, as communication.
-
-    Args:
-        steps: as the clocks have them.
-        wait_share: share of the steps' time, by DDP's own clocks; None without DDP.
-    """
-    if not wait_share:
-        return steps
-    found = []
-    for one in steps:
-        backward = one.phases.get("backward", 0.0)
-        wait = min(wait_share * one.seconds, backward)
-        own = one.phases.get("communication", 0.0)
-        phases = {**one.phases, "backward": backward - wait, "communication": own + wait}
-        found.append(replace(one, phases=phases))
-    return found
 
 
 def _starting(steps: Sequence[Measurement]) -> list[int]:

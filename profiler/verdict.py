@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from accel.profiler import link, naming
-from accel.profiler.anatomy import Anatomy, exchanged
+from accel.profiler.anatomy import Anatomy
 from accel.profiler.causes import CAUSES, CROWDS
 from accel.profiler.evidence import Evidence, ThreadShare
+from accel.profiler.exchange import exchanged
 from accel.profiler.findings import WORTH
 from accel.profiler.naming import Diagnosis
 from accel.profiler.phases import MEANING

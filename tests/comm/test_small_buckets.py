@@ -130,27 +130,23 @@ def _left(layout: Layout, ranks: list[dict[str, Any]]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_small_buckets_are_averaged(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(name, TOPOLOGIES[0], monkeypatch, (True,))
+def test_small_buckets_are_averaged(name: str) -> None:
+    check(name, TOPOLOGIES[0], (True,))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda one: "x".join(map(str, one)))
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_small_buckets_are_averaged_everywhere(
-    name: str, topology: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check(name, topology, monkeypatch, (False, True))
+def test_small_buckets_are_averaged_everywhere(name: str, topology: tuple[int, int]) -> None:
+    check(name, topology, (False, True))
 
 
-def check(
-    name: str, topology: tuple[int, int], monkeypatch: pytest.MonkeyPatch, hierarchical_ways: Sequence[bool]
-) -> None:
+def check(name: str, topology: tuple[int, int], hierarchical_ways: Sequence[bool]) -> None:
     """Look at what arrives, on each rank, and at what is withheld."""
     hosts, per_host = topology
     kind = COMPRESSORS[name]()
     for hierarchical, feedback in itertools.product(hierarchical_ways, {kind.takes_feedback, kind.feedback}):
-        world = World(hosts * per_host, monkeypatch)
+        world = World(hosts * per_host)
         ranks = world.run(
             lambda rank: _train(rank, world, per_host, hierarchical, COMPRESSORS[name](), feedback)  # noqa: B023
         )

@@ -10,14 +10,11 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from accel.comm import channel as channels
 from accel.comm.channel import Channel, GlooChannel
 
 _PATIENCE_S = 20.0
@@ -32,15 +29,13 @@ class World:
 
     Args:
         size: number of ranks.
-        monkeypatch: gloo's groups are those of worlds from here on.
     """
 
-    def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
         self._queues: dict[Any, queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
         self._lock = threading.Lock()
         self._failed = threading.Event()
-        monkeypatch.setattr(channels.dist, "ProcessGroupGloo", _group)
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
         """Return what `function(rank)` returned on each rank; raise what the first one raised."""
@@ -67,7 +62,10 @@ class World:
 
     def channel(self, name: str, ranks: Sequence[int], rank: int) -> Channel:
         """Return a rank's end of a channel; the name tells it from others between the same ranks."""
-        return GlooChannel((self, name, tuple(ranks)), ranks, rank, timedelta(seconds=_PATIENCE_S))
+        found = GlooChannel.__new__(GlooChannel)
+        found.ranks, found.rank, found.size = tuple(ranks), ranks.index(rank), len(ranks)
+        found._group = _Group((self, name, found.ranks), found.rank, found.size) if found.size > 1 else None
+        return found
 
     def put(self, key: Any, values: Tensor) -> None:
         """Leave values for the rank that takes them."""
@@ -87,18 +85,14 @@ class World:
                     raise Broken("another rank has raised an error") from None
 
 
-def _group(store: tuple[World, str, tuple[int, ...]], rank: int, size: int, timeout: timedelta) -> _Group:
-    return _Group(store, rank, size)
-
-
 class _Work:
     def __init__(self, end: Callable[[], None] = lambda: None) -> None:
         self.wait = end
 
 
 class _Group:
-    def __init__(self, store: tuple[World, str, tuple[int, ...]], rank: int, size: int) -> None:
-        (self._world, *self._name), self._rank, self._size = store, rank, size
+    def __init__(self, place: tuple[World, str, tuple[int, ...]], rank: int, size: int) -> None:
+        (self._world, *self._name), self._rank, self._size = place, rank, size
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> _Work:
         self._world.put((*self._name, self._rank, to), tensors[0].clone())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.profiler.anatomy import exchanged, of, typical
+from accel.profiler.anatomy import of, typical
 from accel.profiler.phases import PHASES, Measurement
 
 
@@ -60,13 +60,3 @@ def test_the_typical_step_adds_up_to_the_median() -> None:
     steps = [step(n, data=1.0, forward=2.0, backward=3.0) for n in range(4)] + [step(4, data=500.0)]
 
     assert sum(typical(steps).values()) == pytest.approx(6.0)
-
-
-@pytest.mark.parametrize(("wait_share", "wait"), [(None, 0.0), (0.0, 0.0), (0.25, 1.0), (0.9, 2.0)])
-def test_what_ddp_waits_moves_from_backward_to_communication(wait_share: float | None, wait: float) -> None:
-    before = Measurement(step=0, seconds=4.0, phases={"forward": 1.5, "backward": 2.0, "communication": 0.5})
-    (found,) = exchanged([before], wait_share)
-    assert found.phases == {"forward": 1.5, "backward": 2.0 - wait, "communication": 0.5 + wait}
-    assert before.phases["backward"] == 2.0
-    # A step without backward, as one cut off, has nothing to move.
-    assert exchanged([Measurement(step=0, seconds=1.0, phases={"data": 1.0})], 0.5)[0].phases["data"] == 1.0
