@@ -16,7 +16,7 @@ import click
 
 from accel import __version__
 from accel.errors import AccelError, InvalidArgument
-from accel.files import write_atomic
+from accel.files import check_folder, write_atomic
 from accel.terminal import Cell, Page, clean
 
 if TYPE_CHECKING:
@@ -133,6 +133,8 @@ def comm(
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if launched and ranks is not None:
         raise InvalidArgument(f"--ranks must not be given under torchrun, which started {os.environ['WORLD_SIZE']}")
+    if target and (not launched or os.environ["RANK"] == "0"):  # who writes it
+        check_folder("--json", target)
     sizes = [smallest]
     while sizes[-1] * factor <= largest:
         sizes.append(sizes[-1] * factor)
@@ -354,15 +356,24 @@ class _Table:
     def end(self, rows: list[Row], result: Bandwidth | None, problem: str) -> None:
         """Print the fitted lines and write the file."""
         fits = _fits(rows)
+        lines = [one for one in fits if one[2].error <= _NO_LINE]
         page = Page()
         if fits:
             page.heading("lines t(S) = alpha + beta * S")
+        if lines:
             page.row(_fit_cells("operation", "link", "alpha us", "beta s/byte", "1/beta GB/s", "worst error"))
-        for operation, link, fit in fits:
+        for operation, link, fit in lines:
             beta = fit.beta_s_per_byte
             speed = _gb(1 / beta) if beta else "-"
             page.row(
                 _fit_cells(operation, link, _us(fit.alpha_s), f"{beta:.3g}", speed, f"{100 * fit.error:.0f} %"),
+            )
+        if without := [f"{operation} {link}" for operation, link, fit in fits if fit.error > _NO_LINE]:
+            worst = max(fit.error for _, _, fit in fits)
+            page.say(
+                f"no line: {', '.join(without)}; times are up to {100 * worst:.0f} % off the nearest one: they follow "
+                "none, or the machine was busy",
+                "yellow",
             )
         if result is not None:
             page.say("")
@@ -394,6 +405,9 @@ class _Table:
             "fits": [{"operation": operation, "link": link, **fit._asdict()} for operation, link, fit in fits],
         }
 
+
+_NO_LINE = 0.5
+"""Worst relative error from which on no line is printed: it would predict times that were not measured anywhere."""
 
 _LEGEND = (
     "Sizes in bytes (K = 1024), bandwidths in GB/s as nccl-tests defines them. to: in place or out of place; spread: "

@@ -13,7 +13,7 @@ from accel import __version__, compare, profile_compare, profile_terminal, termi
 from accel.bench_command import bench
 from accel.doctor_command import doctor
 from accel.errors import AccelError, ReportError
-from accel.files import write_atomic
+from accel.files import check_folder, write_atomic
 from accel.profile_command import Job, profile
 from accel.profiler.report import ProfileReport
 from accel.report import Report
@@ -115,6 +115,7 @@ def _page(loaded: Report | ProfileReport) -> str:
 def _write_page(loaded: Report | ProfileReport, file: Path, page: Path) -> None:
     if page.resolve() == file.resolve():
         raise ReportError(f"--html must name another file than the report itself. Found: {page}")
+    check_folder("--html", page)
     try:
         write_atomic(page, _page(loaded))
     except OSError as error:

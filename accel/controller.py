@@ -21,6 +21,7 @@ from accel.plan import Choices
 from accel.profiler import anatomy, causes, naming
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.evidence import Evidence
+from accel.profiler.exchange import exchanged
 from accel.profiler.trial import Outcome, Trial, TrialConfig
 from accel.report import Event, Status, StrategyRow
 
@@ -163,7 +164,8 @@ class Controller:
     def _take_look(self, result: Result) -> None:
         """Take in where the time goes under the plan as it is now, and what that means."""
         if result.measurements:
-            self.anatomy_after = anatomy.typical(result.measurements)
+            wait_share = None if result.evidence is None else result.evidence.ddp_wait_share
+            self.anatomy_after = anatomy.typical(exchanged(result.measurements, wait_share))
             self.diagnosis = _diagnosed(result)
 
     # -- search ------------------------------------------------------------------------------------------------------

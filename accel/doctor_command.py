@@ -12,7 +12,7 @@ import click
 
 from accel.code_finder import HABITS, Search, search
 from accel.errors import InvalidArgument
-from accel.files import write_atomic
+from accel.files import check_folder, write_atomic
 from accel.terminal import Page
 
 if TYPE_CHECKING:
@@ -35,9 +35,16 @@ _json = click.option(
     "--json",
     "target",
     type=click.Path(path_type=Path, dir_okay=False),
+    callback=lambda ctx, param, target: _in_folder(target),
     metavar="FILE",
     help="Also write the findings there.",
 )
+
+
+def _in_folder(target: Path | None) -> Path | None:
+    if target is not None:
+        check_folder("--json", target)
+    return target
 
 
 @click.group(invoke_without_command=True)

@@ -6,6 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from accel.errors import InvalidArgument
+
 
 def write_atomic(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` to `path` so that a reader sees the old file or the new one, never half.
@@ -35,3 +37,17 @@ def write_atomic(path: str | os.PathLike[str], text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def check_folder(option: str, target: str | os.PathLike[str]) -> None:
+    """Raise InvalidArgument unless a file that a command is to write lies in a folder that exists.
+
+    A command that made folders would turn a mistyped path into a place where nobody looks; asked first, nothing has
+    been measured in vain.
+
+    Args:
+        option: as on the command line.
+        target: the file.
+    """
+    if not Path(target).parent.is_dir():
+        raise InvalidArgument(f"{option} must lie in a directory that exists, got {str(target)!r}; make it first")

@@ -1,7 +1,7 @@
 """What the profiler is told of the steps in which the controller looks: the same evidence as in `accel profile`.
 
-Only while it is open: a mark around the backward pass, and the training thread's times from the system, read when a
-batch is asked for and handed over. Closed, a step costs what it did.
+Only while it is open: a mark around the backward pass, DDP's own clocks, and the training thread's times from the
+system, read when a batch is asked for and handed over. Closed, a step costs what it did.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from accel.profiler import facts
 from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.host import ThreadMeter, ThreadTime
+from accel.profiler.meters import Exposed
 from accel.profiler.phases import Measurement, StepClock
 from accel.profiler.probes import BackwardProbe
 from accel.run import Run
@@ -29,6 +30,8 @@ class Observation:
     def __init__(self, clock: StepClock, run: Run) -> None:
         self._clock, self._run = clock, run
         self._probe = BackwardProbe(clock.backward, clock.backwarded)
+        self._exposed = Exposed()
+        self._exposed.look([run.model])
         self._meter = ThreadMeter(tid=threading.get_native_id())
         self._began = self._meter.read()
         self._asked: ThreadTime | None = None
@@ -38,12 +41,14 @@ class Observation:
 
     def close(self) -> None:
         """Take the marks out."""
+        self._exposed.stop()
         self._probe.remove()
         self._clock.backward_is_seen = False
         self._meter.close()
 
     def asked(self) -> None:
         """A batch is asked for."""
+        self._exposed.look([self._run.model])
         self._asked = self._meter.read()
 
     def delivered(self) -> None:
@@ -67,7 +72,13 @@ class Observation:
             optimizer=facts.of_optimizers(run.optimizers),
             dtype=facts.dtype(run.model.parameters()),
             anomaly_mode=torch.is_anomaly_enabled(),
+            ddp_wait_share=self._wait_share(steps),
         )
+
+    def _wait_share(self, steps: list[Measurement]) -> float | None:
+        """Return the share of the steps in which DDP waits for other ranks."""
+        waited, seconds = self._exposed.mean(), sum(one.seconds for one in steps)
+        return None if waited is None or not seconds else waited * len(steps) / seconds
 
     def _waiting(self) -> ThreadShare | None:
         wall, ran, waited = (sum(part) for part in zip(*self._waits, strict=True)) if self._waits else (0.0, 0.0, 0.0)

@@ -17,7 +17,7 @@ import click
 
 from accel import __version__
 from accel.errors import InvalidArgument
-from accel.files import write_atomic
+from accel.files import check_folder, write_atomic
 
 if TYPE_CHECKING:
     from accel.profiler.gather import Exchange
@@ -160,8 +160,7 @@ def _check(script: str, module: bool, target: Path) -> None:
         raise InvalidArgument(f"--json must not end in .html, where the web page goes, got {str(target)!r}")
     if target.exists() and not target.is_file():
         raise InvalidArgument(f"--json must be an ordinary file, got {str(target)!r}; name one, then print it")
-    if not target.parent.is_dir():
-        raise InvalidArgument(f"--json must lie in a directory that exists, got {str(target)!r}; make it first")
+    check_folder("--json", target)
 
 
 def _conclude(

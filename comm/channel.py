@@ -83,6 +83,12 @@ def _pieces(values: Tensor) -> tuple[Tensor, ...]:
     return torch.split(values.view(torch.uint8), PIECE_BYTES) if values.numel() else ()
 
 
+def _still_open(group: Any) -> Any:
+    if group is None:
+        raise ConnectionBroken("the group was closed")
+    return group
+
+
 def _share(channel: Channel, own: Tensor, out: Sequence[Tensor]) -> None:
     channel.exchange([own] * channel.size, out)
     if out[channel.rank].data_ptr() != own.data_ptr():
@@ -140,10 +146,7 @@ class GlooChannel:
             self._open().allreduce([values]).wait()
 
     def _open(self) -> Any:
-        group = self._group
-        if group is None:
-            raise ConnectionBroken("the group was closed")
-        return group
+        return _still_open(self._group)
 
     def abort(self) -> None:
         group, self._group = self._group, None
@@ -157,7 +160,8 @@ class GlooChannel:
 class NcclChannel:
     """A channel over NCCL, for tensors on a CUDA device; calls return once queued on the current stream.
 
-    Not run on GPUs yet.
+    So a peer that has gone is no error here: PyTorch's watchdog finds a collective that does not end within the timeout
+    and ends the process (TORCH_NCCL_ASYNC_ERROR_HANDLING). Not run on GPUs yet.
     """
 
     def __init__(self, store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
@@ -173,19 +177,24 @@ class NcclChannel:
         empty = receives[self.rank].new_empty(0)
         going = [sends[r] if r in others else empty for r in range(self.size)]
         coming = [receives[r] if r in others else empty for r in range(self.size)]
-        self._group.alltoall(coming, going).wait()
+        self._open().alltoall(coming, going).wait()
 
     def all_gather(self, own: Tensor, out: Sequence[Tensor]) -> None:
         _share(self, own, out)
 
     @_backend_call
     def all_reduce(self, values: Tensor) -> None:
-        self._group.allreduce([values]).wait()
+        self._open().allreduce([values]).wait()
+
+    def _open(self) -> Any:
+        return _still_open(self._group)
 
     def abort(self) -> None:
-        self._group.abort()
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()  # the end of it, too: a shutdown would wait for what was broken off
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.shutdown()
-            self._group = None
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()

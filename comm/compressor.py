@@ -49,6 +49,8 @@ class Compressor(ABC):
     takes_feedback = True
     """Whether the compressor uses `residual` where it is there."""
     lossless = False
+    scales = False
+    """Whether the compressor multiplies values by `piece.factor`; else they come multiplied, at a pass over memory."""
     needs_whole_step = False
     """Whether `whole_step` must see a step's gradients before any is sent; nothing then overlaps backward."""
 
@@ -95,6 +97,7 @@ class Quantised(Compressor):
     that the step is void.
     """
 
+    scales = True
     block = 1
     """Elements that share a scale."""
 
@@ -109,6 +112,17 @@ class Quantised(Compressor):
     @abstractmethod
     def decode(self, encoded: Tensor, out: Tensor, add: bool = False) -> None:
         """Decode into `out` (m,), or add to it."""
+
+    def encode_sum(
+        self, values: Tensor, factor: float, out: Tensor, residual: Tensor | None, lost: Tensor | None
+    ) -> None:
+        """Encode factor · values + residual as `encode` does; what `values` holds then is of no use."""
+        add_residual(values, factor, residual)
+        self.encode(values, out, lost)
+
+    def finite(self, encoded: Tensor, numel: int) -> Tensor | None:
+        """Return whether all that is decoded will be finite, () bool; None (default) where that must be looked at."""
+        return None
 
     def boundaries(self, layout: Layout, parts: int) -> list[int]:
         return equal_cuts(layout.numel, parts, self.block)
@@ -131,32 +145,30 @@ class Quantised(Compressor):
         """Give the sums to everyone, and leave what no rank used where it was."""
         self._gather(piece, channel)
         if "flags" in piece.carry:
-            for span, used in zip(piece.carry["spans"], piece.carry["flags"].tolist(), strict=True):
-                if not used:
-                    stand_still(piece, span, (RESIDUAL,))
+            stand_still(piece, piece.carry["spans"], piece.carry["flags"], (RESIDUAL,))
 
     def _scatter(self, piece: Piece, channel: Channel) -> None:
         """Sum this rank's chunk of the piece over all ranks, as they encoded it, and encode the sum."""
         values, rank = piece.values, channel.rank
-        feedback = piece.slot.has(RESIDUAL)
-        lost = piece.slot.write(RESIDUAL) if feedback else None
-        if feedback:
-            values += piece.slot.read(RESIDUAL)
+        residual = piece.slot.read(RESIDUAL) if piece.slot.has(RESIDUAL) else None
+        lost = piece.slot.write(RESIDUAL) if residual is not None else None
         if channel.size == 1:
+            add_residual(values, piece.factor, residual)
             if lost is not None:
                 lost.zero_()
             return
         chunks, going = self._chunks(piece, channel)
         for r, part in enumerate(chunks):
             if r != rank:
-                self.encode(values[part], going[r], None if lost is None else lost[part])
+                self.encode_sum(values[part], piece.factor, going[r], part_of(residual, part), part_of(lost, part))
         own = chunks[rank]
+        add_residual(values[own], piece.factor, part_of(residual, own))
         coming = [torch.empty_like(going[rank]) if r != rank else going[rank][:0] for r in range(channel.size)]
         channel.exchange(going, coming)
         for r, encoded in enumerate(coming):
             if r != rank:
                 self.decode(encoded, values[own], add=True)
-        self.encode(values[own], going[rank], None if lost is None else lost[own])
+        self.encode(values[own], going[rank], part_of(lost, own))
 
     def _chunks(self, piece: Piece, channel: Channel) -> tuple[list[slice], list[Tensor]]:
         """Return each rank's chunk of the piece, and room for its codes, which may be followed by flags."""
@@ -179,6 +191,22 @@ class Quantised(Compressor):
         channel.all_gather(rooms[channel.rank], rooms)
         for part, one in zip(chunks, encoded, strict=True):
             self.decode(one, piece.values[part])
+        known = [self.finite(one, part.stop - part.start) for part, one in zip(chunks, encoded, strict=True)]
+        if all(one is not None for one in known):
+            piece.carry["finite"] = torch.stack([one for one in known if one is not None]).all().view(1)
         if "flags" in piece.carry:
             told = [room[one.numel() :] for room, one in zip(rooms, encoded, strict=True)]
             piece.carry["flags"] = torch.stack(told).amax(0)
+
+
+def add_residual(values: Tensor, factor: float, residual: Tensor | None) -> None:
+    """Replace values by factor · values + residual, in one pass."""
+    if residual is not None:
+        torch.add(residual, values, alpha=factor, out=values)
+    elif factor != 1.0:
+        values.mul_(factor)
+
+
+def part_of(values: Tensor | None, part: slice) -> Tensor | None:
+    """Return a range of what may not be there."""
+    return None if values is None else values[part]

@@ -120,7 +120,8 @@ class DGC(Corrected):
     def whole_step(self, buckets: Sequence[Tensor], ranks: int) -> None:
         """Clip this rank's gradients to clip_norm · ranks^−½ by the norm of all of them."""
         assert self.clip_norm is not None
-        limit = self.clip_norm * self._loss_scale() / math.sqrt(ranks)
+        source = self._momentum_source()
+        limit = self.clip_norm * (1.0 if source is None else source.loss_scale()) / math.sqrt(ranks)
         # In float64, where no square of a float32 overflows: a large gradient is clipped, not lost.
         norms = torch.stack([torch.linalg.vector_norm(one, dtype=torch.float64) for one in buckets])
         factor = (limit / torch.linalg.vector_norm(norms)).clamp(max=1.0)
@@ -135,7 +136,7 @@ class DGC(Corrected):
         ratio = self.ratio_at(piece.step)
         dense = ratio * channel.size >= 1
         parts = list(self._parts(piece, 1.0 if dense else ratio))
-        scale = self._loss_scale()
+        scale = self._loss_scale(piece)
         flags = []
         pack = None if dense else Pack.empty(piece.values, parts)
         velocity = piece.slot.write(VELOCITY) if self.momentum else None
@@ -165,8 +166,7 @@ class DGC(Corrected):
                 velocity[span].index_fill_(0, found, 0.0)
         used = torch.stack(flags).int() if flags else piece.values.new_empty(0, dtype=torch.int32)
         if pack is not None:
-            pack.head[0] = filled
-            pack.head[1:] = used
+            pack.used.copy_(used)
             pack.put_dense(piece.values, parts)
         piece.carry.update(parts=parts, pack=pack, used=used, gathered=gathered, scale=scale)
         piece.carry["raw"] = None if pack is None else pack.raw  # a tensor by itself: the next stage's stream holds it
@@ -184,14 +184,16 @@ class DGC(Corrected):
         else:
             used = pack.gather(piece.values, parts, channel)
         scale = piece.carry["scale"]
-        for part, moved in zip(parts, used, strict=True):
-            span = slice(part.begin, part.end)
-            if part.sent and not moved:
-                stand_still(piece, span, (VELOCITY, RESIDUAL))
-            elif part.sent and scale != 1.0:
+        chosen = [number for number, part in enumerate(parts) if part.sent]
+        spans = [slice(parts[number].begin, parts[number].end) for number in chosen]
+        if scale != 1.0:
+            for span in spans:
                 piece.values[span].mul_(scale)
+        if spans:
+            told = torch.stack([used[number] for number in chosen])
+            stand_still(piece, spans, told, (VELOCITY, RESIDUAL))
 
-    def _sum_all(self, piece: Piece, channel: Channel, parts: list[Part], gathered: Tensor) -> list[bool]:
+    def _sum_all(self, piece: Piece, channel: Channel, parts: list[Part], gathered: Tensor) -> Tensor:
         """Leave the sum of all in `piece.values` and nothing in `gathered`; tell which parameters were used."""
         for part in parts:
             if part.sent:
@@ -202,4 +204,4 @@ class DGC(Corrected):
         own = piece.carry["used"]
         told = [torch.empty_like(own) for _ in range(channel.size)]
         channel.all_gather(own, told)
-        return [bool(one) for one in torch.stack(told).amax(0).tolist()] if parts else []
+        return torch.stack(told).amax(0)

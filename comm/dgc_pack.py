@@ -28,10 +28,10 @@ class Part(NamedTuple):
 class Pack:
     """What one rank sends of a piece, in bytes of a size that the piece's layout gives:
 
-        int32: number of entries | whether each parameter was used | positions, then padding to 8 bytes
+        int32: whether each parameter was used | positions, then padding to 8 bytes
         float: values of the entries | dense parameters, if all ranks' are few bytes
 
-    Entries beyond the number are room, not read.
+    Where fewer are found than there is room for, the rest adds 0 to the first element.
     """
 
     def __init__(self, raw: Tensor, like: Tensor, parts: Sequence[Part]) -> None:
@@ -39,8 +39,8 @@ class Pack:
         words = _words(entries, parts)
         self.raw = raw
         whole = raw[: 4 * words].view(torch.int32)
-        self.head = whole[: 1 + len(parts)]
-        self.positions = whole[1 + len(parts) : 1 + len(parts) + entries]
+        self.used = whole[: len(parts)]
+        self.positions = whole[len(parts) : len(parts) + entries]
         floats = raw[4 * words :].view(like.dtype)
         self.values, self.dense = floats[:entries], floats[entries:]
 
@@ -64,8 +64,8 @@ class Pack:
         if self.dense.numel():
             torch.cat([values[part.begin : part.end] for part in parts if not part.sent], out=self.dense)
 
-    def gather(self, values: Tensor, parts: Sequence[Part], channel: Channel) -> list[bool]:
-        """Set `values` to the sum of all ranks' packs; return which parameters any rank used."""
+    def gather(self, values: Tensor, parts: Sequence[Part], channel: Channel) -> Tensor:
+        """Set `values` to the sum of all ranks' packs; return which parameters any rank used, (parts,)."""
         raws = [torch.empty_like(self.raw) for _ in range(channel.size)]
         channel.all_gather(self.raw, raws)
         packs = [Pack(raw, values, parts) for raw in raws]
@@ -77,10 +77,9 @@ class Pack:
                 length = part.end - part.begin
                 values[part.begin : part.end] = dense[at : at + length]
                 at += length
-        heads = torch.stack([one.head for one in packs]).tolist()
-        for (count, *_), one in zip(heads, packs, strict=True):
-            values.index_add_(0, one.positions[:count], one.values[:count])  # no position twice in a pack
-        return [any(flags) for flags in zip(*(flags for _, *flags in heads), strict=True)]
+        for one in packs:
+            values.index_add_(0, one.positions, one.values)  # but for zeros, no position twice in a pack
+        return torch.stack([one.used for one in packs]).amax(0)
 
     def _dense_sum(self, values: Tensor, parts: Sequence[Part], packs: Sequence[Pack], channel: Channel) -> Tensor:
         if self.dense.numel() or not _dense_elements(parts):
@@ -95,7 +94,7 @@ class Pack:
 
 def _words(entries: int, parts: Sequence[Part]) -> int:
     """Return the int32 words of a pack, even: float64 begins at a multiple of 8 bytes."""
-    return (1 + len(parts) + entries + 1) // 2 * 2
+    return (len(parts) + entries + 1) // 2 * 2
 
 
 def _dense_elements(parts: Sequence[Part]) -> int:

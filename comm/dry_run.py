@@ -191,7 +191,7 @@ def _on_a_line(run: Callable[[Layout], Stages], layouts: Sequence[Layout]) -> tu
     """Run the largest bucket and one of 1,024 elements; the others lie on the line between."""
     largest = max(layouts, key=lambda one: one.numel)
     tiny = Layout(0, ("tiny",), (torch.Size((_TINY,)),), largest.dtype, True)
-    small, large = (tiny.numel, run(tiny)), (largest.numel, run(largest))
+    small, large = (tiny.numel, run(tiny)), (_size(largest), run(largest))
     return tuple(between(small, large, one.numel) for one in layouts)
 
 
@@ -215,7 +215,7 @@ def copy_byte_s(layouts: Sequence[Layout], device: torch.device, *, runs: int = 
         began = time.perf_counter()
         target.copy_(source)
         times.append(time.perf_counter() - began)
-    return median(times) / source.nbytes
+    return median(times) / (_size(largest) * source.element_size())
 
 
 def shared_out(told: Sequence[Mapping[Way, Sequence[Stages]]]) -> dict[Way, tuple[Stages, ...]]:
@@ -237,4 +237,9 @@ def shared_out(told: Sequence[Mapping[Way, Sequence[Stages]]]) -> dict[Way, tupl
 
 def _of(index: int, known: dict[int, Stages], layouts: Sequence[Layout]) -> Stages:
     nearest = min(known, key=lambda one: (one != index, abs(layouts[one].numel - layouts[index].numel)))
-    return scaled(known[nearest], layouts[index].numel / layouts[nearest].numel)
+    return scaled(known[nearest], _size(layouts[index]) / _size(layouts[nearest]))
+
+
+def _size(layout: Layout) -> int:
+    """Return the elements of a bucket to divide by: DDP makes buckets of nothing, of parameters without elements."""
+    return max(layout.numel, 1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from accel.comm.channel import Channel
-from accel.comm.compressor import RESIDUAL, Quantised
+from accel.comm.compressor import RESIDUAL, Quantised, add_residual, part_of
 from accel.comm.layout import Piece
 
 _ALIGNED = 16  # bytes of the widest load: ranks' codes begin at multiples of it
@@ -48,12 +48,13 @@ class Fused(Quantised):
         values, rank = piece.values, channel.rank
         if channel.size == 1 or not self.codec.takes(values, self.block):
             return super()._scatter(piece, channel)
+        add_residual(values, piece.factor, None)
         residual = piece.slot.read(RESIDUAL) if piece.slot.has(RESIDUAL) else None
         lost = piece.slot.write(RESIDUAL) if residual is not None else None
         chunks, going = self._chunks(piece, channel)
         for r, part in enumerate(chunks):
             if r != rank:
-                self.codec.encode(values[part], going[r], self.block, _part(residual, part), _part(lost, part))
+                self.codec.encode(values[part], going[r], self.block, part_of(residual, part), part_of(lost, part))
         own = chunks[rank]
         arrived = self._rows(values, self.encoded_bytes(own.stop - own.start), channel.size - 1)
         nothing = values.new_empty(0, dtype=torch.uint8)
@@ -61,14 +62,11 @@ class Fused(Quantised):
         if residual is not None:
             values[own] += residual[own]
         self.codec.decode_sum(arrived, values[own], self.block, add=True)
-        self.codec.encode(values[own], going[rank], self.block, None, _part(lost, own))
+        self.codec.encode(values[own], going[rank], self.block, None, part_of(lost, own))
         return None
 
     def _rows(self, like: Tensor, size: int, ranks: int) -> Tensor:
         """Return (ranks, size) bytes to receive into."""
-        rows = like.new_empty(ranks, -(-size // _ALIGNED) * _ALIGNED, dtype=torch.uint8)
+        # Not even nothing may lie at an odd place: rows of no bytes are one byte apart, which no float can be read at.
+        rows = like.new_empty(ranks, max(-(-size // _ALIGNED), 1) * _ALIGNED, dtype=torch.uint8)
         return rows[:, :size]
-
-
-def _part(values: Tensor | None, part: slice) -> Tensor | None:
-    return None if values is None else values[part]

@@ -48,6 +48,7 @@ class Gathered(Corrected, Fused):
         direct: ranks up to which everyone hears everyone.
     """
 
+    scales = False  # momentum and what goes as it is want gradients as they are meant
     exact_below = 0
     start_step = 0
     direct = 4
@@ -101,7 +102,7 @@ class Gathered(Corrected, Fused):
         """Apply momentum to what will be encoded; return which of it this rank used, (coarse parts,) 0 or 1."""
         used = [any_nonzero(piece.values[part.span]) for part in parts if part.coarse]
         if self.momentum:
-            scale = self._loss_scale()
+            scale = self._loss_scale(piece)
             for part in parts:
                 if not part.coarse:
                     piece.slot.write(VELOCITY)[part.span] = 0
@@ -136,9 +137,7 @@ class Gathered(Corrected, Fused):
         if self.codec.takes(values, self.block):
             self.codec.encode(values, own[:size], self.block, residual, lost)
         else:
-            if residual is not None:
-                values += residual
-            self.encode(values, own[:size], lost)
+            self.encode_sum(values, 1.0, own[:size], residual, lost)
         own[size:] = used
         piece.carry["own"] = own
 
@@ -172,11 +171,10 @@ class Gathered(Corrected, Fused):
                 at += length
 
     def _finish(self, piece: Piece) -> None:
-        """Leave what no rank used where it was, and give the rest the scale that the optimizer expects."""
+        """Give what was encoded the scale that the optimizer expects, and leave what no rank used where it was."""
         fields = (VELOCITY,) if "dense" in piece.carry else (VELOCITY, RESIDUAL)
         scale, coarse = piece.carry.get("scale", 1.0), [part.span for part in piece.carry["parts"] if part.coarse]
-        for span, used in zip(coarse, piece.carry["used"].tolist(), strict=True):
-            if used == 0:
-                stand_still(piece, span, fields)
-            elif scale != 1.0:
+        if scale != 1.0:
+            for span in coarse:
                 piece.values[span] *= scale
+        stand_still(piece, coarse, piece.carry["used"], fields)

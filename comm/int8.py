@@ -7,11 +7,13 @@ Bytes: 1 + 4/block per element. On a GPU `accel.kernels.quantise` does this in o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from accel.comm.compressor import add_residual
 from accel.comm.fused import Codec, Fused
 from accel.kernels import quantise
 
@@ -41,36 +43,66 @@ class Int8(Fused):
         return encoded[:scales].view(torch.float32), encoded[scales:].view(torch.int8)
 
     def encode(self, values: Tensor, out: Tensor, lost: Tensor | None) -> None:
+        self.encode_sum(values, 1.0, out, None, lost)
+
+    def encode_sum(
+        self, values: Tensor, factor: float, out: Tensor, residual: Tensor | None, lost: Tensor | None
+    ) -> None:
         if self.codec.takes(values, self.block):
+            add_residual(values, factor, residual)
             return self.codec.encode(values, out, self.block, lost=lost)
         scales, codes = self._parts(out, values.numel())
-        for low, high, rows, _ in tiles(values.numel(), self.block):
-            x = blocks(values[low:high], self.block)
-            scale = x.abs().amax(1).float().div_(127.0)  # 5 times as fast here as the norm of the same name
-            scales[rows] = scale
-            small = scale < _SMALLEST_SCALE
-            inverse = scale.reciprocal().masked_fill_(small, 0.0).unsqueeze(1)
-            q = torch.mul(x, inverse.to(x.dtype)).round_()
-            codes[low:high] = q.view(-1)[: high - low]
-            if lost is not None:
-                kept = q.mul_(scale.to(x.dtype).unsqueeze(1)).view(-1)[: high - low]
-                torch.sub(values[low:high], kept, out=lost[low:high])
+        room = values.new_empty(min(max(_TILE, self.block), values.numel()))
+        whole, code_rows = rows(values, self.block), rows(codes, self.block)
+        nothing = [None] * len(whole)
+        parts = (nothing if one is None else rows(one, self.block) for one in (residual, lost))
+        for given, code, scale, withheld, rest in zip(whole, code_rows, _by_tile(scales, whole), *parts, strict=True):
+            x = summed(given, factor, withheld, rest)
+            q = room[: x.numel()].view(x.shape)
+            top = torch.abs(x, out=q).amax(1, keepdim=True)  # 5 times as fast here as the norm of the same name
+            scale.copy_(top.view(-1)).div_(127.0)
+            s = scale.view(-1, 1)
+            inverse = s.reciprocal().masked_fill_(s < _SMALLEST_SCALE, 0.0)
+            code.copy_(torch.mul(x, inverse.to(x.dtype), out=q).round_())
+            if rest is not None:
+                torch.sub(x, q.mul_(s.to(x.dtype)), out=rest)
         return None
+
+    def finite(self, encoded: Tensor, numel: int) -> Tensor | None:
+        scales, _ = self._parts(encoded, numel)
+        return torch.isfinite(scales * 127.0).all()  # the largest that a block can hold
 
     def decode(self, encoded: Tensor, out: Tensor, add: bool = False) -> None:
         if self.codec.takes(out, self.block):
             return self.codec.decode_sum(encoded[None], out, self.block, add)
         scales, codes = self._parts(encoded, out.numel())
-        for low, high, rows, whole in tiles(out.numel(), self.block):
-            q = blocks(codes[low:high], self.block).to(out.dtype)
-            scale = scales[rows].to(out.dtype).unsqueeze(1)
-            if add and whole:
-                out[low:high].view(-1, self.block).addcmul_(q, scale)
-            elif add:
-                out[low:high] += q.mul_(scale).view(-1)[: high - low]
+        room = out.new_empty(min(max(_TILE, self.block), out.numel()))
+        whole = rows(out, self.block)
+        for part, code, scale in zip(whole, rows(codes, self.block), _by_tile(scales, whole), strict=True):
+            q, s = room[: code.numel()].view(code.shape).copy_(code), scale.to(out.dtype).view(-1, 1)
+            if add:
+                part.addcmul_(q, s)
             else:
-                out[low:high] = q.mul_(scale).view(-1)[: high - low]
+                torch.mul(q, s, out=part)
         return None
+
+
+def summed(values: Tensor, factor: float, residual: Tensor | None, room: Tensor | None) -> Tensor:
+    """Return factor · values + residual, where there is one in the room of what will be lost, which is there then."""
+    if residual is not None:
+        return torch.add(residual, values, alpha=factor, out=room)
+    return values if factor == 1.0 else values * factor
+
+
+def rows(values: Tensor, block: int) -> Sequence[Tensor]:
+    """Return tiles (blocks, block), and what does not fill a block as (1, rest)."""
+    whole = values.numel() // block * block
+    found = torch.split(values[:whole].view(-1, block), max(_TILE // block, 1)) if whole else ()
+    return (*found, values[whole:].view(1, -1)) if whole < values.numel() else found
+
+
+def _by_tile(scales: Tensor, tiles: Sequence[Tensor]) -> Sequence[Tensor]:
+    return torch.split(scales, [one.shape[0] for one in tiles]) if tiles else ()
 
 
 def tiles(numel: int, block: int) -> list[tuple[int, int, slice, bool]]:
@@ -85,12 +117,3 @@ def tiles(numel: int, block: int) -> list[tuple[int, int, slice, bool]]:
         if whole < high:
             found.append((whole, high, slice(whole // block, whole // block + 1), False))
     return found
-
-
-def blocks(values: Tensor, block: int) -> Tensor:
-    """Return `values` as (blocks, block); a part of a block is filled up with zeros in a copy."""
-    if values.numel() % block == 0:
-        return values.view(-1, block)
-    padded = values.new_zeros(-(-values.numel() // block) * block)
-    padded[: values.numel()] = values
-    return padded.view(-1, block)

@@ -69,7 +69,8 @@ class Piece:
     """The part of a bucket that one group of ranks reduces: all of it, or one slice where hosts reduce first.
 
     A compressor reads `values`, each rank's own, and leaves their sum over the group there, the same bits on each rank.
-    The values are divided by the number of all ranks already, so that the sum is the mean gradient.
+    The values are divided by the number of all ranks already, so that the sum is the mean gradient. A compressor that
+    `scales` gets them as they are, and multiplies them by `factor` in passing.
     """
 
     values: Tensor
@@ -81,8 +82,11 @@ class Piece:
     """What outlives the step; see `accel.comm.memory`."""
     step: int = 0
     """Number of this step, from 1, the same on all ranks; void steps count."""
+    factor: float = 1.0
+    """What the values are still to be multiplied by."""
     carry: dict[str, Any] = field(default_factory=dict)
-    """Whatever one stage of the compressor leaves for the next."""
+    """Whatever one stage of the compressor leaves for the next. `finite`, (1,) bool: whether all of `values` is, where
+    a compressor knows without another look at them."""
 
     def parameters(self) -> Iterator[tuple[Extent, torch.Size]]:
         """Yield what of each parameter is in the piece, and the shape of the whole parameter."""

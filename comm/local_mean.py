@@ -74,10 +74,21 @@ class WeightMean(CommState):
             self._talk.close()
             self._talk = None
 
+    @property
+    def talk(self) -> Talk:
+        """Return the line to the other ranks."""
+        assert self._talk is not None
+        return self._talk
+
     def tell(self, mine: Any) -> list[Any]:
         """Return what each rank passed, by rank."""
-        assert self._talk is not None
-        return self._talk.gather(mine)
+        return self.talk.gather(mine)
+
+    @torch.no_grad()
+    def copy_first(self, tensors: Sequence[Tensor]) -> None:
+        """Give all ranks the first one's values of a few small tensors."""
+        for own, first in zip(tensors, self.talk.first([one.detach().cpu() for one in tensors]), strict=True):
+            own.copy_(first)
 
     @torch.no_grad()
     def average(self, named: Named, step: int) -> None:

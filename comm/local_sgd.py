@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.comm.hooks import CommState
 from accel.comm.local_checks import check_arguments, check_parts, difference
 from accel.comm.local_mean import HostMean, Named, WeightMean, fingerprint
+from accel.comm.local_state import same_state
 from accel.comm.reducer import unhook
 
 _VERSION = 1
@@ -52,7 +53,8 @@ class LocalSGD:
         within: between which ranks gradients are averaged after that: those of a "host" (default; torchrun's
             GROUP_RANK or else host names and network namespaces tell), or "rank": none.
         average_momentum: average the optimizer's state of the parameters' shapes (momentum; Adam's moments) as well,
-            for the same bytes again each. Default False, as published: each rank keeps its own.
+            for the same bytes again each, at each averaging. Default False, as published: each rank keeps its own
+            until `close()`, which always averages it.
         dense: how gradients go in the first phase, and after `close()`; default as DDP sends them. It is a state of the
             same module that was not registered.
         scaler: the GradScaler in use; without it, ranks that skip different steps are an error at the next averaging.
@@ -184,6 +186,20 @@ class LocalSGD:
         self._weights.average(named, self.step)
         self._apart = False
 
+    def _make_same(self) -> None:
+        """Leave the same weights, buffers, optimizer state and loss scale on all ranks: from here all step alike."""
+        self.average()
+        same_state(
+            self._optimizer,
+            dict(self._ddp.module.named_parameters()),
+            self._weights.talk,
+            lambda named: self._weights.average(named, self.step),
+        )
+        if self._broadcast_buffers:
+            self._weights.copy_first([one for one in self._ddp.module.buffers() if not one.is_floating_point()])
+        if self._scaler is not None:
+            self._same_scale()
+
     def _named(self) -> Named:
         """Return what is averaged, in the order of the model; raise ValueError if something can't be."""
         owned = set()
@@ -239,17 +255,19 @@ class LocalSGD:
         self._enter_phase()
 
     def close(self, *, average: bool = True) -> None:
-        """Average what is still apart, then take all hooks off; gradients go over all ranks again. Every rank calls it.
+        """Make all ranks the same, then take all hooks off; gradients go over all ranks again. Every rank calls it.
+
+        After local steps weights, buffers and the optimizer's moments are averaged, its counts of steps and buffers of
+        integers are the first rank's, and the loss scale is the smallest. Replicas then stay equal under DDP alone.
 
         Args:
-            average: False leaves each rank its weights and sends nothing, as after an error.
+            average: False leaves each rank what it has and sends nothing, as after an error: weights and optimizer
+                are then the user's to make equal.
         """
         if self._closed:
             return
-        if average and self._apart:
-            self.average()
-        if average and self._scaler is not None and self.local:
-            self._same_scale()
+        if average and (self.local or self._apart):
+            self._make_same()
         self._closed = True
         self._step_hook.remove()
         if self._scaler is not None:

@@ -11,6 +11,9 @@ import functools
 import torch
 from torch import Tensor
 
+_LARGE, _PART = 1 << 20, 1 << 18
+"""Elements of the largest matrix that is made at once, and of parts of others; less costs more than it saves."""
+
 
 @functools.lru_cache(maxsize=256)
 def noise(seed: int, rank: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -52,7 +55,8 @@ def add_product(target: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0,
     """Add alpha · leftᵀ right to `target`, or put it there.
 
     MKL has no quick way for 2 to 15 inner dimensions: 24 matrices of 1024² take 16 ms to add a product of rank 4 and 21
-    ms to set one, but 9 ms each as four outer products, or with rows of zeros up to 16.
+    ms to set one, but 9 ms each as four outer products, or with rows of zeros up to 16. A matrix that no cache holds is
+    made some rows at a time, so that four products pass over memory once: 4096² in 13 and 11 ms in place of 22 and 25.
 
     Args:
         target: (m, n).
@@ -66,8 +70,14 @@ def add_product(target: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0,
             left, right = (torch.nn.functional.pad(one, (0, 0, 0, 16 - rank)) for one in (left, right))
         target.addmm_(left.T, right, alpha=alpha, beta=0.0 if fresh else 1.0)
         return
-    for i in range(rank):
-        if i == 0 and fresh:
-            torch.outer(left[0] if alpha == 1 else left[0] * alpha, right[0], out=target)
-        else:
-            target.addr_(left[i], right[i], alpha=alpha)
+    rows = target.shape[0]
+    if target.numel() > _LARGE:
+        rows = max(_PART // target.shape[1], 1)
+    for low in range(0, target.shape[0], rows):
+        part = target[low : low + rows]
+        for i in range(rank):
+            vector = left[i, low : low + rows]
+            if i == 0 and fresh:
+                torch.outer(vector if alpha == 1 else vector * alpha, right[0], out=part)
+            else:
+                part.addr_(vector, right[i], alpha=alpha)

@@ -97,11 +97,11 @@ def note_used(plan: Plan, values: Tensor, out: Tensor) -> None:
     """Write 1 into `out` (matrices,) for each matrix in `values` that holds anything but zeros, else 0."""
     matrices = [matrix.view(-1) for group in plan.groups for matrix in group.matrices(values)]
     for i, matrix in enumerate(matrices):
-        if matrix.is_cuda:
-            out[i] = matrix.any()  # no wait for the device
-        else:
+        if matrix.device.type == "cpu":
             # A few elements tell nearly always; all of them cost a pass over memory.
             out[i] = bool(matrix[:: matrix.numel() // 1024 + 1].any()) or bool(matrix.any())
+        else:
+            out[i] = matrix.any()  # no wait for the device
 
 
 def other(side: Side) -> Side:

@@ -154,10 +154,12 @@ class Memory:
     def settle(self) -> None:
         """Take over what the last step wrote if all its buckets were finite, else forget it."""
         if self._finite:
-            finite = self.finite()
-            self._finite = []
-            for slot in self._slots.values():
-                slot._settle(finite)
+            self._settle(self.finite())
+
+    def _settle(self, finite: bool) -> None:
+        self._finite = []
+        for slot in self._slots.values():
+            slot._settle(finite)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's fields by parameter."""

@@ -42,11 +42,12 @@ class Corrected(Compressor):
 
     momentum = False
     _source: MomentumSource | None = None
-    _unsaved: tuple[str, ...] = ("_source", "fields")
+    _scale: float | None = None
+    _unsaved: tuple[str, ...] = ("_source", "_scale", "fields")
 
     def _bind(self, source: MomentumSource | None) -> None:
         """Read coefficients from `source` from now on."""
-        self._source = source
+        self._source, self._scale = source, None
         self.fields = (VELOCITY,) if self.momentum else ()
 
     @abstractmethod
@@ -65,9 +66,12 @@ class Corrected(Compressor):
             )
         return self._source
 
-    def _loss_scale(self) -> float:
+    def _loss_scale(self, piece: Piece) -> float:
+        """Return this step's scale, asked once: on a GPU the host waits for it."""
         source = self._momentum_source()
-        return 1.0 if source is None else source.loss_scale()
+        if piece.layout.index == 0 or self._scale is None:
+            self._scale = 1.0 if source is None else source.loss_scale()
+        return self._scale
 
     def _corrected(self, piece: Piece, name: str, span: slice) -> Tensor:
         """Return what momentum makes of a parameter's gradients, in `piece.values` or the velocity's next value."""

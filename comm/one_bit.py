@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accel.comm.compressor import add_residual, part_of
 from accel.comm.fused import Codec
 from accel.comm.gathered import Gathered
-from accel.comm.int8 import blocks, tiles
+from accel.comm.int8 import summed, tiles
 from accel.kernels import sign_pack
 
 
@@ -67,18 +68,24 @@ class OneBit(Gathered):
         return encoded[:scales].view(torch.float32), encoded[scales:]
 
     def encode(self, values: Tensor, out: Tensor, lost: Tensor | None) -> None:
+        self.encode_sum(values, 1.0, out, None, lost)
+
+    def encode_sum(
+        self, values: Tensor, factor: float, out: Tensor, residual: Tensor | None, lost: Tensor | None
+    ) -> None:
         if self.codec.takes(values, self.block):
+            add_residual(values, factor, residual)
             return self.codec.encode(values, out, self.block, lost=lost)
         scales, bits = self._parts(out, values.numel())
         for low, high, rows, whole in tiles(values.numel(), self.block):
-            x = blocks(values[low:high], self.block)
-            elements = self.block if whole else high - low
-            scale = x.abs().sum(1).div_(elements).float()
+            here = slice(low, high)
+            given = summed(values[here], factor, part_of(residual, here), part_of(lost, here))
+            x = given.view(-1, self.block if whole else high - low)
+            scale = x.abs().sum(1).div_(x.shape[1]).float()
             scales[rows] = scale
-            bits[low // 8 : -(-high // 8)] = pack(values[low:high].signbit())  # −0 too, as copysign below
+            bits[low // 8 : -(-high // 8)] = pack(given.signbit())  # −0 too, as copysign below
             if lost is not None:
-                sent = torch.copysign(scale.to(x.dtype).unsqueeze(1), x).view(-1)[: high - low]
-                torch.sub(values[low:high], sent, out=lost[low:high])
+                torch.sub(x, torch.copysign(scale.to(x.dtype).unsqueeze(1), x), out=lost[here].view(x.shape))
         return None
 
     def decode(self, encoded: Tensor, out: Tensor, add: bool = False) -> None:

@@ -4,8 +4,10 @@ A group's collectives match by the order in which ranks issue them. So one threa
 through a queue in DDP's order, which is the same on every rank, and nothing is issued from the callback of a future.
 Stages of different buckets overlap: while one bucket crosses the slow links, the next is summed within its host.
 
-NCCL may deadlock where communicators are used in different orders on different ranks, so on a GPU one thread issues all
-stages of a bucket after each other, each on a stream of its own; the device overlaps them. Not run on GPUs yet.
+NCCL may deadlock where communicators are used in different orders on different ranks. DDP's own all-reduces, its map of
+used parameters and SyncBatchNorm's sums are issued by the thread that runs backward. So on a GPU that thread issues the
+stages of a bucket too, one after the other, in the hook itself: program order is the same on every rank. Each stage has
+a stream of its own, and the device overlaps them with backward and with each other. Not run on GPUs yet.
 """
 
 from __future__ import annotations
@@ -48,25 +50,29 @@ class PipelineStage(NamedTuple):
     channel: Channel
 
 
+def in_line(device: torch.device) -> bool:
+    """Tell whether who submits a job issues its stages: on a GPU."""
+    return device.type == "cuda"
+
+
 class Pipeline:
-    """Threads that carry out jobs.
+    """Threads that carry out jobs, or none on a GPU, where `submit` issues them.
 
     Args:
         stages: in order, each with a channel of its own.
         rank: this rank in the group that reduces.
         post_mortem: asked when a stage fails; None where ranks can't hear each other.
-        device: of the buckets; CUDA makes one thread of all stages.
+        device: of the buckets.
     """
 
     def __init__(
         self, stages: Sequence[PipelineStage], rank: int, post_mortem: PostMortem | None, device: torch.device
     ) -> None:
         self._line = _Line(list(stages), rank, post_mortem, device)
-        work = self._line.work
-        count = 1 if device.type == "cuda" else len(stages)
+        self._in_line = in_line(device)
         self._threads = [
-            threading.Thread(target=work, args=(number, count), name=f"accel-comm-{number}", daemon=True)
-            for number in range(count)
+            threading.Thread(target=self._line.work, args=(number,), name=f"accel-comm-{number}", daemon=True)
+            for number in range(0 if self._in_line else len(stages))
         ]
         for thread in self._threads:
             thread.start()
@@ -80,7 +86,11 @@ class Pipeline:
 
     def submit(self, job: Job) -> None:
         """Take a job on; its future gets the buffer, or the error."""
-        self._line.submit(job)
+        self._line.begin(job)
+        if self._in_line:
+            self._line.issue(job)
+        else:
+            self._line.queues[0].put(job)
 
 
 class _Line:
@@ -100,12 +110,11 @@ class _Line:
         cuda: Any = torch.cuda
         self.streams = [cuda.Stream(device) for _ in stages] if device.type == "cuda" else []
 
-    def submit(self, job: Job) -> None:
+    def begin(self, job: Job) -> None:
         with self.idle:
             self.under_way[id(job)] = job
         if self.streams:
             self.streams[0].wait_stream(torch.cuda.current_stream())
-        self.queues[0].put(job)
 
     def failed(self) -> bool:
         return self.error is not None
@@ -116,19 +125,23 @@ class _Line:
         if self.error is not None:
             raise self.error
 
-    def work(self, first: int, threads: int) -> None:
-        """Carry out one stage of each job, or all of them where there is one thread."""
-        numbers = [first] if threads == len(self.stages) else list(range(len(self.stages)))
+    def work(self, number: int) -> None:
+        """Carry out one stage of each job."""
         with torch.no_grad():
-            while (job := self.queues[first].get()) is not None:
-                for number in numbers:
-                    self.carry_out(number, job)
-                following = numbers[-1] + 1
-                if following < len(self.stages):
-                    self.queues[following].put(job)
+            while (job := self.queues[number].get()) is not None:
+                self.carry_out(number, job)
+                if number + 1 < len(self.stages):
+                    self.queues[number + 1].put(job)
                 else:
                     self.finish(job)
                 del job  # while this thread waits for the next one, it must not keep the state alive
+
+    @torch.no_grad()
+    def issue(self, job: Job) -> None:
+        """Carry out all stages of a job."""
+        for number in range(len(self.stages)):
+            self.carry_out(number, job)
+        self.finish(job)
 
     def carry_out(self, number: int, job: Job) -> None:
         if self.error is not None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from accel.comm.channel import Channel
-from accel.comm.compressor import RESIDUAL, Compressor, Stage
+from accel.comm.compressor import RESIDUAL, Compressor, Stage, add_residual
 from accel.comm.layout import Layout, Piece, between
 from accel.comm.low_rank import add_product, noise, orthonormal
 from accel.comm.low_rank_plan import Group, Plan, Side, make_plan, matrix_of, note_used, ordered, other, project
@@ -65,6 +65,7 @@ class PowerSGD(Compressor):
     """
 
     feedback = True
+    scales = True
 
     def __init__(
         self,
@@ -176,8 +177,9 @@ class PowerSGD(Compressor):
         feedback, values, slot = piece.slot.has(RESIDUAL), piece.values, piece.slot
         if channel.size == 1 or piece.step <= self.start_step:
             # During the first steps residuals, of a run before, wait.
-            if channel.size == 1 and feedback:
-                values += slot.read(RESIDUAL)
+            sent = channel.size == 1 and feedback
+            add_residual(values, piece.factor, slot.read(RESIDUAL) if sent else None)
+            if sent:
                 slot.write(RESIDUAL).zero_()
             channel.all_reduce(values)
             return
@@ -187,7 +189,9 @@ class PowerSGD(Compressor):
             slot.agreed = True
         if feedback:
             kept = slot.write(RESIDUAL)
-            torch.add(values, slot.read(RESIDUAL), out=kept)
+            torch.add(slot.read(RESIDUAL), values, alpha=piece.factor, out=kept)
+        else:
+            add_residual(values, piece.factor, None)
         side = other(known)
         sizes = [plan.sent(side), plan.matrices, sum(length for _, length in plan.plain)]
         wire = values.new_empty(sum(sizes))
@@ -221,6 +225,8 @@ class PowerSGD(Compressor):
                     add_product(rests[i], *ordered(known, basis[i], sent[i]), alpha=-1.0)
                 add_product(means[i], *ordered(known, basis[i], applied[i]), fresh=True)
                 piece.slot.write_shared(side, name, total[i])
+        if piece.values.device.type == "cpu" and _bounded([*zip(carry["bases"], totals, strict=True)], carry["plain"]):
+            carry["finite"] = torch.ones(1, dtype=torch.bool)
         at = 0
         for begin, length in plan.plain:
             piece.values[begin : begin + length] = carry["plain"][at : at + length]
@@ -266,6 +272,19 @@ def _agree(plan: Plan, piece: Piece, channel: Channel) -> None:
     for (side, name, _), same in zip(kept, (torch.stack(rows) == own).all(0).tolist(), strict=True):
         if not same:
             piece.slot.forget_shared(side, name)
+
+
+def _bounded(factors: Sequence[tuple[Tensor, Tensor]], plain: Tensor) -> bool:
+    """Tell whether the products can hold nothing that is not finite, by a look at the factors in their place.
+
+    Args:
+        factors: pairs (matrices, rank, m) and (matrices, rank, n).
+        plain: what is sent as it is.
+    """
+    bounds = [(one.abs().amax((1, 2)) * other.abs().amax((1, 2)) * one.shape[1]).sum() for one, other in factors]
+    if plain.numel():
+        bounds.append(plain.abs().amax())
+    return all(bool(one.isfinite()) for one in bounds)
 
 
 def _whole(value: object, least: int) -> bool:

@@ -66,20 +66,24 @@ class Reduction:
 
     def open_flat(self, job: BucketJob) -> None:
         """Make the whole bucket the piece to be reduced."""
-        values = job.buffer.to(self.wide(job.layout.dtype)).div_(self._world_size)
+        values, factor = job.buffer.to(self.wide(job.layout.dtype)), 1.0 / self._world_size
+        if not self._compressor.scales:
+            values.div_(self._world_size)
+            factor = 1.0
         slot = job.slot
         if not slot.filled:
             for name in self._fields:
                 slot.fill(name, self._memory.take(job.layout, name, values))
             slot.filled = True
-        job.piece = Piece(values, job.layout, 0, job.layout.numel, slot, job.step)
+        job.piece = Piece(values, job.layout, 0, job.layout.numel, slot, job.step, factor)
 
     def close_flat(self, job: BucketJob) -> None:
         """Put the mean into the bucket."""
         assert job.piece is not None
-        if job.piece.values.data_ptr() != job.buffer.data_ptr():
+        narrow = job.piece.values.dtype != job.buffer.dtype
+        if narrow:
             job.buffer.copy_(job.piece.values)
-        self.note(job)
+        self.note(job, None if narrow else job.piece.carry.get("finite"))
 
     # hierarchical
 
@@ -107,10 +111,10 @@ class Reduction:
         channel.all_gather(own, slices)
         self.note(job)
 
-    def note(self, job: BucketJob) -> None:
-        """Tell the memory whether the mean, the same bits on every rank, is finite."""
+    def note(self, job: BucketJob, known: Tensor | None = None) -> None:
+        """Tell the memory whether the mean, the same bits on every rank, is finite, if that is not known already."""
         if self._fields or not self._compressor.lossless:
-            self._memory.note(_finite(job.buffer))
+            self._memory.note(_finite(job.buffer) if known is None else known)
 
 
 def _sum_slices(whole: Tensor, cuts: list[int], channel: Channel, dtype: torch.dtype) -> Tensor:

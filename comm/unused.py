@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from accel.comm.layout import Piece
@@ -19,9 +20,26 @@ def any_nonzero(values: Tensor) -> Tensor:
     return values.any()
 
 
-def stand_still(piece: Piece, span: slice, fields: Sequence[str]) -> None:
-    """Send nothing of a range, and leave these own fields of it as they were before the step."""
-    piece.values[span].zero_()
-    for field in fields:
-        if piece.slot.has(field):
-            piece.slot.write(field)[span] = piece.slot.read(field)[span]
+def stand_still(piece: Piece, spans: Sequence[slice], used: Tensor, fields: Sequence[str]) -> None:
+    """Send nothing of the ranges that no rank used, and leave these own fields of them as they were before the step.
+
+    Args:
+        piece: whose values and fields they are ranges of.
+        spans: the ranges.
+        used: (ranges,), not 0 where a rank used one.
+        fields: those that are there.
+    """
+    known = [field for field in fields if piece.slot.has(field)]
+    if used.device.type == "cpu":
+        for span, one in zip(spans, used.tolist(), strict=True):
+            if not one:
+                piece.values[span].zero_()
+                for field in known:
+                    piece.slot.write(field)[span] = piece.slot.read(field)[span]
+        return
+    # The host, which issues the next bucket after this one, must not wait for the device to hear the flags.
+    for span, idle in zip(spans, (used == 0).unbind(), strict=True):
+        piece.values[span].masked_fill_(idle, 0.0)
+        for field in known:
+            new = piece.slot.write(field)[span]
+            torch.where(idle, piece.slot.read(field)[span], new, out=new)

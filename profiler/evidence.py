@@ -204,7 +204,8 @@ class Evidence:
     anomaly_mode: bool = False
     """torch.autograd.set_detect_anomaly is on."""
     ddp_wait_share: float | None = None
-    """Share of the steps' time in DDP's all-reduce that the backward pass did not hide; None without DDP."""
+    """Share of the steps' time in DDP's all-reduce that the backward pass did not hide; None without DDP. In `steps` it
+    is part of backward."""
     device_ms: dict[str, float] = field(default_factory=dict)
     """Phase → ms per step on the GPU, by events; {} without one."""
     trace: TraceSummary | None = None

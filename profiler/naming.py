@@ -15,6 +15,7 @@ from accel.profiler.anatomy import Anatomy
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.causes import CROWDS
 from accel.profiler.evidence import Evidence
+from accel.profiler.exchange import exchanged
 from accel.profiler.findings import finding, thread_text
 from accel.profiler.report import Finding
 
@@ -64,7 +65,7 @@ def diagnose(evidence: Evidence, *, min_steps: int = MIN_STEPS) -> Diagnosis:
         evidence: one rank's run.
         min_steps: with fewer, the verdict is refused.
     """
-    found = anatomy.of(evidence.steps)
+    found = anatomy.of(exchanged(evidence.steps, evidence.ddp_wait_share))
     result = Diagnosis(anatomy=found)
     if found.steps < min_steps:
         result.refused = f"{found.steps} steps were seen, {min_steps} are needed"

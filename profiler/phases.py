@@ -22,7 +22,7 @@ MEANING = {
     "forward": "the model's forward pass",
     "loss": "the loss, up to the start of the backward pass",
     "backward": "the backward pass",
-    "communication": "collectives the loop calls itself",
+    "communication": "collectives the loop calls itself, and DDP's that no computation hides",
     "optimizer": "the optimizer's step",
     "evaluation": "evaluation between two steps",
     "outside": "the loop's own code between the update and the next batch",

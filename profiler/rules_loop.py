@@ -42,7 +42,7 @@ def _collected_in(evidence: Evidence, found: Anatomy, phase: str) -> float:
 
 
 def communication(evidence: Evidence, found: Anatomy) -> Finding | None:
-    share = (evidence.ddp_wait_share or 0.0) + found.shares["communication"]
+    share = found.shares["communication"]
     if evidence.world_size < 2 or share < WORTH:
         return None
     why = [f"{ms_of(found, share)} are spent exchanging gradients that no computation hides"]

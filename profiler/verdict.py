@@ -14,6 +14,7 @@ from accel.profiler import link, naming
 from accel.profiler.anatomy import Anatomy
 from accel.profiler.causes import CAUSES, CROWDS
 from accel.profiler.evidence import Evidence, ThreadShare
+from accel.profiler.exchange import exchanged
 from accel.profiler.findings import WORTH
 from accel.profiler.naming import Diagnosis
 from accel.profiler.phases import MEANING
@@ -42,7 +43,7 @@ def report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
         ranks=[row(evidence, found)],
         timeline=[
             StepRow(step=m.step, ms=m.seconds * 1e3, phases_ms={k: v * 1e3 for k, v in m.phases.items() if v})
-            for m in evidence.steps[-_TIMELINE:]
+            for m in exchanged(evidence.steps[-_TIMELINE:], evidence.ddp_wait_share)
         ],
         lines=[line for line in evidence.lines if line.file][:_LINES],
         ops=trace.ops if trace else [],
@@ -204,10 +205,9 @@ def _device_name(kind: str) -> str:
 def posted(evidence: Evidence, diagnosis: Diagnosis) -> dict[str, Any]:
     """Return what a rank tells rank 0, as plain JSON."""
     found = diagnosis.anatomy
-    waiting = (evidence.ddp_wait_share or 0.0) + found.shares.get("communication", 0.0)
     return {
         "row": dataclasses.asdict(row(evidence, found)),
-        "wait_s": waiting * found.step_s,
+        "wait_s": found.shares.get("communication", 0.0) * found.step_s,
         "crowded": any(finding.cause in CROWDS for finding in diagnosis.findings),
     }
 

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry
+from tests.accel import observation_ranks
+from tests.comm.ranks import run_ranks
 
 
 def test_a_loader_that_sleeps_is_named_and_the_marks_are_taken_out() -> None:
@@ -40,6 +42,13 @@ def test_a_loader_that_sleeps_is_named_and_the_marks_are_taken_out() -> None:
         assert report.anatomy_before["data"] > 4.0
     assert report.anatomy_before["loss"] > 0
     assert report.anatomy_before["backward"] > 0
+
+
+def test_what_ddp_waits_for_the_other_rank_is_communication() -> None:
+    found, _ = run_ranks(observation_ranks.waits, 2)
+    # Rank 1 comes 20 ms later to each exchange, and rank 0 computes for less than that.
+    assert found["communication"] > 15
+    assert found["backward"] < found["communication"]
 
 
 def accel_names() -> tuple[str, ...]:

@@ -285,6 +285,109 @@ def _plain_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, rank: int, ste
     optimizer.step()
 
 
+class Codes(torch.optim.Optimizer):
+    """Momentum kept as 8 bits with a scale, and a step size that it finds by itself."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05, "found": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                old = (state["codes"] * state["scale"]).view_as(parameter) if state else 0.0
+                new = 0.9 * old + parameter.grad
+                state["scale"] = new.abs().amax().view(1) / 127
+                state["codes"] = (new / state["scale"]).round().to(torch.int8)
+                group["found"] = 0.9 * group["found"] + 0.1 / (1 + float(parameter.grad.norm()))
+                parameter.sub_(new * group["lr"] * group["found"])
+
+
+CLOSED: dict[str, Optimizer] = {
+    **OPTIMIZERS,
+    "amsgrad": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3, amsgrad=True),
+    "fused adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3, fused=True),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.01, eps=1e-3),
+    "radam": lambda model: torch.optim.RAdam(model.parameters(), lr=0.01, eps=1e-3),
+    "asgd": lambda model: torch.optim.ASGD(model.parameters(), lr=0.01),
+    "rprop": lambda model: torch.optim.Rprop(model.parameters(), lr=0.001),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.9, centered=True, eps=1e-3),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
+    "codes": lambda model: Codes(model.parameters()),
+}
+
+
+def closes(rank: int, world: int, per_host: int, names: list[str]) -> dict[str, dict[str, bool]]:
+    """Close after 4 to 6 steps of which one was dense, and train on under DDP alone."""
+    found = {}
+    for number, name in enumerate(names):
+        optimizer = CLOSED[name]
+        options: dict[str, Any] = {"average_momentum": True} if name == "nesterov" else {}
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if name in ("adam", "fused adam") else None
+        run = Run(optimizer, 1, 2, within=withins(per_host)[number % per_host], scaler=scaler, **options)
+        kept, apart = run.optimizer, False
+
+        def step(at: int, scaler: Any = scaler, kept: Any = kept, run: Run = run, infinite: bool = False) -> None:
+            kept.zero_grad()
+            value = loss(run.ddp, rank, at) * (float("inf") if infinite else 1)
+            if scaler is None:
+                value.backward()
+                kept.step()
+            else:
+                scaler.scale(value).backward()
+                scaler.step(kept)
+                scaler.update()
+
+        for at in range(4 + number % 3):
+            step(at, infinite=scaler is not None and at == 2 and rank == 0)
+            apart |= not all_same(run)
+        run.ddp.module.norm.num_batches_tracked += rank
+        run.local.close()
+        one = {"apart": apart, "closed": all_same(run), "buffers": same_everywhere(buffers(run.ddp))}
+        for at in range(10, 14):
+            step(at)
+        found[name] = {**one, "trained on": all_same(run)}
+    return found
+
+
+def buffers(model: nn.Module) -> torch.Tensor:
+    return torch.cat([one.double().reshape(-1) for one in model.buffers()])
+
+
+def all_same(run: Run) -> bool:
+    """Tell whether all ranks have the same weights and optimizer, to the bit."""
+    state = run.optimizer.state_dict()
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, [[one.tolist() for one in run.ddp.parameters()], repr(_plain(state))])
+    return all(one == parts[0] for one in parts)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return (str(value.dtype), value.tolist()) if isinstance(value, torch.Tensor) else value
+
+
+def closes_without_state(rank: int, world: int) -> dict[str, Any]:
+    """Close where one rank's optimizer has no state of a parameter, and where it has another one."""
+    found: dict[str, Any] = {}
+    for name in ("none", "other"):
+        run = Run(OPTIMIZERS["momentum"], 0, 9, within="rank")
+        run.step(rank, 0)
+        first = run.optimizer.state[run.ddp.module.first.weight]
+        if rank == 0:
+            first.clear()
+            if name == "other":
+                first["momentum_buffer"] = torch.zeros(3)
+        found[name] = message(run.local.close), all_same(run)
+        run.local.close(average=False)
+    return found
+
+
 # Bytes
 
 

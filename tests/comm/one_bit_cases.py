@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from accel.comm.hooks import CommState, hook
 from accel.comm.one_bit import OneBit
-from tests.comm.cases import OneBitTwice, same_everywhere
+from tests.comm.cases import SECONDS, OneBitTwice, same_everywhere
 from tests.comm.dgc_cases import apart, void_steps
 from tests.comm.dgc_training import SGD, Net, Training, groups, loss
 
@@ -150,3 +153,29 @@ def closed(rank: int, world: int) -> dict[str, Any]:
         worst = max(worst, (run.sgd.state[p]["momentum_buffer"].view(-1) - velocity[name]).abs().max().item())
     run.close()
     return {"worst": worst}
+
+
+class Mixed(nn.Module):
+    """A model in half precision but for one small parameter, whose bucket holds less than one block for each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64, dtype=torch.bfloat16)
+        self.gain = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x).float()[:, :3] * self.gain).sum()
+
+
+def mixed(rank: int, world: int) -> dict[str, bool]:
+    """Train it by hosts."""
+    ddp = DistributedDataParallel(Mixed())
+    state = CommState(ddp, OneBit(), hierarchical=True, timeout=SECONDS)
+    ddp.register_comm_hook(state, hook)
+    given = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.randn(2, 64, generator=given).bfloat16()).backward()
+    state.close()
+    gradients = {name: one.grad for name, one in ddp.module.named_parameters()}
+    return {name: same_everywhere(one) and bool(one.isfinite().all()) for name, one in gradients.items()}

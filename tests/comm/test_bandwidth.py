@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.bench_command import size_text
+from accel.bench_command import Request, _Table, size_text
 from accel.cli import main
 from accel.comm.bandwidth import Bandwidth, Lost, Row, Settings
 from accel.comm.bandwidth_cases import DTYPES, OPERATIONS, Place, elements, modulus
@@ -339,6 +339,43 @@ def test_the_command_prints_a_table_of_eighty_columns_and_writes_it(tmp_path: Pa
     assert [row["size_bytes"] for row in rows] == [4096, 16384, 65536]
     assert all(row["busbw"] == pytest.approx(row["size_bytes"] / row["time_s"]) for row in rows)
     assert {fit["operation"] for fit in written["fits"]} == set(OPERATIONS)
+
+
+def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "speed.json"
+    for words in (["bench", "comm"], ["doctor", "network"], ["doctor", "code", str(tmp_path)]):
+        done = CliRunner().invoke(main, [*words, "--json", str(target)])
+        assert done.exit_code == 2
+        assert f"--json must lie in a directory that exists, got {str(target)!r}; make it first" in done.output
+    assert not target.parent.exists()
+
+
+def test_a_fit_that_is_no_line_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    request = Request(("all_reduce",), (), (), "float32", "sum", "gloo", 2, 1, 0.1, 5.0, "", "")
+    table = _Table(request, "gloo", 2)
+
+    def rows(operation: str, times: list[float]) -> list[Row]:
+        return [
+            Row(
+                link="intra",
+                operation=operation,
+                ranks=2,
+                size_bytes=4096 << 2 * number,
+                count=1024,
+                dtype="float32",
+                redop="sum",
+                in_place=False,
+                time_s=time_s,
+            )
+            for number, time_s in enumerate(times)
+        ]
+
+    table.end([*rows("all_reduce", [1e-4, 2e-4, 5e-4]), *rows("broadcast", [1e-4, 9e-3, 2e-4])], None, "")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "all_reduce intra" in said.partition("no line")[0]
+    assert "no line: broadcast intra; times are up to" in said
+    table.end(rows("broadcast", [1e-4, 9e-3, 2e-4]), None, "")
+    assert "worst error" not in capsys.readouterr().out
 
 
 def test_one_rank_alone_says_what_needs_two() -> None:

@@ -181,9 +181,8 @@ def test_packs_add_up_by_position(dtype: torch.dtype, dense: int) -> None:
         pack = Pack.empty(values, parts)
         filled = pack.put(0, torch.tensor([4, 49, 0][: 3 - rank]), values[:50], 0)  # rank 1 fills two entries of five
         if rank == 0:
-            filled = pack.put(filled, torch.tensor([10]), values[50 + dense :], 50 + dense)
-        pack.head[0] = filled
-        pack.head[1] = 1
+            pack.put(filled, torch.tensor([10]), values[50 + dense :], 50 + dense)
+        pack.used[0] = 1
         pack.put_dense(values, parts)
         packs.append(pack)
     want = torch.zeros_like(values)
@@ -192,6 +191,6 @@ def test_packs_add_up_by_position(dtype: torch.dtype, dense: int) -> None:
     want[50 : 50 + dense] = 2 * values[50 : 50 + dense]
     peers = Peers(packs[1].raw)
     assert packs[0].raw.shape == packs[1].raw.shape
-    assert packs[0].gather(values, parts, peers) == [True, False, False]  # type: ignore[arg-type]
+    assert packs[0].gather(values, parts, peers).tolist() == [1, 0, 0]  # type: ignore[arg-type]
     assert torch.equal(values, want)
     assert peers.reduced == (dense == TINY_BYTES)

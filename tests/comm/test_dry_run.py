@@ -10,7 +10,7 @@ import torch
 from accel.comm.catalogue import CATALOGUE, Way, allowed
 from accel.comm.channel import PIECE_BYTES
 from accel.comm.cost import Call, Stages
-from accel.comm.dry_run import costs, dry_run
+from accel.comm.dry_run import copy_byte_s, costs, dry_run
 from accel.comm.layout import Layout
 from accel.comm.powersgd import PowerSGD
 from accel.comm.topology import Topology
@@ -111,3 +111,16 @@ def test_a_way_that_cannot_handle_a_bucket_is_left_out() -> None:
     finally:
         del CATALOGUE["picky"]
     assert list(found) == [Way("half")]
+
+
+@pytest.mark.parametrize("topology", [PAIR, FOUR], ids=["flat", "by hosts"])
+@pytest.mark.parametrize("shapes", [[(0,)], [(0, 3), (2, 0)], [()], [(1,)], [(1, 2), (1,), (0,)], [(3, 3), (), (2, 1)]])
+def test_buckets_of_nothing_and_of_little_have_a_cost(shapes: list[tuple[int, ...]], topology: Topology) -> None:
+    for layouts in ([bucket(*shapes)], [bucket((0,)), bucket(*shapes, index=1)]):
+        for budget_s in (2.0, 0.0):  # each bucket by itself, and one for all
+            ways = allowed("lossy", by_hosts=topology is FOUR)
+            found = costs(ways, layouts, topology, CPU, budget_s=budget_s)
+            assert list(found) == ways
+            seconds = [one.core_s for each in found.values() for stages in each for stage in stages for one in stage]
+            assert all(0 <= one < 1 for one in seconds)
+        assert copy_byte_s(layouts, CPU) >= 0

@@ -89,6 +89,33 @@ def test_closing_averages_and_gives_back_what_was_there() -> None:
 
 
 @pytest.mark.parametrize(
+    ("world", "per_host", "names"),
+    [
+        # Moments, counts of steps that differ, and a state that has no mean.
+        pytest.param(2, 1, ["momentum", "fused adam", "codes"], id="2 ranks"),
+        pytest.param(3, 1, list(cases.CLOSED), marks=pytest.mark.slow, id="3 ranks"),
+        pytest.param(4, 2, list(cases.CLOSED), marks=pytest.mark.slow, id="2 hosts of 2"),
+    ],
+)
+def test_ranks_stay_the_same_under_ddp_alone_after_closing(world: int, per_host: int, names: list[str]) -> None:
+    for found in run_ranks(cases.closes, world, per_host, names, per_host=per_host, timeout_s=120):
+        assert list(found) == names
+        for name, one in found.items():
+            assert one == {"apart": True, "closed": True, "buffers": True, "trained on": True}, name
+
+
+def test_closing_with_a_state_that_is_missing_or_unlike() -> None:
+    for found in run_ranks(cases.closes_without_state, 2):
+        assert found["none"] == ("nothing raised", True)
+        said, _ = found["other"]
+        assert said == (
+            "ValueError: ranks must have the same optimizer state, got torch.float32 of shape (3,) and torch.float64 "
+            "of shape (37, 12) as 'momentum_buffer' of 'first.weight'; make the optimizer alike on every rank, and "
+            "load checkpoints on all or on none"
+        )
+
+
+@pytest.mark.parametrize(
     ("hosts", "per_host"),
     [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), pytest.param(2, 3, marks=pytest.mark.slow)],
 )

@@ -52,6 +52,11 @@ def test_momentum_goes_back() -> None:
     assert max(one["worst"] for one in run_ranks(cases.closed, 3)) < 1e-13
 
 
+def test_a_small_parameter_of_another_dtype_crosses_hosts() -> None:
+    for found in run_ranks(cases.mixed, 4, per_host=2):
+        assert found == {"layer.weight": True, "layer.bias": True, "gain": True}
+
+
 def test_it_pickles_and_tells_its_settings() -> None:
     one = OneBit(64, momentum=True, start_step=3)
     again = pickle.loads(pickle.dumps(one))

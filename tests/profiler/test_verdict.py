@@ -37,6 +37,16 @@ def crowded(of: tuple[Evidence, Diagnosis]) -> tuple[Evidence, Diagnosis]:
     return of[0], Diagnosis(anatomy=of[1].anatomy, findings=[finding])
 
 
+def test_what_ddp_waits_is_communication_in_every_table() -> None:
+    told = merged(rank(0, 30, 40), rank(1, 30, 40))
+    assert told.evidence is not None
+    shares = {node.name: node.share for node in told.evidence.children}
+    assert shares == pytest.approx({"forward": 0.3, "backward": 0.3, "communication": 0.4})
+    for row in (*told.timeline, *told.ranks):
+        assert row.phases_ms["backward"] == pytest.approx(30)
+        assert row.phases_ms["communication"] == pytest.approx(40)
+
+
 def test_a_slow_rank_is_named() -> None:
     told = merged(rank(0, 30, 40), rank(1, 70, 0))
     first = told.findings[0]

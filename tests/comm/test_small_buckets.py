@@ -1,0 +1,168 @@
+"""Every compressor, flat and by hosts, on buckets of nothing, of one element and of less than a block for each rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel.comm.compressor import RESIDUAL, Compressor, Exact
+from accel.comm.dgc import DGC
+from accel.comm.half import Half
+from accel.comm.hooks import pipeline_stages
+from accel.comm.int8 import Int8
+from accel.comm.layout import Layout
+from accel.comm.memory import Memory
+from accel.comm.one_bit import OneBit
+from accel.comm.powersgd import PowerSGD
+from accel.comm.reduction import BucketJob, Reduction
+from tests.comm.cases import OneBitTwice
+from tests.comm.threaded_ranks import World
+
+COMPRESSORS: dict[str, Callable[[], Compressor]] = {
+    "exact": Exact,
+    "bf16": Half,
+    "fp16": lambda: Half(torch.float16),
+    "int8": Int8,
+    "int8, small blocks": lambda: Int8(8),
+    "1-bit": OneBit,
+    "1-bit of all": lambda: OneBit(8, exact_below=0),
+    "1-bit twice": lambda: OneBitTwice(8, exact_below=0),
+    "1-bit after a start": lambda: OneBit(8, exact_below=0, start_step=1),
+    "1-bit with momentum": lambda: OneBit(8, exact_below=0, momentum=True),
+    "1-bit twice with momentum": lambda: OneBitTwice(8, exact_below=6, momentum=True, start_step=1),
+    "powersgd": lambda: PowerSGD(2, min_compression=0),
+    "powersgd of none": lambda: PowerSGD(1, min_compression=100),
+    "acp-sgd": lambda: PowerSGD(1, min_compression=0, alternate=True),
+    "dgc": lambda: DGC(0.1, momentum=False, dense_below=0),
+    "dgc of none": lambda: DGC(0.1, momentum=False),
+    "dgc with momentum": lambda: DGC(0.1, masking=True, dense_below=4),
+    "dgc of all": lambda: DGC(1.0, dense_below=0),
+}
+# (hosts, ranks of each): even ones; one rank, one host, one rank a host, more ranks than a direct exchange takes.
+TOPOLOGIES = [(2, 2), (1, 1), (1, 3), (3, 1), (2, 3), (3, 2), (5, 1)]
+# Nothing, one element, fewer than ranks, fewer than a block; with what is sent as it is and what is not in one bucket.
+LAYOUTS = [
+    [()],
+    [(0,)],
+    [(0, 3), (2, 0)],
+    [(1,)],
+    [(1, 1)],
+    [(3,)],
+    [(1, 2), (1,), (0,)],
+    [(3, 3), (), (2, 1)],
+    [(7,), (5, 13), (1, 40)],
+]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+STEPS = 3
+
+
+class Source:
+    """An optimizer's momentum."""
+
+    def coefficients(self, name: str) -> tuple[float, bool]:
+        return 0.9, False
+
+    def loss_scale(self) -> float:
+        return 1.0
+
+
+def _buckets() -> list[Layout]:
+    cases = [(shapes, dtype) for dtype in DTYPES for shapes in LAYOUTS]
+    return [
+        Layout(
+            index,
+            tuple(f"{index}.{i}" for i in range(len(shapes))),
+            tuple(torch.Size(shape) for shape in shapes),
+            dtype,
+            index == len(cases) - 1,
+        )
+        for index, (shapes, dtype) in enumerate(cases)
+    ]
+
+
+def _gradient(layout: Layout, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * layout.index + rank)
+    return torch.randn(layout.numel, generator=generator).to(layout.dtype)
+
+
+def _train(
+    rank: int, world: World, per_host: int, hierarchical: bool, compressor: Compressor, feedback: bool
+) -> dict[str, Any]:
+    if getattr(compressor, "momentum", False):
+        compressor._bind(Source())  # type: ignore[attr-defined]
+    host, place = divmod(rank, per_host)
+    everyone = tuple(range(world.size))
+    within = everyone[host * per_host : (host + 1) * per_host]
+    across = everyone[place::per_host] if hierarchical else everyone
+    memory = Memory()
+    fields = ((RESIDUAL,) if feedback else ()) + compressor.fields
+    reduction = Reduction(compressor, fields, memory, world.size)
+    stages = pipeline_stages(
+        compressor, reduction, hierarchical, within, across, lambda name, ranks: world.channel(name, ranks, rank)
+    )
+    found: dict[str, Any] = {"means": [], "residual": None}
+    for step in range(1, STEPS + 1):
+        memory.settle()
+        for layout in _buckets():
+            compressor.check(layout)
+            buffer = _gradient(layout, rank, step)
+            job = BucketJob(step, layout, buffer, memory.slot(layout), torch.futures.Future())
+            for stage in stages:
+                stage.run(job, stage.channel)
+            found["means"].append(buffer)
+    found["residual"] = memory.state_dict()["own"].get(RESIDUAL, {})
+    return found
+
+
+def _left(layout: Layout, ranks: list[dict[str, Any]]) -> Tensor:
+    """Return the sum over ranks of what each has withheld of a bucket."""
+    total = torch.zeros(layout.numel, dtype=torch.float64)
+    for one in layout.extents(0, layout.numel):
+        for rank in ranks:
+            for skipped, values in rank["residual"].get(one.name, []):
+                total[one.begin + skipped : one.begin + skipped + values.numel()] += values
+    return total
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_small_buckets_are_averaged(name: str) -> None:
+    check(name, TOPOLOGIES[0], (True,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda one: "x".join(map(str, one)))
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_small_buckets_are_averaged_everywhere(name: str, topology: tuple[int, int]) -> None:
+    check(name, topology, (False, True))
+
+
+def check(name: str, topology: tuple[int, int], hierarchical_ways: Sequence[bool]) -> None:
+    """Look at what arrives, on each rank, and at what is withheld."""
+    hosts, per_host = topology
+    kind = COMPRESSORS[name]()
+    for hierarchical, feedback in itertools.product(hierarchical_ways, {kind.takes_feedback, kind.feedback}):
+        world = World(hosts * per_host)
+        ranks = world.run(
+            lambda rank: _train(rank, world, per_host, hierarchical, COMPRESSORS[name](), feedback)  # noqa: B023
+        )
+        count = len(_buckets())
+        for number, mean in enumerate(ranks[0]["means"]):
+            where = (hierarchical, feedback, number // count, _buckets()[number % count])
+            assert torch.isfinite(mean).all(), where
+            assert all(torch.equal(mean, one["means"][number]) for one in ranks), where
+        if kind.fields or not (feedback or kind.lossless):
+            continue  # what momentum makes of gradients, or what was lost for good
+        for layout in _buckets():
+            applied = sum(ranks[0]["means"][step * count + layout.index].double() for step in range(STEPS))
+            wanted = sum(
+                _gradient(layout, rank, step).double() for rank in range(world.size) for step in range(1, STEPS + 1)
+            )
+            error = applied + _left(layout, ranks) - wanted / world.size
+            # Gradients are divided by the number of ranks, sent and kept in their dtype, at values of up to 8.
+            most = 8 * (STEPS + 1) * (hosts + 1) * max(torch.finfo(layout.dtype).eps, 1e-7)
+            assert (error.abs() < most).all(), (hierarchical, layout)
