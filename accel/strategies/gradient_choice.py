@@ -175,6 +175,7 @@ class GradientChoice(Strategy):
 
     treats = frozenset({Bottleneck.COMMUNICATION})
     touches = frozenset()
+    collective = True
     one_off_s = 5.0
     settle_steps = 3  # DDP makes its buckets anew after the hook has come off or gone on
     level: str
@@ -192,6 +193,8 @@ class GradientChoice(Strategy):
             return "there is one rank"
         if not isinstance(run.model, DistributedDataParallel):
             return "the model is no DistributedDataParallel module; pass the wrapped one"
+        if run.model._join_config.enable:
+            return "within join() ranks take different numbers of steps, and these must switch at the same one"
         if run.cuda:
             return "its hooks have not been run on GPUs yet; accel.comm.selector.AutoComm can be tried by hand"
         known = _gradients.get(run.model)
