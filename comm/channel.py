@@ -12,6 +12,7 @@ KB, hence an all-reduce of few bytes goes another way: see `accel.comm.small_sum
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -90,12 +91,28 @@ def _share(channel: Channel, own: Tensor, out: Sequence[Tensor]) -> None:
         out[channel.rank].copy_(own)
 
 
+def _on_demand(timeout: timedelta) -> Any:
+    """Return gloo's options for connections that are made when two ranks first speak to each other.
+
+    Else each rank would read every other's address from the store and hold a socket to it, for each stage of each way.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    devices = [gloo.create_device(interface=name, lazy_init=True) for name in names]
+    options._devices = devices or [gloo.create_default_device(lazy_init=True)]
+    options._threads, options._timeout = 2 * len(options._devices), timeout
+    return options
+
+
 class GlooChannel:
     """A channel over gloo, for tensors in host memory."""
 
     def __init__(self, store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
         self.ranks, self.rank, self.size = tuple(ranks), ranks.index(rank), len(ranks)
-        self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timeout) if self.size > 1 else None
+        self._group: Any = None
+        if self.size > 1:
+            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, _on_demand(timeout))
 
     @_backend_call
     def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
