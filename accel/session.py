@@ -497,11 +497,16 @@ class Session:
             work()
         except Exception as error:
             self.failed = str(error) if isinstance(error, Apart) else f"{type(error).__name__}: {error}"
-            # Ranks that are apart all stop at this very step. Of a failure of this one the others hear when they meet
-            # next, and stop there.
-            apart = isinstance(error, Apart) and not isinstance(error, Left)
+            # Ranks that are apart all stop at this very step, but within join(). Of a failure of this one the others
+            # hear when they meet next, and stop there.
+            apart = isinstance(error, Apart) and not isinstance(error, Left) and not self._joins()
             self._stop(together=apart or self._ranks is None or not self._ranks.distributed)
             warnings.warn(f"accel stopped and left the loop as it was: {self.failed}", RuntimeWarning, stacklevel=4)
+
+    def _joins(self) -> bool:
+        """Tell whether the model is within DDP's join(), where a rank may have ended its steps before the others."""
+        config = getattr(self.run.model, "_join_config", None)
+        return config is not None and bool(config.enable)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:

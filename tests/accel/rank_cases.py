@@ -175,6 +175,36 @@ def leaves(rank: int, world: int, how: str) -> dict[str, Any]:
     return found
 
 
+class Together(Quick):
+    """Stands for what all ranks must switch at the same step."""
+
+    collective = True
+
+
+def keeps(rank: int, world: int) -> dict[str, Any]:
+    """Let accel fail on rank 1 while such a strategy is on."""
+    _prepare()
+    strategies.REGISTRY[:] = [Together]
+    done: list[int] = []
+
+    def act(epoch: int, step: int) -> None:
+        if Quick.on and not done:
+            done.append(step)
+            if rank == 1:
+                (model,) = entry._optimized
+                entry._optimized[model].session._close_step = lambda: 1 / 0  # type: ignore[assignment, return-value]
+
+    with _noted() as found:
+        model, _ = _train(rank, [80] * world, act, True, epochs=1, ddp=False, join=False)
+    found["met one"] = bool(done)
+    found["alive"] = entry._optimized[model].session.alive
+    found["on"] = Quick.on
+    accel.undo(model)
+    found["on after undo"] = Quick.on
+    found["own collective"] = _own_collective(rank)
+    return found
+
+
 def deciding_fails(rank: int, world: int) -> dict[str, Any]:
     """Let rank 0 fail while the others wait for its decision."""
     decisions = controller.Controller.decisions

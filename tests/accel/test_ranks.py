@@ -25,6 +25,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "raise": (cases.leaves, ("raise",)),
     "undo": (cases.leaves, ("undo",)),
     "fail": (cases.leaves, ("fail",)),
+    "fail with hooks on": (cases.keeps, ()),
     "rank 0 fails": (cases.deciding_fails, ()),
     "even again": (cases.joined, ([20, 20],)),
 }
@@ -105,6 +106,17 @@ def test_a_rank_that_says_so_is_not_waited_for(
     assert found[0]["told"] == [f"accel stopped and left the loop as it was: {why}"]
     assert [len(one["told"]) for one in found] == said
     assert found[0]["seconds"] < MOST_S - cases.PATIENCE_S
+
+
+def test_what_all_must_switch_at_one_step_stays_on_where_one_rank_fails_alone(
+    everyone: dict[str, list[dict[str, Any]]],
+) -> None:
+    for one in everyone["fail with hooks on"]:
+        assert one["met one"]
+        assert not one["alive"]
+        assert one["on"]
+        assert not one["on after undo"]
+        assert len(one["told"]) == 1
 
 
 def test_a_rank_dies() -> None:
