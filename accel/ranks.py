@@ -8,6 +8,7 @@ not waited for: all go on plainly, and those that come later are told so.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,9 +20,10 @@ from accel.comm.meeting import Meeting
 T = TypeVar("T")
 A = TypeVar("A")
 
-PATIENCE_S = 10.0
-"""Ranks meet at the same step, which their gradients have just been through together; what one does alone there, such
-as saving a checkpoint, may take longer now and then."""
+PATIENCE_S, _MOST_S = 10.0, 60.0
+"""Ranks meet at the same step, which their gradients have just been through together: they are apart by a part of it,
+and of the guard's replays, so where these take long there is more patience. What one does alone there, such as saving
+a checkpoint, may take longer now and then."""
 
 _REMEDY = (
     "every rank must call accel.optimize and take as many steps as the others, so give each as many batches "
@@ -57,18 +59,22 @@ class Ranks:
         """True on the rank that decides and prints."""
         return self.rank == 0
 
-    def decide(self, mine: T, decision: Callable[[list[T]], A], missed: str) -> A:
+    def decide(self, mine: T, decision: Callable[[list[T]], A], missed: str, step_s: float = 0.0) -> A:
         """Return on every rank what rank 0 decides from what each rank passed, by rank.
 
         Args:
             mine: what this rank has to say.
             decision: called on rank 0.
             missed: what a rank that doesn't come has not done, after "which".
+            step_s: what the last step took, with all that was done after it.
 
         Raises:
             accel.comm.meeting.Apart: on every rank, if one does not come in time, has left, or rank 0 fails.
         """
-        return decision([mine]) if self._meeting is None else self._meeting.meet(mine, decision, missed)
+        if self._meeting is None:
+            return decision([mine])
+        self._meeting.patience_s = max(PATIENCE_S, min(math.ceil(2 * step_s), _MOST_S))
+        return self._meeting.meet(mine, decision, missed)
 
     def check(self) -> None:
         """Raise `Apart` if the others have stopped already; one look at the store."""

@@ -84,6 +84,7 @@ class Session:
         self._watch = Watch(run.gate, run.device, self._trip)
         self._parameters = {id(p) for p in run.model.parameters()}
         self._stepped = False
+        self._boundary_ended = 0.0
         self._epoch_is_new = False
         self._batches_without_step = 0
         self._recording: Recording | None = None
@@ -259,7 +260,7 @@ class Session:
         self._stepped = False
         self._batches_without_step = 0
         # Work done here is the search's cost, not the step's time.
-        now = self._clock.restart()
+        now = self._boundary_ended = self._clock.restart()
         self._result.aside_s += now - began
 
     def _rest(self) -> None:
@@ -271,6 +272,7 @@ class Session:
         self.steps += 1
         self._result.steps += 1
         self._resting -= 1
+        self._boundary_ended = self._clock.now()
         if self._resting == 0:
             began = self._clock.last
             self._result.elapsed_s += self._clock.restart() - began
@@ -352,11 +354,12 @@ class Session:
             return next(self._decisions) if first else self._decisions.send(merged)
 
         missed = f"did not come to the end of step {self.steps + first}"
-        action = self._ranks.decide(self._told(), decision, missed)
+        step_s = self._clock.now() - self._boundary_ended
+        action = self._ranks.decide(self._told(), decision, missed, 0.0 if first else step_s)
         self._action, self._result, self._resting = action, Result(), action.rest
         self.run.fetching.witness = None if not action.anatomy else self.run.fetching.witness
         self._observe_steps(action.anatomy)
-        self._switch(action.plan)
+        self._switch_together(action.plan)
         self._quieten(action)
         if action.settled and not self._settled:
             self._settle()
@@ -398,6 +401,20 @@ class Session:
         for name, setting in plan.items():
             if name not in self._active and name not in self._result.trips:
                 self._on(name, setting)
+
+    def _switch_together(self, plan: Choices) -> None:
+        """Switch; what all ranks must switch at the same step goes off again on all if one of them could not."""
+        assert self._ranks is not None
+        new = [n for n in plan if self.strategies[n].collective and self._active.get(n, self) != plan[n]]
+        self._switch(plan)
+        if not new:
+            return
+        mine = {name: self._result.trips.get(name, "") for name in new if name not in self._active}
+        missed = f"did not switch {', '.join(new)} on"
+        for name, why in self._ranks.decide(mine, _failed_somewhere, missed).items():
+            if name in self._active:
+                self._off(name)
+                self._result.trips[name] = why
 
     def _on(self, name: str, setting: Any) -> None:
         try:
@@ -553,6 +570,11 @@ def _acting_on_model(plan: Choices, strategies: dict[str, Strategy]) -> Choices:
 
 def _acting_on_update(plan: Choices, strategies: dict[str, Strategy]) -> Choices:
     return {name: setting for name, setting in plan.items() if "optimizer" in strategies[name].touches}
+
+
+def _failed_somewhere(told: list[dict[str, str]]) -> dict[str, str]:
+    """Return why, for each strategy that a rank could not switch on, as the first such rank has it."""
+    return {name: why for trips in reversed(told) for name, why in trips.items()}
 
 
 def _refusal(strategy: Strategy, run: Run) -> str:

@@ -181,6 +181,32 @@ class Together(Quick):
     collective = True
 
 
+class Halfway(Together):
+    """Can't be switched on on rank 1."""
+
+    name = "halfway"
+
+    def enable(self, run: Any, setting: Any) -> None:
+        if dist.get_rank() == 1:
+            raise OSError("no such device on this rank")
+        super().enable(run, setting)
+
+
+def halfway(rank: int, world: int) -> dict[str, Any]:
+    """Let rank 1 fail to switch on what all must switch at the same step; tell whether a step was taken with it."""
+    _prepare()
+    strategies.REGISTRY[:] = [Halfway]
+    ever: list[bool] = []
+    with _noted() as found:
+        options: dict[str, Any] = {"epochs": 1, "ddp": False, "join": False}
+        model, _ = _train(rank, [60] * world, lambda epoch, step: ever.append(Quick.on), True, **options)
+    found["ever on"] = any(ever)
+    found["rows"] = {row.name: (row.status, row.why) for row in accel.explain(model).rows}
+    found["own collective"] = _own_collective(rank)
+    accel.undo(model)
+    return found
+
+
 def keeps(rank: int, world: int) -> dict[str, Any]:
     """Let accel fail on rank 1 while such a strategy is on."""
     _prepare()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from accel.ranks import Ranks
 from tests.accel import rank_cases as cases
 from tests.comm.ranks import run_ranks
 
@@ -26,6 +28,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "undo": (cases.leaves, ("undo",)),
     "fail": (cases.leaves, ("fail",)),
     "fail with hooks on": (cases.keeps, ()),
+    "halfway": (cases.halfway, ()),
     "rank 0 fails": (cases.deciding_fails, ()),
     "even again": (cases.joined, ([20, 20],)),
 }
@@ -117,6 +120,25 @@ def test_what_all_must_switch_at_one_step_stays_on_where_one_rank_fails_alone(
         assert one["on"]
         assert not one["on after undo"]
         assert len(one["told"]) == 1
+
+
+def test_what_all_must_switch_at_one_step_takes_no_step_where_one_rank_could_not(
+    everyone: dict[str, list[dict[str, Any]]],
+) -> None:
+    for one in everyone["halfway"]:
+        assert not one["ever on"]
+        assert one["told"] == []
+    status, why = everyone["halfway"][0]["rows"]["halfway"]
+    assert status == "undone"
+    assert "no such device on this rank" in why
+
+
+@pytest.mark.parametrize(("step_s", "patience_s"), [(0.0, 10.0), (4.9, 10.0), (10.2, 21.0), (3600.0, 60.0)])
+def test_patience_is_ten_seconds_or_twice_a_step_and_a_minute_at_most(step_s: float, patience_s: float) -> None:
+    ranks, said = Ranks(since=0.0), []
+    ranks._meeting = SimpleNamespace(meet=lambda *given: said.append(ranks._meeting.patience_s))  # type: ignore
+    ranks.decide(None, list, "", step_s)
+    assert said == [patience_s]
 
 
 def test_a_rank_dies() -> None:
