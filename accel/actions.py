@@ -53,6 +53,8 @@ class Result:
     """What the profiler saw of the counted steps, if it was asked to look."""
     finding: Finding | None = None
     """What the guard found, if it was asked and could look."""
+    refusals: dict[str, str] = field(default_factory=dict)
+    """Strategy → why another rank can't have it; of those that all ranks must switch at the same step."""
     regime: Hashable = None
     """What the plan was chosen for: batch shape, world size, threads."""
 

@@ -202,7 +202,7 @@ def _candidate(
         phase=strategy.phase,
         host_dependent=strategy.host_dependent,
         ruled_out=_ruled_out(strategy, level, enable, disable),
-        refusal=lambda: strategy.refusal(run),
+        refusal=lambda: strategy.refusal(run) or run.refused_elsewhere.get(strategy.name, ""),
         settings=lambda: strategy.settings(run),
         describe=strategy.describe,
     )

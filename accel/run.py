@@ -41,6 +41,8 @@ class Run:
     fetching: Fetching
     world_size: int = 1
     observed: Observed = field(default_factory=Observed)
+    refused_elsewhere: dict[str, str] = field(default_factory=dict)
+    """Strategies that apply on this rank and don't on another, and why."""
     cores: int = field(default_factory=usable_cores)
     threads: int = field(default_factory=torch.get_num_threads)
     """Intra-op threads when the run began."""

@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 
 from accel import guard, update_guard
 from accel.actions import Action, Result
+from accel.comm.meeting import Apart, Left
 from accel.controller import Decisions
 from accel.dataio import batches
 from accel.dataio.witness import Witness
@@ -77,11 +78,14 @@ class Session:
         self._settled = False
         self._decisions: Decisions | None = None
         self._ranks: Ranks | None = None
+        self._called = time.time()
         self._clock = StepClock(clock)
         self._active: Choices = {}
         self._watch = Watch(run.gate, run.device, self._trip)
         self._parameters = {id(p) for p in run.model.parameters()}
         self._stepped = False
+        self._boundary_ended = 0.0
+        self._epoch_is_new = False
         self._batches_without_step = 0
         self._recording: Recording | None = None
         self._sizes: deque[int] = deque(maxlen=64)
@@ -104,10 +108,13 @@ class Session:
     def epoch_begins(self) -> None:
         """Begin a step: what lies between two epochs belongs to neither."""
         self._clock.restart(first=True)
+        self._epoch_is_new = True
 
     def batch_requested(self) -> None:
         """End the step if an optimizer has stepped since the last boundary; the place where everything is switched."""
         if self._suspended or not self._watching:
+            return
+        if self._epoch_is_new and not self._others_go_on():
             return
         if self._resting:
             self._rest()
@@ -117,6 +124,13 @@ class Session:
             self._observation.asked()
         if self._is_boundary():
             self._safely(self._boundary)
+
+    def _others_go_on(self) -> bool:
+        """Stop where the other ranks have stopped during the last epoch, which was shorter here; tell if they go on."""
+        self._epoch_is_new = False
+        if self._ranks is not None:
+            self._safely(self._ranks.check)
+        return self._watching
 
     def batch_delivered(self, batch: Any) -> None:
         """Take note of the batch."""
@@ -246,7 +260,7 @@ class Session:
         self._stepped = False
         self._batches_without_step = 0
         # Work done here is the search's cost, not the step's time.
-        now = self._clock.restart()
+        now = self._boundary_ended = self._clock.restart()
         self._result.aside_s += now - began
 
     def _rest(self) -> None:
@@ -258,6 +272,7 @@ class Session:
         self.steps += 1
         self._result.steps += 1
         self._resting -= 1
+        self._boundary_ended = self._clock.now()
         if self._resting == 0:
             began = self._clock.last
             self._result.elapsed_s += self._clock.restart() - began
@@ -269,7 +284,7 @@ class Session:
 
     def _begin(self) -> None:
         """Meet the other ranks and take the first action; the steps until here only warmed up."""
-        self._ranks = Ranks()
+        self._ranks = Ranks(since=self._called)
         self.run.world_size = self._ranks.size
         if self._ranks.leads:
             self._decisions = self._make_decisions()
@@ -331,18 +346,32 @@ class Session:
 
     def _next_action(self, first: bool = False) -> None:
         assert self._ranks is not None
-        results = self._ranks.gathered(self._result)
-        decision: Action | None = None
-        if self._decisions is not None:
-            decision = next(self._decisions) if first else self._decisions.send(_merged(results))
-        action: Action = self._ranks.decided(decision)
+
+        def decision(results: list[Result]) -> Action:
+            assert self._decisions is not None
+            merged = _merged(results)
+            self.run.refused_elsewhere = merged.refusals
+            return next(self._decisions) if first else self._decisions.send(merged)
+
+        missed = f"did not come to the end of step {self.steps + first}"
+        step_s = self._clock.now() - self._boundary_ended
+        action = self._ranks.decide(self._told(), decision, missed, 0.0 if first else step_s)
         self._action, self._result, self._resting = action, Result(), action.rest
         self.run.fetching.witness = None if not action.anatomy else self.run.fetching.witness
         self._observe_steps(action.anatomy)
-        self._switch(action.plan)
+        self._switch_together(action.plan)
         self._quieten(action)
         if action.settled and not self._settled:
             self._settle()
+
+    def _told(self) -> Result:
+        """Return what rank 0 wants to know of this rank: all of its own, of others what may stop a strategy."""
+        assert self._ranks is not None
+        if self._ranks.leads:
+            return self._result
+        collective = {name: one for name, one in self.strategies.items() if one.collective}
+        refusals = {name: why for name, one in collective.items() if (why := _refusal(one, self.run))}
+        return Result(trips=self._result.trips, finding=self._result.finding, refusals=refusals)
 
     def _observe_steps(self, wanted: bool) -> None:
         if self._observation is not None:
@@ -372,6 +401,20 @@ class Session:
         for name, setting in plan.items():
             if name not in self._active and name not in self._result.trips:
                 self._on(name, setting)
+
+    def _switch_together(self, plan: Choices) -> None:
+        """Switch; what all ranks must switch at the same step goes off again on all if one of them could not."""
+        assert self._ranks is not None
+        new = [n for n in plan if self.strategies[n].collective and self._active.get(n, self) != plan[n]]
+        self._switch(plan)
+        if not new:
+            return
+        mine = {name: self._result.trips.get(name, "") for name in new if name not in self._active}
+        missed = f"did not switch {', '.join(new)} on"
+        for name, why in self._ranks.decide(mine, _failed_somewhere, missed).items():
+            if name in self._active:
+                self._off(name)
+                self._result.trips[name] = why
 
     def _on(self, name: str, setting: Any) -> None:
         try:
@@ -470,9 +513,17 @@ class Session:
         try:
             work()
         except Exception as error:
-            self.close()
-            self.failed = f"{type(error).__name__}: {error}"
+            self.failed = str(error) if isinstance(error, Apart) else f"{type(error).__name__}: {error}"
+            # Ranks that are apart all stop at this very step, but within join(). Of a failure of this one the others
+            # hear when they meet next, and stop there.
+            apart = isinstance(error, Apart) and not isinstance(error, Left) and not self._joins()
+            self._stop(together=apart or self._ranks is None or not self._ranks.distributed)
             warnings.warn(f"accel stopped and left the loop as it was: {self.failed}", RuntimeWarning, stacklevel=4)
+
+    def _joins(self) -> bool:
+        """Tell whether the model is within DDP's join(), where a rank may have ended its steps before the others."""
+        config = getattr(self.run.model, "_join_config", None)
+        return config is not None and bool(config.enable)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -488,18 +539,29 @@ class Session:
             self._clock.restart()
 
     def close(self) -> None:
-        """Switch everything off, take all hooks out, and end worker processes; the loop goes on plainly."""
-        self._watching = False
+        """Switch everything off, take all hooks out, and end worker processes; the loop goes on plainly.
+
+        With several ranks all of them close at the same step.
+        """
+        self._stop(together=True)
+
+    def _stop(self, together: bool) -> None:
+        """Close; where other ranks don't at this step, leave on what all ranks must switch at the same one."""
+        watching, self._watching = self._watching, False
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._switch({})
+        kept = {} if together else {n: s for n, s in self._active.items() if self.strategies[n].collective}
+        self._switch(kept)
         self._observe_steps(False)
         self.run.fetching.witness = None
         self.run.gate.close()
-        for strategy in self.strategies.values():
-            with contextlib.suppress(Exception):
-                strategy.close(self.run)
+        for name, strategy in self.strategies.items():
+            if name not in kept:
+                with contextlib.suppress(Exception):
+                    strategy.close(self.run)
+        if watching and self._ranks is not None:
+            self._ranks.leave(f"takes no part any more: {self.failed or 'accel was undone there'}")
 
 
 def _acting_on_model(plan: Choices, strategies: dict[str, Strategy]) -> Choices:
@@ -510,10 +572,23 @@ def _acting_on_update(plan: Choices, strategies: dict[str, Strategy]) -> Choices
     return {name: setting for name, setting in plan.items() if "optimizer" in strategies[name].touches}
 
 
+def _failed_somewhere(told: list[dict[str, str]]) -> dict[str, str]:
+    """Return why, for each strategy that a rank could not switch on, as the first such rank has it."""
+    return {name: why for trips in reversed(told) for name, why in trips.items()}
+
+
+def _refusal(strategy: Strategy, run: Run) -> str:
+    try:
+        return strategy.refusal(run)
+    except Exception as error:
+        return f"it failed to look at the run: {type(error).__name__}: {error}"
+
+
 def _merged(results: list[Result]) -> Result:
-    """Merge the ranks' results: rank 0's times, everyone's trips, the worst finding."""
+    """Merge the ranks' results: rank 0's times, everyone's trips and refusals, the worst finding."""
     merged = results[0]
-    for other in results[1:]:
+    for rank, other in enumerate(results[1:], 1):
+        merged.refusals.update({name: f"on rank {rank} {why}" for name, why in other.refusals.items()})
         merged.trips.update({name: why for name, why in other.trips.items() if name not in merged.trips})
         if other.finding is not None:
             merged.finding = other.finding if merged.finding is None else merged.finding.merge(other.finding)

@@ -7,11 +7,12 @@ gloo may move one direction at a time where a message is larger than about 1 MB:
 MB/s. In pieces of up to 1 MB, one under way per peer, it runs at 11.9; with two under way at 9.0. So `exchange` sends
 pieces in lock-step: of 1 MB, since those of 256 KB took up to twice the time of a core, and of the clock where nothing
 is slower than memory (2 hosts of 2 ranks, unshaped: 53 ms in place of 111 for 36 MB). gloo's ring costs 3.6 ms for 4
-KB, hence an all-reduce of few bytes is an all-gather and a local sum. NCCL needs neither.
+KB, hence an all-reduce of few bytes goes another way: see `accel.comm.small_sums`. NCCL needs neither.
 """
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel.comm import small_sums
+
 PIECE_BYTES = 1 << 20
-TINY_BYTES = 64 * 1024
 
 
 P = ParamSpec("P")
@@ -95,16 +97,18 @@ def _share(channel: Channel, own: Tensor, out: Sequence[Tensor]) -> None:
         out[channel.rank].copy_(own)
 
 
-def _gather_and_sum(channel: Channel, values: Tensor) -> None:
-    flat = values.view(-1)
-    parts = list(flat.new_empty(channel.size, flat.numel()))
-    _share(channel, flat, parts)
-    # The order of the ranks, not that of arrival: the same bits everywhere. Half precision is summed as float32.
-    wide = torch.promote_types(values.dtype, torch.float32)
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = total + part
-    flat.copy_(total)
+def _on_demand(timeout: timedelta) -> Any:
+    """Return gloo's options for connections that are made when two ranks first speak to each other.
+
+    Else each rank would read every other's address from the store and hold a socket to it, for each stage of each way.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    devices = [gloo.create_device(interface=name, lazy_init=True) for name in names]
+    options._devices = devices or [gloo.create_default_device(lazy_init=True)]
+    options._threads, options._timeout = 2 * len(options._devices), timeout
+    return options
 
 
 class GlooChannel:
@@ -112,7 +116,9 @@ class GlooChannel:
 
     def __init__(self, store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
         self.ranks, self.rank, self.size = tuple(ranks), ranks.index(rank), len(ranks)
-        self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timeout) if self.size > 1 else None
+        self._group: Any = None
+        if self.size > 1:
+            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, _on_demand(timeout))
 
     @_backend_call
     def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
@@ -133,15 +139,24 @@ class GlooChannel:
             for work in works:
                 work.wait()
 
+    @_backend_call
+    def swap(self, peer: int, send: Tensor, receive: Tensor) -> None:
+        """Send to one rank and receive from it; an empty tensor is no message."""
+        group = self._open()
+        works = [group.recv([receive], peer, 0)] if receive.numel() else []
+        works += [group.send([send], peer, 0)] if send.numel() else []
+        for work in works:
+            work.wait()
+
     def all_gather(self, own: Tensor, out: Sequence[Tensor]) -> None:
         _share(self, own, out)
 
     @_backend_call
     def all_reduce(self, values: Tensor) -> None:
-        if self.size == 1:
+        if self.size == 1 or not values.numel():
             return
-        if values.nbytes < TINY_BYTES:
-            _gather_and_sum(self, values)
+        if values.nbytes < small_sums.TINY_BYTES:
+            small_sums.all_reduce(self, values)
         else:
             self._open().allreduce([values]).wait()
 

@@ -138,7 +138,7 @@ class DGC(Corrected):
         parts = list(self._parts(piece, 1.0 if dense else ratio))
         scale = self._loss_scale(piece)
         flags = []
-        pack = None if dense else Pack.empty(piece.values, parts)
+        pack = None if dense else Pack.empty(piece.values, parts, channel.size)
         velocity = piece.slot.write(VELOCITY) if self.momentum else None
         gathered = piece.slot.write(RESIDUAL) if piece.slot.has(RESIDUAL) else torch.empty_like(piece.values)
         filled = 0

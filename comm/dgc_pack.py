@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accel.comm.channel import TINY_BYTES, Channel
+from accel.comm import small_sums
+from accel.comm.channel import Channel
 
 
 class Part(NamedTuple):
@@ -45,10 +46,10 @@ class Pack:
         self.values, self.dense = floats[:entries], floats[entries:]
 
     @classmethod
-    def empty(cls, like: Tensor, parts: Sequence[Part]) -> Pack:
-        """Return one of zeros for a piece with values `like`."""
+    def empty(cls, like: Tensor, parts: Sequence[Part], ranks: int) -> Pack:
+        """Return one of zeros for a piece with values `like`, of one of so many ranks."""
         entries = sum(part.sent for part in parts)
-        rides = _dense_elements(parts) if _rides(like, parts) else 0
+        rides = _dense_elements(parts) if _rides(like, parts, ranks) else 0
         size = 4 * _words(entries, parts) + like.element_size() * (entries + rides)
         return cls(torch.zeros(size, dtype=torch.uint8, device=like.device), like, parts)
 
@@ -101,6 +102,7 @@ def _dense_elements(parts: Sequence[Part]) -> int:
     return sum(part.end - part.begin for part in parts if not part.sent)
 
 
-def _rides(like: Tensor, parts: Sequence[Part]) -> bool:
-    """Tell whether dense parameters are few enough to be gathered; more are summed by a ring."""
-    return _dense_elements(parts) * like.element_size() < TINY_BYTES
+def _rides(like: Tensor, parts: Sequence[Part], ranks: int) -> bool:
+    """Tell whether dense parameters are so few that all ranks hear those of all; more are summed on their way."""
+    nbytes = _dense_elements(parts) * like.element_size()
+    return nbytes < small_sums.TINY_BYTES and small_sums.best_way(ranks, nbytes) == "direct"

@@ -14,8 +14,8 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
+from accel.comm import small_sums
 from accel.comm.catalogue import CATALOGUE, Way, error_feedback
-from accel.comm.channel import TINY_BYTES
 from accel.comm.compressor import RESIDUAL
 from accel.comm.cost import Call, Segment, Stages, between, scaled
 from accel.comm.hooks import pipeline_stages
@@ -64,6 +64,13 @@ class DryChannel:
                     coming.zero_()
         self._since = self._clock()
 
+    def swap(self, peer: int, send: Tensor, receive: Tensor) -> None:
+        """Note what goes to one rank, or, if nothing does, wait for as much."""
+        sent = (send if send.numel() else receive).nbytes
+        self._note("exchange", sent * self._near[peer], sent * (not self._near[peer]), sent)
+        receive.copy_(send) if send.numel() == receive.numel() else receive.zero_()
+        self._since = self._clock()
+
     def all_gather(self, own: Tensor, out: Sequence[Tensor]) -> None:
         """Note what an all-gather sends."""
         self.exchange([own] * self.size, out)
@@ -72,9 +79,8 @@ class DryChannel:
 
     def all_reduce(self, values: Tensor) -> None:
         """Note an all-reduce, which is an exchange where it is small."""
-        if self.size > 1 and values.nbytes < TINY_BYTES:
-            parts = list(values.new_empty(self.size, values.numel()))
-            self.exchange([values.view(-1)] * self.size, parts)
+        if self.size > 1 and values.nbytes < small_sums.TINY_BYTES:
+            small_sums.all_reduce(self, values)
         elif self.size > 1:
             self._note("ring", values.nbytes, 0, values.nbytes)
         self._since = self._clock()

@@ -103,14 +103,13 @@ class FSDPComm:
     def _connect(self, mesh: DeviceMesh, device: str, timeout: timedelta) -> None:
         kind: type[GlooChannel] | type[NcclChannel] = NcclChannel if device == "cuda" else GlooChannel
 
-        def channel(kind: Any, dim: int, name: str) -> Channel:
+        def channel(kind: Any, dim: int, name: str) -> Any:
             group: Any = mesh.get_group(dim)
             made = _made.setdefault(group.group_name, itertools.count())
             store = PrefixStore(f"accel-fsdp/{name}/{next(made)}", group.get_group_store())
-            made_channel: Channel = kind(store, range(group.size()), group.rank(), timeout)
-            return made_channel
+            return kind(store, range(group.size()), group.rank(), timeout)
 
-        self._across = channel(kind, 0, "replicas")
+        self._across: Channel = channel(kind, 0, "replicas")
         self._within = Talk(channel(GlooChannel, 1, "shards"))
         self._between = Talk(channel(GlooChannel, 0, "talk"))
 

@@ -10,12 +10,11 @@ The rest is a matter of arguments: what is sent (`Exact`, `Half`, `Int8`, `OneBi
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 
 import itertools
-import json
 import secrets
 import zlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,9 +26,10 @@ from accel.comm import topology
 from accel.comm.channel import Channel, GlooChannel, NcclChannel
 from accel.comm.compressor import RESIDUAL, Compressor, Exact
 from accel.comm.layout import Layout
+from accel.comm.meeting import Apart, Each, Meeting
 from accel.comm.memory import LossScale, Memory
 from accel.comm.pipeline import Pipeline, PipelineStage
-from accel.comm.post_mortem import Address, CommError, PostMortem
+from accel.comm.post_mortem import Address, CommError, PostMortem, neighbours
 from accel.comm.reduction import BucketJob, Reduction
 
 _made: dict[str, "itertools.count[int]"] = {}
@@ -111,18 +111,22 @@ class CommState:
         device = next(iter(model.parameters())).device
         prefix = f"accel-comm/{next(_made.setdefault(group.group_name, itertools.count()))}"
         store = PrefixStore(prefix, store)
+        remedy = "every rank must make as many, in the same order"
+        meeting = Meeting(PrefixStore("meeting", store), rank, size, self.timeout.total_seconds(), remedy)
         post_mortem = PostMortem(secrets.token_hex(8))
         try:
-            told = _introduce(store, rank, size, self.timeout, self._introduction(model, post_mortem))
-            _check_same(rank, told)
-            self.topology = topology.from_identities([one["identity"] for one in told])
+            told: _Told = meeting.meet(self._introduction(model, post_mortem), _introduced, "made no CommState")
+            self.topology = topology.Topology(told.hosts)
             if self.hierarchical:
                 self.topology.check_even()
-            post_mortem.address = post_mortem.address._replace(token=told[0]["address"][2])
-            heard = post_mortem.connect(rank, [Address(*one["address"]) for one in told])
+            post_mortem.address = post_mortem.address._replace(token=told.token)
+            heard = post_mortem.connect(rank, size, told.addresses)
             stages = self._stages(rank, size, store, device)
             # One that goes on, and perhaps closes at once, would cut off those that are still connecting.
-            _introduce(PrefixStore("connected", store), rank, size, self.timeout, {})
+            meeting.meet(None, lambda everyone: None, "made no CommState")
+        except Apart as error:
+            post_mortem.close()
+            raise CommError(str(error)) from None
         except BaseException:
             post_mortem.close()
             raise
@@ -335,29 +339,31 @@ def _names(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def _introduce(store: Any, rank: int, size: int, timeout: timedelta, own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what each rank told, in rank order."""
-    store.set(str(rank), json.dumps(own))
-    found = []
-    for other in range(size):
-        try:
-            store.wait([str(other)], timeout)
-        except RuntimeError as error:  # DistStoreError, of which TCPStore and FileStore raise different kinds
-            raise CommError(
-                f"rank {rank} waits for rank {other}, which made no CommState within {timeout.total_seconds():g} s; "
-                "every rank must make as many, in the same order"
-            ) from error
-        found.append(json.loads(store.get(str(other))))
-    return found
+class _Told(NamedTuple):
+    """What a rank hears of the others when it makes a state."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    token: str
+    addresses: dict[int, Address]
+    """Of the ranks that it asks when something fails."""
 
 
-def _check_same(rank: int, told: list[dict[str, Any]]) -> None:
-    """Raise ValueError, on every rank, unless all ranks told the same settings."""
+def _introduced(told: list[dict[str, Any]]) -> Each:
+    """Return, on rank 0, what each rank should hear of what all ranks told."""
+    _check_same(told)
+    hosts = topology.from_identities([one["identity"] for one in told]).hosts
+    token, size = told[0]["address"].token, len(told)
+    near = [{peer: told[peer]["address"] for peer in neighbours(rank, size)} for rank in range(size)]
+    return Each([_Told(hosts, token, addresses) for addresses in near])
+
+
+def _check_same(told: list[dict[str, Any]]) -> None:
+    """Raise ValueError unless all ranks told the same settings."""
     for other, one in enumerate(told):
         for name, value in one["settings"].items():
             first = told[0]["settings"][name]
             if value != first:
                 raise ValueError(
-                    f"all ranks must have the same {name}, got {first} on rank 0 and {value} on rank {other} (this is "
-                    f"rank {rank}); pass the same to CommState everywhere"
+                    f"all ranks must have the same {name}, got {first} on rank 0 and {value} on rank {other}; pass the "
+                    "same to CommState everywhere"
                 )

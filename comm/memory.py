@@ -15,8 +15,8 @@ Two kinds of fields:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -210,33 +210,82 @@ class LossScale:
             self.value = scale
 
 
-def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """Return the memory of `world_size` ranks that holds what the ranks of a saved run remembered.
+Load = Callable[[int], Mapping[str, Any]]
+"""Reads the `state_dict()` that an old rank saved."""
+
+
+@overload
+def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]: ...
+
+
+@overload
+def reshard(
+    states: Sequence[Mapping[str, Any]] | Load, world_size: int, *, rank: int, saved: int | None = ...
+) -> dict[str, Any]: ...
+
+
+def reshard(
+    states: Sequence[Mapping[str, Any]] | Load, world_size: int, *, rank: int | None = None, saved: int | None = None
+) -> list[dict[str, Any]] | dict[str, Any]:
+    """Return the memory of `world_size` ranks, or of one of them, that holds what the ranks of a saved run remembered.
 
     Σ over the new ranks = Σ over the old ones, for each own field: that sum is what the mean gradient still lacks,
     since gradients are divided by the number of ranks before anything is withheld. New rank r gets the old ranks r,
-    r + world_size, …; ranks beyond the old number start with nothing. Shared fields go to every rank.
+    r + world_size, …; ranks beyond the old number start with nothing.
+
+    Shared fields, the same on every rank that reduces a parameter, are those of all old ranks. With `rank` they are
+    those of the old ranks that it reads, at least one: where hosts with other numbers of ranks share out parameters in
+    another way, what is not known on all that need it begins anew.
 
     Args:
-        states: the `state_dict()` of each old rank, in rank order.
+        states: the `state_dict()` of each old rank, in rank order; or, with `rank`, a function that reads one.
         world_size: new number of ranks, ≥ 1.
+        rank: the new rank whose memory to return; it reads its own old ranks alone, each once. Default: all.
+        saved: number of old ranks, where `states` is a function.
+
+    Returns:
+        The state of the new rank; without `rank` a list, by new rank.
+
+    Raises:
+        ValueError: if numbers are out of range, or `rank` or `saved` is missing.
 
     Example:
-        >>> mine = reshard([torch.load(f"comm-{r}.pt") for r in range(8)], world_size=4)[dist.get_rank()]
-        >>> state.load_state_dict(mine)
+        >>> state.load_state_dict(reshard(lambda old: torch.load(f"comm-{old}.pt"), world_size=4, rank=rank, saved=8))
+        >>> mine = reshard([torch.load(f"comm-{r}.pt") for r in range(8)], world_size=4)[rank]  # reads all, everywhere
     """
-    if world_size < 1 or not states:
-        raise ValueError(f"there must be at least one state and one rank, got {len(states)} and {world_size}")
+    if callable(states):
+        if rank is None or saved is None:
+            raise ValueError("a function that reads states needs rank= and saved=, the number of states; pass both")
+        load, count = states, saved
+    else:
+        if saved is not None:
+            raise ValueError(f"saved= goes with a function that reads states, got it with {len(states)} of them")
+        load, count = states.__getitem__, len(states)
+    if world_size < 1 or count < 1:
+        raise ValueError(f"there must be at least one state and one rank, got {count} and {world_size}")
+    if rank is not None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be from 0 to {world_size - 1}, got {rank}")
+        return _dealt([load(old) for old in range(rank, count, world_size)] or [load(rank % count)], rank < count)
+    shared: dict[str, dict[str, Tensor]] = {}
+    for old in range(count):
+        for field, values in load(old)["shared"].items():
+            shared.setdefault(field, {}).update(values)
+    found = []
+    for new in range(world_size):
+        mine = [load(old) for old in range(new, count, world_size)]
+        found.append({**_dealt(mine or [load(0)], bool(mine)), "shared": shared})
+    return found
+
+
+def _dealt(states: Sequence[Mapping[str, Any]], keeps: bool) -> dict[str, Any]:
+    """Return one state with the own fields of several, if it keeps them, and the shared ones."""
+    own: dict[str, dict[str, _Pieces]] = {}
     shared: dict[str, dict[str, Tensor]] = {}
     for one in states:
         for field, values in one["shared"].items():
             shared.setdefault(field, {}).update(values)
-    found: list[dict[str, Any]] = []
-    for rank in range(world_size):
-        own: dict[str, dict[str, _Pieces]] = {}
-        for one in states[rank::world_size]:
-            for field, names in one["own"].items():
-                for name, pieces in names.items():
-                    own.setdefault(field, {}).setdefault(name, []).extend(pieces)
-        found.append({**states[0], "own": own, "shared": shared})
-    return found
+        for field, names in one["own"].items() if keeps else ():
+            for name, pieces in names.items():
+                own.setdefault(field, {}).setdefault(name, []).extend(pieces)
+    return {**states[0], "own": own, "shared": shared}

@@ -43,6 +43,7 @@ from accel.comm.choice import (
 from accel.comm.cost import Network, Profile, Stages
 from accel.comm.dry_run import copy_byte_s, costs, shared_out
 from accel.comm.layout import Layout
+from accel.comm.post_mortem import CommError
 from accel.comm.probe import probe
 from accel.comm.switch import Switch, hook
 
@@ -101,7 +102,7 @@ Costs = dict[Way, tuple[Stages, ...]]
 
 
 def costs_of(switch: Switch, ways: list[Way]) -> list[Costs]:
-    """Return what buckets cost on each way, as each rank has timed it; all ranks call this together.
+    """Return on rank 0 what buckets cost on each way, as each rank has timed it; all ranks call this together.
 
     All ranks at once, since they share memory, caches and cores in earnest too.
 
@@ -109,7 +110,15 @@ def costs_of(switch: Switch, ways: list[Way]) -> list[Costs]:
         switch: with recorded steps.
         ways: to be timed.
     """
-    return switch.talk.gather(costs(ways, _layouts(switch), switch.topology, switch.device))
+    mine: Costs | str
+    try:
+        mine = costs(ways, _layouts(switch), switch.topology, switch.device)
+    except Exception as error:  # on this rank, perhaps alone: the others wait for what it has to say
+        mine = f"rank {switch.talk.rank} could not time the ways: {type(error).__name__}: {error}"
+    told = switch.talk.collect(mine)
+    if problem := switch.talk.first(next((one for one in told if isinstance(one, str)), "")):
+        raise CommError(problem)
+    return [one for one in told if not isinstance(one, str)]
 
 
 def _layouts(switch: Switch) -> list[Layout]:
@@ -122,19 +131,20 @@ def choose(switch: Switch, network: Network, told: list[Costs]) -> Choice:
     Args:
         switch: with recorded steps under DDP's own all-reduce.
         network: from `accel.comm.probe.probe`.
-        told: from `costs_of`, of the candidates.
+        told: from `costs_of`, of the candidates; on rank 0.
 
     Returns:
         The same on every rank.
     """
-    seen = switch.talk.gather((switch.times.observed(), float(torch.get_num_threads())))
+    mine = (switch.times.observed(), float(torch.get_num_threads()))
     copying = 0.0 if switch.gradients_are_views else copy_byte_s(_layouts(switch), switch.device)
-    decided: Choice | None = None
-    if switch.talk.rank == 0:
+
+    def decision(seen: list[tuple[Observed, float]]) -> Choice:
         mean = mean_of([one for one, _ in seen])
         known = calibrated(mean, network, seen[0][1], copying)
-        decided = _decide(mean, known, shared_out(told), switch.cap_mb)
-    return switch.talk.first(decided)
+        return _decide(mean, known, shared_out(told), switch.cap_mb)
+
+    return switch.talk.decide(mine, decision)
 
 
 def _decide(seen: Observed, known: tuple[Profile, Network], cost: Costs, cap_mb: float) -> Choice:
@@ -242,6 +252,7 @@ class AutoComm(Switch):
             if option.step_s > min([self.choice.plain_s, *tried.values()]) * (1 + _NEAR):
                 break
             tried[option.plan] = yield from self._measured(option.plan, self.check)
+            self.release(min(tried, key=tried.__getitem__))  # each way holds a socket to whom it speaks to
         first, *others = sorted(tried, key=tried.__getitem__) or [()]
         if others and tried[others[0]] < tried[first] * (1 + _NEAR):
             yield from self._in_turns(first, others[0])
@@ -299,7 +310,7 @@ class AutoComm(Switch):
                 self.times.clear()
             yield
         seen = self.times.observed()
-        step_s = max(self.talk.gather(seen.step_s if any(plan) else seen.step_s - seen.extra_s))
+        step_s = self.talk.decide(seen.step_s if any(plan) else seen.step_s - seen.extra_s, max)
         self.choice.measured[plan] = step_s
         return step_s
 

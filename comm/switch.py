@@ -28,7 +28,9 @@ from accel.comm.channel import GlooChannel
 from accel.comm.choice import Plan
 from accel.comm.hooks import CommState
 from accel.comm.layout import Layout
+from accel.comm.meeting import Apart, Meeting
 from accel.comm.memory import LossScale, Memory
+from accel.comm.post_mortem import CommError
 from accel.comm.reducer import cap_mb, is_rebucketable, rebucket, unhook
 from accel.comm.reduction import _finite
 from accel.comm.talk import Talk
@@ -50,16 +52,23 @@ class Switch:
     Args:
         ddp: the module.
         timeout: for each collective of a way, default 5 minutes; DDP's own keep theirs.
+        patience: how long to wait for ranks that make none; default: the timeout.
         scaler: the GradScaler in use, so that what was not sent yet follows its scale; default None.
 
     Raises:
         ValueError: if `ddp` is no DistributedDataParallel module, or has a hook already.
+        accel.comm.post_mortem.CommError: if a rank makes none in time.
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, *, timeout: timedelta = timedelta(minutes=5), scaler: Any = None
+        self,
+        ddp: DistributedDataParallel,
+        *,
+        timeout: timedelta = timedelta(minutes=5),
+        patience: timedelta | None = None,
+        scaler: Any = None,
     ) -> None:
-        self.timeout = timeout
+        self.timeout, self._patience = timeout, timeout if patience is None else patience
         self._scale = LossScale(scaler)
         self.step = 0
         self.memory = Memory()
@@ -95,8 +104,18 @@ class Switch:
         rank, size, store = self._group.rank(), self._group.size(), self._group.get_group_store()
         number = next(_made.setdefault(self._group.group_name, itertools.count()))
         store = PrefixStore(f"accel-switch/{number}", store)
+        self.topology = self._met(PrefixStore("meeting", store), rank, size)
         self._talk = Talk(GlooChannel(store, range(size), rank, self.timeout))
-        self.topology = topology.from_identities(self._talk.gather(topology.identity()))
+
+    def _met(self, store: Any, rank: int, size: int) -> topology.Topology:
+        """Meet the other ranks, before anything is begun that needs them all; return who is on which host."""
+        remedy = "every rank must make as many, in the same order"
+        meeting = Meeting(store, rank, size, self._patience.total_seconds(), remedy)
+        try:
+            found: topology.Topology = meeting.meet(topology.identity(), topology.from_identities, "made no Switch")
+        except Apart as error:
+            raise CommError(str(error)) from None
+        return found
 
     @property
     def talk(self) -> Talk:
@@ -212,9 +231,13 @@ class Switch:
             before_forward(ddp, begin)
         return True
 
-    def release(self) -> None:
-        """Give up the threads and groups of ways that are not in use; every rank at the same step."""
-        self._free(self._wanted)
+    def release(self, *kept: Plan) -> None:
+        """Give up the threads and groups of ways that are not in use; every rank at the same step.
+
+        Args:
+            kept: plans whose ways stay, since they will be used again.
+        """
+        self._free(tuple(itertools.chain(self._wanted, *kept)))
 
     def _apply(self) -> None:
         """Make the wanted plan the present one."""
@@ -319,7 +342,7 @@ class Switch:
         self.step, self._scale.value = state["step"], state.get("scale", 1.0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"timeout": self.timeout, "saved": self.state_dict()}
+        return {"timeout": self.timeout, "_patience": self._patience, "saved": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state.pop("saved")

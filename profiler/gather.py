@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-_POLL_S = 0.05
+_POLL_S, _LONGEST_POLL_S = 0.05, 0.4
+"""Between two looks, doubling: 1,000 ranks share one store."""
 
 
 class Exchange:
@@ -61,16 +63,12 @@ class Exchange:
         Raises:
             OSError: if there is no store.
         """
-        found: dict[int, Any] = {}
-        deadline = time.monotonic() + self._timeout
-        while len(found) < self.size and time.monotonic() < deadline:
-            for rank in set(range(self.size)) - set(found):
-                value = self._read(f"{key}/{rank}")
-                if value is not None:
-                    found[rank] = value
-            if len(found) < self.size:
-                time.sleep(_POLL_S)
-        return found
+        keys = {rank: f"{key}/{rank}" for rank in range(self.size)}
+        for _ in self._looks():
+            if self._has(list(keys.values())):
+                break
+        found = {rank: self._read(one) for rank, one in keys.items()}
+        return {rank: value for rank, value in found.items() if value is not None}
 
     def decided(self, key: str, value: Any) -> Any:
         """Post a value on rank 0, and return on every rank what rank 0 posted; None if it did not in time.
@@ -81,17 +79,28 @@ class Exchange:
         if self.rank == 0:
             self.post(key, value)
             return value
-        deadline = time.monotonic() + self._timeout
-        while time.monotonic() < deadline:
+        for _ in self._looks():
             found = self._read(f"{key}/0")
             if found is not None:
                 return found
-            time.sleep(_POLL_S)
         return None
 
+    def _looks(self) -> Iterator[None]:
+        """Yield until the time is up, with a pause after each look."""
+        deadline, pause_s = time.monotonic() + self._timeout, _POLL_S
+        while time.monotonic() < deadline:
+            yield
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+
     def _read(self, key: str) -> Any:
+        return self._asked(lambda store: json.loads(store.get(key)) if store.check([key]) else None)
+
+    def _has(self, keys: list[str]) -> bool:
+        return bool(self._asked(lambda store: store.check(keys)))
+
+    def _asked(self, question: Callable[[Any], Any]) -> Any:
         try:
-            store = self._open()
-            return json.loads(store.get(key)) if store.check([key]) else None
+            return question(self._open())
         except (RuntimeError, KeyError, ValueError) as error:
             raise OSError(f"the launcher's store can't be reached: {error}") from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.comm.catalogue import allowed
 from accel.comm.choice import WORTH, Option, worthwhile
 from accel.comm.cost import Network
+from accel.comm.post_mortem import CommError
 from accel.comm.probe import probe
 from accel.comm.selector import Choice, choose, costs_of
 from accel.comm.switch import Switch, why_not
@@ -30,6 +32,8 @@ WATCH = 5
 """Plain steps that must have been recorded before anything is chosen."""
 _ERROR = 1.15
 """Predictions that differ by less may come in another order on real steps."""
+_PATIENCE = timedelta(seconds=30)
+"""For ranks that come from one step boundary to another place in it; one that fails on the way never does."""
 _MOST = 3
 """Ways that are tried, of those about as fast as the best."""
 
@@ -107,6 +111,7 @@ class Gradients:
         one = found[min(number, len(found) - 1)]
         plan = one.option.plan if one.cap_mb is None else one.option.plan[:1]
         self.switch.rebucket(one.cap_mb or self._cap_mb)
+        self.switch.release(plan)  # of ways tried before
         if any(plan):
             self.switch.put_on()
             self.switch.use(plan)
@@ -128,7 +133,7 @@ class Gradients:
         if self._on and not self.choices and len(self.switch.times) >= WATCH:
             try:
                 self.apply()
-            except NothingHelps:
+            except (NothingHelps, CommError):  # raised on every rank; within backward it would end the training
                 self.switch.use(())
 
     def disable(self, level: str) -> None:
@@ -160,7 +165,9 @@ class _Watching(Switch):
 
     def __init__(self, ddp: DistributedDataParallel, owner: weakref.ref[Gradients]) -> None:
         self._owner = owner
-        super().__init__(ddp)
+        # As patient as DDP itself: what one rank does alone between two steps must not end the training.
+        backend = ddp.process_group._get_backend(next(ddp.module.parameters()).device)
+        super().__init__(ddp, timeout=backend.options._timeout, patience=_PATIENCE)
 
     def between_steps(self) -> None:
         if (owner := self._owner()) is not None:
@@ -175,6 +182,7 @@ class GradientChoice(Strategy):
 
     treats = frozenset({Bottleneck.COMMUNICATION})
     touches = frozenset()
+    collective = True
     one_off_s = 5.0
     settle_steps = 3  # DDP makes its buckets anew after the hook has come off or gone on
     level: str
@@ -192,6 +200,8 @@ class GradientChoice(Strategy):
             return "there is one rank"
         if not isinstance(run.model, DistributedDataParallel):
             return "the model is no DistributedDataParallel module; pass the wrapped one"
+        if run.model._join_config.enable:
+            return "within join() ranks take different numbers of steps, and these must switch at the same one"
         if run.cuda:
             return "its hooks have not been run on GPUs yet; accel.comm.selector.AutoComm can be tried by hand"
         known = _gradients.get(run.model)

@@ -22,6 +22,7 @@ from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
 from accel.comm.memory import reshard
 from accel.comm.one_bit import OneBit
+from accel.comm.switch import Switch
 
 SECONDS = timedelta(seconds=20)
 
@@ -398,10 +399,12 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     found["models differ"] = message(lambda: CommState(narrow, timeout=SECONDS))
     os.environ.update(GROUP_RANK=str(min(rank, 1)))
     found["uneven"] = message(lambda: CommState(model, hierarchical=True, timeout=SECONDS))
+    other = DistributedDataParallel(Given())
     half = dist.new_group([0])
     found["outside"] = message(lambda: CommState(model, process_group=half, timeout=SECONDS).close())
     if rank:
         found["no show"] = message(lambda: CommState(model, timeout=timedelta(seconds=1)))
+        found["no switch"] = message(lambda: Switch(other, patience=timedelta(seconds=1)))
     dist.barrier()
     return found
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from accel.comm.channel import TINY_BYTES
 from accel.comm.dgc import DGC
 from accel.comm.dgc_pack import Pack, Part
+from accel.comm.small_sums import TINY_BYTES
 from tests.comm import dgc_cases
 from tests.comm.ranks import run_ranks
 
@@ -178,7 +178,7 @@ def test_packs_add_up_by_position(dtype: torch.dtype, dense: int) -> None:
     values = torch.randn(61 + dense, dtype=dtype)
     packs = []
     for rank in (0, 1):
-        pack = Pack.empty(values, parts)
+        pack = Pack.empty(values, parts, 2)
         filled = pack.put(0, torch.tensor([4, 49, 0][: 3 - rank]), values[:50], 0)  # rank 1 fills two entries of five
         if rank == 0:
             pack.put(filled, torch.tensor([10]), values[50 + dense :], 50 + dense)

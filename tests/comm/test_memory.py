@@ -98,6 +98,67 @@ def test_resharding_keeps_the_sum(old: int, new: int) -> None:
     assert total.tolist() == [sum(i + 10 * rank for rank in range(old)) for i in range(7)]
 
 
+def saved(ranks: int) -> list[dict[str, Any]]:
+    """Return states of ranks with different residuals and the same warm starts."""
+    states = []
+    for rank in range(ranks):
+        memory, one = Memory(), layout(0, "b", "a")
+        ready(memory, one).write_shared("warm", "a", torch.ones(2))
+        step(memory, one, torch.arange(7.0) + 10 * rank)
+        states.append({**memory.state_dict(), "step": 5})
+    return states
+
+
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_a_rank_alone_gets_what_it_would_among_all_and_reads_no_more(old: int, new: int) -> None:
+    states = saved(old)
+    everyone = reshard(states, new)
+    for rank in range(new):
+        read: list[int] = []
+
+        def load(number: int, read: list[int] = read) -> dict[str, Any]:
+            read.append(number)
+            return states[number]
+
+        for mine in (reshard(load, new, rank=rank, saved=old), reshard(states, new, rank=rank)):
+            assert mine.keys() == everyone[rank].keys()
+            assert mine["step"] == 5
+            assert mine["shared"]["warm"]["a"].tolist() == [1, 1]
+            whole, alone = Memory(), Memory()
+            whole.load_state_dict(everyone[rank])
+            alone.load_state_dict(mine)
+            assert by_name(whole) == by_name(alone) if rank < old else not mine["own"]
+        assert read == (list(range(rank, old, new)) or [rank % old])
+
+
+@pytest.mark.parametrize(("old", "new"), [(1000, 250), (250, 1000), (1000, 1000), (16, 1)])
+def test_a_thousand_ranks_read_each_state_once_and_not_a_thousand_times(old: int, new: int) -> None:
+    state, read = saved(1)[0], 0
+
+    def load(number: int) -> dict[str, Any]:
+        nonlocal read
+        read += 1
+        return state
+
+    for rank in range(new):
+        reshard(load, new, rank=rank, saved=old)
+    assert read == max(old, new)
+
+
+def test_resharding_refuses_what_it_can_not_do() -> None:
+    states = saved(2)
+    for match, given_states, options in (
+        ("needs rank= and saved=", states.__getitem__, {}),
+        ("needs rank= and saved=", states.__getitem__, {"rank": 0}),
+        ("saved= goes with a function", states, {"rank": 0, "saved": 2}),
+        ("rank must be from 0 to 2, got 3", states, {"rank": 3}),
+        ("rank must be from 0 to 2, got -1", states, {"rank": -1}),
+        ("at least one state and one rank, got 0 and 3", states.__getitem__, {"rank": 0, "saved": 0}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            reshard(given_states, 3, **options)  # type: ignore[call-overload]
+
+
 def test_bad_states_are_refused() -> None:
     memory = Memory()
     with pytest.raises(ValueError, match="version must be 1, got None"):

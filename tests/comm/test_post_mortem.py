@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from accel.comm.post_mortem import PostMortem, Report, verdict
+from accel.comm.post_mortem import Inquiry, PostMortem, Report, neighbours, verdict
 
 OWN = Report("step 3, bucket 1", "Connection closed", False)
 
@@ -37,10 +39,11 @@ def test_own_fault_comes_first() -> None:
 def connected(count: int, monkeypatch: pytest.MonkeyPatch) -> list[PostMortem]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     ports = [PostMortem("secret") for _ in range(count)]
-    addresses = [one.address for one in ports]
+    addresses = {rank: one.address for rank, one in enumerate(ports)}
     heard: list[bool] = []
     threads = [
-        threading.Thread(target=lambda r=rank: heard.append(ports[r].connect(r, addresses))) for rank in range(count)
+        threading.Thread(target=lambda r=rank: heard.append(ports[r].connect(r, count, addresses)))
+        for rank in range(count)
     ]
     for thread in threads:
         thread.start()
@@ -101,7 +104,82 @@ def test_ranks_that_can_not_hear_each_other_ask_nobody(monkeypatch: pytest.Monke
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     one = PostMortem("secret")
     try:
-        assert not one.connect(0, [one.address, one.address._replace(port=9)], patience_s=0.2)
+        assert not one.connect(0, 2, {1: one.address._replace(port=9)}, patience_s=0.2)
         assert one.ask(OWN, 5.0) == {}
     finally:
         one.close()
+
+
+# A simulated world: who speaks to whom, and how often
+
+
+def inquire(
+    size: int, ended: set[int], silent: set[int], primary: int | None, most: int = 40
+) -> tuple[dict[int, str], Counter[int], int]:
+    """Let all others inquire, round by round; return their verdicts, the datagrams of each, and the rounds."""
+    cause = Report("step 3", "no memory", True)
+    asking = {
+        rank: Inquiry(rank, size, neighbours(rank, size), cause if rank == primary else OWN)
+        for rank in range(size)
+        if rank not in ended | silent
+    }
+    sent: Counter[int] = Counter()
+    for rounds in range(1, most):
+        post: list[tuple[int, list[Any]]] = []
+        for rank, one in asking.items():
+            items = one.message()
+            for peer in one.addressees():
+                sent[rank] += 1
+                if peer in ended:
+                    one.ended(peer)
+                elif peer not in silent:
+                    post.append((peer, items))
+        for peer, items in post:
+            asking[peer].take(items)
+        if rounds == 3:
+            for one in asking.values():
+                one.suspect()
+        if rounds > 3 and not post:
+            break
+    said = {rank: verdict(rank, cause if rank == primary else OWN, one.found()) for rank, one in asking.items()}
+    return said, sent, rounds
+
+
+SIZES = (2, 6, 9, 10, 16, 64, 250, 1000)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_speaks_to_a_few_that_speak_to_it(size: int) -> None:
+    known = {rank: set(neighbours(rank, size)) for rank in range(size)}
+    for rank, peers in known.items():
+        assert rank not in peers
+        assert all(rank in known[peer] for peer in peers)
+        assert len(peers) == size - 1 if size <= 9 else len(peers) <= 2 * math.ceil(math.log2(size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [("ended", "has ended"), ("silent", "sends nothing"), ("primary", "failed at step 3: no memory")],
+)
+def test_every_rank_hears_of_the_cause_in_rounds_that_grow_with_the_logarithm(size: int, kind: str, word: str) -> None:
+    culprit = size // 3
+    said, sent, rounds = inquire(
+        size,
+        {culprit} if kind == "ended" else set(),
+        {culprit} if kind == "silent" else set(),
+        culprit if kind == "primary" else None,
+    )
+    for rank, text in said.items():
+        assert f"because rank {culprit} {word}" in text or (kind == "primary" and rank == culprit)
+    steps = math.ceil(math.log2(size))
+    assert rounds <= steps + 4
+    # Each speaks to all it knows when it begins, when it hears of the cause, and when what it heard gets better.
+    assert max(sent.values()) <= 5 * len(neighbours(0, size)) + rounds
+
+
+def test_a_whole_host_that_has_ended_is_named_in_part() -> None:
+    said, _, _ = inquire(250, set(range(16, 24)), set(), None)
+    for text in said.values():
+        assert "has ended" in text
+        assert len(text) < 400
