@@ -10,13 +10,13 @@ atomics: same bits every run. Saved for backward: the index.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel.kernels.support import Cost, runs_triton
+from accel.kernels.tables import kept
 
 _WHOLE = {8: torch.int64, 16: torch.complex128}
 """Types whose element is a row of so many bytes: a CPU copies elements 3 times as fast as rows of 4 numbers."""
@@ -45,15 +45,14 @@ def scatter_rows_ref(rows_NC: Tensor, index_N: Tensor, group: int) -> Tensor:
 def _flat(index_N: Tensor, group: int) -> Tensor:
     """Return n·G + index[n], the row in the matrix of all groups."""
     step = max(group, 1)  # a group without rows has no index either
-    if type(index_N) is Tensor and index_N.device.type == "cpu":
+    if index_N.device.type == "cpu":
         return _starts(len(index_N), step) + index_N
-    # On another device, or a tensor of tracing, which must not be kept.
     return torch.arange(0, len(index_N) * step, step, device=index_N.device) + index_N
 
 
-@functools.lru_cache(maxsize=8)
+@kept(8)
 def _starts(groups: int, group: int) -> Tensor:
-    return torch.arange(0, groups * group, group)
+    return torch.arange(0, groups * group, group, device="cpu")
 
 
 def _gather(x_NGC: Tensor, index_N: Tensor) -> Tensor:
