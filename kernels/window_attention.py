@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from accel.kernels import support
 from accel.kernels.support import Cost
-from accel.kernels.window_regions import merge, partition, relative_index, shift_regions
+from accel.kernels.window_regions import mask_of_regions, merge, partition, relative_index, shift_regions
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST_TOKENS = 256
@@ -213,8 +213,7 @@ def window_attention_ref(
     index = relative_index(spec.window, qkv.device)
     scores = scores + table.to(wide)[index.view(-1)].view(tokens, tokens, spec.heads).permute(2, 0, 1)
     if regions is not None:
-        apart = regions[:, None, :, None] != regions[:, None, None, :]
-        mask = torch.where(apart, scores.new_tensor(spec.mask_value), scores.new_zeros(()))
+        mask = mask_of_regions(regions, spec.mask_value, scores.dtype)[:, None]
         scores = (scores.unflatten(0, (-1, regions.shape[0])) + mask).flatten(0, 1)
     weights = F.dropout(scores.softmax(-1), spec.dropout)
     out: Tensor = (weights @ v).transpose(1, 2).flatten(2).to(qkv.dtype)

@@ -62,10 +62,15 @@ def regions_of_mask(mask: Tensor) -> tuple[Tensor, float] | None:
     seen = mask == 0
     regions = seen.to(torch.uint8).argmax(-1)  # the first token that each token sees
     value = float(mask.min())
-    apart = regions[:, :, None] != regions[:, None, :]
-    if not torch.equal(mask, torch.where(apart, mask.new_tensor(value), mask.new_zeros(()))):
+    if not torch.equal(mask, mask_of_regions(regions, value, mask.dtype)):
         return None
     return regions.to(torch.uint8), value
+
+
+def mask_of_regions(regions: Tensor, value: float, dtype: torch.dtype) -> Tensor:
+    """Return the additive mask [windows, N, N] of regions [windows, N]: 0 within a region, `value` between two."""
+    apart = regions[:, :, None] != regions[:, None, :]
+    return torch.zeros(apart.shape, dtype=dtype, device=regions.device).masked_fill_(apart, value)
 
 
 def partition(x: Tensor, window: tuple[int, int]) -> Tensor:
