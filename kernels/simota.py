@@ -91,8 +91,9 @@ def simota_assign(
         xyxy: all boxes are (left, top, right, bottom) instead.
         chunk: ground truths worked on at once by the plain path; None: as many as make 2**18 pairs on a CPU and 2**23
             on CUDA.
-        check: look for NaN and infinities (on a CPU in the candidates only) and for wrong classes. This waits for the
-            device. None: on a CPU only. Unchecked, they give a meaningless assignment, never a crash.
+        check: look for NaN and infinities (on a CPU in the candidates only) and for wrong classes. Sides may be
+            infinite, of predictions or of ground truths: such a box overlaps with none, as published. This waits for
+            the device. None: on a CPU only. Unchecked, they give a meaningless assignment, never a crash.
 
     Returns:
         `Assignment`: fg_mask, matched_gt, matched_iou, matched_class [B, A] and num_fg [B].
@@ -122,7 +123,7 @@ def simota_assign(
         gt_mask = torch.ones_like(gt_classes, dtype=torch.bool)
     check = boxes.device.type == "cpu" if check is None else check
     if check:
-        check_truths(gt_boxes, gt_classes, gt_mask, cls.shape[2])
+        check_truths(gt_boxes, gt_classes, gt_mask, cls.shape[2], xyxy)
     truths = truths_of(gt_boxes, gt_classes, gt_mask, cls.shape[2], xyxy)
     if 0 in (*boxes.shape[:2], gt_boxes.shape[1]):
         return _background(boxes)
@@ -133,7 +134,7 @@ def simota_assign(
     valid = torch.ones_like(boxes[..., 0], dtype=torch.bool) if candidates is None else candidates
     anchors = anchors_of(boxes, cls, obj, cells, valid, xyxy)
     if check:
-        check_anchors(anchors)
+        check_anchors(anchors, truths)
     if support.runs_triton(boxes):
         from accel.kernels import simota_triton
 
@@ -159,21 +160,21 @@ def _assign_compact(
     whole, flat = _background(valid), valid.flatten().nonzero().flatten()
     image = flat // valid.shape[1]
     ends = valid.sum(1).cumsum(0)
-    rank = torch.arange(len(flat)) - (ends - valid.sum(1))[image]
+    rank = torch.arange(len(flat), device=flat.device) - (ends - valid.sum(1))[image]
     most, begin = int(rank.max()) + 1 if len(rank) else 1, 0
     images = max(1, _PAIRS_CPU // (most * truths.mask.shape[1]))
     for start in range(0, len(valid), images):
         at = slice(start, start + images)
         mine, end = truths.map(lambda t, at=at: t[at]), int(ends[at][-1])  # type: ignore[misc]
         slot = (image[begin:end] - start) * most + rank[begin:end]  # candidates go to the front, in their order
-        index = torch.full((len(mine.mask) * most,), start * valid.shape[1]).index_copy_(0, slot, flat[begin:end])
-        kept = torch.zeros(len(index), dtype=torch.bool).index_fill_(0, slot, True).view(-1, most)
+        index = flat.new_full((len(mine.mask) * most,), start * valid.shape[1]).index_copy_(0, slot, flat[begin:end])
+        kept = valid.new_zeros(len(index)).index_fill_(0, slot, True).view(-1, most)
         where = Cells(*(_rows(t.expand(valid.shape), index, most) for t in cells))
         boxes, cls, obj = (None if t is None else _rows(t, index, most) for t in predicted)
         assert boxes is not None and cls is not None
         anchors = anchors_of(boxes, cls, obj, where, kept, xyxy)
         if check:
-            check_anchors(anchors, start)
+            check_anchors(anchors, mine, start)
         found = assign_fixed(anchors, mine, rules, chunk)
         for to, values in zip(whole[:4], found[:4], strict=True):
             to.view(-1).index_copy_(0, flat[begin:end], values.flatten().index_select(0, slot))

@@ -317,6 +317,11 @@ def _check(qkv: Tensor, table: Tensor, head_scale: Tensor | None, spec: Spec) ->
     if head_scale is not None and head_scale.numel() != spec.heads:
         raise ValueError(f"window_attention: head_scale must be [{spec.heads}]. Found: {list(head_scale.shape)}")
     for name, tensor in (("table", table), ("head_scale", head_scale)):
+        if tensor is not None and not tensor.is_floating_point():
+            raise ValueError(
+                f"window_attention: {name} must be floating point, it is learned. Found: {tensor.dtype}; convert it "
+                "with .float()"
+            )
         if tensor is not None and tensor.device != qkv.device:
             raise ValueError(
                 f"window_attention: {name} must be on qkv's device, {qkv.device}. Found: {tensor.device}; move it"

@@ -31,7 +31,7 @@ from tests.kernels.simota_scenes import (
 )
 
 
-# 12 families x 4 variants x 34 seeds = 1,632 batches of 2 images, 34 of them skipped.
+# 14 families x 4 variants x 34 seeds = 1,904 batches of 2 images, 34 of them skipped.
 @pytest.mark.parametrize("variant", ["yolox", "yolox-2021", "yolov7", "mmdet"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_as_published(family: str, variant: str) -> None:
@@ -207,6 +207,21 @@ def test_wrong_ground_truths_are_told() -> None:
         batch.assign()
     with pytest.raises(ValueError, match="cls must hold probabilities"):
         replace(scene(0, 5), obj=None).assign()
+
+
+def test_a_middle_is_finite_and_only_one_side_of_a_pair_is_infinite() -> None:
+    for place, value in ((0, torch.inf), (2, torch.nan), (2, -torch.inf)):
+        batch = scene(0, 5)
+        batch.boxes[1, :, place] = value
+        with pytest.raises(ValueError, match=r"predictions must be finite\. Found: NaN or infinity in boxes"):
+            batch.assign()
+    batch = scene(0, 5)
+    batch.boxes[..., 2] = torch.inf
+    assert batch.assign().fg_mask.any(), "sides may be infinite"
+    batch.gt_boxes[1, 2, 3] = torch.inf
+    batch.gt_mask[1, 2] = True
+    with pytest.raises(ValueError, match="predictions must be finite"):  # infinite over infinite
+        batch.assign()
 
 
 def test_wrong_arguments_are_told() -> None:
