@@ -46,6 +46,8 @@ from accel.kernels.simota_inputs import (
 
 # Pairs held at once. 16 images, 50 boxes each, two cores: 17 ms with 2**18, 24 ms with 2**19, 32 ms with 2**15.
 _PAIRS_CPU, _PAIRS_CUDA = 1 << 18, 1 << 23
+_FEW = 4
+"""Images up to which a CPU takes one at a time."""
 
 
 @torch.no_grad()
@@ -119,14 +121,22 @@ def simota_assign(
         given = (boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates)
         return Assignment(*simota_op.assign(*given, *simota_op.flat(rules), xyxy, chunk, check))
     validate(boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates, rules, chunk)
-    if gt_mask is None:
-        gt_mask = torch.ones_like(gt_classes, dtype=torch.bool)
     check = boxes.device.type == "cpu" if check is None else check
     if check:
         check_truths(gt_boxes, gt_classes, gt_mask, cls.shape[2], xyxy)
-    truths = truths_of(gt_boxes, gt_classes, gt_mask, cls.shape[2], xyxy)
     if 0 in (*boxes.shape[:2], gt_boxes.shape[1]):
         return _background(boxes)
+    pairs = boxes.shape[1] * gt_boxes.shape[1]
+    if boxes.is_cpu and len(boxes) <= _FEW and pairs <= _PAIRS_CPU and chunk is None and not support.runs_triton(boxes):
+        from accel.kernels import simota_few
+
+        cells, own = cells_of(points, strides, rules.radius, boxes), (gt_boxes, gt_classes, gt_mask)
+        return simota_few.assign_few(
+            (boxes, cls, obj), cells, candidates, own, rules, _background(boxes), xyxy=xyxy, check=check
+        )
+    if gt_mask is None:
+        gt_mask = torch.ones_like(gt_classes, dtype=torch.bool)
+    truths = truths_of(gt_boxes, gt_classes, gt_mask, cls.shape[2], xyxy)
     cells = cells_of(points, strides, rules.radius, boxes)
     if boxes.is_cpu and not support.runs_triton(boxes):
         valid = _grid_candidates(cells, truths, rules, chunk) if candidates is None else candidates
@@ -220,7 +230,7 @@ def _keys(anchors: Anchors, truths: Truths, table: Tensor, rules: Rules) -> tupl
     # An IoU that rounds to above 1 must not make a cost negative: its sign bit is the region's.
     price = iou.add_(rules.log_eps).log_().mul_(-rules.iou_weight).add_(own).clamp_(min=0)
     if rules.region != "given":
-        _, inside = _regions(Cells(*(t[:, None] for t in anchors.cells)), near, rules)
+        _, inside = regions_of(Cells(*(t[:, None] for t in anchors.cells)), near, rules)
         price = torch.where(inside, -price, price)
     return price.view(torch.int32), k * truths.mask
 
@@ -257,7 +267,7 @@ def overlap(one: Boxes, other: Boxes, union_eps: float) -> Tensor:
     return both.div((one.area + other.area).sub_(both).clamp_(min=union_eps))
 
 
-def _regions(cells: Cells, gt: Boxes, rules: Rules) -> tuple[Tensor, Tensor]:
+def regions_of(cells: Cells, gt: Boxes, rules: Rules) -> tuple[Tensor, Tensor]:
     """Return (makes a candidate, in the region) of cells and ground truths whose shapes broadcast."""
     x, y, reach = cells
     near = _between(x, gt.x, reach) & _between(y, gt.y, reach)
@@ -315,7 +325,7 @@ def _candidates(cells: Cells, truths: Truths, rules: Rules, chunk: int | None) -
     shape, wide = (len(truths.mask), cells.x.shape[1]), Cells(*(t[:, None] for t in cells))
     found = torch.zeros(shape, dtype=torch.bool, device=cells.x.device)
     for part, _ in _parts(truths, found.numel(), chunk):
-        found |= _regions(wide, part.boxes.map(lambda t: t[..., None]), rules)[0].any(1)
+        found |= regions_of(wide, part.boxes.map(lambda t: t[..., None]), rules)[0].any(1)
     return found
 
 

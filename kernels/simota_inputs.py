@@ -208,7 +208,13 @@ def validate(
         raise ValueError(f"simota_assign: chunk must be at least 1, or None. Found: {chunk}")
 
 
-def check_truths(gt_boxes: Tensor, gt_classes: Tensor, gt_mask: Tensor, classes: int, xyxy: bool) -> None:
+def check_truths(gt_boxes: Tensor, gt_classes: Tensor, gt_mask: Tensor | None, classes: int, xyxy: bool) -> None:
+    if gt_classes.numel() == 0:
+        return
+    low, high = torch.aminmax(gt_classes)  # of all, padding too: mostly that settles it
+    if bool(gt_boxes.sum().isfinite()) and int(low) >= 0 and int(high) < classes:
+        return
+    gt_mask = torch.ones_like(gt_classes, dtype=torch.bool) if gt_mask is None else gt_mask
     bad = ~gt_boxes.isfinite().all(-1) & gt_mask
     if bad.any() and bool((bad := bad & ~is_a_box(corners(gt_boxes, xyxy))).any()):
         image, gt = bad.nonzero()[0].tolist()
