@@ -119,10 +119,10 @@ def _build_targets(loss: Any, p: Sequence[Tensor], targets: Tensor, imgs: Any) -
 def _candidates(loss: Any, p: Sequence[Tensor], indices: Sequence[tuple[Tensor, ...]], anchors: Any) -> _Candidates:
     """Put the candidates of all levels together, decoded in the precision that the loss decodes them in."""
     boxes, scores = [], []
-    for level, ((b, a, row, column), size) in enumerate(zip(indices, anchors, strict=True)):
-        raw = p[level][b, a, row, column]
-        middle = (raw[:, :2].sigmoid() * 2.0 - 0.5 + torch.stack((column, row), 1)) * loss.stride[level]
-        extent = (raw[:, 2:4].sigmoid() * 2) ** 2 * size * loss.stride[level]
+    for (b, a, row, column), size, predicted, stride in zip(indices, anchors, p, loss.stride, strict=True):
+        raw = predicted[b, a, row, column]
+        middle = (raw[:, :2].sigmoid() * 2.0 - 0.5 + torch.stack((column, row), 1)) * stride
+        extent = (raw[:, 2:4].sigmoid() * 2) ** 2 * size * stride
         boxes.append(_corners(torch.cat((middle, extent), -1)))
         scores.append((raw[:, 5:].float().sigmoid() * raw[:, 4:5].sigmoid()).sqrt())
     level = torch.cat([torch.full_like(own[0], number) for number, own in enumerate(indices)])

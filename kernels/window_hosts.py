@@ -58,7 +58,7 @@ def runs_fused(x: Tensor) -> bool:
 
     A program that is exported or traced holds the library's own operators, and so runs where this package is not.
     """
-    return support.runs_triton(x) and not torch.compiler.is_exporting() and not torch.jit.is_tracing()
+    return support.runs_triton(x) and not torch.compiler.is_exporting() and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _hooked(*modules: Any) -> bool:
