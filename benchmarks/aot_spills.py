@@ -29,6 +29,9 @@ KNOWN_SPILLS = {
     ("window_attention backward 16x16 D32 fp32 masked", 80): 296,
     ("window_attention backward 16x16 D32 fp32 masked", 90): 224,
     ("window_attention backward 16x16 D32 fp32 masked", 100): 320,
+    ("window_attention backward 16x16 D32 fp32 masked cosine", 80): 448,
+    ("window_attention backward 16x16 D32 fp32 masked cosine", 90): 304,
+    ("window_attention backward 16x16 D32 fp32 masked cosine", 100): 280,
     # Cosine attention keeps q and k beside their gradients; 16 warps spill more.
     ("window_attention backward 7x7 D32 fp16 masked cosine", 80): 8,
     ("window_attention backward 7x7 D32 fp16 masked cosine", 100): 8,
@@ -46,6 +49,8 @@ KNOWN_SPILLS = {
     ("window_attention backward 8x8 D64 bf16 masked cosine", 100): 8,
     ("window_attention backward 12x12 D32 fp16 masked cosine", 80): 24,
     ("window_attention backward 12x12 D32 bf16 masked cosine", 80): 24,
+    ("window_attention backward 16x16 D32 fp16 masked cosine", 80): 8,
+    ("window_attention backward 16x16 D32 bf16 masked cosine", 80): 8,
     ("window_attention backward 12x12 D64 fp16 masked cosine", 80): 272,
     ("window_attention backward 12x12 D64 fp16 masked cosine", 90): 288,
     ("window_attention backward 12x12 D64 fp16 masked cosine", 100): 288,

@@ -86,13 +86,15 @@ def _layers() -> Iterator[_Layer]:
             yield _Layer(window, channels, dtype, cosine=cosine)
         if channels == 32:
             yield _Layer(window, channels, dtype, dropout=0.1)
-    for window in (7, 8, 12):
+    for window in (7, 8, 12, 16):
         yield _Layer(window, 32, masked=False)
         yield _Layer(window, 32, torch.float32, tf32=True)
     yield _Layer(7, 32, wide=True)
     yield _Layer(12, 32, wide=True)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        yield _Layer(16, 32, dtype)
+    for dtype, cosine in product((torch.float32, torch.float16, torch.bfloat16), (False, True)):
+        yield _Layer(16, 32, dtype, cosine=cosine)
+    for window in (8, 16):  # Swin V2's, whose every second block is not shifted
+        yield _Layer(window, 32, masked=False, cosine=True)
     yield _Layer(7, 128)
 
 

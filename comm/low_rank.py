@@ -6,24 +6,25 @@ rank 4; M by a factor of 1024 rows of four takes 5.3 ms.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
+
+from accel.kernels.tables import kept
 
 _LARGE, _PART = 1 << 20, 1 << 18
 """Elements of the largest matrix that is made at once, and of parts of others; less costs more than it saves."""
 
 
-@functools.lru_cache(maxsize=256)
+@kept(256)
 def noise(seed: int, rank: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return (rank, length) numbers from −1 to 1 that depend on the arguments alone. Don't write.
 
     Uniform ones are made from integers, so they are the same bits on every processor, and those of a lower rank are the
     first rows.
     """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + length)
-    return torch.rand(rank, length, generator=generator).mul_(2).sub_(1).to(device, dtype)
+    generator = torch.Generator("cpu").manual_seed(seed * 1_000_003 + length)
+    uniform = torch.rand(rank, length, generator=generator, dtype=torch.float32, device="cpu")
+    return uniform.mul_(2).sub_(1).to(device, dtype)
 
 
 def orthonormal(rows: Tensor, filler: Tensor) -> Tensor:

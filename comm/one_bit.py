@@ -10,7 +10,6 @@ Sources: 1-bit SGD (Seide et al. 2014); signSGD with error feedback (Karimireddy
 
 from __future__ import annotations
 
-import functools
 from typing import ClassVar
 
 import numpy as np
@@ -22,6 +21,7 @@ from accel.comm.fused import Codec
 from accel.comm.gathered import Gathered
 from accel.comm.int8 import summed, tiles
 from accel.kernels import sign_pack
+from accel.kernels.tables import kept
 
 
 class OneBit(Gathered):
@@ -118,7 +118,7 @@ def pack(negative: Tensor) -> Tensor:
     return (padded.view(-1, 8) * places).sum(1, dtype=torch.uint8)
 
 
-@functools.cache
+@kept(8)
 def _table(device: torch.device) -> Tensor:
     """Return the eight signs that each byte stands for, (256, 8) float32."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, 8)

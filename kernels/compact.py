@@ -66,7 +66,7 @@ def _sources(mask_P: Tensor, size: int) -> tuple[Tensor, Tensor]:
     found = mask_P.nonzero()[:, 0]
     source = found.new_full((size,), len(mask_P))
     source[: len(found)] = found[:size]
-    return source, torch.tensor(len(found))
+    return source, torch.tensor(len(found), device=found.device)
 
 
 def _take(x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:

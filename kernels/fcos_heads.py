@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from accel.kernels.fcos_inputs import Fcos3dGts, FcosConfig, FcosGts, FcosPoints
 from accel.kernels.fcos_targets import fcos3d_targets, fcos_targets
+from accel.kernels.tables import kept
 
 _SIGNATURES = {
     ("points", "batch_gt_instances"): "fcos",
@@ -199,13 +200,13 @@ def _regular(points: Levels, strides: list[float], ranges: list[tuple[float, flo
     return made if torch.equal(torch.cat(points), made.xy) else None
 
 
-@functools.lru_cache(maxsize=16)
+@kept(16)
 def _grids(
     sizes: tuple[tuple[int, int], ...], strides: tuple[int, ...], ranges: tuple[tuple[float, float], ...],
     dtype: torch.dtype,
 ) -> FcosPoints:  # fmt: skip
     # Multi-scale training has a handful of map sizes; a level costs more to make than to compare.
-    return FcosPoints.regular(sizes, strides, ranges, dtype=dtype)
+    return FcosPoints.regular(sizes, strides, ranges, device="cpu", dtype=dtype)
 
 
 def _split(targets: Tensor, points: Levels) -> Levels:

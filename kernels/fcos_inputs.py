@@ -257,6 +257,12 @@ def check(op: str, points: FcosPoints, gts: FcosGts) -> None:
         )
     if not gts.boxes.is_floating_point():
         raise ValueError(f"{op}: gts.boxes must be floating. Found: {gts.boxes.dtype}. Convert them with .float().")
+    _check_labels(op, "gts.labels", gts.labels)
+
+
+def _check_labels(op: str, name: str, labels: Tensor) -> None:
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise ValueError(f"{op}: {name} must be integers. Found: {labels.dtype}. Convert them with .long().")
 
 
 def check_3d(gts: Fcos3dGts, config: FcosConfig) -> None:
@@ -268,6 +274,10 @@ def check_3d(gts: Fcos3dGts, config: FcosConfig) -> None:
         "gts.attr_labels": (gts.attr_labels, pairs),
     }
     _check_shapes("fcos3d_targets", shapes, gts.boxes.device)
+    _check_labels("fcos3d_targets", "gts.attr_labels", gts.attr_labels)
+    for name, given in (("gts.boxes_3d", gts.boxes_3d), ("gts.centers", gts.centers), ("gts.depths", gts.depths)):
+        if not given.is_floating_point():
+            raise ValueError(f"fcos3d_targets: {name} must be floating. Found: {given.dtype}. Convert with .float().")
     if not config.center_sampling:
         raise ValueError(
             "fcos3d_targets: center_sampling must be True, FCOS3D is defined with it alone. Found: False. "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from accel.kernels.fcos_inputs import (
     rule_of,
     widen,
 )
+from accel.kernels.tables import kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +44,13 @@ class _Windows:
     limits: tuple[Tensor, Tensor, Tensor]
 
 
-@functools.lru_cache(maxsize=16)
+@kept(16)
 def _windows(grids: tuple[Grid, ...], rule: Rule) -> _Windows:
     columns = []
     begin = 0
     for grid in grids:
-        reach = float(reach_of(torch.tensor(float(grid.stride)), rule.radius))
+        stride = torch.tensor(grid.stride, dtype=torch.float32, device="cpu")
+        reach = float(reach_of(stride, rule.radius))
         # An open interval of length n holds at most ceil(n) whole numbers.
         if rule.by_distance or rule.center_sampling:
             size = math.ceil(2 * reach / grid.stride)
@@ -61,7 +62,7 @@ def _windows(grids: tuple[Grid, ...], rule: Rule) -> _Windows:
                     (dx, dy, grid.stride, grid.stride // 2, grid.width, grid.height, begin, grid.low, grid.high, reach)
                 )
         begin += grid.width * grid.height
-    table = torch.tensor(columns, dtype=torch.float64).view(-1, 10)
+    table = torch.tensor(columns, dtype=torch.float64, device="cpu").view(-1, 10)
     dx, dy, stride, offset, width, height, place = table[:, :7].t().contiguous()
     low, high, reach_K = table[:, 7:].t().float().contiguous()
     return _Windows(dx, dy, stride, offset, width, height, place, (low, high, reach_K))
@@ -141,7 +142,7 @@ class _Plane(NamedTuple):
     """1.414·radius·stride."""
 
 
-@functools.lru_cache(maxsize=16)
+@kept(16)
 def _plane(grids: tuple[Grid, ...], radius: float) -> _Plane:
     xy, _, stride = (torch.cat(t) for t in zip(*(grid_points(g, "cpu", torch.float32) for g in grids), strict=True))
     x, y = xy.t().contiguous()
@@ -149,7 +150,7 @@ def _plane(grids: tuple[Grid, ...], radius: float) -> _Plane:
     return _Plane(x, y, stride, torch.cat((xy, -xy), 1), four_strides, RELATIVE * reach_of(stride, radius))
 
 
-@functools.lru_cache(maxsize=16)
+@kept(16)
 def _offsets(grids: tuple[Grid, ...], columns: int) -> Tensor:
     """Return [P, C]: x, y, and zeros for what is regressed as it is."""
     xy = torch.cat([grid_points(grid, "cpu", torch.float32)[0] for grid in grids])
@@ -178,7 +179,7 @@ def _exp(exponent: Tensor) -> Tensor:
 
 def _first(rows_BGC: Tensor, valid: Tensor) -> Tensor:
     """Return the row of each image's first box, [B, C]."""
-    return rows_BGC[torch.arange(len(valid)), valid.int().argmax(1)]
+    return rows_BGC[torch.arange(len(valid), device=valid.device), valid.int().argmax(1)]
 
 
 def _empty_images(valid: Tensor, *targets: Tensor) -> None:

@@ -46,6 +46,8 @@ from accel.kernels.simota_inputs import (
 
 # Pairs held at once. 16 images, 50 boxes each, two cores: 17 ms with 2**18, 24 ms with 2**19, 32 ms with 2**15.
 _PAIRS_CPU, _PAIRS_CUDA = 1 << 18, 1 << 23
+_FEW = 4
+"""Images up to which a CPU takes one at a time."""
 
 
 @torch.no_grad()
@@ -91,8 +93,9 @@ def simota_assign(
         xyxy: all boxes are (left, top, right, bottom) instead.
         chunk: ground truths worked on at once by the plain path; None: as many as make 2**18 pairs on a CPU and 2**23
             on CUDA.
-        check: look for NaN and infinities (on a CPU in the candidates only) and for wrong classes. This waits for the
-            device. None: on a CPU only. Unchecked, they give a meaningless assignment, never a crash.
+        check: look for NaN and infinities (on a CPU in the candidates only) and for wrong classes. Sides may be
+            infinite, of predictions or of ground truths: such a box overlaps with none, as published. This waits for
+            the device. None: on a CPU only. Unchecked, they give a meaningless assignment, never a crash.
 
     Returns:
         `Assignment`: fg_mask, matched_gt, matched_iou, matched_class [B, A] and num_fg [B].
@@ -118,14 +121,22 @@ def simota_assign(
         given = (boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates)
         return Assignment(*simota_op.assign(*given, *simota_op.flat(rules), xyxy, chunk, check))
     validate(boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates, rules, chunk)
-    if gt_mask is None:
-        gt_mask = torch.ones_like(gt_classes, dtype=torch.bool)
     check = boxes.device.type == "cpu" if check is None else check
     if check:
-        check_truths(gt_boxes, gt_classes, gt_mask, cls.shape[2])
-    truths = truths_of(gt_boxes, gt_classes, gt_mask, cls.shape[2], xyxy)
+        check_truths(gt_boxes, gt_classes, gt_mask, cls.shape[2], xyxy)
     if 0 in (*boxes.shape[:2], gt_boxes.shape[1]):
         return _background(boxes)
+    pairs = boxes.shape[1] * gt_boxes.shape[1]
+    if boxes.is_cpu and len(boxes) <= _FEW and pairs <= _PAIRS_CPU and chunk is None and not support.runs_triton(boxes):
+        from accel.kernels import simota_few
+
+        cells, own = cells_of(points, strides, rules.radius, boxes), (gt_boxes, gt_classes, gt_mask)
+        return simota_few.assign_few(
+            (boxes, cls, obj), cells, candidates, own, rules, _background(boxes), xyxy=xyxy, check=check
+        )
+    if gt_mask is None:
+        gt_mask = torch.ones_like(gt_classes, dtype=torch.bool)
+    truths = truths_of(gt_boxes, gt_classes, gt_mask, cls.shape[2], xyxy)
     cells = cells_of(points, strides, rules.radius, boxes)
     if boxes.is_cpu and not support.runs_triton(boxes):
         valid = _grid_candidates(cells, truths, rules, chunk) if candidates is None else candidates
@@ -133,7 +144,7 @@ def simota_assign(
     valid = torch.ones_like(boxes[..., 0], dtype=torch.bool) if candidates is None else candidates
     anchors = anchors_of(boxes, cls, obj, cells, valid, xyxy)
     if check:
-        check_anchors(anchors)
+        check_anchors(anchors, truths)
     if support.runs_triton(boxes):
         from accel.kernels import simota_triton
 
@@ -159,21 +170,21 @@ def _assign_compact(
     whole, flat = _background(valid), valid.flatten().nonzero().flatten()
     image = flat // valid.shape[1]
     ends = valid.sum(1).cumsum(0)
-    rank = torch.arange(len(flat)) - (ends - valid.sum(1))[image]
+    rank = torch.arange(len(flat), device=flat.device) - (ends - valid.sum(1))[image]
     most, begin = int(rank.max()) + 1 if len(rank) else 1, 0
     images = max(1, _PAIRS_CPU // (most * truths.mask.shape[1]))
     for start in range(0, len(valid), images):
         at = slice(start, start + images)
         mine, end = truths.map(lambda t, at=at: t[at]), int(ends[at][-1])  # type: ignore[misc]
         slot = (image[begin:end] - start) * most + rank[begin:end]  # candidates go to the front, in their order
-        index = torch.full((len(mine.mask) * most,), start * valid.shape[1]).index_copy_(0, slot, flat[begin:end])
-        kept = torch.zeros(len(index), dtype=torch.bool).index_fill_(0, slot, True).view(-1, most)
+        index = flat.new_full((len(mine.mask) * most,), start * valid.shape[1]).index_copy_(0, slot, flat[begin:end])
+        kept = valid.new_zeros(len(index)).index_fill_(0, slot, True).view(-1, most)
         where = Cells(*(_rows(t.expand(valid.shape), index, most) for t in cells))
         boxes, cls, obj = (None if t is None else _rows(t, index, most) for t in predicted)
         assert boxes is not None and cls is not None
         anchors = anchors_of(boxes, cls, obj, where, kept, xyxy)
         if check:
-            check_anchors(anchors, start)
+            check_anchors(anchors, mine, start)
         found = assign_fixed(anchors, mine, rules, chunk)
         for to, values in zip(whole[:4], found[:4], strict=True):
             to.view(-1).index_copy_(0, flat[begin:end], values.flatten().index_select(0, slot))
@@ -219,7 +230,7 @@ def _keys(anchors: Anchors, truths: Truths, table: Tensor, rules: Rules) -> tupl
     # An IoU that rounds to above 1 must not make a cost negative: its sign bit is the region's.
     price = iou.add_(rules.log_eps).log_().mul_(-rules.iou_weight).add_(own).clamp_(min=0)
     if rules.region != "given":
-        _, inside = _regions(Cells(*(t[:, None] for t in anchors.cells)), near, rules)
+        _, inside = regions_of(Cells(*(t[:, None] for t in anchors.cells)), near, rules)
         price = torch.where(inside, -price, price)
     return price.view(torch.int32), k * truths.mask
 
@@ -256,7 +267,7 @@ def overlap(one: Boxes, other: Boxes, union_eps: float) -> Tensor:
     return both.div((one.area + other.area).sub_(both).clamp_(min=union_eps))
 
 
-def _regions(cells: Cells, gt: Boxes, rules: Rules) -> tuple[Tensor, Tensor]:
+def regions_of(cells: Cells, gt: Boxes, rules: Rules) -> tuple[Tensor, Tensor]:
     """Return (makes a candidate, in the region) of cells and ground truths whose shapes broadcast."""
     x, y, reach = cells
     near = _between(x, gt.x, reach) & _between(y, gt.y, reach)
@@ -314,7 +325,7 @@ def _candidates(cells: Cells, truths: Truths, rules: Rules, chunk: int | None) -
     shape, wide = (len(truths.mask), cells.x.shape[1]), Cells(*(t[:, None] for t in cells))
     found = torch.zeros(shape, dtype=torch.bool, device=cells.x.device)
     for part, _ in _parts(truths, found.numel(), chunk):
-        found |= _regions(wide, part.boxes.map(lambda t: t[..., None]), rules)[0].any(1)
+        found |= regions_of(wide, part.boxes.map(lambda t: t[..., None]), rules)[0].any(1)
     return found
 
 

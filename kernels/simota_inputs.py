@@ -208,13 +208,19 @@ def validate(
         raise ValueError(f"simota_assign: chunk must be at least 1, or None. Found: {chunk}")
 
 
-def check_truths(gt_boxes: Tensor, gt_classes: Tensor, gt_mask: Tensor, classes: int) -> None:
+def check_truths(gt_boxes: Tensor, gt_classes: Tensor, gt_mask: Tensor | None, classes: int, xyxy: bool) -> None:
+    if gt_classes.numel() == 0:
+        return
+    low, high = torch.aminmax(gt_classes)  # of all, padding too: mostly that settles it
+    if bool(gt_boxes.sum().isfinite()) and int(low) >= 0 and int(high) < classes:
+        return
+    gt_mask = torch.ones_like(gt_classes, dtype=torch.bool) if gt_mask is None else gt_mask
     bad = ~gt_boxes.isfinite().all(-1) & gt_mask
-    if bad.any():
+    if bad.any() and bool((bad := bad & ~is_a_box(corners(gt_boxes, xyxy))).any()):
         image, gt = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"simota_assign: gt_boxes must be finite. Found: {gt_boxes[image, gt].tolist()} in image {image}; "
-            "drop that box, or set its gt_mask to False"
+            f"simota_assign: gt_boxes must be finite, but for their sides. Found: {gt_boxes[image, gt].tolist()} in "
+            f"image {image}; drop that box, or set its gt_mask to False"
         )
     bad = ((gt_classes < 0) | (gt_classes >= classes)) & gt_mask
     if bad.any():
@@ -225,7 +231,13 @@ def check_truths(gt_boxes: Tensor, gt_classes: Tensor, gt_mask: Tensor, classes:
         )
 
 
-def check_anchors(anchors: Anchors, first: int = 0) -> None:
+def is_a_box(boxes: Boxes) -> Tensor:
+    """Tell which boxes can be compared: their sides may be infinite, as an exponential makes them; IoUs then are 0."""
+    lies = (boxes.left < torch.inf) & (boxes.top < torch.inf) & (boxes.right > -torch.inf) & (boxes.bottom > -torch.inf)
+    return lies & (boxes.area > -torch.inf)
+
+
+def check_anchors(anchors: Anchors, truths: Truths, first: int = 0) -> None:
     """Raise for what is not finite; `first` is the index of the first image."""
     # x, y and the area are finite if and only if the box is; a sum over classes only overflows where one is near to.
     boxes = anchors.boxes.x + anchors.boxes.y + anchors.boxes.area
@@ -233,6 +245,8 @@ def check_anchors(anchors: Anchors, first: int = 0) -> None:
         if values is None or values.isfinite().all():
             continue
         bad = ~values.isfinite() & anchors.valid
+        if name == "boxes" and truths.boxes.area.isfinite().all():
+            bad &= ~is_a_box(anchors.boxes)
         if bad.any():
             raise ValueError(
                 f"simota_assign: predictions must be finite. Found: NaN or infinity in {name} of {int(bad.sum())} "

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from accel.kernels import support
 from accel.kernels.support import Cost
-from accel.kernels.window_regions import merge, partition, relative_index, shift_regions
+from accel.kernels.window_regions import mask_of_regions, merge, partition, relative_index, shift_regions
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST_TOKENS = 256
@@ -213,8 +213,7 @@ def window_attention_ref(
     index = relative_index(spec.window, qkv.device)
     scores = scores + table.to(wide)[index.view(-1)].view(tokens, tokens, spec.heads).permute(2, 0, 1)
     if regions is not None:
-        apart = regions[:, None, :, None] != regions[:, None, None, :]
-        mask = torch.where(apart, scores.new_tensor(spec.mask_value), scores.new_zeros(()))
+        mask = mask_of_regions(regions, spec.mask_value, scores.dtype)[:, None]
         scores = (scores.unflatten(0, (-1, regions.shape[0])) + mask).flatten(0, 1)
     weights = F.dropout(scores.softmax(-1), spec.dropout)
     out: Tensor = (weights @ v).transpose(1, 2).flatten(2).to(qkv.dtype)
@@ -318,6 +317,11 @@ def _check(qkv: Tensor, table: Tensor, head_scale: Tensor | None, spec: Spec) ->
     if head_scale is not None and head_scale.numel() != spec.heads:
         raise ValueError(f"window_attention: head_scale must be [{spec.heads}]. Found: {list(head_scale.shape)}")
     for name, tensor in (("table", table), ("head_scale", head_scale)):
+        if tensor is not None and not tensor.is_floating_point():
+            raise ValueError(
+                f"window_attention: {name} must be floating point, it is learned. Found: {tensor.dtype}; convert it "
+                "with .float()"
+            )
         if tensor is not None and tensor.device != qkv.device:
             raise ValueError(
                 f"window_attention: {name} must be on qkv's device, {qkv.device}. Found: {tensor.device}; move it"

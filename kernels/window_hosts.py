@@ -1,28 +1,35 @@
 """What the fused op redefines in the Swin modules of timm, torchvision, Hugging Face and the official repository.
 
 Each class here is laid over a module's own (`dropin_class`): a subclass with another `forward`, and nothing else. Where
-it can't serve a call (a mask that is none of a shift, attention weights asked for, hooks on layers that the op skips),
-it calls the module's own.
+it can't serve a call (no kernels for the device, a mask that is none of a shift, attention weights asked for, hooks on
+layers that the op skips, a program that is exported), it calls the module's own.
 """
 
 from __future__ import annotations
 
 import copyreg
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from accel.kernels import support
+from accel.kernels.tables import hides_values
 from accel.kernels.window_attention import shifted_window_attention, window_attention
-from accel.kernels.window_regions import regions_of_mask
+from accel.kernels.window_regions import mask_of_regions, regions_of_mask, shift_regions
 
 _HIGHEST_LOG_SCALE = 4.605170185988092
 """log 100: Swin V2 clamps its scale there."""
 
-_made: dict[tuple[type, type], type[nn.Module]] = {}
+_SHIFT_MASK = -100.0
+"""What Hugging Face adds between regions."""
+
+_made: WeakValueDictionary[tuple[type, type], type[nn.Module]] = WeakValueDictionary()
 _read_masks: Any = WeakTensorKeyDictionary()
+"""Mask → its version, and the regions that it was found to stand for."""
 
 
 class DropIn:
@@ -39,10 +46,19 @@ class DropIn:
 
 def dropin_class(dropin: type[DropIn], host: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of `host` that takes what `dropin` redefines; it bears the host's name."""
-    if (dropin, host) not in _made:
+    made = _made.get((dropin, host))
+    if made is None:
         names = {name: getattr(host, name) for name in ("__module__", "__qualname__", "__doc__")}
-        _made[dropin, host] = type(host.__name__, (dropin, host), {"host": host, **names})
-    return _made[dropin, host]
+        made = _made[dropin, host] = type(host.__name__, (dropin, host), {"host": host, **names})
+    return made
+
+
+def runs_fused(x: Tensor) -> bool:
+    """Tell whether a call on `x` gains from the op: without kernels it is plain torch like the module's own.
+
+    A program that is exported or traced holds the library's own operators, and so runs where this package is not.
+    """
+    return support.runs_triton(x) and not torch.compiler.is_exporting() and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _hooked(*modules: Any) -> bool:
@@ -50,19 +66,32 @@ def _hooked(*modules: Any) -> bool:
     return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
 
 
-def _regions(mask: Tensor | None) -> tuple[Tensor | None, float] | None:
-    """Return a mask's regions and value; None if it is no mask of regions."""
-    return (None, 0.0) if mask is None else _read(mask)
+def _regions(x: Tensor, mask: Tensor | None) -> tuple[Tensor | None, float] | None:
+    """Return the regions and the value of the mask for `x`; None if the module's own path must take the call."""
+    if not runs_fused(x):
+        return None
+    if mask is None:
+        return None, 0.0
+    if _is_regions(mask):
+        return mask, _SHIFT_MASK
+    # A compiler knows no values: they would break its graph, and stand in its guards.
+    return None if hides_values() or mask.is_meta else _read(mask)
 
 
-# A graph break is less than the mask's values in a guard.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _is_regions(mask: Tensor) -> bool:
+    """Tell what HuggingFaceLayer gives from a mask."""
+    return mask.dtype == torch.uint8 and mask.dim() == 2
+
+
 def _read(mask: Tensor) -> tuple[Tensor, float] | None:
-    """Read a mask, once: that waits for the device."""
-    known = _read_masks.get(mask)
-    if known is None or known[0] != mask._version:
-        known = _read_masks[mask] = (mask._version, regions_of_mask(mask))
-    return known[1]  # type: ignore[no-any-return]
+    """Read a mask, once, since that waits for the device; an inference tensor each time, for it counts no changes."""
+    with torch.inference_mode(False), torch.no_grad():
+        if mask.is_inference():
+            return regions_of_mask(mask)
+        known = _read_masks.get(mask)
+        if known is None or known[0] != mask._version:
+            known = _read_masks[mask] = (mask._version, regions_of_mask(mask))
+        return known[1]  # type: ignore[no-any-return]
 
 
 # -- timm, official, mmdet: qkv in one layer ---------------------------------------------------------------------------
@@ -73,7 +102,7 @@ class PackedWindows(DropIn):
 
     def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend within the windows [W, N, C]."""
-        read = _regions(mask)
+        read = _regions(x, mask)
         if read is None or _hooked(self.softmax, self.attn_drop):
             return super().forward(x, mask)  # type: ignore[misc, no-any-return]
         out = window_attention(
@@ -94,7 +123,7 @@ class PackedCosineWindows(DropIn):
 
     def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend within the windows [W, N, C]."""
-        read = _regions(mask)
+        read = _regions(x, mask)
         if read is None or _hooked(self.softmax, self.attn_drop):
             return super().forward(x, mask)  # type: ignore[misc, no-any-return]
         out = window_attention(
@@ -139,7 +168,7 @@ class TimmBlock(DropIn):
         _, height, width, _ = x.shape
         tall, wide = self.window_size
         inner = (attention, attention.softmax, attention.attn_drop)
-        if height % tall or width % wide or _hooked(*inner):
+        if height % tall or width % wide or not runs_fused(x) or _hooked(*inner):
             return super()._attn(x)  # type: ignore[misc, no-any-return]
         cosine = hasattr(attention, "logit_scale")
         out = shifted_window_attention(
@@ -165,6 +194,8 @@ class TorchvisionMap(DropIn):
 
     def forward(self: Any, x: Tensor) -> Tensor:
         """Attend within the windows of a map [B, Y, X, C]."""
+        if not runs_fused(x):
+            return super().forward(x)  # type: ignore[misc, no-any-return]
         _, height, width, _ = x.shape
         tall, wide = self.window_size
         padded = F.pad(x, (0, 0, 0, -width % wide, 0, -height % tall))
@@ -200,11 +231,11 @@ class HuggingFaceWindows(DropIn):
 
     def forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
         """Attend within the windows [W, N, C]."""
-        read = _regions(attention_mask)
+        read = _regions(hidden_states, attention_mask)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         asked = options.get("output_attentions") or self.config.output_attentions or _hooked(self)
         if read is None or asked or not _are_plain(projections):
-            return super().forward(hidden_states, attention_mask, **options)  # type: ignore[misc]
+            return super().forward(hidden_states, _as_mask(attention_mask, hidden_states), **options)  # type: ignore[misc]
         side = round(hidden_states.shape[1] ** 0.5)
         out = window_attention(
             _projected(hidden_states, projections),
@@ -226,10 +257,10 @@ class HuggingFaceCosineWindows(DropIn):
         self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool | None = False
     ) -> Any:
         """Attend within the windows [W, N, C]."""
-        read = _regions(attention_mask)
+        read = _regions(hidden_states, attention_mask)
         projections = (self.query, self.key, self.value)
         if read is None or output_attentions or _hooked(self, self.dropout) or not _are_plain(projections):
-            return super().forward(hidden_states, attention_mask, output_attentions)  # type: ignore[misc]
+            return super().forward(hidden_states, _as_mask(attention_mask, hidden_states), output_attentions)  # type: ignore[misc]
         out = window_attention(
             _projected(hidden_states, projections),
             _cosine_table(self.continuous_position_bias_mlp, self.relative_coords_table, self.num_attention_heads),
@@ -244,15 +275,23 @@ class HuggingFaceCosineWindows(DropIn):
 
 
 class HuggingFaceLayer(DropIn):
-    """`get_attn_mask` of Hugging Face's layers: the same mask object for the same map, so that it is read once."""
+    """`get_attn_mask` of Hugging Face's layers: for attention that is fused, the regions of the shift, not a mask."""
 
     def get_attn_mask(self: Any, height: int, width: int, *rest: Any, **options: Any) -> Tensor | None:
-        """Return the mask of a shifted map, None without a shift."""
-        key = (height, width, self.shift_size, self.window_size, *rest, *options.values())
-        kept = self.__dict__.setdefault("_accel_masks", {})
-        if key not in kept:
-            kept[key] = super().get_attn_mask(height, width, *rest, **options)  # type: ignore[misc]
-        return kept[key]  # type: ignore[no-any-return]
+        """Return the regions [windows, N] of a shifted map, None without a shift; a mask where others look at it."""
+        inner = getattr(self.attention, "self", self.attention)
+        if self.shift_size <= 0 or not isinstance(inner, DropIn) or _hooked(self.attention, inner):
+            return super().get_attn_mask(height, width, *rest, **options)  # type: ignore[misc, no-any-return]
+        device = next((value for value in (*rest, *options.values()) if isinstance(value, torch.device)), None)
+        window, shift = (self.window_size, self.window_size), (self.shift_size, self.shift_size)
+        return shift_regions((height, width), window, shift, device or self.layernorm_before.weight.device)
+
+
+def _as_mask(regions: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return what the module's own path takes for the regions of HuggingFaceLayer."""
+    if regions is None or not _is_regions(regions):
+        return regions
+    return mask_of_regions(regions, _SHIFT_MASK, x.dtype)
 
 
 def _are_plain(projections: tuple[Any, ...]) -> bool:

@@ -6,13 +6,15 @@ map and lets a token see only its own region. One byte per token says the same a
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
+from accel.kernels.tables import hides_values, kept
 
-@functools.lru_cache(maxsize=256)
+_CPU = torch.device("cpu")
+
+
+@kept(256)
 def shift_regions(
     size: tuple[int, int], window: tuple[int, int], shift: tuple[int, int], device: torch.device
 ) -> Tensor:
@@ -27,16 +29,22 @@ def shift_regions(
     Returns:
         uint8 [height · width ÷ N, N] with N tokens in a window; it is kept, so don't write to it.
     """
-    rows, columns = (_bands(*axis) for axis in zip(size, window, shift, strict=True))
+    at = _maker(device)
+    rows, columns = (_bands(*axis, at) for axis in zip(size, window, shift, strict=True))
     regions = rows[:, None] * 3 + columns[None, :]
     return partition(regions[None, :, :, None], window).squeeze(-1).to(device)
 
 
-def _bands(size: int, window: int, shift: int) -> Tensor:
+def _maker(device: torch.device) -> torch.device:
+    """Return where a table is made: traced, on the device, so that no step copies; else in few launches, on the CPU."""
+    return device if hides_values() else _CPU
+
+
+def _bands(size: int, window: int, shift: int, device: torch.device) -> Tensor:
     """Return 0 before the last window, 1 in it, 2 where the roll brought the first tokens; all 0 without a shift."""
-    place = torch.arange(size)
+    place = torch.arange(size, device=device)
     if shift == 0:
-        return torch.zeros(size, dtype=torch.uint8)
+        return torch.zeros(size, dtype=torch.uint8, device=device)
     return ((place >= size - window).to(torch.uint8) + (place >= size - shift)).to(torch.uint8)
 
 
@@ -54,10 +62,15 @@ def regions_of_mask(mask: Tensor) -> tuple[Tensor, float] | None:
     seen = mask == 0
     regions = seen.to(torch.uint8).argmax(-1)  # the first token that each token sees
     value = float(mask.min())
-    apart = regions[:, :, None] != regions[:, None, :]
-    if not torch.equal(mask, torch.where(apart, mask.new_tensor(value), mask.new_zeros(()))):
+    if not torch.equal(mask, mask_of_regions(regions, value, mask.dtype)):
         return None
     return regions.to(torch.uint8), value
+
+
+def mask_of_regions(regions: Tensor, value: float, dtype: torch.dtype) -> Tensor:
+    """Return the additive mask [windows, N, N] of regions [windows, N]: 0 within a region, `value` between two."""
+    apart = regions[:, :, None] != regions[:, None, :]
+    return torch.zeros(apart.shape, dtype=dtype, device=regions.device).masked_fill_(apart, value)
 
 
 def partition(x: Tensor, window: tuple[int, int]) -> Tensor:
@@ -76,7 +89,7 @@ def merge(x: Tensor, window: tuple[int, int], size: tuple[int, int]) -> Tensor:
     return cut.permute(0, 1, 3, 2, 4, 5).reshape(-1, height, width, x.shape[-1])
 
 
-@functools.lru_cache(maxsize=64)
+@kept(64)
 def relative_index(window: tuple[int, int], device: torch.device) -> Tensor:
     """Return the row of the bias table for each pair of tokens in a window.
 
@@ -90,7 +103,7 @@ def relative_index(window: tuple[int, int], device: torch.device) -> Tensor:
         int64 [N, N]; it is kept, so don't write to it.
     """
     tall, wide = window
-    token = torch.arange(tall * wide)
+    token = torch.arange(tall * wide, device=_maker(device))
     y, x = token // wide, token % wide
     down, right = y[:, None] - y[None, :] + tall - 1, x[:, None] - x[None, :] + wide - 1
     return (down * (2 * wide - 1) + right).to(device)

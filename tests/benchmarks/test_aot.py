@@ -78,6 +78,24 @@ def test_half_precision_uses_tensor_cores() -> None:
     assert all(row.tensor_cores for row in rows)
 
 
+SHIFTED_AND_NOT = {
+    "Swin": (("7x7", "12x12"), ""),
+    "Swin V2": (("8x8", "16x16"), " cosine"),
+}
+
+
+@pytest.mark.parametrize("model", SHIFTED_AND_NOT)
+def test_every_layer_of_a_published_model_has_its_rows(model: str) -> None:
+    """Models named after their windows, all with heads of 32 channels; every second block is not shifted."""
+    recorded = {row.variant for row in aot.read()}
+    windows, cosine = SHIFTED_AND_NOT[model]
+    for window in windows:
+        layers = [f"{window} D32 {data} masked{cosine}" for data in ("fp32", "fp16", "bf16")]
+        layers += [f"{window} D32 fp16{cosine}"]
+        wanted = {f"window_attention {way} {layer}" for way in ("forward", "backward") for layer in layers}
+        assert wanted <= recorded, wanted - recorded
+
+
 def test_a_spill_is_a_problem() -> None:
     spilled = dataclasses.replace(ROW, stack_bytes=8)
     assert aot.problems([spilled], [spilled]) == ["op forward, sm_90: 8 bytes of stack (spills)"]

@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 from benchmarks import swin_training as bench
-from tests.kernels.hosts import MODELS, OfficialWindowAttention
+from tests.kernels.hosts import MODELS, OfficialWindowAttention, serve_cpu
+
+
+@pytest.fixture(autouse=True)
+def _serves_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_cpu(monkeypatch)
 
 
 def trainer(model: nn.Module) -> bench.Trainer:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from accel.kernels import support, window_attention
+
 _library: Any = None
 
 
@@ -32,6 +34,12 @@ def need(name: str) -> None:
                 _library = torch.library.Library("torchvision", "FRAGMENT")
                 for operator in ("nms", "qnms"):
                     _library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def serve_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let drop-ins serve a CPU, where they leave calls to the module: on the reference, which takes no interpreter."""
+    monkeypatch.setattr(support, "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(window_attention, "_runs_kernels", lambda qkv: False)
 
 
 class OfficialWindowAttention(nn.Module):

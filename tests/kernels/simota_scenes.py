@@ -147,6 +147,21 @@ def specks(seed: int) -> Batch:
     return found
 
 
+def overflown(seed: int) -> Batch:
+    """Sides that an exponential made infinite, as after a step too long: such a box overlaps with none."""
+    found = scene(seed, 5)
+    sides = found.boxes[..., 2:]
+    sides[torch.rand(sides.shape) < 0.2] = torch.inf
+    return found
+
+
+def without_bounds(seed: int) -> Batch:
+    """Ground truths as wide or as high as everything."""
+    found = scene(seed, 5)
+    found.gt_boxes[:, :2, 2 + seed % 2] = torch.inf
+    return found
+
+
 FAMILIES: dict[str, Callable[[int], Batch]] = {
     "random": lambda seed: scene(seed, 5),
     "one box": lambda seed: replace(scene(seed, 1), gt_mask=torch.ones(2, 1, dtype=torch.bool)),
@@ -160,6 +175,8 @@ FAMILIES: dict[str, Callable[[int], Batch]] = {
     "sharp": sharp,
     "saturated": saturated,
     "specks": specks,
+    "overflown": overflown,
+    "without bounds": without_bounds,
 }
 
 

@@ -354,6 +354,8 @@ GOOD: dict[str, Any] = {"heads": 2, "window": (7, 7)}
         ({"head_scale": torch.ones(3)}, r"head_scale must be \[2\]. Found: \[3\]"),
         ({"head_scale": torch.ones(2), "scale": 1.0}, "not both"),
         ({"qkv": QKV.int()}, "must be floating point. Found: torch.int32"),
+        ({"table": TABLE.int()}, r"table must be floating point, it is learned. Found: torch.int32.*\.float\(\)"),
+        ({"head_scale": torch.ones(2, dtype=torch.int64)}, "head_scale must be floating point.*Found: torch.int64"),
         ({"table": TABLE.to("meta")}, "table must be on qkv's device, cpu. Found: meta"),
         ({"window": 7}, "window must be two whole numbers.*Found: 7"),
         ({"window": (0, 7)}, "at least 1 token"),

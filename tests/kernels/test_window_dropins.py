@@ -13,13 +13,18 @@ from torch import Tensor, nn
 from accel.kernels.window_dropins import fuse_window_attention
 from accel.kernels.window_hosts import DropIn
 from accel.kernels.window_regions import shift_regions
-from tests.kernels.hosts import MODELS, MODULES, OfficialWindowAttention, need, randomised
+from tests.kernels.hosts import MODELS, MODULES, OfficialWindowAttention, need, randomised, serve_cpu
 
 SIZES = {
     "maps cut without a rest": (64, 4),  # stages of 16 and 8 tokens
     "windows of 7, padded": (64, 7),
     "windows larger than the last map": (56, 8),  # stages of 14 and 7
 }
+
+
+@pytest.fixture(autouse=True)
+def _serves_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_cpu(monkeypatch)
 
 
 def run(model: nn.Module, *inputs: Tensor | None) -> dict[str, Tensor]:

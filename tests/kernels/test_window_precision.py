@@ -11,9 +11,14 @@ from torch import Tensor, nn
 from accel.kernels import support
 from accel.kernels.window_attention import Spec
 from accel.kernels.window_dropins import fuse_window_attention
-from tests.kernels.hosts import OfficialWindowAttention
+from tests.kernels.hosts import OfficialWindowAttention, serve_cpu
 
 matmul = torch.backends.cuda.matmul
+
+
+@pytest.fixture(autouse=True)
+def _serves_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_cpu(monkeypatch)
 
 
 @pytest.fixture

@@ -16,7 +16,12 @@ from accel import strategies
 from accel.kernels import support
 from accel.kernels.window_hosts import DropIn
 from accel.strategies.window_attention import WindowAttention
-from tests.kernels.hosts import MODELS, OfficialWindowAttention
+from tests.kernels.hosts import MODELS, OfficialWindowAttention, serve_cpu
+
+
+@pytest.fixture(autouse=True)
+def _serves_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_cpu(monkeypatch)
 
 
 def run_of(model: nn.Module, device: str = "cuda") -> Any:
@@ -28,7 +33,7 @@ def swin() -> nn.Module:
 
 
 def test_it_needs_a_gpu() -> None:
-    assert WindowAttention().refusal(run_of(swin(), "cpu")) == "its kernels need a CUDA device"
+    assert WindowAttention().refusal(run_of(swin(), "cpu")).startswith("its kernels need a CUDA device; on a CPU")
 
 
 def test_it_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,57 @@
+"""Small tables that are made once and kept: indices, regions, the points of grids.
+
+A tensor bears for good what was on when it was made. Made under `inference_mode`, it can't be saved for backward; made
+among fake tensors or within a transform, it has no values; made under another default device, it lies there. So a kept
+table is made as if nothing were on. Where tensors have no values it is made anew, and not kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
+
+_R = TypeVar("_R")
+
+
+def kept(most: int) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
+    """Keep what a function makes for its last `most` arguments; nobody may write to it.
+
+    The function must name device and dtype of what it makes: among fake tensors it runs under the caller's defaults.
+    """
+
+    def decorate(make: Callable[..., _R]) -> Callable[..., _R]:
+        keep = functools.lru_cache(most)(functools.partial(_made_plainly, make))
+
+        @functools.wraps(make)
+        def table(*key: Any) -> _R:
+            return make(*key) if hides_values() else keep(*key)
+
+        return table
+
+    return decorate
+
+
+def hides_values() -> bool:
+    """Tell whether tensors made here have no values: in a compiler, among fake tensors, in a transform."""
+    return (
+        torch.compiler.is_compiling()
+        or (is_in_torch_dispatch_mode() and is_in_a_tracing_mode())
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def is_in_a_tracing_mode() -> bool:
+    """Tell whether one of torch's own dispatch modes is on; counters of operations are none of them."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)) or (
+        torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0  # type: ignore[no-untyped-call]
+    )
+
+
+def _made_plainly(make: Callable[..., _R], *key: Any) -> _R:
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+        return make(*key)

@@ -1,0 +1,290 @@
+"""Fused Swin modules in whatever order people use them: validated first, traced, exported, copied, moved to a CPU."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from accel.kernels import support, window_hosts
+from accel.kernels.window_dropins import fuse_window_attention
+from accel.kernels.window_hosts import DropIn
+from tests.kernels.hosts import MODELS, MODULES, OfficialWindowAttention, randomised, serve_cpu
+from tests.kernels.test_window_dropins import run, shift_mask
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Models this small gain nothing from more, and lose where other work has the cores."""
+    torch.set_num_threads(1)
+
+
+HOSTS = sorted(MODELS)
+HUGGING_FACE = ("Hugging Face v1", "Hugging Face v2")
+
+
+def small(name: str) -> nn.Module:
+    """Return a model whose first stage, of 8 x 8 tokens, is shifted."""
+    torch.manual_seed(0)
+    return randomised(MODELS[name](32, 4)).double().eval()
+
+
+def images(size: int = 32) -> Tensor:
+    return torch.randn(2, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+
+
+def same(found: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+    assert found.keys() == plain.keys()
+    for name, tensor in plain.items():
+        scale = max(float(tensor.abs().max()), 1e-3 * float(plain["output"].abs().max()))
+        assert float((found[name] - tensor).abs().max()) <= 1e-9 * scale, name
+
+
+# -- what each library's module must stand -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_validated_and_then_trained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As every Lightning user's sanity check does."""
+    serve_cpu(monkeypatch)
+    model = small(name)
+    plain = run(model, images())
+    assert not fuse_window_attention(model).refused
+    with torch.inference_mode():
+        validated = model(images())
+    same(run(model, images()), plain)
+    torch.testing.assert_close(validated, plain["output"], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("made", ["under inference_mode", "outside"])
+@pytest.mark.parametrize("name", MODULES)
+def test_a_mask_is_read_in_any_mode(name: str, made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_cpu(monkeypatch)
+    module = randomised(MODULES[name](32, (4, 4), 2)).double()
+    x = torch.randn(4, 16, 32, dtype=torch.float64)
+    with torch.inference_mode(made == "under inference_mode"):
+        mask = shift_mask().double()
+    plain = run(module, x, mask)
+    fuse_window_attention(module)
+    with torch.inference_mode():
+        module(x, mask)
+    same(run(module, x, mask), plain)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")  # of the exporter's own
+def test_an_exported_model_runs_where_this_package_is_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_cpu(monkeypatch)
+    model = small(name)
+    plain = run(model, images())
+    fuse_window_attention(model)
+    program = torch.export.export(model, (images(),))
+    assert not [node for node in program.graph.nodes if "accel" in str(node.target)]
+    torch.testing.assert_close(program.module()(images()), plain["output"])
+    same(run(model, images()), plain)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the tracer's own
+def test_a_traced_model_holds_the_librarys_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_cpu(monkeypatch)
+    model = small("timm v1")
+    plain = model(images())
+    fuse_window_attention(model)
+    traced = torch.jit.trace(model, (images(),))
+    assert "PythonOp" not in str(traced.inlined_graph)
+    torch.testing.assert_close(traced(images()), plain)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_a_size_is_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There was a break in each layer, and each piece was compiled anew for another size."""
+    serve_cpu(monkeypatch)
+    model = small(name)
+    fuse_window_attention(model)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for graphs, size in ((1, 32), (2, 64), (2, 32)):
+            torch.testing.assert_close(compiled(images(size)), model(images(size)))
+            assert counter.frame_count == graphs
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+def test_a_mask_that_is_given_breaks_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler knows none of its values: the module's own path takes the call."""
+    serve_cpu(monkeypatch)
+    module = OfficialWindowAttention(32, (4, 4), 2).double()
+    x, mask = torch.randn(4, 16, 32, dtype=torch.float64), shift_mask().double()
+    plain = module(x, mask)
+    fuse_window_attention(module)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, mask), plain)
+    torch.testing.assert_close(module(x, mask), plain)
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_nothing_is_kept_on_the_model_or_beside_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_cpu(monkeypatch)
+    model = small(name)
+    fuse_window_attention(model)
+    model(images())
+    gc.collect()
+    attributes = [set(vars(module)) for module in model.modules()]
+    size, masks = len(pickle.dumps(model)), len(window_hosts._read_masks)
+    for side in (48, 64, 80):
+        model(images(side))
+    gc.collect()
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert len(pickle.dumps(model)) == size and len(window_hosts._read_masks) == masks
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_who_listens_to_the_attention_is_given_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_cpu(monkeypatch)
+    model = small(name)
+    plain = model(images())
+    fuse_window_attention(model)
+    heard = []
+    for module in model.modules():
+        if isinstance(module, DropIn) and hasattr(module, "get_attn_mask"):
+            module.attention.register_forward_pre_hook(lambda _, arguments: heard.append(arguments[1]))
+    torch.testing.assert_close(model(images()), plain)
+    masks = [mask for mask in heard if mask is not None]
+    assert masks and all(mask.is_floating_point() and mask.dim() == 3 for mask in masks)
+
+
+# -- on a CPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_on_a_cpu_is_left_alone(name: str) -> None:
+    model = MODELS[name](32, 4)
+    kinds = [type(module) for module in model.modules()]
+    fused = fuse_window_attention(model)
+    assert fused.names == [] and len(fused.refused) >= 4
+    assert all("it is on cpu" in why and "CUDA" in why for why in fused.refused.values())
+    assert [type(module) for module in model.modules()] == kinds
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fused_model_that_is_moved_to_a_cpu_is_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small(name)
+    plain = run(model, images())
+    with monkeypatch.context() as on_a_gpu:
+        serve_cpu(on_a_gpu)
+        fuse_window_attention(model)
+    assert any(isinstance(module, DropIn) for module in model.modules())
+    found = run(model, images())
+    assert all(torch.equal(found[key], tensor) for key, tensor in plain.items())
+
+
+# -- any order ---------------------------------------------------------------------------------------------------------
+
+
+def _fake(model: nn.Module, x: Tensor) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model(mode.from_tensor(x))
+
+
+def _export(model: nn.Module, x: Tensor) -> None:
+    torch.export.export(model, (x,))
+
+
+def _under(mode: Any) -> Callable[[nn.Module, Tensor], None]:
+    def call(model: nn.Module, x: Tensor) -> None:
+        with mode():
+            model(x)
+
+    return call
+
+
+ACTIONS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "train": run,
+    "no_grad": _under(torch.no_grad),
+    "inference": _under(torch.inference_mode),
+    "export": _export,
+    "fake": _fake,
+    "deepcopy": lambda model, x: copy.deepcopy(model)(x),
+    "pickle": lambda model, x: pickle.loads(pickle.dumps(model))(x),
+    "other size": lambda model, x: model(images(48)),
+    "undo, redo": lambda model, x: (model.fused.undo(), model(x), model.fused.redo()),
+}
+
+
+class _Fused(nn.Module):
+    """A fused model with what can put it back, which no copy and no pickle takes along."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.fused = fuse_window_attention(model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "fused"}
+
+
+@functools.cache
+def _plain_and_fused(name: str) -> tuple[dict[str, Tensor], _Fused]:
+    plain = run(small(name), images())
+    return plain, _Fused(small(name))
+
+
+def the_same_after(actions: list[str], name: str) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        serve_cpu(monkeypatch)
+        plain, model = _plain_and_fused(name)
+        for action in actions:
+            if not (action == "other size" and name.startswith("timm")):  # which takes one size
+                ACTIONS[action](model, images())
+        same(run(model.model, images()), plain)
+
+
+@settings(max_examples=12)
+@given(st.lists(st.sampled_from(sorted(set(ACTIONS) - {"export"})), min_size=1, max_size=4), st.sampled_from(HOSTS))
+def test_a_fused_model_is_the_same_after_anything(actions: list[str], name: str) -> None:
+    the_same_after(actions, name)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the exporter's own
+@settings(max_examples=15)
+@given(st.lists(st.sampled_from(sorted(ACTIONS)), min_size=1, max_size=4), st.sampled_from(HOSTS))
+def test_a_fused_model_is_the_same_after_anything_exported_too(actions: list[str], name: str) -> None:
+    the_same_after(actions, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_gpu_a_model_is_validated_compiled_exported_and_trained(name: str) -> None:
+    model = randomised(MODELS[name](64, 4)).cuda().eval()
+    x = images(64).float().cuda()
+    plain = run(model, x)
+    assert not fuse_window_attention(model).refused
+    with torch.inference_mode():
+        model(x)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, dynamic=False)(x)
+    exported = torch.export.export(model, (x,)).module()(x)
+    found = run(model, x)
+    for out in (compiled, exported, found["output"]):
+        assert float((out - plain["output"]).norm() / plain["output"].norm()) < 3e-2
+    assert found.keys() == plain.keys() and support.runs_triton(x)
