@@ -32,6 +32,7 @@ def digest(trace: Trace, steps: int) -> TraceSummary:
         small_share=sum(group.us for group in model if group.small) / computing,
         matmul_share=sum(group.us for group in model if group.kind == "matmul") / computing,
         elementwise_share=sum(group.us for group in model if group.kind == "elementwise") / computing,
+        operators_ms=None if trace.works is not None else sum(group.us for group in groups) / 1e3 / steps,
         dtypes=_shares((group.dtype, group.us) for group in products),
     )
     if trace.works is not None:

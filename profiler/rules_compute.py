@@ -11,6 +11,7 @@ from accel.profiler.findings import (
     finding,
     ms_of,
 )
+from accel.profiler.inside import OVERHEAD
 from accel.profiler.report import Finding, Saving
 
 SMALL_BATCH_FACTOR = 8
@@ -99,7 +100,11 @@ def small_ops(evidence: Evidence, found: Anatomy) -> Finding | None:
         return None
     # An update of many tensors at once costs the same for a batch of any size; one by one it is a cause of its own.
     once = found.shares["optimizer"] if not evidence.optimizer.one_by_one else 0.0
-    share = found.computing * trace.small_share + once if trace.device_busy is None else 1.0 - trace.device_busy
+    share = found.computing * trace.small_share + once
+    if trace.operators_ms is not None:
+        share = min(share, OVERHEAD * trace.operators_ms / 1e3 / found.step_s)
+    if trace.device_busy is not None:  # a device that waits for a batch is idle too
+        share = min(1.0 - trace.device_busy, found.computing + found.shares["optimizer"])
     if share < WORTH:
         return None
     why = [
