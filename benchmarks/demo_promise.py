@@ -1,7 +1,7 @@
 """What the demo may promise on a machine, by what that machine has; and what it gave on others.
 
-Half precision is where `allow="reduced"` wins on a CPU, and only one with bfloat16 instructions has that to give. On one
-without them, bfloat16 is emulated and slower than float32, so the search leaves it off.
+Half precision is where `allow="reduced"` wins on a CPU, and only one with bfloat16 instructions has that to give. On
+others bfloat16 is emulated and slower than float32, so the search leaves it off.
 """
 
 from __future__ import annotations

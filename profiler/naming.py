@@ -27,7 +27,7 @@ CROWDED_CORES = 0.3
 HELD_UP = 0.1
 """Share of the quota's periods, from which on a run that waits for a core waits for its own quota."""
 OVERLAP = "two causes overlap within noise"
-_PHASES_OF = {
+PHASES_OF = {
     Bottleneck.INPUT: ("data",),
     Bottleneck.TRANSFER: ("copy",),
     Bottleneck.COMPUTE: ("forward", "loss", "backward"),
@@ -35,6 +35,7 @@ _PHASES_OF = {
     Bottleneck.OPTIMIZER: ("optimizer",),
     Bottleneck.OUTSIDE: ("outside", "evaluation"),
 }
+"""The phases of the classes that have some."""
 
 Rule = Callable[[Evidence, Anatomy], "Finding | None"]
 
@@ -53,11 +54,11 @@ class Diagnosis:
     @property
     def limits(self) -> list[Bottleneck]:
         """The classes by their share of the step, the largest first, worth a finding or not."""
-        return sorted((part for part in _PHASES_OF if self.share(part) > 0), key=lambda part: -self.share(part))
+        return sorted((part for part in PHASES_OF if self.share(part) > 0), key=lambda part: -self.share(part))
 
     def share(self, part: Bottleneck) -> float:
         """Return a class's share of the step, by the clocks."""
-        return sum(self.anatomy.shares.get(phase, 0.0) for phase in _PHASES_OF.get(part, ()))
+        return sum(self.anatomy.shares.get(phase, 0.0) for phase in PHASES_OF.get(part, ()))
 
 
 def diagnose(evidence: Evidence, *, min_steps: int = MIN_STEPS) -> Diagnosis:
