@@ -240,7 +240,8 @@ def roof_share_text(op: OpTime, roofline: Roofline | None) -> str:
     """Say the same, e.g. `23 %`; `cached` or `above` where a roof that was measured is not the operator's."""
     share = _of_roof(op, roofline)
     if share is None or share <= _AT_ROOF or roofline is None:
-        return percent_text(roof_share(op, roofline))
+        # Times of tiny calls say no more than that, and a cell has seven columns.
+        return "<0.1 %" if share is not None and 0 < share < 0.001 else percent_text(roof_share(op, roofline))
     return "above" if op.gflops is not None and op.gflops > _AT_ROOF * _peak(roofline) else "cached"
 
 

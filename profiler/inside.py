@@ -8,6 +8,7 @@ traced operators tell that from computing.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 
 from accel.profiler.anatomy import COMPUTING, Anatomy
 from accel.profiler.evidence import Evidence
@@ -41,12 +42,16 @@ def _batches(found: Anatomy, evidence: Evidence, phase: str) -> float:
 
 def _own_code(found: Anatomy, evidence: Evidence) -> dict[str, float]:
     trace = evidence.trace
-    # Waiting for other ranks is no operator either.
-    if trace is None or trace.operators_ms is None or evidence.world_size > 1 or found.step_s <= 0:
+    # Waiting for other ranks is no operator either, nor are the stacks that anomaly detection records.
+    elsewhere = evidence.world_size > 1 or evidence.anomaly_mode
+    if trace is None or trace.operators_ms is None or elsewhere or found.step_s <= 0:
         return {}
-    operators = trace.operators_ms / 1e3 / found.step_s
-    computing = found.computing
-    if computing - OVERHEAD * operators < _MUCH:
+    # The usual step, as the traced ones are: a mean holds compilations and stalls.
+    usual_s = statistics.median(sum(m.phases.get(phase, 0.0) for phase in COMPUTING) for m in evidence.steps)
+    step_s = statistics.median(m.seconds for m in evidence.steps)
+    booked = sum(found.shares.get(phase, 0.0) for phase in COMPUTING)
+    computing_s, operators_s = usual_s * found.computing / booked if booked else 0.0, trace.operators_ms / 1e3
+    if computing_s - OVERHEAD * operators_s < _MUCH * step_s:
         return {}
-    rest = 1 - operators / computing
+    rest = 1 - operators_s / computing_s
     return {phase: rest * found.works(phase) for phase in COMPUTING if found.works(phase) > 0}

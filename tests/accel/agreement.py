@@ -232,7 +232,8 @@ def _forms(report: ProfileReport) -> Iterator[str]:
     for finding in report.findings:
         parts += [finding.title, profile_words.effect_text(finding), *finding.why]
     parts += [row.percent for row in profile_words.tree(report.evidence)]
-    parts += [profile_words.roof_share_text(op, report.roofline) for op in report.ops]
+    cells = [profile_words.roof_share_text(op, report.roofline) for op in report.ops]
+    parts += [word for cell in cells for word in cell.split()]
     parts += profile_words.roof_notes(report.ops, report.roofline)
     for part in parts:
         for where, whole in (("terminal", text), ("page", page)):

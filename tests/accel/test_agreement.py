@@ -1,4 +1,4 @@
-"""No report contradicts itself: those of the tests, those of simulated searches at every moment, and those of real runs."""
+"""No report contradicts itself: those of the tests, of simulated searches at every moment, and of real runs."""
 
 from __future__ import annotations
 

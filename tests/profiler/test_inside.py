@@ -213,6 +213,7 @@ def test_time_in_no_operator_is_told_only_of_one_process_on_the_host() -> None:
         {"forward": 5 / 30 * 29.8 / 30, "backward": 0.8278}, rel=1e-3
     )
     assert inside.look(found, dataclasses.replace(seen, world_size=2)).own_code == {}
+    assert inside.look(found, dataclasses.replace(seen, anomaly_mode=True)).own_code == {}
     on_device = dataclasses.replace(SMALL, operators_ms=None)
     assert inside.look(found, dataclasses.replace(seen, trace=on_device)).own_code == {}
 
