@@ -216,7 +216,7 @@ def roofs(report: ProfileReport) -> Iterator[str]:
     """Yield the operators above their roof, and those of whom a word is not explained."""
     for op in report.ops:
         said = profile_words.roof_share_text(op, report.roofline)
-        found = _PERCENT.fullmatch(said)
+        found = _PERCENT.search(said)
         if found and float(found[1]) > 100:
             yield f"{op.name} is at {said} of its roof"
         if not found and said != "-" and not profile_words.roof_notes([op], report.roofline):
