@@ -63,7 +63,8 @@ class Controller:
         config: the statistics of a trial.
         pace: step counts.
         reduce: how a block of step times becomes one number.
-        announce: called with each decided row, its number and the number of candidates.
+        announce: called with each decided row, its number among those to be tried (0 for what is told again or is not
+            to be tried), and how many these are.
         replay: choices to take over from a plan, without a search.
     """
 
@@ -97,6 +98,8 @@ class Controller:
         self.anatomy_after: dict[str, float] = {}
         self.diagnosis = naming.diagnose(Evidence())
         """The profiler's verdict on the plan as it is now."""
+        self.plain_diagnosis = self.diagnosis
+        """The same on the plain loop."""
         self.steps = self.search_steps = 0
         self.elapsed_s = self.cost_s = 0.0
         self.searched_until = 0
@@ -106,6 +109,8 @@ class Controller:
         self._regime_changed = False
         self._reopened = 0
         self._told: dict[str, tuple[str, str, str]] = {}
+        self._closed: Choices = {}
+        """The plan that the closing trial was about."""
         self._level_ms: float | None = None
 
     # -- the whole ---------------------------------------------------------------------------------------------------
@@ -142,7 +147,7 @@ class Controller:
         result = yield from self._uncrowded()
         self._regime = result.regime
         self._take_look(result)
-        self.anatomy_before = dict(self.anatomy_after)
+        self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
         if result.seconds:
             self.plain_ms = statistics.median(result.seconds) * 1e3
 
@@ -253,6 +258,10 @@ class Controller:
             return False
         finding = result.finding
         if finding is not None:
+            if finding.problem and candidate.name in self.plan:  # another setting of it is kept, and stays
+                setting = candidate.describe(trial_plan[candidate.name])
+                self._note(f"{candidate.name} {setting} is wrong: {finding.problem}; {row.setting} stays")
+                return False
             row.output_error, row.gradient_error = _json(finding.output_error), _json(finding.gradient_error)
             row.tolerance = finding.tolerance
             if finding.problem:
@@ -291,7 +300,9 @@ class Controller:
             row.gain = outcome.gain * (first or row.gain or 1.0)
             row.gain_low = outcome.low * (first or row.gain_low or 1.0)
             row.gain_high = outcome.high * (first or row.gain_high or 1.0)
-            row.after_ms, row.spread_ms = outcome.after_ms, outcome.spread_ms
+            assert row.before_ms is not None
+            row.after_ms = row.before_ms / row.gain  # of several settings, the product of their trials
+            row.spread_ms = outcome.spread_ms * row.after_ms / outcome.after_ms
             row.status, row.why = "kept", f"faster in {outcome.pairs} pairs of interleaved blocks"
             self.plan = trial_plan
         elif row.status != "kept" and (row.gain is None or outcome.gain > row.gain):
@@ -323,7 +334,7 @@ class Controller:
             if self.plan and not self._regime_changed:
                 yield from self._close()  # a strategy tripped and is gone: close with the rest
             return
-        self.closing = outcome
+        self.closing, self._closed = outcome, plan
         if outcome.verdict != "keep":
             for name in plan:
                 self._remove(name, "the plan as a whole was not shown to be faster than plain in the closing trial")
@@ -365,6 +376,9 @@ class Controller:
                 self._level_ms = None
             elif result.seconds and self.plan:
                 yield from self._watch_level(recent, statistics.median(result.seconds) * 1e3)
+            if self._replay is None and self.plan and self.plan != self._closed:
+                yield from self._close()  # less is on than was measured
+                self._level_ms = None
 
     def _alert(self, recent: Sequence[float]) -> bool:
         """Tell whether to look at every step: the usual step time is not known yet, or the last look was slow."""
@@ -405,7 +419,7 @@ class Controller:
         self._note("the batch shape, world size or thread count changed: searching again")
         self._regime_changed = False
         self._reopened += 1
-        self.plan, self.closing = {}, None
+        self.plan, self.closing, self._told = {}, None, {}
         for name, candidate in self._candidates.items():
             if candidate.ruled_out is None:
                 self.rows[name] = _row(candidate)
@@ -454,8 +468,11 @@ class Controller:
         news = (row.status, row.setting, row.why)
         if self._told.get(name) == news:
             return
+        numbered = [n for n, candidate in self._candidates.items() if candidate.ruled_out is None]
+        # What was never to be tried has no number, and what is told again had one.
+        first = name in numbered and name not in self._told
         self._told[name] = news
-        self._announce(row, len(self._told), len(self.rows))
+        self._announce(row, sum(n in self._told for n in numbered) if first else 0, len(numbered))
 
     def _note(self, text: str) -> None:
         self.events.append(Event(step=self.steps, text=text))

@@ -141,7 +141,7 @@ def _say(page: Page, finding: Finding) -> None:
 @click.option("--fail", is_flag=True, help="Exit with status 1 if there are findings.")
 @click.pass_context
 def code(ctx: click.Context, path: Path, target: Path | None, fail: bool) -> None:
-    """Find slow habits in the Python file PATH, or in those of the folder PATH.
+    """Find slow habits in what a training step runs, in the Python file PATH or in those of the folder PATH.
 
     Files are read, not run. The exit status is 0, 1 with --fail if there are findings, and 2 if PATH is not there.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import platform
 import shlex
@@ -16,9 +17,28 @@ import accel
 from accel import terminal
 from accel.controller import Controller
 from accel.plan import Plan, fingerprint
+from accel.profiler.consistency import Held
+from accel.profiler.naming import PHASES_OF
 from accel.report import Machine, Report, State, StrategyRow
 from accel.run import Run
 from accel.session import Session
+
+_ANATOMIES = ("anatomy_before", "anatomy_after")
+_CONCLUSIONS = (
+    *("plain_ms", "accel_ms", "speedup", "speedup_low", "speedup_high", "training_same", "break_even_step"),
+    *("bottleneck", "bottleneck_share", "bottleneck_advice", "plan", "rows"),
+    *_ANATOMIES,
+)
+"""Fields of a report that a search ends with."""
+_LIMITS = {
+    "host.oversubscribed": "crowded cores",
+    "host.own_processes": "crowded cores",
+    "host.gc": "garbage collection",
+    "outside.periodic": "stalls",
+    "outside.checkpoint": "checkpoints",
+    "outside.evaluation": "evaluations",
+}
+"""Causes that are no phase of the usual step, and must not pass for the phase whose name their class has."""
 
 
 class Journal:
@@ -42,6 +62,8 @@ class Journal:
             import_module("accel.webpage")
         self._replayed = replayed
         self._finished = False
+        self._concluded: Report | None = None
+        """The report when the last search had ended: what stands while another one is under way."""
         self._session: Session | None = None
         self._controller: Controller | None = None
         self._report = Report(
@@ -120,13 +142,28 @@ class Journal:
         report.search_s = controller.cost_s
         report.samples_per_step = session.samples_per_step or None
         report.break_even_step = controller.break_even_step()
-        report.anatomy_before = {k: v * 1e3 for k, v in controller.anatomy_before.items()}
-        report.anatomy_after = {k: v * 1e3 for k, v in controller.anatomy_after.items()}
         self._speed(report, controller)
-        self._limit(report, controller)
+        _anatomy(report, controller)
+        _limit(report, controller)
         report.training_same = _training_same(report)
         report.unseen = self._unseen(session)
+        if session.rank == 0:
+            self._stand_by(report, controller)
         return report
+
+    def _stand_by(self, report: Report, controller: Controller) -> None:
+        """Keep what was told when a search has ended; while another one is under way, that is what holds."""
+        if not controller.searching:
+            self._concluded = copy.deepcopy(report)
+            return
+        told = self._concluded
+        # A strategy that was undone since is not on: then nothing is known but what this search will find.
+        if told is None or any(controller.rows[name].status == "undone" for name in told.plan):
+            return
+        for name in _CONCLUSIONS:
+            setattr(report, name, copy.deepcopy(getattr(told, name)))
+        if self._finished:
+            report.state = told.state
 
     def _state(self, controller: Controller) -> State:
         if self._session is not None and not self._session.alive:
@@ -145,16 +182,6 @@ class Journal:
             report.plain_ms = report.accel_ms = controller.plain_ms
             report.speedup = 1.0
 
-    def _limit(self, report: Report, controller: Controller) -> None:
-        found = controller.diagnosis
-        if found.findings:
-            finding = found.findings[0]
-            report.bottleneck, report.bottleneck_share = finding.bottleneck, finding.share
-            report.bottleneck_advice = f"{finding.title}: {finding.remedy}"
-        elif found.limits:
-            report.bottleneck, report.bottleneck_share = found.limits[0].value, found.share(found.limits[0])
-            report.bottleneck_advice = "the largest part; nothing else stands out"
-
     def _unseen(self, session: Session) -> list[str]:
         unseen = ["the loss: outputs, gradients and updates were compared instead"]
         if not self._run.cuda:
@@ -170,6 +197,37 @@ class Journal:
         if session.failed:
             unseen.append(f"anything after accel itself failed and left the loop as it was: {session.failed}")
         return unseen
+
+
+def _anatomy(report: Report, controller: Controller) -> None:
+    """Take in the phases of the two looks, scaled to the steps that are told: a look is not the closing trial."""
+    parts = [controller.anatomy_before, controller.anatomy_after]
+    if not controller.searching and not controller.plan:
+        parts[1] = parts[0]  # what was undone may have been looked at since
+    for name, part, step_ms in zip(_ANATOMIES, parts, (report.plain_ms, report.accel_ms), strict=True):
+        total = sum(part.values())
+        factor = step_ms / total if step_ms and total > 0 else 1e3
+        setattr(report, name, {phase: seconds * factor for phase, seconds in part.items()})
+
+
+def _limit(report: Report, controller: Controller) -> None:
+    """Say what limits the run, with the share that the anatomy beside it shows."""
+    found = controller.diagnosis if controller.plan or controller.searching else controller.plain_diagnosis
+    total = sum(report.anatomy_after.values())
+    shares = {phase: ms / total for phase, ms in report.anatomy_after.items()} if total > 0 else {}
+    report.bottleneck, report.bottleneck_share, report.bottleneck_advice = "", None, ""
+    if found.findings:
+        finding = found.findings[0]
+        report.bottleneck = _LIMITS.get(finding.cause, finding.bottleneck)
+        report.bottleneck_share = finding.share
+        if finding.cause not in _LIMITS:
+            report.bottleneck_share = min(finding.share, Held(shares=shares).room(finding.cause))
+        report.bottleneck_advice = f"{finding.title}: {finding.remedy}"
+    elif shares:
+        held = {part: sum(shares.get(phase, 0.0) for phase in phases) for part, phases in PHASES_OF.items()}
+        largest = max(held, key=lambda part: held[part])
+        report.bottleneck, report.bottleneck_share = largest.value, held[largest]
+        report.bottleneck_advice = "the largest part; nothing else stands out"
 
 
 def _machine(run: Run) -> Machine:

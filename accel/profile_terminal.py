@@ -228,7 +228,7 @@ def _ops(page: Page, report: ProfileReport) -> None:
     )
     _heads(page, columns)
     for op in report.ops[:OPS_SHOWN]:
-        rates = (ms_text(op.gflops), ms_text(op.gb_per_s), words.percent_text(words.roof_share(op, report.roofline)))
+        rates = (ms_text(op.gflops), ms_text(op.gb_per_s), words.roof_share_text(op, report.roofline))
         # A GPU kernel's name is a whole C++ template; the page and the JSON have all of it.
         name = clip(clean(op.name[:200]), 29) + (" *" if op.small else "")
         texts = (name, op.kind, ms_text(op.calls), ms_text(op.ms), words.percent_text(op.share), *rates)
@@ -236,6 +236,8 @@ def _ops(page: Page, report: ProfileReport) -> None:
     _cut(page, len(report.ops) - OPS_SHOWN, "operator")
     if any(op.small for op in report.ops[:OPS_SHOWN]):
         page.say("* a call is so short that launching it costs more than doing it", "dim")
+    for note in words.roof_notes(report.ops[:OPS_SHOWN], report.roofline):
+        page.say(note, "dim")
     if roofs:
         page.say(f"roof, {roofs}", "dim")
 

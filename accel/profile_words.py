@@ -13,6 +13,13 @@ from accel.terminal import count_text, finite, ms_text, seconds_text
 OUTCOMES = {"keep": "helps", "drop": "does not help", "refused": "too noisy to tell", "void": "could not be tried"}
 """Verdict of an experiment → in words."""
 
+_AT_ROOF = 1.05
+"""Share of a roof up to which an operator is at it: both are measured."""
+_ROOF_NOTES = {
+    "cached": "cached: faster than a large copy, so its data lay in a cache, whose roof was not measured",
+    "above": "above: faster than the large matrix product that was measured; it ran while the device was slower, or in "
+    "another precision",
+}
 _ADDS_UP = 0.005
 """By how much, as a share of the step, parts may miss their parent and still count as adding up."""
 
@@ -208,16 +215,40 @@ def roof_share(op: OpTime, roofline: Roofline | None) -> float | None:
     """Return what an operator reached of what the device can give it, 0…1; None if that is not known.
 
     With its intensity known, the roof is the lower of the highest matrix product and what the copied bytes allow;
-    without it, GB/s are held against the copy.
+    without it, GB/s are held against the copy. What is above that has another roof, which was not measured.
     """
+    share = _of_roof(op, roofline)
+    return None if share is None or share > _AT_ROOF else min(share, 1.0)
+
+
+def _of_roof(op: OpTime, roofline: Roofline | None) -> float | None:
     if roofline is None:
         return None
     if op.gflops is not None and op.intensity is not None:
-        roof = min(max(roofline.gflops.values(), default=float("inf")), op.intensity * roofline.gb_per_s)
+        roof = min(_peak(roofline), op.intensity * roofline.gb_per_s)
         return finite(op.gflops / roof) if roof > 0 else None
     if op.gb_per_s is not None and roofline.gb_per_s > 0:
         return finite(op.gb_per_s / roofline.gb_per_s)
     return None
+
+
+def _peak(roofline: Roofline) -> float:
+    return max(roofline.gflops.values(), default=float("inf"))
+
+
+def roof_share_text(op: OpTime, roofline: Roofline | None) -> str:
+    """Say the same, e.g. `23 %`; `cached` or `above` where a roof that was measured is not the operator's."""
+    share = _of_roof(op, roofline)
+    if share is None or share <= _AT_ROOF or roofline is None:
+        # Times of tiny calls say no more than that, and a cell has seven columns.
+        return "<0.1 %" if share is not None and 0 < share < 0.001 else percent_text(roof_share(op, roofline))
+    return "above" if op.gflops is not None and op.gflops > _AT_ROOF * _peak(roofline) else "cached"
+
+
+def roof_notes(ops: Sequence[OpTime], roofline: Roofline | None) -> list[str]:
+    """Explain the words in the column of roofs, if there are any."""
+    said = {roof_share_text(op, roofline) for op in ops}
+    return [note for word, note in _ROOF_NOTES.items() if word in said]
 
 
 def roof_text(roofline: Roofline | None) -> str:

@@ -22,8 +22,9 @@ Status = Literal["kept", "undone", "refused", "not applicable", "not allowed", "
 State = Literal["searching", "done", "interrupted", "replayed", "undone"]
 
 
-def _ms(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+def _number(value: float) -> str:
+    """Say a number with three digits or more, so that two of them have the ratio that is told beside them."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def _check_types(part: Any) -> None:
@@ -171,9 +172,11 @@ class Report:
         if self.state == "replayed" and self.speedup is None:
             return f"replayed without a trial: {', '.join(self.plan) or 'nothing of the plan applies here'}"
         if self.speedup is None or self.plain_ms is None or self.accel_ms is None:
+            if self.state == "interrupted":
+                return f"no verdict: the run ended after {self.steps} steps, before the search did"
             return f"no verdict yet: {self.steps} steps seen, the search has not ended"
         if not self.plan:
-            return f"left as it was: nothing tried made the step faster ({_ms(self.plain_ms)} ms)"
+            return f"left as it was: nothing tried made the step faster ({_number(self.plain_ms)} ms)"
         same = f", {self.training_same}" if self.training_same else ""
         return f"{self.speedup:.2f}x: {self._throughput()}{same}"
 
@@ -181,8 +184,8 @@ class Report:
         assert self.plain_ms is not None and self.accel_ms is not None
         if self.samples_per_step and self.plain_ms > 0 and self.accel_ms > 0:
             before, after = (1e3 * self.samples_per_step / ms for ms in (self.plain_ms, self.accel_ms))
-            return f"{before:,.0f} → {after:,.0f} samples/s"
-        return f"{_ms(self.plain_ms)} → {_ms(self.accel_ms)} ms per step"
+            return f"{_number(before)} → {_number(after)} samples/s"
+        return f"{_number(self.plain_ms)} → {_number(self.accel_ms)} ms per step"
 
     def to_json(self) -> str:
         """Return the report as JSON text with its schema version."""

@@ -395,14 +395,14 @@ def decision_line(row: StrategyRow, done: int, total: int) -> str:
 
     Args:
         row: the strategy that was decided.
-        done: how many strategies are decided, this one included.
+        done: how many strategies are decided, this one included; 0 for one that is not counted.
         total: how many there are.
 
     Returns:
         One line of at most 100 columns, unless the name alone is longer; a long reason is cut there.
     """
     name = clean(f"{row.name} {row.setting}".strip())
-    head = f"accel [{done}/{total}] {name} {clean(row.status)}"
+    head = f"accel{f' [{done}/{total}]' if done else ':'} {name} {clean(row.status)}"
     if finite(row.gain) is not None:
         head += f": {gain_text(row.gain, row.gain_low, row.gain_high)}"
     if finite(row.before_ms) is not None and finite(row.after_ms) is not None:

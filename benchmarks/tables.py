@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from benchmarks.demo_promise import wanted_text
+
 
 def demo_block(result: dict[str, Any]) -> str:
     """Return the demo's table as Markdown."""
@@ -25,7 +27,7 @@ def demo_block(result: dict[str, Any]) -> str:
             f'| `allow="{"reordered" if name == "default" else name}"` | {v["speedup"]:.2f}x '
             f"[{v['low']:.2f}, {v['high']:.2f}] | {v['ms']:.1f} | {statistics.fmean(v['search_s']):.1f} s | "
             f"{statistics.fmean(v['accuracy']):.2f} % ({v['accuracy_difference']:+.2f}) | "
-            f"{v['wanted']}x, ±0.5 |"
+            f"{wanted_text(v['wanted'])}, ±0.5 |"
         )
     return "\n".join([*lines, "", *_strategy_lines(variants)])
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from accel.profiler.phases import PHASES, Measurement
 
+COMPUTING = ("forward", "loss", "backward")
 _AROUND = ("evaluation", "outside")
 _STARTING = 4
 """Steps that belong to the start of an epoch."""
@@ -33,11 +34,19 @@ class Anatomy:
     """Of `outside` and `evaluation`: what only some steps have."""
     stall_every: float = 0.0
     """Mean number of steps from stall to stall, 0 if there are fewer than two."""
+    batches: dict[str, float] = field(default_factory=dict)
+    """Phase → the part of it in which the loop's own source makes the next batch."""
+    own_code: dict[str, float] = field(default_factory=dict)
+    """Phase of the model → the part of it in which no operator runs, batches left out."""
 
     @property
     def computing(self) -> float:
-        """Forward pass, loss and backward pass."""
-        return sum(self.shares.get(phase, 0.0) for phase in ("forward", "loss", "backward"))
+        """Forward pass, loss and backward pass, without what else is done in them."""
+        return sum(self.works(phase) for phase in COMPUTING)
+
+    def works(self, phase: str) -> float:
+        """Return the share of a phase without the making of batches and the loop's own code."""
+        return max(0.0, self.shares.get(phase, 0.0) - self.batches.get(phase, 0.0) - self.own_code.get(phase, 0.0))
 
 
 def of(steps: Sequence[Measurement]) -> Anatomy:

@@ -1,17 +1,19 @@
 """Which assignments in a loop's body make what the training step takes, by the names they set and read.
 
 From the backward pass, and from the call in which the optimizer steps, names are followed back to where they are set:
-before the use, or, where that is nowhere, at the end of the round before. Which of these calls is the model can't be
-told from the source; the step's phases tell, so an assignment of its result may be among them.
+before the use, or, where that is nowhere, later in the round before. Which of these calls is the model can't be told
+from the source; a run tells the lines it is called in, and what follows from its result is no batch.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 Loop = ast.For | ast.AsyncFor | ast.While
+Round = Loop | ast.FunctionDef | ast.AsyncFunctionDef
+"""What is run once a step: the body of a loop, or a function that a loop calls."""
 _Place = tuple[int, int]
 _OTHER_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
@@ -33,13 +35,17 @@ class _Made:
     ends: _Place
     lines: range
 
+    def holds(self, lines: Collection[int]) -> bool:
+        return any(line in self.lines for line in lines)
 
-def feeding_lines(loop: Loop, step_line: int) -> set[int]:
-    """Return the lines of a loop's assignments that make what a step takes.
+
+def feeding_lines(loop: Round, step_line: int, model_lines: Collection[int] = ()) -> set[int]:
+    """Return the lines of a round's assignments that make what a step takes.
 
     Args:
-        loop: the loop.
+        loop: the loop, or the function that a loop calls.
         step_line: line in its body in which the optimizer steps, or the function is called in which it does.
+        model_lines: lines in which the model is called, as far as they are known.
     """
     nodes = list(_within(loop))
     backwards = [node for node in nodes if _is_backward(node)]
@@ -47,17 +53,45 @@ def feeding_lines(loop: Loop, step_line: int) -> set[int]:
     losses = frozenset().union(*(_losses(node) for node in backwards))
     made = [found for node in nodes if (found := _made(node)) is not None]
     open_uses = [_use(node) for node in (*backwards, *stepping)]
+    if not isinstance(loop, Loop):  # what it returns, its caller may hand back to it
+        open_uses += [_use(node.value) for node in nodes if isinstance(node, ast.Return) and node.value]
     reached: set[_Made] = set()
     while open_uses:
         for found in _set_for(open_uses.pop(), made):
             if found not in reached:
                 reached.add(found)
                 open_uses.append(found.use)
-    return {line for found in reached if not found.names & losses for line in found.lines}
+    results = _results(made, [*model_lines, step_line])
+    batches = [found for found in reached if not found.names & losses and found not in results]
+    return {line for found in batches for line in found.lines} - {step_line}
 
 
-def _within(loop: Loop) -> Iterator[ast.AST]:
-    """Yield the nodes of a loop's body, without those of functions that are defined in it."""
+def _results(made: list[_Made], lines: list[int]) -> set[_Made]:
+    """Return the assignments in some lines, and those that follow from them in the same round."""
+    results = {found for found in made if found.holds(lines)}
+    before = 0
+    while len(results) > before:
+        before = len(results)
+        results |= {
+            found
+            for found in made
+            if any(r.names & found.use.names and r.ends <= found.use.at for r in results)
+            and not _made_anew(found, results, made)
+        }
+    return results
+
+
+def _made_anew(found: _Made, results: set[_Made], made: list[_Made]) -> bool:
+    """Tell whether all that an assignment reads of some results has been set to something else in between."""
+    for name in found.use.names:
+        setting = [m for m in made if name in m.names and m.ends <= found.use.at]
+        if setting and max(setting, key=lambda m: m.ends) in results:
+            return False
+    return True
+
+
+def _within(loop: Round) -> Iterator[ast.AST]:
+    """Yield the nodes of a round's body, without those of functions that are defined in it."""
     todo: list[ast.AST] = list(loop.body)
     while todo:
         node = todo.pop()

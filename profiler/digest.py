@@ -12,6 +12,8 @@ from accel.profiler.groups import Group, call_groups, callers, kernel_groups
 from accel.profiler.operators import base
 
 LARGEST = 12
+_RATED_US = 1.0
+"""Time of a call from which on it has a rate: below, what tracing takes is as large, and any byte makes GB/s of it."""
 
 
 def digest(trace: Trace, steps: int) -> TraceSummary:
@@ -32,6 +34,7 @@ def digest(trace: Trace, steps: int) -> TraceSummary:
         small_share=sum(group.us for group in model if group.small) / computing,
         matmul_share=sum(group.us for group in model if group.kind == "matmul") / computing,
         elementwise_share=sum(group.us for group in model if group.kind == "elementwise") / computing,
+        operators_ms=None if trace.works is not None else sum(group.us for group in groups) / 1e3 / steps,
         dtypes=_shares((group.dtype, group.us) for group in products),
     )
     if trace.works is not None:
@@ -68,7 +71,7 @@ def _row(name: str, groups: Sequence[Group], total: float, steps: int) -> OpTime
         kind=max(groups, key=lambda group: group.us).kind,
         small=2 * sum(group.us for group in groups if group.small) > us,
     )
-    counted = [(group.flops, group.bytes, group.us) for group in groups if group.us > 0]
+    counted = [(g.flops, g.bytes, g.us) for g in groups if g.us >= _RATED_US * len(g.times)]
     if row.kind == "matmul":
         row.gflops = _rate((flops, us) for flops, _, us in counted)
         row.intensity = _rate((flops, moved) for flops, moved, _ in counted if moved)

@@ -124,6 +124,8 @@ class TraceSummary:
     matmul_share: float
     """Of the same time."""
     elementwise_share: float
+    operators_ms: float | None = None
+    """Of all operators on the host, with what tracing adds; None where their work ran on a device."""
     dtypes: dict[str, float] = field(default_factory=dict)
     """Share of matmul time by dtype."""
     device_busy: float | None = None
@@ -192,6 +194,8 @@ class Evidence:
     throttled: float | None = None
     """Share of its periods in which the control group's quota held this run up; None without a quota."""
     lines: list[LineTime] = field(default_factory=list)
+    model_called: bool = True
+    """False if no call of the model was seen: its phase then holds all that comes before the backward pass."""
     loader: LoaderFacts = field(default_factory=LoaderFacts)
     workers: list[WorkerShare] = field(default_factory=list)
     collate_share: float = 0.0

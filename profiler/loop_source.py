@@ -7,11 +7,12 @@ import linecache
 import os
 import sys
 import sysconfig
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
-from accel.profiler.dataflow import Loop, feeding_lines
+from accel.profiler.dataflow import Loop, Round, feeding_lines
 
 _HERE = str(Path(__file__).resolve().parent)
 _LIBRARY = tuple(
@@ -55,31 +56,48 @@ def source(file: str, line: int) -> str:
 
 
 @lru_cache(maxsize=64)
-def _loops(file: str) -> tuple[Loop, ...]:
+def _rounds(file: str) -> tuple[Round, ...]:
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):
         return ()
-    return tuple(node for node in ast.walk(tree) if isinstance(node, Loop))
+    return tuple(node for node in ast.walk(tree) if isinstance(node, Round))
 
 
-def batch_lines(frames: list[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Return the lines that ask for the next batch, given the user's frames in which an optimizer stepped.
+def _around(file: str, line: int) -> tuple[list[Loop], list[Round]]:
+    """Return the loops around a line within its function, and that function."""
+    around = [node for node in _rounds(file) if node.lineno <= line <= (node.end_lineno or node.lineno)]
+    functions = [node for node in around if not isinstance(node, Loop)]
+    inner = max(functions, key=lambda node: node.lineno, default=None)
+    loops = [node for node in around if isinstance(node, Loop) and (inner is None or node.lineno > inner.lineno)]
+    return loops, [] if inner is None else [inner]
+
+
+def batch_lines(frames: list[tuple[str, int]], model: Collection[tuple[str, int]] = ()) -> set[tuple[str, int]]:
+    """Return the lines that make or ask for the next batch.
 
     These are the heads of the `for` loops around the step, and in the loops around it lines with `next(…)` and
-    assignments that make what the step takes, as in `x, y = get_batch()`.
+    assignments that make what the step takes, as in `x, y = get_batch()`. In functions between the innermost loop and
+    the step, the same assignments.
+
+    Args:
+        frames: the user's frames in which an optimizer stepped, the innermost first.
+        model: the lines in which the model was called, as far as they are known.
     """
     found: set[tuple[str, int]] = set()
-    for file, line in frames:
-        for loop in _loops(file):
-            if not loop.lineno <= line <= (loop.end_lineno or loop.lineno):
-                continue
+    looped = False
+    for file, line in reversed(frames):
+        loops, function = _around(file, line)
+        called = [number for place, number in model if place == file]
+        for loop in loops:
             if not isinstance(loop, ast.While):
                 head_end = max(loop.lineno, loop.body[0].lineno - 1)
                 found.update((file, number) for number in range(loop.lineno, head_end + 1))
-            found.update((file, number) for number in feeding_lines(loop, line))
             calls = (node for node in ast.walk(loop) if isinstance(node, ast.Call))
             found.update((file, call.lineno) for call in calls if _is_next(call))
+        for node in loops or (function if looped else []):
+            found.update((file, number) for number in feeding_lines(node, line, called))
+        looped = looped or bool(loops)
     return found
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from accel.profiler import anatomy, rules_compute, rules_input, rules_loop
+from accel.profiler import anatomy, consistency, inside, rules_compute, rules_input, rules_loop
 from accel.profiler.anatomy import Anatomy
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.causes import CROWDS
+from accel.profiler.consistency import Held
 from accel.profiler.evidence import Evidence
 from accel.profiler.exchange import exchanged
 from accel.profiler.findings import finding, thread_text
@@ -27,7 +28,7 @@ CROWDED_CORES = 0.3
 HELD_UP = 0.1
 """Share of the quota's periods, from which on a run that waits for a core waits for its own quota."""
 OVERLAP = "two causes overlap within noise"
-_PHASES_OF = {
+PHASES_OF = {
     Bottleneck.INPUT: ("data",),
     Bottleneck.TRANSFER: ("copy",),
     Bottleneck.COMPUTE: ("forward", "loss", "backward"),
@@ -35,6 +36,7 @@ _PHASES_OF = {
     Bottleneck.OPTIMIZER: ("optimizer",),
     Bottleneck.OUTSIDE: ("outside", "evaluation"),
 }
+"""The phases of the classes that have some."""
 
 Rule = Callable[[Evidence, Anatomy], "Finding | None"]
 
@@ -47,15 +49,17 @@ class Diagnosis:
     findings: list[Finding] = field(default_factory=list)
     """The largest first."""
     refused: str = ""
+    taken_back: list[str] = field(default_factory=list)
+    """What contradicted the phases, a sentence each."""
 
     @property
     def limits(self) -> list[Bottleneck]:
         """The classes by their share of the step, the largest first, worth a finding or not."""
-        return sorted((part for part in _PHASES_OF if self.share(part) > 0), key=lambda part: -self.share(part))
+        return sorted((part for part in PHASES_OF if self.share(part) > 0), key=lambda part: -self.share(part))
 
     def share(self, part: Bottleneck) -> float:
         """Return a class's share of the step, by the clocks."""
-        return sum(self.anatomy.shares.get(phase, 0.0) for phase in _PHASES_OF.get(part, ()))
+        return sum(self.anatomy.shares.get(phase, 0.0) for phase in PHASES_OF.get(part, ()))
 
 
 def diagnose(evidence: Evidence, *, min_steps: int = MIN_STEPS) -> Diagnosis:
@@ -65,7 +69,7 @@ def diagnose(evidence: Evidence, *, min_steps: int = MIN_STEPS) -> Diagnosis:
         evidence: one rank's run.
         min_steps: with fewer, the verdict is refused.
     """
-    found = anatomy.of(exchanged(evidence.steps, evidence.ddp_wait_share))
+    found = inside.look(anatomy.of(exchanged(evidence.steps, evidence.ddp_wait_share)), evidence)
     result = Diagnosis(anatomy=found)
     if found.steps < min_steps:
         result.refused = f"{found.steps} steps were seen, {min_steps} are needed"
@@ -77,8 +81,9 @@ def diagnose(evidence: Evidence, *, min_steps: int = MIN_STEPS) -> Diagnosis:
     findings = [f for rule in _RULES if (f := rule(evidence, found)) is not None]
     if any(f.cause == "launch.small_ops" for f in findings):  # the update is part of that
         findings = [f for f in findings if f.cause != "optimizer.update"]
+    findings, result.taken_back = consistency.hold(findings, Held.of_anatomy(found))
     result.findings = ordered(findings)
-    result.refused = too_close(result.findings)
+    result.refused = refusal(result.findings, result.taken_back)
     return result
 
 
@@ -102,6 +107,11 @@ def too_close(findings: Sequence[Finding]) -> str:
     return (
         f"{OVERLAP}: {findings[0].cause} ({first.value:.0%} of the step) and {findings[1].cause} ({second.value:.0%})"
     )
+
+
+def refusal(findings: Sequence[Finding], taken_back: Sequence[str]) -> str:
+    """Say why there is no verdict: nothing is left of what was found, or two causes can't be put in order."""
+    return taken_back[0] if taken_back and not findings else too_close(findings)
 
 
 def _crowded(evidence: Evidence) -> Finding | None:

@@ -36,6 +36,14 @@ _ELEMENTWISE = re.compile(
     r"col2im|pixel_shuffle|normal|uniform|random|amp_\w+)"
     r"(_(forward|backward|backward_data|backward_reduce|backward_elemt|jvp)\w*)?_?"
 )
+_VIEWS = (
+    "alias as_strided chunk contiguous detach diagonal expand expand_as flatten lift_fresh movedim narrow numpy_T "
+    "permute ravel reshape reshape_as resolve_conj resolve_neg select slice split split_with_sizes squeeze swapaxes t "
+    "transpose tensor_split unbind unflatten unfold unsqueeze unsafe_split unsafe_chunk view view_as _reshape_alias "
+    "_unsafe_view"
+)
+VIEWS = frozenset(_VIEWS.split())
+"""Operators that move no byte: they describe the same memory anew, and leave a copy that is needed to another one."""
 _NAMESPACE = re.compile(r"^(aten|mkldnn|mkldnn_prepacked|onednn|quantized|_?c10d_functional|inductor)::")
 
 # Kernels have C++ or code-generated names: look anywhere in them. Triton's templates (tem) are matrix products; its
@@ -62,6 +70,8 @@ def base(name: str) -> str:
 def kind(name: str) -> Kind:
     """Return what an operator is by its dispatcher name, such as `aten::addmm`."""
     if not _NAMESPACE.match(name):
+        return "other"
+    if base(name) in VIEWS:
         return "other"
     if _MATMUL.fullmatch(base(name)):
         return "matmul"

@@ -68,6 +68,8 @@ class Recorder:
         self.on_look: Callable[[], None] = lambda: None
         self.late = False
         self._on_update: Callable[[Optimizer], None] | None = None
+        self.on_call: Callable[[], None] | None = None
+        """Called within each counted call of the model, for as long as it is set."""
         self.ahead = False
         self.steps = self.fetched = self.backwards = 0
         self.updates = 0
@@ -221,6 +223,8 @@ class Recorder:
             else:
                 tape.append("forward")
                 tape.append(now())
+            if hot.counting and trains and self.on_call is not None:
+                self.on_call()
             try:
                 if module is None or module._forward_hooks or module._forward_pre_hooks or is_traced():
                     return target(*args, **kwargs)
@@ -248,6 +252,8 @@ class Recorder:
                 self._call()
             else:
                 self.clock.enter("forward")
+            if self.on_call is not None and torch.is_grad_enabled():
+                self.on_call()
 
         def after(module: Any, args: Any, output: Any) -> None:
             if marking[0] and get_ident() == self.thread:

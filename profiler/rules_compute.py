@@ -11,6 +11,7 @@ from accel.profiler.findings import (
     finding,
     ms_of,
 )
+from accel.profiler.inside import OVERHEAD
 from accel.profiler.report import Finding, Saving
 
 SMALL_BATCH_FACTOR = 8
@@ -99,7 +100,11 @@ def small_ops(evidence: Evidence, found: Anatomy) -> Finding | None:
         return None
     # An update of many tensors at once costs the same for a batch of any size; one by one it is a cause of its own.
     once = found.shares["optimizer"] if not evidence.optimizer.one_by_one else 0.0
-    share = found.computing * trace.small_share + once if trace.device_busy is None else 1.0 - trace.device_busy
+    share = found.computing * trace.small_share + once
+    if trace.operators_ms is not None:
+        share = min(share, OVERHEAD * trace.operators_ms / 1e3 / found.step_s)
+    if trace.device_busy is not None:  # a device that waits for a batch is idle too
+        share = min(1.0 - trace.device_busy, found.computing + found.shares["optimizer"])
     if share < WORTH:
         return None
     why = [
@@ -126,8 +131,9 @@ def bandwidth(evidence: Evidence, found: Anatomy) -> Finding | None:
     if share < 0.3:
         return None
     why = [f"{trace.elementwise_share:.0%} of the operators' time is element-wise work on large tensors"]
-    top = next((op for op in trace.ops if op.kind == "elementwise" and op.gb_per_s), None)
-    if top is not None and evidence.roofline is not None:
-        limit = evidence.roofline.gb_per_s
+    limit = evidence.roofline.gb_per_s if evidence.roofline is not None else 0.0
+    # What is faster than a copy lies in a cache, and says nothing about memory.
+    top = next((op for op in trace.ops if op.kind == "elementwise" and op.gb_per_s and op.gb_per_s <= limit), None)
+    if top is not None:
         why.append(f"{top.name} moves {top.gb_per_s:.3g} GB/s; a large copy here moves {limit:.3g}")
     return finding("memory.bound", share, why, None)

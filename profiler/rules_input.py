@@ -12,7 +12,6 @@ from accel.profiler.findings import (
     ms_of,
     of_phases,
     scaled,
-    tagged,
     thread_text,
     top_lines,
 )
@@ -23,6 +22,11 @@ HANDOVER_S = 0.5e-3
 _ASLEEP = 0.4
 """Share of the wait asleep from which on it is storage. Each of many short reads wakes the thread, which takes time on
 a core: with reads of 0.2 ms and nothing else it was 46 to 85 % asleep, by how the machine was that hour."""
+_WHERE = {
+    "loss": "between the forward and the backward pass, where the clock of the loss runs",
+    "host": "between the backward pass and the update",
+    "forward": "before the loss, where the clock of the forward pass runs: no call of the model was seen",
+}
 WHOLE_BATCHES = (
     "take whole batches at once: a dataset with __getitems__, or its tensors indexed by the batch; worker processes "
     "would cost more than they take over"
@@ -89,23 +93,18 @@ def _from_workers(evidence: Evidence, share: float, why: list[str], predicted: S
     return finding("input.worker_storage" if mean.blocked >= 0.5 else "input.workers", share, why, predicted)
 
 
-def iterator_share(evidence: Evidence, found: Anatomy) -> float:
-    """Return the share of the step in which the loop's own iterator makes a batch, by sampled lines."""
-    if evidence.loader.kind != "own iterator":
-        return 0.0
-    return found.each * tagged(evidence, ["outside"], "next batch")
-
-
 def iterator(evidence: Evidence, found: Anatomy) -> Finding | None:
-    share = iterator_share(evidence, found)
+    share, phases = sum(found.batches.values()), list(found.batches)
     if share < WORTH:
         return None
-    rows = [row for row in evidence.lines if row.phase == "outside" and "next batch" in row.tags]
+    rows = [row for row in evidence.lines if row.phase in phases and "next batch" in row.tags]
     seconds = sum(row.seconds for row in rows)
     asleep = sum(row.seconds * row.blocked for row in rows) / seconds
+    most = max(phases, key=lambda phase: found.batches[phase])
     why = [
         f"the loop makes its batches itself, which takes {ms_of(found, share)}, {asleep:.0%} of it asleep",
-        *top_lines(evidence, ["outside"], "next batch"),
+        *([f"it does so {_WHERE[most]}"] if most in _WHERE else []),
+        *top_lines(evidence, phases, "next batch"),
     ]
-    whole = of_phases(evidence, "outside")
+    whole = of_phases(evidence, *phases)
     return finding("input.iterator", share, why, scaled(whole, share / whole.value))

@@ -14,7 +14,6 @@ from accel.profiler.findings import (
     top_lines,
 )
 from accel.profiler.report import Finding, Saving
-from accel.profiler.rules_input import iterator_share
 
 
 def collector(evidence: Evidence, found: Anatomy) -> Finding | None:
@@ -26,12 +25,17 @@ def collector(evidence: Evidence, found: Anatomy) -> Finding | None:
 
 
 def step_code(evidence: Evidence, found: Anatomy) -> Finding | None:
-    share = found.shares["host"] - _collected_in(evidence, found, "host")
+    beside = found.shares["host"] - _collected_in(evidence, found, "host") - found.batches.get("host", 0.0)
+    share = max(0.0, beside) + sum(found.own_code.values())
     if share < WORTH:
         return None
+    phases = [*(["host"] if beside > 0 else []), *found.own_code]
     why = [f"the loop's own code between the batch and the update takes {ms_of(found, share)}"]
-    why += top_lines(evidence, ["host"])
-    whole = of_phases(evidence, "host")
+    if found.own_code:
+        inside = sum(found.own_code.values())
+        why.append(f"{ms_of(found, inside)} of it in {', '.join(found.own_code)}, in no operator of torch's")
+    why += top_lines(evidence, phases)
+    whole = of_phases(evidence, *phases)
     return finding("host.step_code", share, why, scaled(whole, share / whole.value))
 
 
@@ -89,7 +93,7 @@ def stalls(evidence: Evidence, found: Anatomy) -> Finding | None:
 
 def each_step(evidence: Evidence, found: Anatomy) -> Finding | None:
     evaluating = max(0.0, found.shares["evaluation"] - found.stalls)
-    share = found.each - evaluating - iterator_share(evidence, found) - _collected_in(evidence, found, "outside")
+    share = found.each - evaluating - found.batches.get("outside", 0.0) - _collected_in(evidence, found, "outside")
     if share < WORTH:
         return None
     why = [f"work between each update and the next batch takes {ms_of(found, share)}"]

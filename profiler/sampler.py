@@ -55,6 +55,9 @@ class Sampler:
 
     def __init__(self, clock: StepClock, ident: int, native: int, interval_s: float = 0.01) -> None:
         self.batch_lines: set[tuple[str, int]] = set()
+        """Lines that make or ask for the next batch."""
+        self.call_lines: set[tuple[str, int]] = set()
+        """Lines that call the model: before it is called, they make what it is given."""
         self._clock = clock
         self._ident = ident
         self._meter = ThreadMeter(tid=native)
@@ -115,7 +118,7 @@ class Sampler:
     def _take(self, seconds: float, ran: float) -> None:
         phase = self._clock.phase
         frame = sys._current_frames().get(self._ident)
-        place, tags = self._look(frame)
+        place, tags = self._look(frame, self.batch_lines | self.call_lines if phase == "outside" else self.batch_lines)
         del frame
         with self._lock:
             totals = self._phases[phase]
@@ -126,7 +129,7 @@ class Sampler:
             found.blocked += seconds - ran
             found.tags |= tags
 
-    def _look(self, frame: FrameType | None) -> tuple[tuple[str, int], set[str]]:
+    def _look(self, frame: FrameType | None, batch_lines: set[tuple[str, int]]) -> tuple[tuple[str, int], set[str]]:
         """Return the innermost line of the user's, and what the stack above and below it tells."""
         place: tuple[str, int] | None = None
         tags: set[str] = set()
@@ -138,7 +141,7 @@ class Sampler:
                 place = place or here
                 if "collate" in frame.f_code.co_name:
                     tags.add("collate")
-                if here in self.batch_lines:
+                if here in batch_lines:
                     tags.add("next batch")
             else:
                 tags.update(tag for part, tag in _TAGS if part in file)

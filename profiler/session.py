@@ -80,6 +80,9 @@ class ProfileSession:
         self._workers, self._exposed, self._gc = Workers(), Exposed(), Span()
         self._settings = Settings()
         self._suspected: list[Finding] = []
+        self._model_lines: set[tuple[str, int]] = set()
+        self._updates: set[tuple[tuple[str, int], ...]] = set()
+        """Where the optimizers stepped: the user's frames, the innermost first."""
         self._watched_s = 0.0
         self._course = self._run()
 
@@ -180,13 +183,20 @@ class ProfileSession:
             self.recorder.events.on = on
 
     def _learn_loop(self) -> None:
-        """See, in the next update, which lines of the script ask for batches."""
+        """See, in the next call of the model and the next update, which lines of the script make batches."""
+
+        def called() -> None:
+            self._model_lines.update(users_frames(sys._getframe(1)))
 
         def look(optimizer: Any) -> None:
-            self.recorder.on_update = None
-            self._sampler.batch_lines |= batch_lines(users_frames(sys._getframe(1)))
+            self.recorder.on_update = self.recorder.on_call = None
+            self._updates.add(tuple(users_frames(sys._getframe(1))))
+            stepping = {place for frames in self._updates for place in frames}
+            lines = (batch_lines(list(frames), self._model_lines) for frames in self._updates)
+            self._sampler.batch_lines = set().union(*lines)
+            self._sampler.call_lines = self._model_lines - stepping
 
-        self.recorder.on_update = look
+        self.recorder.on_update, self.recorder.on_call = look, called
 
     def _traced(self) -> Course:
         """Trace two steps; on a GPU one more with Python's stacks, which would make gaps look longer than they are."""
@@ -284,6 +294,7 @@ class ProfileSession:
             foreign_cores=self._crowd.cores(),
             throttled=self._crowd.throttled(),
             lines=self._sampler.lines(),
+            model_called=bool(self._model_lines),
             loader=recorder.loader_facts(),
             workers=self._workers.shares(),
             collate_share=recorder.collating.share,

@@ -69,9 +69,9 @@ class Outcome:
     """Lower end of the 95 % interval of `gain`."""
     high: float
     before_ms: float
-    """Median step of A, ms."""
+    """Step of A, ms: before ÷ after is `gain`, and their geometric mean that of both medians."""
     after_ms: float
-    """Median step of B, ms."""
+    """Step of B, ms."""
     spread_ms: float
     """Half the interquartile range of B's steps, ms."""
     pairs: int
@@ -143,15 +143,18 @@ class Trial:
             raise RuntimeError("the trial has no verdict yet")
         differences = self._differences()
         low, high = interval(differences, 0.025)
+        gain = math.exp(statistics.fmean(differences))
+        # Medians over the whole trial have another ratio where the machine drifts: one estimate for all that is told.
         a, b = (statistics.median(self.steps[arm]) * 1e3 for arm in ("A", "B"))
+        level, half = math.sqrt(a * b), math.sqrt(gain)
         quarters = statistics.quantiles(self.steps["B"], n=4) if len(self.steps["B"]) > 1 else [0.0, 0.0, 0.0]
         return Outcome(
             verdict=self.verdict,
-            gain=math.exp(statistics.fmean(differences)),
+            gain=gain,
             low=math.exp(low),
             high=math.exp(high),
-            before_ms=a,
-            after_ms=b,
+            before_ms=level * half,
+            after_ms=level / half,
             spread_ms=(quarters[2] - quarters[0]) / 2 * 1e3,
             pairs=len(differences),
         )

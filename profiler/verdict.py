@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from accel.profiler import link, naming
+from accel.profiler import consistency, link, naming
 from accel.profiler.anatomy import Anatomy
 from accel.profiler.causes import CAUSES, CROWDS
+from accel.profiler.consistency import BATCHES, OWN_CODE, Held
 from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.exchange import exchanged
 from accel.profiler.findings import WORTH
 from accel.profiler.naming import Diagnosis
 from accel.profiler.phases import MEANING
 from accel.profiler.report import Finding, HostFacts, Node, ProfileReport, RankRow, Saving, StepRow
-from accel.profiler.rules_input import iterator_share
 
 _TIMELINE = 120
 _LINES = 12
@@ -52,17 +52,27 @@ def report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
         gpus=evidence.gpus,
         host=_host(evidence),
         trace_file=trace.file if trace else "",
-        unseen=evidence.unseen,
+        unseen=[*evidence.unseen, *(said for said in diagnosis.taken_back if said not in evidence.unseen)],
     )
     conclude(told, found)
     return told
 
 
 def conclude(told: ProfileReport, found: Anatomy) -> None:
-    """Put the verdict and what to do next into words."""
+    """Put the verdict and what to do next into words; a finding that contradicts the evidence is taken back first."""
+    _take_back(told)
     told.bottleneck = "" if told.refused else told.findings[0].bottleneck if told.findings else "none"
     told.verdict = _verdict(told, found)
     told.next = [f"{f.remedy}{_by_itself(f)}" for f in told.findings] or _nothing_to_do(told)
+
+
+def _take_back(told: ProfileReport) -> None:
+    if told.evidence is None:
+        return
+    told.findings, taken_back = consistency.hold(told.findings, Held.of_tree(told.evidence))
+    told.unseen += [sentence for sentence in taken_back if sentence not in told.unseen]
+    if taken_back and (not told.refused or told.refused.startswith(naming.OVERLAP)):
+        told.refused = naming.refusal(told.findings, taken_back)
 
 
 def _by_itself(finding: Finding) -> str:
@@ -113,10 +123,10 @@ def tree(evidence: Evidence, found: Anatomy) -> Node:
         parts: list[Node] = []
         if phase == "data":
             parts = _data_parts(evidence, found, node)
-        elif phase in ("forward", "backward") and evidence.trace is not None:
-            parts = _computing_parts(evidence, share, node)
         elif phase == "outside":
             parts = _outside_parts(evidence, found, node)
+        else:
+            parts = _parts(evidence, found, phase, node)
         on_device = evidence.device_ms.get(phase)
         told = f"; the device works {on_device:.3g} ms in it" if on_device else ""
         children.append(node(phase, share, MEANING[phase] + told, parts))
@@ -137,6 +147,17 @@ def _data_parts(evidence: Evidence, found: Anatomy, node: Any) -> list[Node]:
     ]
 
 
+def _parts(evidence: Evidence, found: Anatomy, phase: str, node: Any) -> list[Node]:
+    """Return what a phase of the model, or the loop's own code beside it, is made of."""
+    batches, own = found.batches.get(phase, 0.0), found.own_code.get(phase, 0.0)
+    parts = [node(BATCHES, batches, "by sampled lines")] if batches else []
+    parts += [node(OWN_CODE, own, "in no operator, by the trace of two steps")] if own else []
+    works = found.works(phase)
+    if phase in ("forward", "backward") and evidence.trace is not None:
+        return parts + _computing_parts(evidence, works, node)
+    return [*parts, node("the rest", works)] if parts else []
+
+
 def _computing_parts(evidence: Evidence, share: float, node: Any) -> list[Node]:
     assert evidence.trace is not None
     trace = evidence.trace
@@ -150,10 +171,10 @@ def _computing_parts(evidence: Evidence, share: float, node: Any) -> list[Node]:
 
 def _outside_parts(evidence: Evidence, found: Anatomy, node: Any) -> list[Node]:
     share = found.shares["outside"]
-    own = min(share, iterator_share(evidence, found))
+    own = min(share, found.batches.get("outside", 0.0))
     stalls = min(share - own, max(0.0, found.stalls - found.shares["evaluation"]))
     parts = [
-        node("the loop's own iterator", own, "by sampled lines"),
+        node(BATCHES, own, "by sampled lines"),
         node("stalls", stalls, f"every {found.stall_every:.0f} steps" if found.stall_every else ""),
         node("after each step", share - own - stalls),
     ]

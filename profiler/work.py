@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accel.profiler.operators import base
+from accel.profiler.operators import VIEWS, base
 
 Shapes = Sequence[Sequence[int]]
 
@@ -81,11 +81,11 @@ def moved_bytes(name: str, shapes: Shapes, dtypes: Sequence[str]) -> float | Non
 
     The output of a matrix product follows from its shapes, that of a reduction is nothing, and any other is taken to be
     as large as the largest input: right for pointwise work, normalisation and their gradients. Gathers, which read a
-    part of their input, and lists of tensors, whose shapes are not recorded, give None.
+    part of their input, views, which read nothing, and lists of tensors, whose shapes are not recorded, give None.
     """
     short = base(name)
     sizes = [math.prod(shape) * _ITEM_BYTES.get(of, 0) for shape, of in zip(shapes, dtypes, strict=False)]
-    if not any(sizes) or "TensorList" in dtypes or short in _GATHERS:
+    if not any(sizes) or "TensorList" in dtypes or short in _GATHERS or short in VIEWS:
         return None
     if short in _ONLY_INPUTS:
         return float(sum(sizes))

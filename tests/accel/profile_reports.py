@@ -401,9 +401,9 @@ def wide(ranks: int = 64, steps: int = 120) -> ProfileReport:
     name = "a_very_long_name_of_something_" * 8
     phases = dict.fromkeys(PHASES, 3.0)
     return full(
-        verdict=f"straggler-bound: rank 17 on {name} is late",
+        verdict=f"input.storage: rank 17 on {name} is late",
         ranks=[rank(n, 1.3 if n == 17 else 1.0 + n / 1000, straggler=n == 17) for n in range(ranks)],
         timeline=[StepRow(step=step, ms=30.0, phases_ms=phases) for step in range(steps)],
-        ops=[OpTime(name=name, calls=1.0, ms=1.0, share=0.5, gflops=float(n + 1), intensity=2.0) for n in range(12)],
+        ops=[OpTime(name=name, calls=1.0, ms=1.0, share=0.08, gflops=float(n + 1), intensity=2.0) for n in range(12)],
         lines=[LineTime(phase="data", file=name, line=1, source=name, seconds=1.0, share=1.0)],
     )

@@ -276,3 +276,177 @@ for _ in range(3):
 rates = [x.item() for x in torch.linspace(0, 1, 9, device="cpu")]
 """
     assert [finding.line for finding in find(text, "x.py")] == [5]
+
+
+# -- what a kernel replaces --------------------------------------------------------------------------------------------
+
+WINDOWS = """
+class WindowAttention(nn.Module):
+    def __init__(self, dim, window_size, heads):
+        self.window_size = window_size
+        self.relative_position_bias_table = nn.Parameter(torch.zeros(169, heads))
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, heads)]
+
+    def forward(self, x, mask=None):
+        q, k, v = self.qkv(x).unbind(2)
+        scores = q @ k.transpose(-2, -1) + self.relative_position_bias_table[self.index]
+        return self.softmax(scores) @ v
+"""
+COSINE = WINDOWS.replace("relative_position_bias_table", "relative_coords_table")
+SIMOTA = """
+class Head(nn.Module):
+    def get_losses(self, images):
+        for image in images:
+            self.get_assignments(image)
+
+    @torch.no_grad()
+    def get_assignments(self, image):
+        cost = functional.binary_cross_entropy(image.scores, image.truth, reduction="none").sum(-1)
+        return self.match(cost, image.ious)
+
+    def match(self, cost, ious):
+        ks = ious.topk(10, dim=1).values.sum(1).int().clamp(min=1)
+        for truth in range(len(ks)):
+            _, chosen = torch.topk(cost[truth], k=ks[truth], largest=False)
+        return chosen
+"""
+
+
+def placed(source: str, file: str = "model.py") -> list[tuple[str, str]]:
+    return [(finding.habit, finding.source) for finding in find("import torch\n" + source, file)]
+
+
+@pytest.mark.parametrize("source", [WINDOWS, COSINE, WINDOWS.replace("WindowAttention", "MySwinAttention")])
+def test_attention_within_windows_is_named_with_its_kernel(source: str) -> None:
+    (found,) = find("import torch\n" + source, "swin.py")
+
+    assert found.habit == "window-attention"
+    assert found.source.startswith("class ")
+    assert "fuse_window_attention(model)" in found.instead
+
+
+@pytest.mark.parametrize(
+    "change",
+    [("relative_position_bias_table", "bias"), ("softmax", "mlp"), ("Window", "Global"), ("forward", "attend")],
+)
+def test_other_attention_is_left_alone(change: tuple[str, str]) -> None:
+    source = WINDOWS.replace("class WindowAttention", "class MyWindowAttention").replace(*change)
+    assert [habit for habit, _ in placed(source) if habit == "window-attention"] == []
+
+
+def test_the_functions_of_simota_are_named_with_what_takes_their_place() -> None:
+    named = ["def get_assignments(self, image):", "def match(self, cost, ious):"]
+
+    assert [line for habit, line in placed(SIMOTA) if habit == "simota-loop"] == named
+    assert "patch_yolox_head(head)" in HABITS["simota-loop"].instead
+
+
+def test_one_function_that_does_both_is_named() -> None:
+    """As in losses that assign, match and weigh in one."""
+    source = (
+        "def build_targets(self, p, boxes):\n"
+        "    for image in p:\n"
+        "        cost = F.binary_cross_entropy_with_logits(y, truth).sum(-1)\n"
+        "        for g in range(len(boxes)):\n"
+        "            _, chosen = torch.topk(cost[g], k=ks[g].item(), largest=False)\n"
+    )
+    assert [habit for habit, _ in placed(source)].count("simota-loop") == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("image.truth", "soft_label"),  # another cost, which the kernel does not compute
+        ("functional.binary_cross_entropy", "distance"),
+        ("k=ks[truth]", "k=10"),
+        ("torch.topk(cost[truth]", "pick(cost[truth]"),
+    ],
+)
+def test_other_matching_is_left_alone(change: tuple[str, str]) -> None:
+    assert [habit for habit, _ in placed(SIMOTA.replace(*change)) if habit == "simota-loop"] == []
+
+
+# -- what a training step runs -----------------------------------------------------------------------------------------
+
+TRAINING = """
+def train_epoch(model, loader, optimizer):
+    for step, batch in enumerate(loader):
+        loss = model(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        clip(model)
+        optimizer.step()
+        HERE
+    AFTER
+"""
+WAITS = "for p in things:\n        total += p.norm().item()"
+
+
+def waits(source: str, file: str = "train.py") -> int:
+    return sum(habit == "item-in-loop" for habit, _ in placed(source, file))
+
+
+@pytest.mark.parametrize(
+    ("here", "after", "found"),
+    [
+        ("total += loss.item()", "return total", 1),
+        ("if step % 100 == 0:\n            print(loss.item())", "pass", 0),
+        ("if step % 100 == 0:\n            pass\n        else:\n            total += loss.item()", "pass", 1),
+        ("if done:\n            a = 1\n        elif step % 9 == 0:\n            print(loss.item())", "pass", 0),
+        ("if step % 4 == 0:\n            optimizer.step()\n            total += loss.item()", "pass", 1),
+        ("try:\n            go()\n        except RuntimeError:\n            print(loss.item())", "pass", 0),
+        ("pass", "for batch in test_loader:\n        right += model(batch).sum().item()", 0),
+    ],
+)
+def test_of_a_function_that_trains_its_steps_are_looked_at(here: str, after: str, found: int) -> None:
+    assert waits(TRAINING.replace("HERE", here).replace("AFTER", after)) == found
+
+
+@pytest.mark.parametrize(
+    ("helper", "found"),
+    [
+        (f"def clip(model):\n    {WAITS}", 1),  # called in the step
+        (f"def clip(model):\n    return clip_twice(model)\ndef clip_twice(model):\n    {WAITS}", 1),
+        (f"def never_called(model):\n    {WAITS}", 0),
+        (f"@torch.no_grad()\ndef clip(model):\n    {WAITS}", 1),  # no gradients, and a step runs it all the same
+        (f"class Net(nn.Module):\n  def forward(self, x):\n    {WAITS}", 1),
+        (f"class Net(nn.Module):\n  def __init__(self):\n    {WAITS}", 0),
+        (
+            f"class Net(nn.Module):\n  def forward(self, x):\n    self.head(x)\n  def head(self, x):\n    {WAITS}",
+            1,
+        ),
+        (f"class MetricLogger:\n  def clip(self):\n    {WAITS}", 0),
+        (f"class COCOEvaluator:\n  def clip(self):\n    {WAITS}", 0),
+        (f"def clip(model):\n    model.eval()\n    {WAITS}", 0),
+        (f"def validate(model):\n    {WAITS}", 0),
+        (f"def box_loss(model):\n    {WAITS}", 1),
+        (f"def log_likelihood_loss(model):\n    {WAITS}", 1),
+    ],
+)
+def test_of_other_functions_those_that_a_step_runs_are_looked_at(helper: str, found: int) -> None:
+    assert waits(TRAINING.replace("HERE", "pass").replace("AFTER", "pass") + helper) == found
+
+
+def test_a_step_is_followed_from_file_to_file(tmp_path: Path) -> None:
+    training = TRAINING.replace("HERE", "total += self.meter.update(loss)").replace("AFTER", "pass")
+    (tmp_path / "engine.py").write_text("import torch\n" + training)
+    (tmp_path / "tools.py").write_text(
+        f"import torch\ndef clip(model):\n    {WAITS}\ndef export(model):\n    {WAITS}\n"
+    )
+    (tmp_path / "logger.py").write_text(f"import torch\nclass Board:\n  def update(self, loss):\n    {WAITS}\n")
+
+    assert [(Path(f.file).name, f.line) for f in search(tmp_path).findings] == [("tools.py", 4)]
+    # A file by itself shows no step: what no name rules out may be part of one.
+    assert [f.line for f in search(tmp_path / "tools.py").findings] == [4]
+    assert search(tmp_path / "logger.py").findings == []
+
+
+@pytest.mark.parametrize("trains", ["loss.backward()", "optimizer.step()", "self.opt.step()", "scaler.step(optimizer)"])
+@pytest.mark.parametrize("frame", ["for x in xs:\n    BODY", "while True:\n    for x in xs:\n        BODY"])
+@pytest.mark.parametrize("kept_out", ["evaluate", "validate", "test_once", "predict", "log_images", "save", "Logger"])
+def test_no_name_that_rules_out_hides_a_loop_that_trains(trains: str, frame: str, kept_out: str) -> None:
+    """And each rules out a loop that does not: swept over ways to train, loops and names."""
+    body = f"def {kept_out}(xs):\n    " + frame.replace("\n", "\n    ")
+    indent = " " * (8 if frame.startswith("for") else 12)
+    assert waits(body.replace("BODY", f"total += x.item()\n{indent}{trains}")) == 1
+    assert waits(body.replace("BODY", "total += x.item()")) == 0

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from accel.profiler import report as schema
+from tests.accel import agreement
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,7 +56,10 @@ def accel_profile(folder: Path, *arguments: str) -> subprocess.CompletedProcess[
 
 
 def report(folder: Path, name: str = "accel-profile.json") -> schema.ProfileReport:
-    return schema.from_json((folder / name).read_text())
+    """Read the report of a run, in which nothing may contradict anything else."""
+    found = schema.from_json((folder / name).read_text())
+    assert agreement.of_profile(found) == []
+    return found
 
 
 def causes(found: schema.ProfileReport) -> list[str]:
@@ -492,3 +496,31 @@ dist.destroy_process_group()
         pytest.skip("the machine is crowded, and the report says so")
     assert [e.name for e in found.experiments] == ["no gradient exchange"]
     assert found.experiments[0].changes_learning
+
+
+@pytest.mark.slow
+def test_a_wait_between_forward_and_backward_is_input(tmp_path: Path) -> None:
+    """The order of many loops: the next batch is made once the forward pass has been issued."""
+    script(
+        tmp_path,
+        """
+        torch.set_num_threads(1)
+
+        def get_batch():
+            time.sleep(0.03)
+            return data.tensors[0][:8], data.tensors[1][:8]
+
+        x, y = get_batch()
+        for _ in range(80):
+            outputs = model(x)
+            loss = nn.functional.cross_entropy(outputs, y)
+            x, y = get_batch()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        """,
+    )
+    assert accel_profile(tmp_path, "train.py").returncode == 0
+    found = report(tmp_path)
+    if found.bottleneck != "host":  # a crowded machine is all that is told then
+        assert causes(found)[0] == "input.iterator"

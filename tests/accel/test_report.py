@@ -23,7 +23,7 @@ def _report() -> Report:
         plain_ms=20.0,
         accel_ms=10.0,
         speedup=2.0,
-        anatomy_before={"forward": 12.0},
+        anatomy_before={"forward": 12.0, "backward": 8.0},
         rows=[row],
         events=[Event(step=3, text="line\nbreak")],
         unseen=["workers"],

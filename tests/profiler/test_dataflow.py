@@ -145,3 +145,77 @@ def test_lines_that_make_batches(source: str, tmp_path: Path) -> None:
     found = batch_lines([(str(script), step)])
 
     assert sorted(line for _, line in found) == [n for n, row in enumerate(rows, 1) if row.endswith("# batch")]
+
+
+# As MATCHES, with the lines in which the model is called: what follows from its result is no batch.
+AROUND_THE_MODEL = {
+    "between forward and backward": """
+        x, y = get_batch()
+        while True:
+            for micro in range(4):
+                with context:
+                    logits, loss = model(x, y)  # model
+                    loss = loss / 4
+                x, y = get_batch("train")  # batch
+                scaler.scale(loss).backward()
+            scaler.step(opt)  # step
+        """,
+    "what is made of the result": """
+        for i in range(9):  # batch
+            x, y = get_batch()  # batch
+            logits = model(x)  # model
+            logits = smooth(logits)
+            y = one_hot(y)  # batch
+            loss = criterion(logits, y)
+            loss.backward()
+            opt.step()  # step
+        """,
+    "a name used again": """
+        for i in range(9):  # batch
+            out = model(x)  # model
+            loss = out.mean()
+            out = get_batch()  # batch
+            x = out.float()  # batch
+            loss.backward()
+            opt.step()  # step
+        """,
+    "the step hands it back": """
+        for i in range(9):  # batch
+            batch = train_step(batch)  # step and model
+        """,
+}
+
+
+@pytest.mark.parametrize("source", AROUND_THE_MODEL.values(), ids=AROUND_THE_MODEL)
+def test_what_follows_from_the_model_is_no_batch(source: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    rows = [row[8:] for row in source.splitlines()]
+    script.write_text("\n".join(rows) + "\n")
+    step = next(number for number, row in enumerate(rows, 1) if "# step" in row)
+    called = {(str(script), number) for number, row in enumerate(rows, 1) if row.endswith("model")}
+
+    found = batch_lines([(str(script), step)], called)
+
+    assert sorted(line for _, line in found) == [n for n, row in enumerate(rows, 1) if row.endswith("# batch")]
+
+
+def test_functions_between_the_loop_and_the_step_are_looked_at(tmp_path: Path) -> None:
+    """Functions around the loop are not: they run once."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "def main():\n"
+        "    batch = get_batch()\n"
+        "    def step(batch):\n"
+        "        loss = model(batch)\n"
+        "        following = get_batch()\n"
+        "        loss.backward()\n"
+        "        opt.step()\n"
+        "        return following\n"
+        "    while True:\n"
+        "        batch = step(batch)\n"
+        "main()\n"
+    )
+    file = str(script)
+    frames = [(file, 7), (file, 10), (file, 11)]
+
+    assert batch_lines(frames, {(file, 4), (file, 10), (file, 11)}) == {(file, 5)}

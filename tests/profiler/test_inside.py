@@ -1,0 +1,227 @@
+"""Wherever in its step a loop waits, the wait is called what it is: loops that run, with the wait at each place."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel.profiler import anatomy, inside
+from accel.profiler.evidence import Evidence, LoaderFacts, TraceSummary
+from accel.profiler.gather import Exchange
+from accel.profiler.naming import diagnose
+from accel.profiler.phases import Measurement
+from accel.profiler.session import ProfileSession
+
+STEPS, WAIT_S = 24, 0.008
+# The operators of these loops take less than a fifth of a millisecond; what a trace says of them.
+SMALL = TraceSummary(
+    steps=2, ops=[], ops_per_step=40, small_share=0.95, matmul_share=0.5, elementwise_share=0.4, operators_ms=0.2
+)
+
+
+def get_batch() -> tuple[Tensor, Tensor]:
+    time.sleep(WAIT_S)
+    return torch.ones(4, 4), torch.zeros(4, 2)
+
+
+def waiting(value: Any) -> Any:
+    time.sleep(WAIT_S)
+    return value
+
+
+class Bench:
+    """A model and its optimizer."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(4, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.batch = get_batch()
+
+    def step(self) -> None:
+        x, y = self.batch
+        loss = nn.functional.mse_loss(self.model(x), y)
+        self.batch = get_batch()
+        loss.backward()
+        self.optimizer.step()
+
+
+def after_the_update(bench: Bench) -> None:
+    for _ in range(STEPS):
+        x, y = get_batch()
+        loss = nn.functional.mse_loss(bench.model(x), y)
+        loss.backward()
+        bench.optimizer.step()
+
+
+def between_forward_and_backward(bench: Bench) -> None:
+    x, y = bench.batch
+    for _ in range(STEPS):
+        outputs = bench.model(x)
+        loss = nn.functional.mse_loss(outputs, y)
+        x, y = get_batch()
+        loss.backward()
+        bench.optimizer.step()
+
+
+def the_same_accumulated(bench: Bench) -> None:
+    x, y = bench.batch
+    for _ in range(STEPS):
+        for _ in range(2):
+            loss = nn.functional.mse_loss(bench.model(x), y) / 2
+            x, y = get_batch()
+            loss.backward()
+        bench.optimizer.step()
+
+
+def between_backward_and_update(bench: Bench) -> None:
+    x, y = bench.batch
+    for _ in range(STEPS):
+        loss = nn.functional.mse_loss(bench.model(x), y)
+        loss.backward()
+        x, y = get_batch()
+        bench.optimizer.step()
+
+
+def the_targets_after_the_forward_pass(bench: Bench) -> None:
+    x, _ = bench.batch
+    for _ in range(STEPS):
+        outputs = bench.model(x)
+        _, y = get_batch()
+        loss = nn.functional.mse_loss(outputs, y)
+        loss.backward()
+        bench.optimizer.step()
+
+
+def in_the_call_of_the_model(bench: Bench) -> None:
+    for _ in range(STEPS):
+        loss = bench.model(get_batch()[0]).square().mean()
+        loss.backward()
+        bench.optimizer.step()
+
+
+def in_a_method(bench: Bench) -> None:
+    for _ in range(STEPS):
+        bench.step()
+
+
+def handed_back_by_the_step(bench: Bench) -> None:
+    def step(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        loss = nn.functional.mse_loss(bench.model(batch[0]), batch[1])
+        following = get_batch()
+        loss.backward()
+        bench.optimizer.step()
+        return following
+
+    batch = bench.batch
+    for _ in range(STEPS):
+        batch = step(batch)
+
+
+def a_slow_loss(bench: Bench) -> None:
+    x, y = bench.batch
+    for _ in range(STEPS):
+        outputs = bench.model(x)
+        outputs = waiting(outputs)
+        loss = nn.functional.mse_loss(outputs, y)
+        loss.backward()
+        bench.optimizer.step()
+
+
+def logging_before_the_backward_pass(bench: Bench) -> None:
+    x, y = bench.batch
+    for _ in range(STEPS):
+        loss = nn.functional.mse_loss(bench.model(x), y)
+        waiting(loss)
+        loss.backward()
+        bench.optimizer.step()
+
+
+def a_slow_forward_pass(bench: Bench) -> None:
+    bench.model.register_forward_pre_hook(lambda module, args: waiting(None))
+    logging_free(bench)
+
+
+def logging_free(bench: Bench) -> None:
+    x, y = bench.batch
+    for _ in range(STEPS):
+        loss = nn.functional.mse_loss(bench.model(x), y)
+        loss.backward()
+        bench.optimizer.step()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("loop", "cause"),
+    [
+        (after_the_update, "input.iterator"),
+        (between_forward_and_backward, "input.iterator"),
+        (the_same_accumulated, "input.iterator"),
+        (between_backward_and_update, "input.iterator"),
+        (the_targets_after_the_forward_pass, "input.iterator"),
+        (in_the_call_of_the_model, "input.iterator"),
+        (in_a_method, "input.iterator"),
+        (handed_back_by_the_step, "input.iterator"),
+        (a_slow_loss, "host.step_code"),
+        (logging_before_the_backward_pass, "host.step_code"),
+        (a_slow_forward_pass, "host.step_code"),
+    ],
+    ids=lambda given: given.__name__ if callable(given) else given,
+)
+def test_a_wait_is_named_by_what_waits(loop: Callable[[Bench], None], cause: str) -> None:
+    session = ProfileSession(confirm=False, trace_file=None, exchange=Exchange())
+    bench = Bench()
+    session.start()
+    try:
+        loop(bench)
+    finally:
+        session.stop()
+    # Not how crowded this machine is just now, and no trace of these few steps.
+    evidence = dataclasses.replace(session.evidence(), thread=None, foreign_cores=None, trace=SMALL)
+
+    found = diagnose(evidence, min_steps=STEPS // 2)
+
+    # A busy machine adds causes of its own; operators that take a fiftieth of the step are none.
+    causes = [finding.cause for finding in found.findings]
+    assert cause in causes
+    assert "launch.small_ops" not in causes
+
+
+def steps(**phases_ms: float) -> list[Measurement]:
+    held = {name: ms / 1e3 for name, ms in phases_ms.items()}
+    return [Measurement(step=n, seconds=sum(held.values()), phases=held) for n in range(40)]
+
+
+def test_time_in_no_operator_is_told_only_of_one_process_on_the_host() -> None:
+    """Ranks wait for each other in the backward pass, and a device runs what the host only launches."""
+    seen = Evidence(steps=steps(forward=5, backward=25), trace=SMALL, loader=LoaderFacts(kind="DataLoader"))
+    found = anatomy.of(seen.steps)
+
+    assert inside.look(found, seen).own_code == pytest.approx(
+        {"forward": 5 / 30 * 29.8 / 30, "backward": 0.8278}, rel=1e-3
+    )
+    assert inside.look(found, dataclasses.replace(seen, world_size=2)).own_code == {}
+    assert inside.look(found, dataclasses.replace(seen, anomaly_mode=True)).own_code == {}
+    on_device = dataclasses.replace(SMALL, operators_ms=None)
+    assert inside.look(found, dataclasses.replace(seen, trace=on_device)).own_code == {}
+
+
+def test_a_loop_of_small_operators_is_not_taken_for_code_of_ones_own() -> None:
+    """Python and autograd take about as long again as the operators themselves."""
+    busy = dataclasses.replace(SMALL, operators_ms=12.0)
+    seen = Evidence(steps=steps(forward=10, backward=15), trace=busy)
+
+    assert inside.look(anatomy.of(seen.steps), seen).own_code == {}
+    assert [finding.cause for finding in diagnose(seen).findings] == ["launch.small_ops"]
