@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import accel
-from accel import terminal
+from accel import ranks, terminal
 from accel.controller import Controller
 from accel.plan import Plan, fingerprint
 from accel.report import Machine, Report, State, StrategyRow
@@ -42,6 +42,7 @@ class Journal:
             import_module("accel.webpage")
         self._replayed = replayed
         self._finished = False
+        self._said: set[str] = set()
         self._session: Session | None = None
         self._controller: Controller | None = None
         self._report = Report(
@@ -62,6 +63,12 @@ class Journal:
     def announce(self, row: StrategyRow, done: int, total: int) -> None:
         """Print one line about a decision."""
         print(terminal.decision_line(row, done, total), file=sys.stderr, flush=True)
+
+    def say(self, line: str) -> None:
+        """Print one line, once, on the rank that prints."""
+        if line not in self._said and ranks.leads():
+            self._said.add(line)
+            print(f"accel: {line}", file=sys.stderr, flush=True)
 
     def settled(self) -> None:
         """The search is over: print the report and write the files."""

@@ -30,21 +30,30 @@ from accel import guard, update_guard
 from accel.actions import Action, Result
 from accel.controller import Decisions
 from accel.dataio import batches
+from accel.dataio.proxy import Fetching, LoaderProxy
 from accel.dataio.witness import Witness
 from accel.gate import Call
 from accel.guard import Finding, Recording
+from accel.listeners import free_fetching
 from accel.observation import Observation
 from accel.plan import Choices
 from accel.profiler.phases import StepClock
 from accel.ranks import Ranks
 from accel.run import Run
 from accel.strategies.base import Exactness, NothingHelps, Strategy
+from accel.turns import TURNS
 from accel.watch import Watch
 
 log = logging.getLogger("accel")
 
 # Batches without a step of any of the model's optimizers after which the loop is taken to have none.
 _NO_OPTIMIZER_AFTER = 16
+# Updates, or training calls, without a batch after which the loop is taken to iterate another loader.
+_UNHEARD_UPDATES, _UNHEARD_CALLS = 3, 12
+# Steps without a batch of the loader that strategies act on after which the loop is taken to have gone on to another.
+_GONE_AFTER = 32
+# Steps between two looks at whether another model's search has ended.
+_PAUSE = 25
 
 
 class Session:
@@ -56,6 +65,7 @@ class Session:
         decisions: makes the controller's generator, given the ranks; called on the first batch, on rank 0 only.
         clock: seconds, monotonic.
         settled: called on rank 0 when the search is over.
+        say: prints one line for the user.
     """
 
     def __init__(
@@ -66,6 +76,7 @@ class Session:
         *,
         clock: Callable[[], float] = time.perf_counter,
         settled: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.run = run
         self.strategies = strategies
@@ -74,6 +85,7 @@ class Session:
         self.failed: str = ""
         self._make_decisions = decisions
         self._on_settled = settled
+        self._say = say
         self._settled = False
         self._decisions: Decisions | None = None
         self._ranks: Ranks | None = None
@@ -91,18 +103,33 @@ class Session:
         self._action: Action | None = None
         self._result = Result()
         self._suspended = False
+        self._beside: str = ""
+        self._heard = self._told_unheard = False
+        self._unheard_updates = self._unheard_calls = 0
+        self._delivered: LoaderProxy | None = None
+        self._source: LoaderProxy | None = None
+        self._steps_without_loader = 0
+        self._loaders_met = {id(run.loader)}
+        self._moves = 0
         self._hooks = [
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ended),
         ]
         run.gate.watch(self)
-        run.fetching.witness = Witness(getattr(run.loader, "dataset", None))
+        self._witness = run.fetching.witness = Witness(getattr(run.loader, "dataset", None))
         self._watching = True
+        TURNS.join(self)
 
-    # -- what the loader tells (dataio.proxy.Listener) -----------------------------------------------------------------
+    # -- what the loaders tell (listeners.Follower) --------------------------------------------------------------------
+
+    @property
+    def fetching(self) -> Fetching:
+        """The fetching that strategies may change."""
+        return self.run.fetching
 
     def epoch_begins(self) -> None:
         """Begin a step: what lies between two epochs belongs to neither."""
+        self._heard = True
         self._clock.restart(first=True)
 
     def batch_requested(self) -> None:
@@ -118,10 +145,11 @@ class Session:
         if self._is_boundary():
             self._safely(self._boundary)
 
-    def batch_delivered(self, batch: Any) -> None:
+    def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
         """Take note of the batch."""
         if not self._suspended and self._watching:
             self._batches_without_step += 1
+            self._delivered = proxy
             if not self._resting:
                 self._clock.batch(*batches.describe(batch))
                 if self._observation is not None:
@@ -147,6 +175,11 @@ class Session:
     def active(self) -> Choices:
         """The strategies that are on in this process now."""
         return dict(self._active)
+
+    @property
+    def searching(self) -> bool:
+        """True while trials may switch something on or off; the same on all ranks."""
+        return self._watching and self._action is not None and not self._action.settled
 
     @property
     def alive(self) -> bool:
@@ -187,6 +220,18 @@ class Session:
         if not self._resting:
             self._clock.updated()
         self._stepped = True
+        self._source = self._delivered  # a batch that comes before the next step may be one to validate on
+        if not self._heard:
+            self._unheard_updates += 1
+            self._say_unheard(self._unheard_updates, _UNHEARD_UPDATES, "was updated")
+
+    def _say_unheard(self, times: int, limit: int, what: str) -> None:
+        if times == limit and not self._told_unheard:
+            self._told_unheard = True
+            self._say(
+                f"{type(self.run.model).__name__} {what} {times} times without a batch from the loader that "
+                "accel.optimize returned; iterate that one, or nothing is made faster"
+            )
 
     # -- what the gate tells (gate.Watcher) ----------------------------------------------------------------------------
 
@@ -196,6 +241,9 @@ class Session:
             return self.run.gate.plain(*args, **kwargs)
         if self._resting or not (self.run.model.training and torch.is_grad_enabled()):
             return self._watch.call(call, args, kwargs)
+        if not self._heard:
+            self._unheard_calls += 1
+            self._say_unheard(self._unheard_calls, _UNHEARD_CALLS, "was called")
         self._clock.call()
         try:
             if self._wants_recording():
@@ -239,10 +287,14 @@ class Session:
 
     def _boundary(self) -> None:
         began = self._clock.last
-        if self._decisions is None and self._action is None:
+        other = TURNS.step(self)
+        self._follow_loader()
+        if self._action is not None:
+            self._close_step(other is not None)
+        elif other is None:
             self._begin()
         else:
-            self._close_step()
+            self._wait_for(other)
         self._stepped = False
         self._batches_without_step = 0
         # Work done here is the search's cost, not the step's time.
@@ -253,6 +305,8 @@ class Session:
         """Count a step and measure nothing: 150 of 200 steps of a finished search."""
         if not self._is_boundary():
             return
+        TURNS.step(self)
+        self._follow_loader()
         self._stepped = False
         self._batches_without_step = 0
         self.steps += 1
@@ -267,6 +321,42 @@ class Session:
         if self._resting and not (self._ranks is not None and self._ranks.distributed):
             self._resting = 1
 
+    def _wait_for(self, other: Any) -> None:
+        """Count a step of a search that has not begun, because another model's is going on in the same steps."""
+        self._clock.close(self.steps)
+        self.steps += 1
+        if not self._beside:
+            self._beside = type(other.run.model).__name__
+            mine = type(self.run.model).__name__
+            self._say(f"the search for {mine} begins once that for {self._beside}, in the same steps, has ended")
+
+    def _follow_loader(self) -> None:
+        """If the loop has gone on to another loader that was passed with this model, let strategies act on that one.
+
+        A loader that is made anew for each epoch or fold is met here; one whose batches are only validated on, or serve
+        every other step, is not.
+        """
+        source = self._source if self.run.optimizers else self._delivered
+        if source is None:
+            return
+        loader = source._accel_loader
+        self._steps_without_loader = 0 if loader is self.run.loader else self._steps_without_loader + 1
+        if self._steps_without_loader < _GONE_AFTER or id(loader) in self._loaders_met:
+            return
+        self._loaders_met.add(id(loader))
+        self._moves += 1
+        for name in [n for n in self._active if self.strategies[n].touches == {"input"}]:
+            self._off(name)
+            self._result.trips[name] = "the loop went on to another loader"
+        for strategy in self.strategies.values():
+            if strategy.touches == {"input"}:
+                strategy.close(self.run)
+        self.run.fetching.witness = None
+        self.run.loader, self.run.fetching = loader, free_fetching(source)
+        self._witness = Witness(getattr(loader, "dataset", None))
+        self.run.observed.fetch_finding = ""
+        self._wake()
+
     def _begin(self) -> None:
         """Meet the other ranks and take the first action; the steps until here only warmed up."""
         self._ranks = Ranks()
@@ -274,8 +364,10 @@ class Session:
         if self._ranks.leads:
             self._decisions = self._make_decisions()
         self._next_action(first=True)
+        self._result.steps = self.steps  # those that went by while another model was searched for
 
-    def _close_step(self) -> None:
+    def _close_step(self, disturbed: bool) -> None:
+        """Book a step; `disturbed` if another model's trials run in the same steps."""
         assert self._action is not None
         measured = self._clock.close(self.steps)
         self.steps += 1
@@ -292,9 +384,18 @@ class Session:
         else:
             result.measurements.append(measured)
         if len(result.measurements) >= action.steps:
-            self._finish_action()
+            if disturbed and action.settled and action.check is None and not result.trips:
+                self._pause()
+            else:
+                self._finish_action()
         elif action.steps and len(result.settling) == action.settle and not result.measurements:
             self._synchronise()
+
+    def _pause(self) -> None:
+        """Leave out what was measured beside another model's trials, and try nothing while they last."""
+        result = self._result
+        self._result = Result(steps=result.steps, elapsed_s=result.elapsed_s, aside_s=result.aside_s)
+        self._resting = _PAUSE
 
     def _is_odd(self, samples: int) -> bool:
         """Tell whether a step held another number of samples than most."""
@@ -323,11 +424,10 @@ class Session:
         shape, count = shapes.most_common(1)[0] if shapes else (None, 0)
         settled = shape if count >= 0.8 * sum(shapes.values()) else "varying"
         threads = torch.get_num_threads() if "intraop_threads" not in self._active else self.run.threads
-        return (settled, self.run.world_size, threads)
+        return (settled, self.run.world_size, threads, self._moves)
 
     def _fetch_finding(self) -> str:
-        witness = self.run.fetching.witness
-        return self.run.observed.fetch_finding or (witness.finding if witness is not None else "")
+        return self.run.observed.fetch_finding or self._witness.finding
 
     def _next_action(self, first: bool = False) -> None:
         assert self._ranks is not None
@@ -337,7 +437,7 @@ class Session:
             decision = next(self._decisions) if first else self._decisions.send(_merged(results))
         action: Action = self._ranks.decided(decision)
         self._action, self._result, self._resting = action, Result(), action.rest
-        self.run.fetching.witness = None if not action.anatomy else self.run.fetching.witness
+        self.run.fetching.witness = self._witness if action.anatomy else None
         self._observe_steps(action.anatomy)
         self._switch(action.plan)
         self._quieten(action)
@@ -490,6 +590,7 @@ class Session:
     def close(self) -> None:
         """Switch everything off, take all hooks out, and end worker processes; the loop goes on plainly."""
         self._watching = False
+        TURNS.leave(self)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
