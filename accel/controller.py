@@ -256,6 +256,9 @@ class Controller:
             if finding.problem:
                 self._decide(candidate.name, "undone", f"wrong: {finding.problem}")
                 return False
+            if finding.unsure:
+                self._decide(candidate.name, "not tried", f"the guard could compare nothing: {finding.unsure}")
+                return False
         return not self._changed(result)
 
     def _trial(self, a: Choices, b: Choices, settle: int) -> Trying:

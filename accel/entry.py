@@ -56,7 +56,7 @@ class _Optimized:
         self.proxies: weakref.WeakSet[LoaderProxy] = weakref.WeakSet()
 
     def follow(self, proxy: LoaderProxy) -> None:
-        """Follow a loader of the model: the training one, one that validates, or one that takes the first one's place."""
+        """Follow a loader of the model: the training one, one that validates, or one in the first one's place."""
         self.proxies.add(proxy)
         follow(proxy, self.session)
 

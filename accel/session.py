@@ -20,14 +20,16 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from accel import guard, update_guard
+from accel import backward, guard, update_guard
 from accel.actions import Action, Result
+from accel.blame import Blame
 from accel.controller import Decisions
 from accel.dataio import batches
 from accel.dataio.proxy import Fetching, LoaderProxy
@@ -42,10 +44,12 @@ from accel.ranks import Ranks
 from accel.run import Run
 from accel.strategies.base import Exactness, NothingHelps, Strategy
 from accel.turns import TURNS
-from accel.watch import Watch
+from accel.watch import Excuse, Watch
 
 log = logging.getLogger("accel")
 
+# What a strategy must touch to make an output or a gradient wrong.
+_SUSPECT = {"model", "optimizer"}
 # Batches without a step of any of the model's optimizers after which the loop is taken to have none.
 _NO_OPTIMIZER_AFTER = 16
 # Updates, or training calls, without a batch after which the loop is taken to iterate another loader.
@@ -92,6 +96,9 @@ class Session:
         self._clock = StepClock(clock)
         self._active: Choices = {}
         self._watch = Watch(run.gate, run.device, self._trip)
+        self._blame = Blame(run.model, run.device)
+        self._excuse = Excuse()
+        self._looked = self._leaves_out = False
         self._parameters = {id(p) for p in run.model.parameters()}
         self._stepped = False
         self._batches_without_step = 0
@@ -208,8 +215,9 @@ class Session:
             return
         if not self._resting:
             self._clock.update()
-        if self._suspects() and not self._watch.gradients_are_finite(optimizer):
-            self._trip("a gradient is not finite; that update was left out")
+        if not self._looked:
+            self._look_at_gradients(None)
+        if self._leaves_out and not self._watch.gradients_are_finite(optimizer):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -233,14 +241,61 @@ class Session:
                 "accel.optimize returned; iterate that one, or nothing is made faster"
             )
 
+    # -- what the backward pass tells (backward.Listener) --------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """Take note of what the gradients are before it."""
+        self._blame.backward_begins()
+
+    def backward_ended(self, roots: list[Tensor]) -> None:
+        """See that the gradients are well."""
+        if not self._suspended:
+            self._looked = True
+            self._look_at_gradients(roots)
+
+    def _look_at_gradients(self, roots: list[Tensor] | None) -> None:
+        """If strategies have made a gradient that is not finite, switch them off, and leave out its update."""
+        if not self._blame.calls or not self._suspects() or self._excuse.holds():
+            return
+        self._blame.seen()
+        if all(self._watch.gradients_are_finite(optimizer) for optimizer in self.run.optimizers):
+            self._excuse.clear()
+            return
+        try:
+            why = self._blame.verdict(roots, self._repeated)
+        except Exception as error:  # what can't be made again proves nothing
+            log.debug("accel: a call could not be made again: %s", error)
+            why = ""
+        if not why:
+            self._excuse.grant()
+            return
+        # Ranks step together: one that leaves out an update alone is no replica any more.
+        self._leaves_out = self._ranks is None or not self._ranks.distributed
+        self._trip(why + ("; that update was left out" if self._leaves_out else ""))
+
+    def _repeated(self, call: Recording) -> tuple[guard.Replayed, Finding]:
+        """Make a call again, plainly and under the strategies that are on."""
+        on, gate, model = dict(self._active), self.run.gate, self.run.model
+        exactness = max(self.strategies[name].exactness for name in on)
+        with guard.untouched(model, self.run.device), self._without_watch():
+            try:
+                self._switch({n: s for n, s in on.items() if "model" not in self.strategies[n].touches})
+                plain = guard.replay(model, gate.plain, call)
+            finally:
+                self._switch(on)
+            candidate = guard.replay(model, gate.call, call)
+        return plain, guard.compare(plain, candidate, exactness)
+
     # -- what the gate tells (gate.Watcher) ----------------------------------------------------------------------------
 
     def around(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Measure a call, record it for the guard if asked, and see that its outputs are well."""
         if self._suspended:
             return self.run.gate.plain(*args, **kwargs)
-        if self._resting or not (self.run.model.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return self._watch.call(call, args, kwargs)
+        if self._resting:
+            return self._kept(call, args, kwargs)
         if not self._heard:
             self._unheard_calls += 1
             self._say_unheard(self._unheard_calls, _UNHEARD_CALLS, "was called")
@@ -248,12 +303,21 @@ class Session:
         try:
             if self._wants_recording():
                 return self._recorded(args, kwargs)
-            outputs = self._watch.call(call, args, kwargs)
+            outputs = self._kept(call, args, kwargs)
             if self.steps < 64 and not self._active:
                 self._observe(args, kwargs, outputs)
             return outputs
         finally:
             self._clock.returned()
+
+    def _kept(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call, and keep it until its gradients have been looked at."""
+        if not self.run.gate.wrapped or self.run.device.type != "cpu":
+            return self._watch.call(call, args, kwargs)
+        kept = self._blame.begin(args, kwargs)
+        outputs = self._watch.call(call, args, kwargs)
+        self._blame.keep(kept, outputs)
+        return outputs
 
     def _observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         seen = self.run.observed
@@ -295,11 +359,15 @@ class Session:
             self._begin()
         else:
             self._wait_for(other)
-        self._stepped = False
-        self._batches_without_step = 0
+        self._forget_step()
         # Work done here is the search's cost, not the step's time.
         now = self._clock.restart()
         self._result.aside_s += now - began
+
+    def _forget_step(self) -> None:
+        self._stepped = self._looked = self._leaves_out = False
+        self._batches_without_step = 0
+        self._blame.forget()
 
     def _rest(self) -> None:
         """Count a step and measure nothing: 150 of 200 steps of a finished search."""
@@ -307,8 +375,7 @@ class Session:
             return
         TURNS.step(self)
         self._follow_loader()
-        self._stepped = False
-        self._batches_without_step = 0
+        self._forget_step()
         self.steps += 1
         self._result.steps += 1
         self._resting -= 1
@@ -483,6 +550,8 @@ class Session:
                 self.strategies[name].disable(self.run)
             return
         self._active[name] = setting
+        if self.strategies[name].touches & _SUSPECT:
+            backward.listen(self)
 
     def _off(self, name: str) -> None:
         self._active.pop(name, None)
@@ -493,7 +562,7 @@ class Session:
 
     def _suspects(self) -> list[str]:
         """The strategies that are on and could make an output or a gradient wrong."""
-        return [n for n in self._active if self.strategies[n].touches & {"model", "optimizer"}]
+        return [n for n in self._active if self.strategies[n].touches & _SUSPECT]
 
     def _trip(self, why: str) -> None:
         """Switch off, now, every strategy that acts on the model or its update; the controller hears of it later."""
@@ -520,6 +589,8 @@ class Session:
         try:
             if "model" in touched and recording is not None:
                 self._note_finding(self._check_model(plan, recording, exactness))
+            elif "model" in touched:
+                self._note_finding(Finding(unsure="the model was not called in the steps it looked at"))
             if "optimizer" in touched:
                 self._note_finding(self._check_update(plan, exactness))
             if touched <= {"input"}:
@@ -596,6 +667,8 @@ class Session:
         self._hooks = []
         self._switch({})
         self._observe_steps(False)
+        backward.forget(self)
+        self._blame.forget()
         self.run.fetching.witness = None
         self.run.gate.close()
         for strategy in self.strategies.values():
