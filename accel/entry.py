@@ -256,7 +256,7 @@ def _candidate(strategy: Strategy, run: Run, settings: Settings, taken: bool) ->
         phase=strategy.phase,
         host_dependent=strategy.host_dependent,
         ruled_out=_ruled_out(strategy, settings, taken),
-        refusal=lambda: strategy.refusal(run),
+        refusal=lambda: ("model" in strategy.touches and run.observed.uncalled) or strategy.refusal(run),
         settings=lambda: strategy.settings(run),
         describe=strategy.describe,
     )

@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 )
 
 from accel import backward, guard, update_guard
+from accel import parts as parts_called
 from accel.actions import Action, Result
 from accel.blame import Blame
 from accel.controller import Decisions
@@ -38,6 +39,7 @@ from accel.gate import Call
 from accel.guard import Finding, Recording
 from accel.listeners import free_fetching
 from accel.observation import Observation
+from accel.parts import PartsCalled
 from accel.plan import Choices
 from accel.profiler.phases import StepClock
 from accel.ranks import Ranks
@@ -111,7 +113,8 @@ class Session:
         self._result = Result()
         self._suspended = False
         self._beside: str = ""
-        self._heard = self._told_unheard = False
+        self._heard = self._told_unheard = self._called = False
+        self._parts: PartsCalled | None = None
         self._unheard_updates = self._unheard_calls = 0
         self._delivered: LoaderProxy | None = None
         self._source: LoaderProxy | None = None
@@ -294,6 +297,7 @@ class Session:
             return self.run.gate.plain(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self._watch.call(call, args, kwargs)
+        self._called = True
         if self._resting:
             return self._kept(call, args, kwargs)
         if not self._heard:
@@ -430,6 +434,8 @@ class Session:
         self.run.world_size = self._ranks.size
         if self._ranks.leads:
             self._decisions = self._make_decisions()
+        if not self._called:
+            self._parts = PartsCalled(self.run.model)
         self._next_action(first=True)
         self._result.steps = self.steps  # those that went by while another model was searched for
 
@@ -484,14 +490,25 @@ class Session:
         self.samples_per_step = statistics.median(self._sizes) if self._sizes else None
         self._result.regime = self._regime()
         self.run.observed.fetch_finding = self._fetch_finding()
+        self._note_parts()
         self._next_action()
+
+    def _note_parts(self) -> None:
+        """If the loop has not called the model so far, find out what it calls in place of it."""
+        if self._parts is not None:
+            parts, self._parts = self._parts.close(), None
+            if not self._called:
+                self.run.observed.uncalled = parts_called.advice(self.run.model, parts)
+                self._say(f"{self.run.observed.uncalled}. Until then only its loader and optimizer are looked at")
+        elif self._called:
+            self.run.observed.uncalled = ""
 
     def _regime(self) -> Hashable:
         shapes = Counter(m.shape for m in self._result.measurements)
         shape, count = shapes.most_common(1)[0] if shapes else (None, 0)
         settled = shape if count >= 0.8 * sum(shapes.values()) else "varying"
         threads = torch.get_num_threads() if "intraop_threads" not in self._active else self.run.threads
-        return (settled, self.run.world_size, threads, self._moves)
+        return (settled, self.run.world_size, threads, self._moves, self._called)
 
     def _fetch_finding(self) -> str:
         return self.run.observed.fetch_finding or self._witness.finding
@@ -527,7 +544,7 @@ class Session:
 
     def _quieten(self, action: Action) -> None:
         """Take the gate out of the way when nothing needs it."""
-        needed = action.check is not None or action.anatomy or bool(self._active)
+        needed = action.check is not None or action.anatomy or bool(self._active) or not self._called
         self.run.gate.watch(self if needed else None)
 
     # -- switching -----------------------------------------------------------------------------------------------------
@@ -667,6 +684,8 @@ class Session:
         self._hooks = []
         self._switch({})
         self._observe_steps(False)
+        if self._parts is not None:
+            self._parts.close()
         backward.forget(self)
         self._blame.forget()
         self.run.fetching.witness = None
