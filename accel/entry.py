@@ -235,6 +235,7 @@ def _start(
         budget=settings.budget,
         reduce=statistics.fmean if run.cuda else statistics.median,
         announce=journal.announce,
+        say=journal.say,
         replay=None if settings.plan is None else settings.plan.strategies,
     )
     session = Session(run, chosen, controller.decisions, settled=journal.settled, say=journal.say)
@@ -378,5 +379,6 @@ def _at_exit() -> None:
         # Writing a report must not turn a good run's exit into a bad one.
         try:
             optimized.journal.finish()
+            optimized.journal.say_interrupted()
         except Exception as error:
             print(f"accel: the report could not be written: {error}", file=sys.stderr)

@@ -83,6 +83,22 @@ class Journal:
         self._finished = True
         self._write(self.report())
 
+    def say_interrupted(self) -> None:
+        """The process ends: say so if the search has not come to its end."""
+        report = self.report()
+        if report.state != "interrupted" or not self._leads():
+            return
+        if report.steps == 0:
+            what = f"no training step of {report.model} was seen" if not self._said else ""
+        else:
+            kept = ", ".join(report.plan) or "nothing"
+            what = (
+                f"the run ended after {report.steps} steps, before the search for {report.model} had a verdict; "
+                f"kept so far: {kept}"
+            )
+        if what:
+            self.say(what)
+
     def _leads(self) -> bool:
         return self._session is not None and (self._session.rank == 0)
 
