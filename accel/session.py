@@ -56,6 +56,8 @@ _SUSPECT = {"model", "optimizer"}
 _NO_OPTIMIZER_AFTER = 16
 # Updates, or training calls, without a batch after which the loop is taken to iterate another loader.
 _UNHEARD_UPDATES, _UNHEARD_CALLS = 3, 12
+# Batches without a call of the model or a step of its optimizer after which the loop is taken to train another model.
+_UNTRAINED_BATCHES = 32
 # Steps without a batch of the loader that strategies act on after which the loop is taken to have gone on to another.
 _GONE_AFTER = 32
 # Steps between two looks at whether another model's search has ended.
@@ -160,10 +162,21 @@ class Session:
         if not self._suspended and self._watching:
             self._batches_without_step += 1
             self._delivered = proxy
+            if self._batches_without_step == _UNTRAINED_BATCHES:
+                self._say_untrained()
             if not self._resting:
                 self._clock.batch(*batches.describe(batch))
                 if self._observation is not None:
                     self._observation.delivered()
+
+    def _say_untrained(self) -> None:
+        # Under no_grad the loop validates; without an optimizer each batch is a step.
+        if self.run.optimizers and not self._called and self.steps == 0 and torch.is_grad_enabled():
+            name = type(self.run.model).__name__
+            self._say(
+                f"{self._batches_without_step} batches were fetched without a training call of {name} or a step of its "
+                "optimizer; pass the model that the loop trains"
+            )
 
     def epoch_ended(self) -> None:
         """Nothing to do: the request that found the epoch's end has closed its last step."""

@@ -81,13 +81,18 @@ class Watch:
         if not self._gate.wrapped:
             return call(*args, **kwargs)
         before = torch.get_rng_state(), self._moving.saved()
+        versions = _versions(args, kwargs)
         try:
             outputs = call(*args, **kwargs)
         except Exception as error:
             raised = f"it raised {type(error).__name__}: {error}"
         else:
             problem = "" if self._excuse.holds() else self._problem(outputs)
-            return self._again(before, problem, args, kwargs) if problem else outputs
+            if (
+                not problem or _versions(args, kwargs) != versions
+            ):  # a forward that wrote to its inputs has no second time
+                return outputs
+            return self._again(before, problem, args, kwargs)
         # Outside the handler: the user's own error must not carry this one as its context.
         return self._again(before, raised, args, kwargs)
 
@@ -155,6 +160,10 @@ class Watch:
         if math.isfinite(math.fsum(norm.item() for norm in torch._foreach_norm(dense))):
             return True
         return all(bool(g.isfinite().all()) for g in dense)  # a norm overflows before its elements do
+
+
+def _versions(args: Any, kwargs: Any) -> list[int]:
+    return [t._version for t in tensors((args, kwargs)) if not t.is_inference()]
 
 
 def _norm(outputs: Any) -> Tensor | None:

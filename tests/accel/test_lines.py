@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import torch
 
 import accel
 from accel import controller, entry
@@ -54,3 +57,18 @@ def test_a_crowded_machine_is_named_as_soon_as_the_search_waits(
     model, loader, optimizer = accel.optimize(*make(), budget=60)
     advance(training(model, loader, optimizer), 60)
     assert capsys.readouterr().err == "accel: other processes keep the machine busy: the search waits\n"
+
+
+def test_a_loop_that_trains_another_model_is_told_once(only_quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+    model, loader, optimizer = make()
+    _, loader, _ = accel.optimize(model, loader, optimizer, budget=60)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for _ in range(3):
+            list(loader)
+    assert capsys.readouterr().err == ""
+    accel.undo(model)
+    _, loader, _ = accel.optimize(model, loader, optimizer, budget=60)
+    advance(training(copied, loader, torch.optim.SGD(copied.parameters(), lr=0.1)), 80)
+    words = "32 batches were fetched without a training call of Net or a step of its optimizer; pass the model"
+    assert capsys.readouterr().err.count(words) == 1

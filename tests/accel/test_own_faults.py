@@ -237,3 +237,21 @@ def test_the_mark_on_the_backward_pass_is_taken_out() -> None:
     assert Ears.heard == ["begins", "ended 1"]
     backward.forget(other)
     assert torch.autograd.backward is plain
+
+
+def test_a_forward_that_writes_to_its_input_is_not_made_again(no_waiting: None) -> None:
+    class Writes(Counted):
+        def forward(self, x: Tensor) -> Tensor:
+            x.add_(1.0)
+            return super().forward(x)
+
+    def trained(optimized: bool) -> dict[str, bytes]:
+        model, loader, optimizer = make(Writes)
+        if optimized:
+            model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="exact", budget=60)
+        for number, (x, target) in enumerate(loader):
+            keep_on(model) if optimized and number == 4 else None
+            step(model, optimizer, x.clone(), target, "output" if number == 7 else "", "bad ones left out")
+        return left(model, optimizer)
+
+    assert trained(True) == trained(False)
