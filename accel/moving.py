@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Moving:
         self._contents: dict[int, tuple[Tensor, Tensor]] = {}
         self._values: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._buffers: dict[int, Tensor] = {}
+        self._copies: dict[int, Tensor] = {}
         self._attributes: dict[tuple[int, str], dict[str, Any]] = {}
 
     def look(self) -> None:
@@ -50,15 +52,31 @@ class Moving:
         if self._looks == _LOOKS:
             self._contents, self._values = {}, {}
 
-    def saved(self) -> tuple[list[Tensor], list[Any]]:
-        """Return copies of all that moves."""
-        attributes = [owner.get(name) for (_, name), owner in self._attributes.items()]
-        return [buffer.clone() for buffer in self._buffers.values()], attributes
+    def saved(self) -> list[Any]:
+        """Copy all that moves, and return what `restore` wants; there is one copy, the latest."""
+        known = zip(self._buffers.values(), self._copies.values(), strict=False)
+        if len(self._copies) != len(self._buffers) or any(b.shape != c.shape for b, c in known):
+            self._copies = {number: buffer.clone() for number, buffer in self._buffers.items()}
+        else:
+            _copy(self._copies.values(), self._buffers.values())
+        return [owner.get(name) for (_, name), owner in self._attributes.items()]
 
-    def restore(self, saved: tuple[list[Tensor], list[Any]]) -> None:
-        """Put back what `saved` returned."""
-        with torch.no_grad():
-            for buffer, value in zip(self._buffers.values(), saved[0], strict=True):
-                buffer.copy_(value)
-        for ((_, name), owner), value in zip(self._attributes.items(), saved[1], strict=True):
+    def restore(self, saved: list[Any]) -> None:
+        """Put back what was copied last."""
+        _copy(self._buffers.values(), self._copies.values())
+        for ((_, name), owner), value in zip(self._attributes.items(), saved, strict=True):
             owner[name] = value
+
+
+def _copy(to: Iterable[Tensor], start: Iterable[Tensor]) -> None:
+    """Copy tensors, a call for each kind: one by one, a hundred of BatchNorm's take 0.5 ms on a GPU."""
+    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for one, other in zip(to, start, strict=True):
+        if one.shape != other.shape:
+            continue  # it was given another size meanwhile: there is nothing to put back
+        ones, others = kinds.setdefault((one.dtype, one.device), ([], []))
+        ones.append(one)
+        others.append(other)
+    with torch.no_grad():
+        for ones, others in kinds.values():
+            torch._foreach_copy_(ones, others)

@@ -15,6 +15,7 @@ import logging
 import statistics
 import time
 import warnings
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -103,6 +104,7 @@ class Session:
         self._blame = Blame(run.model, run.device)
         self._excuse = Excuse()
         self._looked = self._leaves_out = False
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._parameters = {id(p) for p in run.model.parameters()}
         self._stepped = False
         self._batches_without_step = 0
@@ -221,9 +223,13 @@ class Session:
     def _owns(self, optimizer: Optimizer) -> bool:
         if any(optimizer is known for known in self.run.optimizers):
             return True
+        if self._strangers.get(optimizer) == len(optimizer.param_groups):
+            return False  # looked through once: a cross validation leaves many sessions that each optimizer passes by
         mine = any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
         if mine:
             self.run.optimizers.append(optimizer)
+        else:
+            self._strangers[optimizer] = len(optimizer.param_groups)
         return mine
 
     def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import accel
 from accel import backward, entry, guard, update_guard
+from accel.moving import Moving
 from accel.strategies.base import Exactness
 from tests.accel.loops import Net, loss_of, make_loader
 
@@ -255,3 +256,30 @@ def test_a_forward_that_writes_to_its_input_is_not_made_again(no_waiting: None) 
         return left(model, optimizer)
 
     assert trained(True) == trained(False)
+
+
+def test_what_moves_is_found_and_put_back() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model.register_buffer("table", torch.ones(4))
+    model.register_buffer("cache", torch.ones(1))
+    counter: Any = model
+    counter.calls = 0
+    moving = Moving(model)
+    for number in range(3):
+        moving.look()
+        model(torch.randn(4, 2))
+        model.cache.fill_(number)
+        counter.calls += 1
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = moving.saved()
+    model(torch.randn(4, 2))
+    counter.calls += 1
+    moving.restore(saved)
+    assert counter.calls == 3
+    assert [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])] == []
+    assert len(moving._copies) == 4  # three statistics and the cache, not the table
+
+    model.cache = torch.ones(7)
+    moving.saved()
+    moving._buffers[next(reversed(moving._buffers))].resize_(5)
+    moving.restore(moving.saved())
