@@ -187,9 +187,9 @@ def _strategies(page: Page, changes: tuple[StrategyChange, ...]) -> None:
         mark, style = ("*", "bold") if change.changed else (" ", "")
         fates = " → ".join(dict.fromkeys([_fate(change.old), _fate(change.new)]))
         status = change.new.status if change.new else ""
-        name = Cell(text=f"{mark} {change.name}", width=26, style=style)
+        name = Cell(text=f"{mark} {change.name}", width=26, style=style, whole=True)
         fate = Cell(text=fates, width=28, style=STATUS_STYLES.get(status, "dim"))
-        page.row([name, fate, Cell(text=f"{_gain(change.old)} → {_gain(change.new)}", width=40)])
+        page.row([name, fate, Cell(text=f"{_gain(change.old)} → {_gain(change.new)}", width=40, whole=True)])
 
 
 def phase_rows(page: Page, heading: str, changes: Sequence[PhaseChange]) -> None:
@@ -202,4 +202,4 @@ def phase_rows(page: Page, heading: str, changes: Sequence[PhaseChange]) -> None
         difference = f"{(change.new_ms or 0.0) - (change.old_ms or 0.0):+.3g}" if known else "-"
         texts = (ms_text(change.old_ms), "→", ms_text(change.new_ms), difference)
         cells = [Cell(text=text, width=width, right=True) for text, width in zip(texts, (9, 2, 9, 9), strict=True)]
-        page.row([Cell(text=f"  {change.name}", width=22), *cells])
+        page.row([Cell(text=f"  {change.name}", width=22, whole=True), *cells])

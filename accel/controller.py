@@ -10,6 +10,7 @@ runs the same on a training loop and on a simulated one.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -48,6 +49,11 @@ class Pace:
     """Steps from the end of the search to the guard's next look; the gap then doubles."""
     crowded_looks: int = 3
     """How often the search waits for a crowded machine to become quiet, `recheck` steps each time."""
+    crowded_wait_s: float = 20.0
+    """The longest such wait, s: slow steps make for fewer of them."""
+    urgent: float = 0.3
+    """Share of the step from which on a phase is worth a trial on a crowded machine: what shortens it shows above the
+    noise."""
     reopenings: int = 3
     """How often the search may begin again; a batch shape that never settles would keep it searching."""
     slower: float = 1.10
@@ -65,6 +71,7 @@ class Controller:
         reduce: how a block of step times becomes one number.
         announce: called with each decided row, its number among those to be tried (0 for what is told again or is not
             to be tried), and how many these are.
+        say: prints one line for the user, the same one only once.
         replay: choices to take over from a plan, without a search.
     """
 
@@ -77,6 +84,7 @@ class Controller:
         pace: Pace | None = None,
         reduce: Callable[[Sequence[float]], float] = statistics.median,
         announce: Callable[[StrategyRow, int, int], None] = lambda row, done, total: None,
+        say: Callable[[str], None] = lambda line: None,
         replay: Choices | None = None,
     ) -> None:
         self._candidates = {candidate.name: candidate for candidate in candidates}
@@ -84,7 +92,7 @@ class Controller:
         self._config = config or TrialConfig()
         self._pace = pace or Pace()
         self._reduce = reduce
-        self._announce = announce
+        self._announce, self._say = announce, say
         self._replay = replay
         self.rows = {c.name: _row(c) for c in candidates}
         self.events: list[Event] = []
@@ -119,6 +127,9 @@ class Controller:
         """Yield actions for as long as the run lasts."""
         yield from self._observe()
         while True:
+            if self._regime_changed:
+                yield from self._reopen()
+                continue
             if self._replay is not None:
                 yield from self._take_over(self._replay)
             else:
@@ -130,8 +141,6 @@ class Controller:
                 self.searched_until = self.steps
                 yield from self._hold()
                 self.searching = True
-            if self._regime_changed:
-                yield from self._reopen()
 
     def _act(self, action: Action) -> Generator[Action, Result, Result]:
         result = yield action
@@ -144,27 +153,59 @@ class Controller:
         return result
 
     def _observe(self) -> Decisions:
-        result = yield from self._uncrowded()
-        self._regime = result.regime
-        self._take_look(result)
-        self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
-        if result.seconds:
-            self.plain_ms = statistics.median(result.seconds) * 1e3
+        for waits in range(self._pace.crowded_looks + 1):
+            rest = self._crowded_rest() if waits else 0
+            plan = dict(self.plan)
+            look = Action(plan=plan, rest=rest, steps=self._pace.observe, anatomy=True)
+            result = yield from self._act(look)
+            self._regime = result.regime
+            self._take_look(result)
+            if not plan:
+                self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
+                if result.seconds:
+                    self.plain_ms = statistics.median(result.seconds) * 1e3
+            if not _is_crowded(_diagnosed(result)):
+                break
+            if waits == self._pace.crowded_looks:
+                self._note("the machine is crowded: the search begins all the same")
+                break
+            self._note("the machine is crowded: the search waits")
+            urgent = [name for name in self._pending if self._is_urgent(self._candidates[name])]
+            beside = f", but for {', '.join(urgent)}, which can't wait" if urgent else ""
+            if not waits:
+                self._say(f"other processes keep the machine busy: the search waits{beside}")
+            yield from self._try_urgent(urgent)
+            if self._regime_changed:
+                return
 
         for name, candidate in self._candidates.items():
             if self.rows[name].status == "not allowed" and (why := _refusal(candidate)):
                 self._decide(name, "not applicable", why)
 
-    def _uncrowded(self) -> Generator[Action, Result, Result]:
-        """Look at the plain loop; while other processes hold the cores, wait, since every trial would be misled."""
-        for waits in range(self._pace.crowded_looks + 1):
-            look = Action(plan={}, rest=self._pace.recheck if waits else 0, steps=self._pace.observe, anatomy=True)
-            result = yield from self._act(look)
-            if not _is_crowded(_diagnosed(result)):
-                break
-            ends = waits == self._pace.crowded_looks
-            self._note(f"the machine is crowded: the search {'begins all the same' if ends else 'waits'}")
-        return result
+    def _crowded_rest(self) -> int:
+        """Steps to wait for a quiet machine, few where they are slow."""
+        seconds = max(self.plain_ms / 1e3, 1e-6)
+        return max(self._pace.observe, min(self._pace.recheck, int(self._pace.crowded_wait_s / seconds)))
+
+    def _is_urgent(self, candidate: Candidate) -> bool:
+        """Tell whether crowding is no reason to wait: the phase that the candidate shortens is much of the step."""
+        total = sum(self.anatomy_after.values())
+        share = self.anatomy_after.get(candidate.phase, 0.0) / total if candidate.phase and total > 0 else 0.0
+        return share >= self._pace.urgent and self._replay is None and not _refusal(candidate)
+
+    def _try_urgent(self, names: Sequence[str]) -> Decisions:
+        """Try these now. Only a keep stands: what was not seen to win among others' noise is tried again later."""
+        for name in names:
+            if not self._affordable(self._candidates[name].one_off_s):
+                continue
+            yield from self._try(self._candidates[name])
+            if self._regime_changed:
+                return
+            row = self.rows[name]
+            if row.status == "kept" or row.gain is None:  # kept, or found wrong or failing
+                self._pending = [other for other in self._pending if other != name]
+            else:
+                self.rows[name] = dataclasses.replace(_row(self._candidates[name]), cost_s=row.cost_s, steps=row.steps)
 
     def _take_look(self, result: Result) -> None:
         """Take in where the time goes under the plan as it is now, and what that means."""
@@ -266,6 +307,9 @@ class Controller:
             row.tolerance = finding.tolerance
             if finding.problem:
                 self._decide(candidate.name, "undone", f"wrong: {finding.problem}")
+                return False
+            if finding.unsure:
+                self._decide(candidate.name, "not tried", f"the guard could compare nothing: {finding.unsure}")
                 return False
         return not self._changed(result)
 

@@ -9,7 +9,9 @@ import statistics
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar, overload
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,6 +24,7 @@ from accel.dataio.proxy import LoaderProxy, is_proxy
 from accel.errors import InvalidArgument
 from accel.gate import Gate
 from accel.journal import Journal
+from accel.listeners import follow, free_fetching, leave
 from accel.plan import Plan
 from accel.report import Report
 from accel.run import Run
@@ -37,19 +40,43 @@ _switched_off = 0
 """Depth of `disabled()` blocks."""
 
 
+class _LeftOut(Enum):
+    """What stands for an argument that was not passed: None is a value like any other."""
+
+    OPTIMIZER = "met at its first step"
+
+
 class _Optimized:
     """What belongs to one optimized model."""
 
-    def __init__(self, session: Session, journal: Journal, proxy: LoaderProxy, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, session: Session, journal: Journal, settings: Settings) -> None:
         self.session = session
         self.journal = journal
-        self.proxy = proxy
-        self.arguments = arguments
+        self.settings = settings
+        self.proxies: weakref.WeakSet[LoaderProxy] = weakref.WeakSet()
+
+    def follow(self, proxy: LoaderProxy) -> None:
+        """Follow a loader of the model: the training one, one that validates, or one in the first one's place."""
+        self.proxies.add(proxy)
+        follow(proxy, self.session)
 
     def close(self) -> None:
         self.session.close()
-        self.proxy._accel_listener = None
+        for proxy in self.proxies:
+            leave(proxy, self.session)
         self.journal.finish()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a call asks for, beside its objects."""
+
+    level: Exactness
+    enable: frozenset[str]
+    disable: frozenset[str]
+    plan: Plan | None
+    budget: Budget
+    report: str | None
 
 
 _optimized: weakref.WeakKeyDictionary[nn.Module, _Optimized] = weakref.WeakKeyDictionary()
@@ -84,10 +111,25 @@ def optimize(
 ) -> tuple[M, L, O]: ...
 
 
+@overload
+def optimize(
+    model: M,
+    loader: L,
+    optimizer: None,
+    *,
+    allow: str = ...,
+    enable: Iterable[str] = ...,
+    disable: Iterable[str] = ...,
+    plan: str | os.PathLike[str] | Plan | None = ...,
+    report: str | os.PathLike[str] | None = ...,
+    budget: float | str = ...,
+) -> tuple[M, L, None]: ...
+
+
 def optimize(
     model: nn.Module,
     loader: Any,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Literal[_LeftOut.OPTIMIZER] | None = _LeftOut.OPTIMIZER,
     *,
     allow: str = "reordered",
     enable: Iterable[str] = (),
@@ -102,10 +144,13 @@ def optimize(
     interleaved with plain ones, and keeps what is faster and computes the same. The model and the optimizer come back
     as the same objects; the loader as a thin stand-in that must be the one the loop iterates.
 
+    It may be called for each model of a loop (a GAN's two, say) with the same loader or the one that came back, and for
+    each loader of a model. A call with the same model and settings goes on; with other settings it begins anew.
+
     Args:
         model: the module whose calls are training steps; on its device already.
         loader: the training loader, usually a `torch.utils.data.DataLoader`; any iterable of batches works.
-        optimizer: the optimizer of `model`. If left out, it is met at its first step.
+        optimizer: the optimizer of `model`. If left out or None, it is met at its first step.
         allow: how far the numbers may move: "exact" (same bits), "reordered" (same precision, other order of
             summation; default), "reduced" (bfloat16, TF32), "lossy" (compressed gradients).
         enable: names of strategies to try although they are opt-in or beyond `allow`.
@@ -117,7 +162,7 @@ def optimize(
             share of the run ("10%", default).
 
     Returns:
-        What was passed, in order: `(model, loader)` or `(model, loader, optimizer)`.
+        What was passed, in order: `(model, loader)`, or `(model, loader, optimizer)`, also where that is None.
 
     Raises:
         InvalidArgument: if an argument is wrong; the text says how to put it right.
@@ -131,10 +176,24 @@ def optimize(
         ...     optimizer.step()
         >>> print(accel.explain(model))
     """
-    given = (model, loader) if optimizer is None else (model, loader, optimizer)
+    given = (model, loader) if isinstance(optimizer, _LeftOut) else (model, loader, optimizer)
     if os.environ.get("ACCEL") == "0" or _switched_off:
         return given
-    _check_objects(model, loader, optimizer)
+    known = None if isinstance(optimizer, _LeftOut) else optimizer
+    _check_objects(model, loader, known)
+    settings = _check_settings(model, allow, enable, disable, plan, budget, report)
+    proxy = loader if is_proxy(loader) else _proxy_of(loader)
+
+    optimized = _optimized.get(model)
+    if optimized is None or optimized.settings != settings:
+        optimized = _optimized[model] = _start(model, proxy, known, settings, optimized)
+    optimized.follow(proxy)
+    return model, proxy, *given[2:]
+
+
+def _check_settings(
+    model: nn.Module, allow: Any, enable: Any, disable: Any, plan: Any, budget: Any, report: Any
+) -> Settings:
     level = _check_allow(allow)
     chosen, refused = strategies.check_names("enable", enable), strategies.check_names("disable", disable)
     if chosen & refused:
@@ -142,82 +201,84 @@ def optimize(
     wanted = _check_plan(plan, model)
     if wanted is not None:  # whoever passes a plan has chosen what is in it
         chosen |= frozenset(wanted.strategies) - refused
-    limit = Budget.parse(budget)
-    arguments = (level, chosen, refused, repr(plan), limit, str(report))
-    inner = loader._accel_loader if is_proxy(loader) else loader
+    return Settings(level, chosen, refused, wanted, Budget.parse(budget), None if report is None else os.fspath(report))
 
-    before = _optimized.get(model)
-    if before is not None:
-        if before.proxy._accel_loader is inner and before.arguments == arguments:
-            return (model, before.proxy) if optimizer is None else (model, before.proxy, optimizer)
-        before.close()
 
-    optimized = _start(model, inner, optimizer, level, chosen, refused, wanted, limit, report, arguments, allow)
-    _optimized[model] = optimized
-    return (model, optimized.proxy) if optimizer is None else (model, optimized.proxy, optimizer)
+def _proxy_of(loader: Any) -> LoaderProxy:
+    """Return the stand-in that the loop may iterate already, or a new one."""
+    proxies = (proxy for optimized in _optimized.values() for proxy in optimized.proxies)
+    return next((proxy for proxy in proxies if proxy._accel_loader is loader), None) or LoaderProxy(loader)
 
 
 def _start(
-    model: nn.Module,
-    loader: Any,
-    optimizer: Optimizer | None,
-    level: Exactness,
-    enable: frozenset[str],
-    disable: frozenset[str],
-    plan: Plan | None,
-    budget: Budget,
-    report: str | os.PathLike[str] | None,
-    arguments: tuple[Any, ...],
-    allow: str,
+    model: nn.Module, proxy: LoaderProxy, optimizer: Optimizer | None, settings: Settings, before: _Optimized | None
 ) -> _Optimized:
+    """Begin a search; what was `before`, under other settings, ends, and its loaders are the new one's."""
+    earlier = [] if before is None else list(before.proxies)
+    if before is not None:
+        before.close()
+        before.journal.say(f"{type(model).__name__} was passed with other settings than before: its search begins anew")
     chosen = {kind.name: kind() for kind in strategies.REGISTRY}
     gate = Gate(model, list(chosen))
-    proxy = LoaderProxy(loader)
-    run = Run(model, loader, [] if optimizer is None else [optimizer], gate, proxy._accel_fetching)
-    journal = Journal(run, allow=allow, budget=budget.text, report=report, replayed=plan is not None)
-    candidates = [_candidate(s, run, level, enable, disable) for s in chosen.values()]
+    fetching = free_fetching(proxy)
+    run = Run(model, proxy._accel_loader, [] if optimizer is None else [optimizer], gate, fetching)
+    journal = Journal(
+        run,
+        allow=settings.level.word,
+        budget=settings.budget.text,
+        report=settings.report,
+        replayed=settings.plan is not None,
+    )
+    taken = fetching is not proxy._accel_fetching
     controller = Controller(
-        candidates,
-        budget=budget,
+        [_candidate(s, run, settings, taken) for s in chosen.values()],
+        budget=settings.budget,
         reduce=statistics.fmean if run.cuda else statistics.median,
         announce=journal.announce,
-        replay=None if plan is None else plan.strategies,
+        say=journal.say,
+        replay=None if settings.plan is None else settings.plan.strategies,
     )
-    session = Session(run, chosen, controller.decisions, settled=journal.settled)
+    session = Session(run, chosen, controller.decisions, settled=journal.settled, say=journal.say)
     journal.follow(session, controller)
-    proxy._accel_listener = session
-    return _Optimized(session, journal, proxy, arguments)
+    optimized = _Optimized(session, journal, settings)
+    for known in earlier:
+        optimized.follow(known)
+    return optimized
 
 
-def _candidate(
-    strategy: Strategy, run: Run, level: Exactness, enable: frozenset[str], disable: frozenset[str]
-) -> Candidate:
+def _candidate(strategy: Strategy, run: Run, settings: Settings, taken: bool) -> Candidate:
     return Candidate(
         name=strategy.name,
         summary=strategy.summary,
         treats=strategy.treats,
         exactness=strategy.exactness,
-        one_off_s=0.0 if strategy.name in enable else strategy.one_off_s,
+        one_off_s=0.0 if strategy.name in settings.enable else strategy.one_off_s,
         settling=strategy.settling,
         phase=strategy.phase,
         host_dependent=strategy.host_dependent,
-        ruled_out=_ruled_out(strategy, level, enable, disable),
-        refusal=lambda: strategy.refusal(run) or run.refused_elsewhere.get(strategy.name, ""),
+        ruled_out=_ruled_out(strategy, settings, taken),
+        refusal=lambda: _refusal(strategy, run),
         settings=lambda: strategy.settings(run),
         describe=strategy.describe,
     )
 
 
-def _ruled_out(
-    strategy: Strategy, level: Exactness, enable: frozenset[str], disable: frozenset[str]
-) -> tuple[str, str] | None:
-    if strategy.name in disable:
+def _refusal(strategy: Strategy, run: Run) -> str:
+    if "model" in strategy.touches and run.observed.uncalled:
+        return run.observed.uncalled
+    return strategy.refusal(run) or run.refused_elsewhere.get(strategy.name, "")
+
+
+def _ruled_out(strategy: Strategy, settings: Settings, taken: bool) -> tuple[str, str] | None:
+    if strategy.name in settings.disable:
         return "disabled", "left out by disable="
-    if strategy.name in enable:
+    if taken and strategy.touches == {"input"}:
+        return "not applicable", "the loader is another model's too: its report has the verdict"
+    if strategy.name in settings.enable:
         return None
     if strategy.opt_in:
         return "not allowed", f"{strategy.opt_in}; enable=({strategy.name!r},) tries it"
-    if strategy.exactness > level:
+    if strategy.exactness > settings.level:
         return "not allowed", f"it is {strategy.exactness.word}; allow={strategy.exactness.word!r} tries it"
     return None
 
@@ -324,5 +385,6 @@ def _at_exit() -> None:
         # Writing a report must not turn a good run's exit into a bad one.
         try:
             optimized.journal.finish()
+            optimized.journal.say_interrupted()
         except Exception as error:
             print(f"accel: the report could not be written: {error}", file=sys.stderr)

@@ -74,14 +74,17 @@ class Finding:
     gradient_error: float = 0.0
     """Relative difference of all gradients together."""
     tolerance: float = 0.0
+    unsure: str = ""
+    """Why nothing could be compared; '' if something was."""
 
     def merge(self, other: Finding) -> Finding:
-        """Return the worse of two findings."""
+        """Return the worse of two findings; one that could compare is enough."""
         return Finding(
             self.problem or other.problem,
             max(self.output_error, other.output_error),
             max(self.gradient_error, other.gradient_error),
             max(self.tolerance, other.tolerance),
+            self.unsure and other.unsure,
         )
 
 
@@ -234,6 +237,8 @@ def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Findi
     """Compare a candidate's replay with the plain one under the tolerance of its exactness."""
     if len(plain.outputs) != len(candidate.outputs):
         return Finding(f"it returns {len(candidate.outputs)} tensors, the plain path {len(plain.outputs)}")
+    if exactness != Exactness.EXACT and not all(map(_is_finite, plain.outputs)):
+        return Finding(unsure="the plain call's own output is not finite")
     finding = Finding()
     for one, other in zip(plain.outputs, candidate.outputs, strict=True):
         finding = finding.merge(_compare_output(one, other, exactness))
@@ -247,11 +252,9 @@ def _compare_output(plain: Tensor, candidate: Tensor, exactness: Exactness) -> F
     if exactness == Exactness.EXACT or not plain.is_floating_point():
         return Finding() if _same_bits(plain, candidate) else Finding("its output has other bits", math.nan)
     tolerance = Tolerance.of(exactness, plain.dtype).output
-    finite = plain.isfinite()
-    if not torch.equal(finite, candidate.isfinite()):
-        return Finding("its output is finite where the plain one isn't, or the reverse", math.inf)
-    error = _norm(torch.where(finite, candidate.double() - plain.double(), 0.0))
-    size = _norm(torch.where(finite, plain.double(), 0.0))
+    if not _is_finite(candidate):
+        return Finding("its output is not finite, unlike the plain one", math.inf)
+    error, size = _norm(candidate.double() - plain.double()), _norm(plain.double())
     relative = error / size if size > 0 else error
     if relative > tolerance:
         return Finding(f"its output is off by {relative:.1e}, allowed {tolerance:.1e}", relative)
@@ -302,6 +305,10 @@ def _compare_sizes(known: list[tuple[str, Tensor, Tensor]], exactness: Exactness
             tolerance.gradient,
         )
     return Finding("", 0.0, overall, tolerance.gradient)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
 def _norm(tensor: Tensor) -> float:

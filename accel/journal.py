@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import accel
-from accel import terminal
+from accel import ranks, terminal
 from accel.controller import Controller
 from accel.plan import Plan, fingerprint
 from accel.profiler.consistency import Held
@@ -64,6 +64,7 @@ class Journal:
         self._finished = False
         self._concluded: Report | None = None
         """The report when the last search had ended: what stands while another one is under way."""
+        self._said: set[str] = set()
         self._session: Session | None = None
         self._controller: Controller | None = None
         self._report = Report(
@@ -85,6 +86,12 @@ class Journal:
         """Print one line about a decision."""
         print(terminal.decision_line(row, done, total), file=sys.stderr, flush=True)
 
+    def say(self, line: str) -> None:
+        """Print one line, once, on the rank that prints."""
+        if line not in self._said and ranks.leads():
+            self._said.add(line)
+            print(f"accel: {line}", file=sys.stderr, flush=True)
+
     def settled(self) -> None:
         """The search is over: print the report and write the files."""
         report = self.report()
@@ -97,6 +104,22 @@ class Journal:
             return
         self._finished = True
         self._write(self.report())
+
+    def say_interrupted(self) -> None:
+        """The process ends: say so if the search has not come to its end."""
+        report = self.report()
+        if report.state != "interrupted" or not self._leads():
+            return
+        if report.steps == 0:
+            what = f"no training step of {report.model} was seen" if not self._said else ""
+        else:
+            kept = ", ".join(report.plan) or "nothing"
+            what = (
+                f"the run ended after {report.steps} steps, before the search for {report.model} had a verdict; "
+                f"kept so far: {kept}"
+            )
+        if what:
+            self.say(what)
 
     def _leads(self) -> bool:
         return self._session is not None and (self._session.rank == 0)

@@ -180,6 +180,6 @@ def _findings(page: Page, changes: tuple[FindingChange, ...]) -> None:
                 Cell(text=change.fate, width=7, style=_STYLES[change.fate]),
                 Cell(text=change.cause, width=24),
                 Cell(text=" → ".join(shares), width=14),
-                Cell(text=title, width=49, style="dim"),
+                Cell(text=title, width=49, style="dim", prose=True),
             ]
         )

@@ -125,7 +125,7 @@ def _part(page: Page, row: words.TreeRow) -> None:
         if row.note:
             page.say(row.note, "dim", indent=indent + 2)
     else:
-        page.row([*cells, Cell(text=row.note, width=room, style="dim")])
+        page.row([*cells, Cell(text=row.note, width=room, style="dim", prose=True)])
 
 
 def _experiments(page: Page, report: ProfileReport) -> None:

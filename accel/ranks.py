@@ -32,6 +32,11 @@ _REMEDY = (
 _made = itertools.count()
 
 
+def leads() -> bool:
+    """Tell whether this process prints, whether the ranks have met or not."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
 class Ranks:
     """The ranks of this run; with one process every call is a no-op.
 

@@ -26,6 +26,8 @@ class Observed:
     """The model was called with a 4-d floating-point tensor."""
     calls: int = 0
     """Calls of the model seen."""
+    uncalled: str = ""
+    """What to pass in place of a model that the loop never calls; '' if it is called."""
     fetch_finding: str = ""
     """Why fetching can't be moved elsewhere; '' if nothing was found."""
 

@@ -15,37 +15,55 @@ import logging
 import statistics
 import time
 import warnings
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from accel import guard, update_guard
+from accel import backward, guard, update_guard
+from accel import parts as parts_called
 from accel.actions import Action, Result
+from accel.blame import Blame
 from accel.comm.meeting import Apart, Left
 from accel.controller import Decisions
 from accel.dataio import batches
+from accel.dataio.proxy import Fetching, LoaderProxy
 from accel.dataio.witness import Witness
 from accel.gate import Call
 from accel.guard import Finding, Recording
+from accel.listeners import free_fetching
 from accel.observation import Observation
+from accel.parts import PartsCalled
 from accel.plan import Choices
 from accel.profiler.phases import StepClock
 from accel.ranks import Ranks
 from accel.run import Run
 from accel.strategies.base import Exactness, NothingHelps, Strategy
-from accel.watch import Watch
+from accel.turns import TURNS
+from accel.watch import Excuse, Watch
 
 log = logging.getLogger("accel")
 
+# What a strategy must touch to make an output or a gradient wrong.
+_SUSPECT = {"model", "optimizer"}
 # Batches without a step of any of the model's optimizers after which the loop is taken to have none.
 _NO_OPTIMIZER_AFTER = 16
+# Updates, or training calls, without a batch after which the loop is taken to iterate another loader.
+_UNHEARD_UPDATES, _UNHEARD_CALLS = 3, 12
+# Batches without a call of the model or a step of its optimizer after which the loop is taken to train another model.
+_UNTRAINED_BATCHES = 32
+# Steps without a batch of the loader that strategies act on after which the loop is taken to have gone on to another.
+_GONE_AFTER = 32
+# Steps between two looks at whether another model's search has ended.
+_PAUSE = 25
 
 
 class Session:
@@ -57,6 +75,7 @@ class Session:
         decisions: makes the controller's generator, given the ranks; called on the first batch, on rank 0 only.
         clock: seconds, monotonic.
         settled: called on rank 0 when the search is over.
+        say: prints one line for the user.
     """
 
     def __init__(
@@ -67,6 +86,7 @@ class Session:
         *,
         clock: Callable[[], float] = time.perf_counter,
         settled: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.run = run
         self.strategies = strategies
@@ -75,6 +95,7 @@ class Session:
         self.failed: str = ""
         self._make_decisions = decisions
         self._on_settled = settled
+        self._say = say
         self._settled = False
         self._decisions: Decisions | None = None
         self._ranks: Ranks | None = None
@@ -82,6 +103,10 @@ class Session:
         self._clock = StepClock(clock)
         self._active: Choices = {}
         self._watch = Watch(run.gate, run.device, self._trip)
+        self._blame = Blame(run.model, run.device)
+        self._excuse = Excuse()
+        self._looked = self._leaves_out = False
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._parameters = {id(p) for p in run.model.parameters()}
         self._stepped = False
         self._boundary_ended = 0.0
@@ -95,18 +120,34 @@ class Session:
         self._action: Action | None = None
         self._result = Result()
         self._suspended = False
+        self._beside: str = ""
+        self._heard = self._told_unheard = self._called = False
+        self._parts: PartsCalled | None = None
+        self._unheard_updates = self._unheard_calls = 0
+        self._delivered: LoaderProxy | None = None
+        self._source: LoaderProxy | None = None
+        self._steps_without_loader = 0
+        self._loaders_met = {id(run.loader)}
+        self._moves = 0
         self._hooks = [
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ended),
         ]
         run.gate.watch(self)
-        run.fetching.witness = Witness(getattr(run.loader, "dataset", None))
+        self._witness = run.fetching.witness = Witness(getattr(run.loader, "dataset", None))
         self._watching = True
+        TURNS.join(self)
 
-    # -- what the loader tells (dataio.proxy.Listener) -----------------------------------------------------------------
+    # -- what the loaders tell (listeners.Follower) --------------------------------------------------------------------
+
+    @property
+    def fetching(self) -> Fetching:
+        """The fetching that strategies may change."""
+        return self.run.fetching
 
     def epoch_begins(self) -> None:
         """Begin a step: what lies between two epochs belongs to neither."""
+        self._heard = True
         self._clock.restart(first=True)
         self._epoch_is_new = True
 
@@ -132,14 +173,26 @@ class Session:
             self._safely(self._ranks.check)
         return self._watching
 
-    def batch_delivered(self, batch: Any) -> None:
+    def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
         """Take note of the batch."""
         if not self._suspended and self._watching:
             self._batches_without_step += 1
+            self._delivered = proxy
+            if self._batches_without_step == _UNTRAINED_BATCHES:
+                self._say_untrained()
             if not self._resting:
                 self._clock.batch(*batches.describe(batch))
                 if self._observation is not None:
                     self._observation.delivered()
+
+    def _say_untrained(self) -> None:
+        # Under no_grad the loop validates; without an optimizer each batch is a step.
+        if self.run.optimizers and not self._called and self.steps == 0 and torch.is_grad_enabled():
+            name = type(self.run.model).__name__
+            self._say(
+                f"{self._batches_without_step} batches were fetched without a training call of {name} or a step of its "
+                "optimizer; pass the model that the loop trains"
+            )
 
     def epoch_ended(self) -> None:
         """Nothing to do: the request that found the epoch's end has closed its last step."""
@@ -163,6 +216,11 @@ class Session:
         return dict(self._active)
 
     @property
+    def searching(self) -> bool:
+        """True while trials may switch something on or off; the same on all ranks."""
+        return self._watching and self._action is not None and not self._action.settled
+
+    @property
     def alive(self) -> bool:
         """False once everything has been taken back."""
         return self._watching
@@ -179,9 +237,13 @@ class Session:
     def _owns(self, optimizer: Optimizer) -> bool:
         if any(optimizer is known for known in self.run.optimizers):
             return True
+        if self._strangers.get(optimizer) == len(optimizer.param_groups):
+            return False  # looked through once: a cross validation leaves many sessions that each optimizer passes by
         mine = any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
         if mine:
             self.run.optimizers.append(optimizer)
+        else:
+            self._strangers[optimizer] = len(optimizer.param_groups)
         return mine
 
     def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -189,8 +251,9 @@ class Session:
             return
         if not self._resting:
             self._clock.update()
-        if self._suspects() and not self._watch.gradients_are_finite(optimizer):
-            self._trip("a gradient is not finite; that update was left out")
+        if not self._looked:
+            self._look_at_gradients(None)
+        if self._leaves_out and not self._watch.gradients_are_finite(optimizer):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -201,6 +264,63 @@ class Session:
         if not self._resting:
             self._clock.updated()
         self._stepped = True
+        self._source = self._delivered  # a batch that comes before the next step may be one to validate on
+        if not self._heard:
+            self._unheard_updates += 1
+            self._say_unheard(self._unheard_updates, _UNHEARD_UPDATES, "was updated")
+
+    def _say_unheard(self, times: int, limit: int, what: str) -> None:
+        if times == limit and not self._told_unheard:
+            self._told_unheard = True
+            self._say(
+                f"{type(self.run.model).__name__} {what} {times} times without a batch from the loader that "
+                "accel.optimize returned; iterate that one, or nothing is made faster"
+            )
+
+    # -- what the backward pass tells (backward.Listener) --------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """Take note of what the gradients are before it."""
+        self._blame.backward_begins()
+
+    def backward_ended(self, roots: list[Tensor]) -> None:
+        """See that the gradients are well."""
+        if not self._suspended:
+            self._looked = True
+            self._look_at_gradients(roots)
+
+    def _look_at_gradients(self, roots: list[Tensor] | None) -> None:
+        """If strategies have made a gradient that is not finite, switch them off, and leave out its update."""
+        if not self._blame.calls or not self._suspects() or self._excuse.holds():
+            return
+        self._blame.seen()
+        if all(self._watch.gradients_are_finite(optimizer) for optimizer in self.run.optimizers):
+            self._excuse.clear()
+            return
+        try:
+            why = self._blame.verdict(roots, self._repeated)
+        except Exception as error:  # what can't be made again proves nothing
+            log.debug("accel: a call could not be made again: %s", error)
+            why = ""
+        if not why:
+            self._excuse.grant()
+            return
+        # Ranks step together: one that leaves out an update alone is no replica any more.
+        self._leaves_out = self._ranks is None or not self._ranks.distributed
+        self._trip(why + ("; that update was left out" if self._leaves_out else ""))
+
+    def _repeated(self, call: Recording) -> tuple[guard.Replayed, Finding]:
+        """Make a call again, plainly and under the strategies that are on."""
+        on, gate, model = dict(self._active), self.run.gate, self.run.model
+        exactness = max(self.strategies[name].exactness for name in on)
+        with guard.untouched(model, self.run.device), self._without_watch():
+            try:
+                self._switch({n: s for n, s in on.items() if "model" not in self.strategies[n].touches})
+                plain = guard.replay(model, gate.plain, call)
+            finally:
+                self._switch(on)
+            candidate = guard.replay(model, gate.call, call)
+        return plain, guard.compare(plain, candidate, exactness)
 
     # -- what the gate tells (gate.Watcher) ----------------------------------------------------------------------------
 
@@ -208,18 +328,33 @@ class Session:
         """Measure a call, record it for the guard if asked, and see that its outputs are well."""
         if self._suspended:
             return self.run.gate.plain(*args, **kwargs)
-        if self._resting or not (self.run.model.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return self._watch.call(call, args, kwargs)
+        self._called = True
+        if self._resting:
+            return self._kept(call, args, kwargs)
+        if not self._heard:
+            self._unheard_calls += 1
+            self._say_unheard(self._unheard_calls, _UNHEARD_CALLS, "was called")
         self._clock.call()
         try:
             if self._wants_recording():
                 return self._recorded(args, kwargs)
-            outputs = self._watch.call(call, args, kwargs)
+            outputs = self._kept(call, args, kwargs)
             if self.steps < 64 and not self._active:
                 self._observe(args, kwargs, outputs)
             return outputs
         finally:
             self._clock.returned()
+
+    def _kept(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call, and keep it until its gradients have been looked at."""
+        if not self.run.gate.wrapped or self.run.device.type != "cpu":
+            return self._watch.call(call, args, kwargs)
+        kept = self._blame.begin(args, kwargs)
+        outputs = self._watch.call(call, args, kwargs)
+        self._blame.keep(kept, outputs)
+        return outputs
 
     def _observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         seen = self.run.observed
@@ -253,22 +388,31 @@ class Session:
 
     def _boundary(self) -> None:
         began = self._clock.last
-        if self._decisions is None and self._action is None:
+        other = TURNS.step(self)
+        self._follow_loader()
+        if self._action is not None:
+            self._close_step(other is not None)
+        elif other is None:
             self._begin()
         else:
-            self._close_step()
-        self._stepped = False
-        self._batches_without_step = 0
+            self._wait_for(other)
+        self._forget_step()
         # Work done here is the search's cost, not the step's time.
         now = self._boundary_ended = self._clock.restart()
         self._result.aside_s += now - began
+
+    def _forget_step(self) -> None:
+        self._stepped = self._looked = self._leaves_out = False
+        self._batches_without_step = 0
+        self._blame.forget()
 
     def _rest(self) -> None:
         """Count a step and measure nothing: 150 of 200 steps of a finished search."""
         if not self._is_boundary():
             return
-        self._stepped = False
-        self._batches_without_step = 0
+        TURNS.step(self)
+        self._follow_loader()
+        self._forget_step()
         self.steps += 1
         self._result.steps += 1
         self._resting -= 1
@@ -282,15 +426,55 @@ class Session:
         if self._resting and not (self._ranks is not None and self._ranks.distributed):
             self._resting = 1
 
+    def _wait_for(self, other: Any) -> None:
+        """Count a step of a search that has not begun, because another model's is going on in the same steps."""
+        self._clock.close(self.steps)
+        self.steps += 1
+        if not self._beside:
+            self._beside = type(other.run.model).__name__
+            mine = type(self.run.model).__name__
+            self._say(f"the search for {mine} begins once that for {self._beside}, in the same steps, has ended")
+
+    def _follow_loader(self) -> None:
+        """If the loop has gone on to another loader that was passed with this model, let strategies act on that one.
+
+        A loader that is made anew for each epoch or fold is met here; one whose batches are only validated on, or serve
+        every other step, is not.
+        """
+        source = self._source if self.run.optimizers else self._delivered
+        if source is None:
+            return
+        loader = source._accel_loader
+        self._steps_without_loader = 0 if loader is self.run.loader else self._steps_without_loader + 1
+        if self._steps_without_loader < _GONE_AFTER or id(loader) in self._loaders_met:
+            return
+        self._loaders_met.add(id(loader))
+        self._moves += 1
+        for name in [n for n in self._active if self.strategies[n].touches == {"input"}]:
+            self._off(name)
+            self._result.trips[name] = "the loop went on to another loader"
+        for strategy in self.strategies.values():
+            if strategy.touches == {"input"}:
+                strategy.close(self.run)
+        self.run.fetching.witness = None
+        self.run.loader, self.run.fetching = loader, free_fetching(source)
+        self._witness = Witness(getattr(loader, "dataset", None))
+        self.run.observed.fetch_finding = ""
+        self._wake()
+
     def _begin(self) -> None:
         """Meet the other ranks and take the first action; the steps until here only warmed up."""
         self._ranks = Ranks(since=self._called)
         self.run.world_size = self._ranks.size
         if self._ranks.leads:
             self._decisions = self._make_decisions()
+        if not self._called:
+            self._parts = PartsCalled(self.run.model)
         self._next_action(first=True)
+        self._result.steps = self.steps  # those that went by while another model was searched for
 
-    def _close_step(self) -> None:
+    def _close_step(self, disturbed: bool) -> None:
+        """Book a step; `disturbed` if another model's trials run in the same steps."""
         assert self._action is not None
         measured = self._clock.close(self.steps)
         self.steps += 1
@@ -307,9 +491,18 @@ class Session:
         else:
             result.measurements.append(measured)
         if len(result.measurements) >= action.steps:
-            self._finish_action()
+            if disturbed and action.settled and action.check is None and not result.trips:
+                self._pause()
+            else:
+                self._finish_action()
         elif action.steps and len(result.settling) == action.settle and not result.measurements:
             self._synchronise()
+
+    def _pause(self) -> None:
+        """Leave out what was measured beside another model's trials, and try nothing while they last."""
+        result = self._result
+        self._result = Result(steps=result.steps, elapsed_s=result.elapsed_s, aside_s=result.aside_s)
+        self._resting = _PAUSE
 
     def _is_odd(self, samples: int) -> bool:
         """Tell whether a step held another number of samples than most."""
@@ -331,18 +524,28 @@ class Session:
         self.samples_per_step = statistics.median(self._sizes) if self._sizes else None
         self._result.regime = self._regime()
         self.run.observed.fetch_finding = self._fetch_finding()
+        self._note_parts()
         self._next_action()
+
+    def _note_parts(self) -> None:
+        """If the loop has not called the model so far, find out what it calls in place of it."""
+        if self._parts is not None:
+            parts, self._parts = self._parts.close(), None
+            if not self._called:
+                self.run.observed.uncalled = parts_called.advice(self.run.model, parts)
+                self._say(f"{self.run.observed.uncalled}. Until then only its loader and optimizer are looked at")
+        elif self._called:
+            self.run.observed.uncalled = ""
 
     def _regime(self) -> Hashable:
         shapes = Counter(m.shape for m in self._result.measurements)
         shape, count = shapes.most_common(1)[0] if shapes else (None, 0)
         settled = shape if count >= 0.8 * sum(shapes.values()) else "varying"
         threads = torch.get_num_threads() if "intraop_threads" not in self._active else self.run.threads
-        return (settled, self.run.world_size, threads)
+        return (settled, self.run.world_size, threads, self._moves, self._called)
 
     def _fetch_finding(self) -> str:
-        witness = self.run.fetching.witness
-        return self.run.observed.fetch_finding or (witness.finding if witness is not None else "")
+        return self.run.observed.fetch_finding or self._witness.finding
 
     def _next_action(self, first: bool = False) -> None:
         assert self._ranks is not None
@@ -357,7 +560,7 @@ class Session:
         step_s = self._clock.now() - self._boundary_ended
         action = self._ranks.decide(self._told(), decision, missed, 0.0 if first else step_s)
         self._action, self._result, self._resting = action, Result(), action.rest
-        self.run.fetching.witness = None if not action.anatomy else self.run.fetching.witness
+        self.run.fetching.witness = self._witness if action.anatomy else None
         self._observe_steps(action.anatomy)
         self._switch_together(action.plan)
         self._quieten(action)
@@ -389,7 +592,7 @@ class Session:
 
     def _quieten(self, action: Action) -> None:
         """Take the gate out of the way when nothing needs it."""
-        needed = action.check is not None or action.anatomy or bool(self._active)
+        needed = action.check is not None or action.anatomy or bool(self._active) or not self._called
         self.run.gate.watch(self if needed else None)
 
     # -- switching -----------------------------------------------------------------------------------------------------
@@ -426,6 +629,8 @@ class Session:
                 self.strategies[name].disable(self.run)
             return
         self._active[name] = setting
+        if self.strategies[name].touches & _SUSPECT:
+            backward.listen(self)
 
     def _off(self, name: str) -> None:
         self._active.pop(name, None)
@@ -436,7 +641,7 @@ class Session:
 
     def _suspects(self) -> list[str]:
         """The strategies that are on and could make an output or a gradient wrong."""
-        return [n for n in self._active if self.strategies[n].touches & {"model", "optimizer"}]
+        return [n for n in self._active if self.strategies[n].touches & _SUSPECT]
 
     def _trip(self, why: str) -> None:
         """Switch off, now, every strategy that acts on the model or its update; the controller hears of it later."""
@@ -463,6 +668,8 @@ class Session:
         try:
             if "model" in touched and recording is not None:
                 self._note_finding(self._check_model(plan, recording, exactness))
+            elif "model" in touched:
+                self._note_finding(Finding(unsure="the model was not called in the steps it looked at"))
             if "optimizer" in touched:
                 self._note_finding(self._check_update(plan, exactness))
             if touched <= {"input"}:
@@ -548,12 +755,17 @@ class Session:
     def _stop(self, together: bool) -> None:
         """Close; where other ranks don't at this step, leave on what all ranks must switch at the same one."""
         watching, self._watching = self._watching, False
+        TURNS.leave(self)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         kept = {} if together else {n: s for n, s in self._active.items() if self.strategies[n].collective}
         self._switch(kept)
         self._observe_steps(False)
+        if self._parts is not None:
+            self._parts.close()
+        backward.forget(self)
+        self._blame.forget()
         self.run.fetching.witness = None
         self.run.gate.close()
         for name, strategy in self.strategies.items():

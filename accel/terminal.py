@@ -182,8 +182,14 @@ class Cell:
 
     text: str
     width: int
+    """Columns; more where a word of the text, or all of it, would break otherwise."""
     style: str = ""
     right: bool = False
+    """Set flush right, as numbers are; never broken."""
+    whole: bool = False
+    """Never broken: a name, or a number with its interval."""
+    prose: bool = False
+    """A sentence: it takes the room there is, and its longest words may break."""
 
 
 class Page:
@@ -221,15 +227,38 @@ class Page:
         self.say(text, "bold underline")
 
     def row(self, cells: Sequence[Cell]) -> None:
-        """Write cells side by side, two columns apart; as one paragraph where the page is too narrow for that."""
-        if sum(cell.width + 2 for cell in cells) - 2 > self.width:
-            self.say("  ".join(cell.text for cell in cells if cell.text))
+        """Write cells side by side, two columns apart; one after another where the page is too narrow for that."""
+        widths = [self._room(cell) for cell in cells]
+        if sum(width + 2 for width in widths) - 2 > self.width:
+            self.items([cell.text for cell in cells if cell.text.strip()])
             return
         grid = Table.grid(padding=(0, 2), pad_edge=False)
-        for cell in cells:
-            grid.add_column(width=cell.width, overflow="fold", justify="right" if cell.right else "left")
+        for cell, width in zip(cells, widths, strict=True):
+            grid.add_column(width=width, overflow="fold", justify="right" if cell.right else "left")
         grid.add_row(*(Text(self._safe(cell.text), cell.style) for cell in cells))
         self._console.print(grid)
+
+    def _room(self, cell: Cell) -> int:
+        if cell.prose:
+            return cell.width
+        return max(cell.width, self.length(cell.text, whole=cell.whole or cell.right))
+
+    def length(self, text: str, *, whole: bool) -> int:
+        """Return how many columns a text, or else its longest word, takes on this page."""
+        safe = self._safe(text)
+        return cell_len(safe) if whole else max((cell_len(word) for word in safe.split()), default=0)
+
+    def items(self, texts: Sequence[str], separator: str = "  ", indent: int = 0) -> None:
+        """Write texts one after another, and none over the end of a line that it fits on."""
+        line = ""
+        for number, text in enumerate(texts):
+            more = separator if number + 1 < len(texts) else ""
+            if line and indent + 2 + self.length(line + text + more.rstrip(), whole=True) > self.width:
+                self.say(line.rstrip(), indent=indent)
+                line = ""
+            line += text + more
+        if line:
+            self.say(line.rstrip(), indent=indent)
 
     def text(self) -> str:
         """Return the page so far, without spaces at line ends and without a newline at its own end."""
@@ -286,11 +315,30 @@ def _strategies(page: Page, report: Report) -> None:
     if not report.rows:
         page.say("none was considered yet", "dim")
         return
-    titles = {"strategy": 19, "status": 14, "gain": 18, "ms per step": 18, "numerics": 15, "cost": 6}
-    shown = fitting(titles, page.width)
-    page.row([Cell(text=title, width=titles[title], style="dim") for title in shown])
-    for row in report.rows:
-        _strategy(page, row, titles, shown)
+    texts = [_texts(row) for row in report.rows]
+    widths = {}
+    for title, width in _WIDTHS.items():
+        lengths = (page.length(row[title], whole=title != "strategy") for row in texts)
+        widths[title] = max(width, *lengths)
+    shown = fitting(widths, page.width)
+    page.row([Cell(text=title, width=widths[title], style="dim") for title in shown])
+    for row, cells in zip(report.rows, texts, strict=True):
+        _strategy(page, row, cells, widths, shown)
+
+
+_WIDTHS = {"strategy": 19, "status": 14, "gain": 18, "ms per step": 18, "numerics": 15, "cost": 6}
+"""Columns of the strategies, at the least."""
+
+
+def _texts(row: StrategyRow) -> dict[str, str]:
+    return {
+        "strategy": f"{row.name} {row.setting}".strip(),
+        "status": row.status,
+        "gain": gain_text(row.gain, row.gain_low, row.gain_high),
+        "ms per step": step_text(row),
+        "numerics": numerics_text(row),
+        "cost": seconds_text(row.cost_s) if row.cost_s else "-",
+    }
 
 
 def fitting(titles: dict[str, int], width: int) -> list[str]:
@@ -304,21 +352,14 @@ def fitting(titles: dict[str, int], width: int) -> list[str]:
     return shown
 
 
-def _strategy(page: Page, row: StrategyRow, titles: dict[str, int], shown: list[str]) -> None:
-    style = STATUS_STYLES.get(row.status, "dim")
-    texts = {
-        "strategy": f"{row.name} {row.setting}".strip(),
-        "status": row.status,
-        "gain": gain_text(row.gain, row.gain_low, row.gain_high),
-        "ms per step": step_text(row),
-        "numerics": numerics_text(row),
-        "cost": seconds_text(row.cost_s) if row.cost_s else "-",
-    }
-    styles = {"strategy": "bold", "status": style}
-    page.row([Cell(text=texts[title], width=titles[title], style=styles.get(title, "")) for title in shown])
-    left = [f"{title} {text}" for title, text in texts.items() if title not in shown and text != "-"]
-    if left:
-        page.say(", ".join(left), indent=2)
+def _strategy(page: Page, row: StrategyRow, texts: dict[str, str], widths: dict[str, int], shown: list[str]) -> None:
+    styles = {"strategy": "bold", "status": STATUS_STYLES.get(row.status, "dim")}
+    cells = [
+        Cell(text=texts[title], width=widths[title], style=styles.get(title, ""), whole=title != "strategy")
+        for title in shown
+    ]
+    page.row(cells) if cells else page.say(texts["strategy"], "bold")
+    page.items([f"{title} {text}" for title, text in texts.items() if title not in shown and text != "-"], ", ", 2)
     if row.why:
         page.say(row.why, "dim", indent=2)
 
@@ -336,13 +377,16 @@ def _anatomy(page: Page, report: Report) -> None:
     page.heading("step anatomy in ms (> marks the longest phase now)")
     now = report.anatomy_after or report.anatomy_before
     longest = max(now, key=lambda name: now[name])
-    _anatomy_row(page, ["phase", "before", "share", "after", "share"], "dim")
-    for name in names:
-        cells = _shares(report, name)
-        mark = ">" if name == longest else " "
-        _anatomy_row(page, [f"{mark} {name}", *cells], "bold" if name == longest else "")
     sums = [sum(part.values()) if part else None for part in (report.anatomy_before, report.anatomy_after)]
-    _anatomy_row(page, ["  sum of phases", ms_text(sums[0]), "", ms_text(sums[1]), ""], "dim")
+    rows = [["phase", "before", "share", "after", "share"]]
+    rows += [[f"{'>' if name == longest else ' '} {name}", *_shares(report, name)] for name in names]
+    rows += [["  sum of phases", ms_text(sums[0]), "", ms_text(sums[1]), ""]]
+    lengths = [[page.length(text, whole=True) for text in column] for column in zip(*rows, strict=True)]
+    widths = [max(least, *column) for least, column in zip((20, 9, 6, 9, 6), lengths, strict=True)]
+    for number, texts in enumerate(rows):
+        style = "dim" if number in (0, len(rows) - 1) else "bold" if texts[0].startswith(">") else ""
+        columns = enumerate(zip(texts, widths, strict=True))
+        page.row([Cell(text=t, width=w, style=style, right=place > 0, whole=True) for place, (t, w) in columns])
 
 
 def _shares(report: Report, name: str) -> list[str]:
@@ -351,12 +395,6 @@ def _shares(report: Report, name: str) -> list[str]:
         value, total = finite(part.get(name)), finite(sum(part.values()))
         cells += [ms_text(value), f"{100 * value / total:.0f} %" if value is not None and total else "-"]
     return cells
-
-
-def _anatomy_row(page: Page, texts: list[str], style: str) -> None:
-    widths = (20, 9, 6, 9, 6)
-    columns = zip(texts, widths, strict=True)
-    page.row([Cell(text=text, width=width, style=style, right=width < 20) for text, width in columns])
 
 
 def _events(page: Page, report: Report) -> None:

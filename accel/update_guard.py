@@ -7,6 +7,7 @@ candidate's. The real parameters are not touched.
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,8 @@ def compare(plain: list[Tensor], candidate: list[Tensor], before: list[Tensor], 
     worst = Finding()
     for one, other, start in zip(plain, candidate, before, strict=True):
         update = float(torch.linalg.vector_norm(one.double() - start.double()))
+        if not math.isfinite(update):  # the gradients are not finite, or the weights: the run's own affair
+            return Finding(unsure="the plain update itself is not finite")
         error = float(torch.linalg.vector_norm(other.double() - one.double()))
         # A parameter is stored to eps relative to itself, so an update can't be told finer than that.
         eps = torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0

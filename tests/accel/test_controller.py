@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -192,6 +193,68 @@ def test_a_machine_that_stays_crowded_is_searched_all_the_same() -> None:
     assert controller.events[-1].text == "the machine is crowded: the search begins all the same"
     assert len(controller.events) == FAST.crowded_looks + 1
     assert list(controller.plan) == ["good"]
+
+
+def test_a_crowded_machine_holds_up_no_trial_whose_effect_is_far_above_the_noise() -> None:
+    said: list[str] = []
+    machine = Machine(
+        speed={("loader_workers", 2): 20.0, "other": 1.5},
+        noise=0.3,
+        data_share=0.95,
+        thread=lambda step: CROWDED if step < 2000 else QUIET,
+    )
+    workers = candidate("loader_workers", treats=INPUT, phase="data", settings=(1, 2))
+    controller = simulate([candidate("other"), workers], machine, pace=FAST, say=said.append)
+
+    waited = next(number for number, action in enumerate(machine.actions) if action.rest)
+    tried = [name for action in machine.actions[:waited] for name in action.plan]
+    assert set(tried) == {"loader_workers"}
+    assert controller.plan["loader_workers"] == 2
+    assert "other" in controller.plan  # tried once the waiting was over
+    assert said == ["other processes keep the machine busy: the search waits, but for loader_workers, which can't wait"]
+    assert controller.plain_ms == pytest.approx(20, rel=0.3)
+
+
+def test_what_is_not_kept_on_a_crowded_machine_is_tried_again_on_a_quiet_one() -> None:
+    machine = Machine(
+        speed={"loader_workers": 1.0},
+        data_share=0.95,
+        thread=lambda step: CROWDED if step < 400 else QUIET,
+    )
+    machine.drift = lambda step: 1.0
+    workers = candidate("loader_workers", treats=INPUT, phase="data")
+    seconds = machine.seconds
+
+    def faster_when_quiet(plan: dict[str, Any]) -> float:
+        return seconds(plan) / (3.0 if plan and machine.step > 400 else 1.0)
+
+    machine.seconds = faster_when_quiet  # type: ignore[method-assign]
+    controller = simulate([workers], machine, pace=FAST)
+
+    assert list(controller.plan) == ["loader_workers"]
+    assert controller.rows["loader_workers"].status == "kept"
+
+
+def test_waiting_for_a_quiet_machine_has_an_end_in_seconds_too() -> None:
+    machine = Machine(thread=lambda step: CROWDED, drift=lambda step: 100.0)  # 2 s a step
+    simulate([candidate("good")], machine, pace=FAST)
+
+    rests = [action.rest for action in machine.actions if action.rest]
+    assert rests == [FAST.observe] * FAST.crowded_looks  # 10 steps are 20 s; a look needs more
+
+
+def test_a_regime_that_changes_while_the_search_waits_begins_it_anew() -> None:
+    machine = Machine(
+        speed={"loader_workers": 3.0},
+        data_share=0.95,
+        thread=lambda step: CROWDED if step < 300 else QUIET,
+        regime=lambda step: "one" if step < 30 else "other",
+    )
+    workers = candidate("loader_workers", treats=INPUT, phase="data")
+    controller = simulate([workers], machine, pace=FAST)
+
+    assert any("searching again" in event.text for event in controller.events)
+    assert list(controller.plan) == ["loader_workers"]
 
 
 def test_what_a_finding_names_comes_before_what_treats_its_class() -> None:

@@ -127,7 +127,7 @@ def test_reordered_sums_pass_and_are_measured() -> None:
         (lambda out: {**out, "logits": out["logits"].double()}, "its output is .* torch.float64"),
         (lambda out: {**out, "logits": out["logits"][:-1]}, r"its output is \(15, 5\)"),
         (lambda out: {"logits": out["logits"]}, "it returns 1 tensors, the plain path 2"),
-        (lambda out: {**out, "logits": out["logits"] * math.nan}, "finite where the plain one isn't"),
+        (lambda out: {**out, "logits": out["logits"] * math.nan}, "not finite, unlike the plain one"),
         (lambda out: {**out, "logits": out["logits"] + 0.01}, "its output is off by"),
         (lambda out: {**out, "logits": out["logits"].detach()}, "gradient for head.weight"),
     ],

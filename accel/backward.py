@@ -1,0 +1,103 @@
+"""Tell what listens when a backward pass of the loop begins, and when it is done.
+
+One mark on `torch.autograd.backward`, which `Tensor.backward` calls too, for all who listen; without listeners it is
+taken out again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Listener(Protocol):
+    """What listens."""
+
+    def backward_begins(self) -> None:
+        """A backward pass begins."""
+
+    def backward_ended(self, roots: list[Tensor]) -> None:
+        """It is done; it went out from these tensors."""
+
+
+class _Mark:
+    def __init__(self) -> None:
+        self.listeners: list[Listener] = []
+        self._marked: Any = None
+        self._found: Any = None
+        self._inside = False
+
+    def add(self, listener: Listener) -> None:
+        if not any(listener is known for known in self.listeners):
+            self.listeners.append(listener)
+        if not self._is_in_place():
+            self._found = torch.autograd.backward
+            self._marked = torch.autograd.backward = self._mark(self._found)
+
+    def remove(self, listener: Listener) -> None:
+        self.listeners = [known for known in self.listeners if known is not listener]
+        # Under a mark of someone else ours stays, and passes everything on.
+        if not self.listeners and torch.autograd.backward is self._marked:
+            torch.autograd.backward = self._found
+
+    def _is_in_place(self) -> bool:
+        """Tell whether the mark is there, on top or under others: one of those may have taken it away with itself."""
+        outer: Any = torch.autograd.backward
+        while outer is not None and outer is not self._marked:
+            outer = getattr(outer, "__wrapped__", None)
+        return outer is not None
+
+    def _mark(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> None:
+            if self._inside or not self.listeners:  # a backward pass within one (checkpointing) belongs to it
+                original(*args, **kwargs)
+                return
+            self._inside = True
+            for listener in list(self.listeners):
+                listener.backward_begins()
+            try:
+                original(*args, **kwargs)
+            finally:
+                self._inside = False
+            roots = args[0] if args else kwargs["tensors"]
+            for listener in list(self.listeners):
+                listener.backward_ended([roots] if isinstance(roots, Tensor) else list(roots))
+
+        return backward
+
+
+_MARK = _Mark()
+listen = _MARK.add
+"""Tell this listener too."""
+forget = _MARK.remove
+"""Tell it no more."""
+
+
+def leads_past(roots: Iterable[Tensor], calls: set[int], parameters: set[int]) -> bool:
+    """Tell whether a backward pass from `roots` reaches parameters on a way that leads past the model's calls.
+
+    A penalty on the weights does: what it adds to their gradients is none of the call's.
+
+    Args:
+        roots: where the pass went out from.
+        calls: sequence numbers of the calls' output nodes.
+        parameters: `id` of each parameter.
+    """
+    nodes: list[Any] = [getattr(root, "grad_fn", None) for root in roots]
+    waiting = [node for node in nodes if node is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node._sequence_nr() in calls:
+            continue
+        if id(getattr(node, "variable", None)) in parameters:
+            return True
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        waiting += new
+    return False

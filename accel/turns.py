@@ -1,0 +1,50 @@
+"""Whose search it is, where one loop trains several optimized models.
+
+Two searches in the same steps would each take the other's trials for their own. So a search waits while another one's
+steps come between its own, and a finished plan is not tried again meanwhile. A search whose loop has been left comes
+between nobody's steps and holds up nobody.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+
+class Searcher(Protocol):
+    """What takes turns: a session."""
+
+    @property
+    def searching(self) -> bool:
+        """True while its trials may switch something on or off."""
+
+
+class Turns:
+    """The order of steps of all who search in this process."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._last: weakref.WeakKeyDictionary[Searcher, int] = weakref.WeakKeyDictionary()
+
+    def join(self, searcher: Searcher) -> None:
+        """Take part, from now on."""
+        self._last[searcher] = self._now
+
+    def leave(self, searcher: Searcher) -> None:
+        """Take no more part."""
+        self._last.pop(searcher, None)
+
+    def step(self, searcher: Searcher) -> Searcher | None:
+        """Note a step of `searcher`, and return one that searches in the same loop, or None.
+
+        Ranks that run the same loop get the same answer at the same step.
+        """
+        since = self._last.get(searcher, self._now)
+        self._now += 1
+        self._last[searcher] = self._now
+        others = [o for o, last in self._last.items() if o is not searcher and last > since and o.searching]
+        return others[0] if others else None
+
+
+TURNS = Turns()
+"""Those of this process."""

@@ -1,0 +1,112 @@
+"""No name and no number of a report breaks in the middle, whatever its size, on pages of usual widths."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel import compare, strategies, terminal
+from accel.report import Report, StrategyRow
+from accel.terminal import Cell, Page
+
+WIDTHS = (80, 100, 120)
+positive = st.floats(1e-9, 1e12) | st.sampled_from([0.000395, 0.0003, 99.95, 9999.5, 1e4, 1e7])
+names = st.sampled_from(strategies.names()) | st.from_regex(r"\A[a-z]{1,12}(_[a-z]{1,8}){0,2}\Z")
+values = st.none() | positive | st.just(math.inf)
+sizes = st.sampled_from(["", "workers=2", "threads=8", "fused", "powersgd(rank=4)+hosts"])
+
+
+@st.composite
+def rows(draw: Any) -> StrategyRow:
+    row = StrategyRow(name=draw(names), summary="", treats=[], exactness="exact", setting=draw(sizes))
+    row.status = draw(st.sampled_from(["kept", "undone", "refused", "not applicable", "not tried"]))
+    row.gain, row.gain_low, row.gain_high = draw(values), draw(values), draw(values)
+    row.before_ms, row.after_ms, row.spread_ms = draw(values), draw(values), draw(values)
+    row.output_error, row.gradient_error = draw(values), draw(values)
+    row.cost_s = draw(st.just(0.0) | positive)
+    return row
+
+
+phases = st.dictionaries(
+    st.sampled_from(["data", "forward", "communication", "optimizer"]) | names, positive, max_size=5
+)
+
+
+def whole(row: StrategyRow) -> list[str]:
+    """The texts of a row that must stand in one piece."""
+    cells = terminal._texts(row)
+    return [text for text in (*cells.pop("strategy").split(), *cells.values()) if text != "-"]
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    report=st.builds(
+        Report,
+        rows=st.lists(rows(), min_size=1, max_size=5),
+        anatomy_before=phases,
+        anatomy_after=phases,
+    )
+)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_cell_of_a_report_breaks(width: int, report: Report) -> None:
+    printed = lines(terminal.render(report, width=width, color=False))
+    assert max(map(len, printed)) <= min(width, 100)
+    for row in report.rows:
+        for text in whole(row):
+            assert any(text in line for line in printed), text
+    for part in (report.anatomy_before, report.anatomy_after):
+        for name, value in part.items():
+            assert any(name in line and terminal.ms_text(value) in line for line in printed), name
+
+
+@settings(max_examples=25, deadline=None)
+@given(old=st.lists(rows(), max_size=4), new=st.lists(rows(), max_size=4), before=phases, after=phases)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_cell_of_a_comparison_breaks(
+    width: int, old: list[StrategyRow], new: list[StrategyRow], before: Any, after: Any
+) -> None:
+    one = Report(accel_ms=2.0, state="done", rows=old, anatomy_after=before)
+    other = Report(accel_ms=3.0, state="done", rows=new, anatomy_after=after)
+    compared = compare.compare(one, other)
+    printed = lines(compared.render(width=width, color=False))
+    for change in compared.strategies:
+        gains = [compare._gain(change.old), compare._gain(change.new)]
+        if change.changed or gains != ["-", "-"]:
+            assert any(change.name in line for line in printed)
+            assert all(any(gain in line for line in printed) for gain in gains)
+    for phase in compared.phases:
+        assert any(phase.name in line for line in printed)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_row_with_a_long_name_or_number_keeps_it_whole(width: int) -> None:
+    page = Page(width, False)
+    page.row(
+        [
+            Cell(text="gradient_compression", width=19),
+            Cell(text="0.000395", width=6, right=True),
+            Cell(text="26.6 → 18.4 ± 0.3 and more", width=10, whole=True),
+            Cell(text="a sentence of some length that may be wrapped between its words", width=24, prose=True),
+        ]
+    )
+    printed = page.text()
+    for text in ("gradient_compression", "0.000395", "26.6 → 18.4 ± 0.3 and more", "sentence"):
+        assert text in printed
+
+
+def test_items_keep_together_where_they_fit() -> None:
+    page = Page(40, False)
+    page.items(["gain 1.31x [1.27, 1.35]", "ms per step 26.6 → 18.4 ± 0.3", "cost 0.8 s"], ", ", 2)
+    assert page.text().splitlines() == [
+        "  gain 1.31x [1.27, 1.35],",
+        "  ms per step 26.6 → 18.4 ± 0.3,",
+        "  cost 0.8 s",
+    ]
