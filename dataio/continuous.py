@@ -174,6 +174,7 @@ class Continuous:
         self._forecast = Forecast(self._fetch)
         # What each engine's copies of the dataset were last told; one that has not begun takes it as it is then.
         self._states: weakref.WeakKeyDictionary[Engine, State] = weakref.WeakKeyDictionary()
+        self._made_in: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # epoch
         # For mending: what is under way, and what it has to be undone with.
         self._broken = False
         self._recent: deque[tuple[Job, States]] = deque(maxlen=_RECENT)
@@ -194,7 +195,7 @@ class Continuous:
         """
         self.drop()
         self._note_epoch(first, self._state())
-        self._refresh()
+        self._refresh(self._epoch + 1)
         self.served = first
         self._feed(indices, base_seed)
         self._may_look_ahead = ahead and self._wrong < _MOST_WRONG
@@ -306,6 +307,10 @@ class Continuous:
         self._record.clear()
         self._given, self._failed, self._resumed = 0, False, None
 
+    def know(self, engine: Engine) -> None:
+        """Take note that an engine's copies of the dataset have just been made."""
+        self._states[engine], self._made_in[engine] = self._state(), self._epoch + 1
+
     def close(self) -> None:
         """Give up the engine's threads and processes; the next `take` starts them anew."""
         self.drop()
@@ -323,7 +328,7 @@ class Continuous:
         self.engine = engine
         self._sent = self._states.get(engine, self._sent)
         self._began = self._state()
-        self._refresh()
+        self._refresh(self._epoch)
 
     def _forget_ahead(self) -> None:
         if any(job.epoch != self._epoch for job in self._record):
@@ -386,7 +391,7 @@ class Continuous:
             return False
         self._wrong = 0
         self._note_epoch(0, now)
-        self._refresh()
+        self._refresh(self._epoch + 1)
         self._real = capture(self.loader), None
         epochs.begin_ahead(self.loader, ahead)
         ahead.foreseen.begin()
@@ -502,14 +507,15 @@ class Continuous:
             self._epoch_step = epoch - self._begun_at
         self._began, self._begun_at = now, epoch
 
-    def _refresh(self) -> None:
-        """Bring the engine's copies of the dataset to its present state."""
+    def _refresh(self, epoch: int) -> None:
+        """Bring the engine's copies of the dataset to its present state, as `epoch` begins or goes on."""
         assert self._began is not None
         change = compare(self._sent, self._began)
         # What can't be seen may have changed: then workers last as long as those of a plain loader.
-        unseen = not self._began.whole and not self._persistent
+        unseen = not self._began.whole and not self._persistent and self._made_in.get(self.engine) != epoch
         if unseen or (change and not change.sendable):
             self.engine.restart()
+            self._made_in[self.engine] = epoch
         elif change:
             self.engine.update(change.leaves)
         self._sent = self._began

@@ -169,12 +169,14 @@ class Way:
             return
         check_fork(self.loader, start_method, accepted=self._accepted)
 
-    def _start_own(self) -> None:
+    def _start_own(self, continuous: Continuous) -> None:
         """Start the workers that the user asked for: the loop has opened nothing yet that fetching opens."""
         setting = Setting(_start_method(self.loader), self.loader.num_workers)
         self._accepted = shared_handle(self.loader)
         try:
-            self._engine(setting).start()
+            engine = self._engine(setting)
+            engine.start()
+            continuous.know(engine)
         except Exception as error:
             log.info("%s can't be started: %s", setting, error)
 
@@ -232,9 +234,9 @@ class Way:
         self._detach()
         self._running = weakref.ref(running)
         if self._continuous is None:
-            if self.choice is not None and self.loader.num_workers > 0 and not self.calls_init:
-                self._start_own()
             self._continuous = Continuous(self.loader, self._engine(self.setting))
+            if self.choice is not None and self.loader.num_workers > 0 and not self.calls_init:
+                self._start_own(self._continuous)
         loaded = self.loaded
         self.finished, self.served = False, 0
         if loaded is not None and loaded["begun"]["sampler_epoch"] == epochs.epoch_of(self.loader):

@@ -145,3 +145,21 @@ def test_an_attribute_of_the_users_own_ends_no_worker() -> None:
         loader.name = "training"  # type: ignore[attr-defined]
         assert len(list(batches)) == 4
         assert loader._way.worker_processes() == [before]
+
+
+def test_workers_are_made_anew_once_in_an_epoch_where_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that take turns on trial keep their workers within an epoch."""
+    monkeypatch.setattr(content, "MOST_BYTES", 100)
+    plain = DataLoader(Table(), 20)
+    engines = [ProcessEngine(plain, 1), ProcessEngine(plain, 2)]
+    continuous, seen = Continuous(plain, engines[0]), []
+    for _ in range(2):
+        continuous.take(iter(plain.batch_sampler))  # type: ignore[arg-type]
+        for number in range(8):
+            continuous.switch(engines[number % 2])
+            continuous.fetch()
+            seen.append(tuple(process.pid for process in continuous.engine.processes))  # type: ignore[attr-defined]
+    for engine in engines:
+        engine.close()
+
+    assert len(set(seen)) == 4
