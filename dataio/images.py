@@ -14,7 +14,7 @@ import functools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from accel.dataio.image_epoch import Epoch
 from accel.dataio.image_geometry import Placement, Transform, uniforms
 from accel.dataio.image_resize import Interpolation, Resizer
 from accel.dataio.image_sources import EXTENSIONS, Sample, folder_samples, name, read
+from accel.dataio.thread_pool import ThreadPool
 from accel.profiler.host import usable_cores
 
 
@@ -223,12 +224,12 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
 
 
 @functools.cache
-def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+def _pool(threads: int, process: int) -> ThreadPool:
     """Return the threads that all datasets of this process share: a dataset with its own would change when it is read.
 
     Threads do not survive a fork, so each process has other ones.
     """
-    return ThreadPoolExecutor(threads, "accel-images")
+    return ThreadPool(threads, "accel-images", rests=False)
 
 
 def _pop(todo: deque[int]) -> int | None:

@@ -80,6 +80,7 @@ class ThreadPool:
     Args:
         workers: threads, at least 1.
         name: of the threads, before their number.
+        rests: whether `at_rest` keeps its tasks from beginning; not where a task of another pool waits for them.
 
     Example:
         >>> pool = ThreadPool(2, "squares")
@@ -88,8 +89,8 @@ class ThreadPool:
         >>> pool.shutdown()
     """
 
-    def __init__(self, workers: int, name: str) -> None:
-        self._workers, self._name = workers, name
+    def __init__(self, workers: int, name: str, *, rests: bool = True) -> None:
+        self._workers, self._name, self._rests = workers, name, rests
         self._tasks: _Queue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         # The threads know the queue alone: the pool goes with its last user, and its threads with it.
@@ -103,7 +104,7 @@ class ThreadPool:
         self._tasks.put((future, function, arguments))
         if len(self._threads) < self._workers:
             name = f"{self._name}_{len(self._threads)}"
-            thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
+            thread = threading.Thread(target=_work, args=(self._tasks, self._rests), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
         return future
@@ -123,8 +124,8 @@ def _end(tasks: _Queue, workers: int) -> None:
         tasks.put(None)
 
 
-def _work(tasks: _Queue) -> None:
-    rest = _rest
+def _work(tasks: _Queue, rests: bool) -> None:
+    rest = _rest if rests else _Rest()
     while (task := tasks.get()) is not None:
         future, function, arguments = task
         del task

@@ -115,7 +115,7 @@ def test_the_next_epochs_batches_are_under_way_when_one_ends(samples: Any) -> No
         continuous = loader._way._continuous
         assert continuous is not None
 
-        assert len(continuous._under_way) == 4
+        assert len(continuous._record) == 4
         assert dataset.epoch == 0
 
 

@@ -1,0 +1,110 @@
+"""Threads that make batches: they rest while a fork is made, end with their pool, and hold nothing."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+from accel.dataio.thread_pool import ThreadPool, at_rest
+
+
+def test_results_and_errors_come_back() -> None:
+    pool = ThreadPool(2, "tests")
+    futures = [pool.submit(pow, 2, n) for n in range(20)]
+
+    assert [future.result() for future in futures] == [2**n for n in range(20)]
+    assert isinstance(pool.submit(int, "no number").exception(), ValueError)
+    pool.shutdown()
+
+
+def test_what_is_cancelled_is_never_called() -> None:
+    pool, calls, held = ThreadPool(1, "tests"), [], threading.Event()
+    first = pool.submit(held.wait, 30)
+    later = pool.submit(calls.append, 1)
+    assert later.cancel()
+    held.set()
+    first.result()
+    pool.submit(int).result()
+
+    assert not calls
+    pool.shutdown()
+
+
+def test_at_rest_nothing_runs_and_what_was_asked_for_comes_after() -> None:
+    pool, running, calls = ThreadPool(3, "tests"), threading.Event(), []
+
+    def long() -> None:
+        running.set()
+        time.sleep(0.05)
+        calls.append("long")
+
+    pool.submit(long)
+    running.wait(30)
+    with at_rest(30) as quiet:
+        assert quiet
+        assert calls == ["long"]
+        later = [pool.submit(calls.append, n) for n in range(5)]
+        time.sleep(0.05)
+        assert calls == ["long"]
+    for future in later:
+        future.result(30)
+
+    assert sorted(calls[1:]) == list(range(5))
+    pool.shutdown()
+
+
+def test_one_that_does_not_come_to_rest_is_told() -> None:
+    pool, running, held = ThreadPool(1, "tests"), threading.Event(), threading.Event()
+
+    def hang() -> None:
+        running.set()
+        held.wait(30)
+
+    future = pool.submit(hang)
+    running.wait(30)
+    with at_rest(0.01) as quiet:
+        assert not quiet
+    held.set()
+    future.result(30)
+    with at_rest(30) as quiet:
+        assert quiet
+    pool.shutdown()
+
+
+def test_a_task_may_wait_for_those_of_a_pool_that_does_not_rest() -> None:
+    outer, inner, running = ThreadPool(1, "tests"), ThreadPool(1, "tests", rests=False), threading.Event()
+
+    def task() -> int:
+        running.set()
+        time.sleep(0.02)
+        return int(inner.submit(pow, 3, 2).result(30))
+
+    future = outer.submit(task)
+    running.wait(30)
+    with at_rest(20) as quiet:
+        assert quiet
+    assert future.result() == 9
+    outer.shutdown()
+    inner.shutdown()
+
+
+def test_threads_end_with_the_pool_and_keep_nothing_alive() -> None:
+    class Thing:
+        pass
+
+    pool, thing = ThreadPool(2, "accel-tests-end"), Thing()
+    gone = weakref.ref(thing)
+    pool.submit(id, thing).result()
+    del thing
+    until = time.monotonic() + 30
+    while gone() is not None and time.monotonic() < until:
+        time.sleep(0.001)
+    assert gone() is None
+    del pool
+    gc.collect()
+    while any(t.name.startswith("accel-tests-end") for t in threading.enumerate()) and time.monotonic() < until:
+        time.sleep(0.001)
+
+    assert not any(t.name.startswith("accel-tests-end") for t in threading.enumerate())
