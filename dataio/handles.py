@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.reach import MOST, native, native_base, reachable
+from accel.dataio.reach import MOST, is_code, native, native_base, reachable
 
 
 class HandleShared(RuntimeError):
@@ -95,7 +95,7 @@ def _handle(name: str, thing: Any) -> str:
         return ""
     if isinstance(thing, collections.abc.Iterator) and not isinstance(thing, torch.nn.Module):
         return f"{name} is a {kind.__qualname__}, which gives each process what comes next for itself"
-    if isinstance(thing, type) or not native(kind):
+    if is_code(thing) or not native(kind):
         return ""
     owner = native_base(kind).__module__.partition(".")[0]
     if owner in _HARMLESS and kind.__qualname__ != "VideoCapture":

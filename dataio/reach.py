@@ -82,9 +82,13 @@ def _parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
 _CODE = (types.FunctionType, types.MethodType, staticmethod, classmethod, property, functools.partial, type)
 
 
+# Functions that Cython and numba compiled; the first by the module of their type, which has a version in its name.
+_COMPILED = ("_cython", "numba", "_dispatcher")
+
+
 def is_code(thing: Any) -> bool:
     """Tell whether `thing` is a function, a class, or what makes one of another."""
-    return isinstance(thing, _CODE)
+    return isinstance(thing, _CODE) or type(thing).__module__.startswith(_COMPILED)
 
 
 def packages(*roots: Any) -> set[str]:
@@ -119,7 +123,7 @@ def code_parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
         yield from ((name, part) for part in (thing.fget, thing.fset) if part is not None)
     elif isinstance(thing, functools.partial):
         yield from ((name, part) for part in (thing.func, *thing.args, *thing.keywords.values()))
-    elif _is_followed(thing.__module__, followed):
+    elif isinstance(thing, type) and _is_followed(thing.__module__, followed):
         own = [(key, value) for key, value in vars(thing).items() if is_code(value) or not key.startswith("__")]
         yield from ((f"{thing.__qualname__}.{key}", value) for key, value in own)
         yield from ((base.__qualname__, base) for base in thing.__bases__)
