@@ -25,8 +25,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import random
-import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -37,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.dataio.batches import map_tensors, tensors
+from accel.dataio.randomness import streams
 from accel.strategies.base import Exactness
 
 _REDUCED_EPS = 2.0**-8
@@ -118,21 +117,17 @@ class RandomStates:
     """The random states a model may draw from: torch on each device, Python, numpy."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cpu = torch.get_rng_state()
+        self._host = [(stream, stream.read()) for stream in streams()]
         self._device = device
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = numpy.random.get_state() if numpy is not None else None
 
     def restore(self) -> None:
-        """Put all states back."""
-        torch.set_rng_state(self._cpu)
+        """Put back the states that are others now; what nobody drew from is not written: other threads may draw."""
+        for stream, state in self._host:
+            if stream.read() != state:
+                stream.write(state)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
 
 
 class ModuleState:

@@ -237,3 +237,19 @@ def test_a_shadow_step_runs_no_hooks() -> None:
     update_guard.updated(optimizer)
 
     assert calls == []
+
+
+def test_generators_that_a_replay_does_not_draw_from_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may draw from them meanwhile, and must not draw the same numbers again."""
+    written: list[str] = []
+    real = guard.streams()
+    watched = [each._replace(write=lambda state, name=each.name: written.append(name)) for each in real]
+    monkeypatch.setattr(guard, "streams", lambda: watched)
+    model = nn.Linear(2, 2)
+    with guard.untouched(model, torch.device("cpu")):
+        model(torch.ones(1, 2))
+    assert not written
+    with guard.untouched(model, torch.device("cpu")):
+        torch.rand(1)
+
+    assert written == ["torch"]
