@@ -99,7 +99,7 @@ class Session:
         self._settled = False
         self._decisions: Decisions | None = None
         self._ranks: Ranks | None = None
-        self._called = time.time()
+        self._called_at = time.time()
         self._clock = StepClock(clock)
         self._active: Choices = {}
         self._watch = Watch(run.gate, run.device, self._trip)
@@ -464,7 +464,7 @@ class Session:
 
     def _begin(self) -> None:
         """Meet the other ranks and take the first action; the steps until here only warmed up."""
-        self._ranks = Ranks(since=self._called)
+        self._ranks = Ranks(since=self._called_at)
         self.run.world_size = self._ranks.size
         if self._ranks.leads:
             self._decisions = self._make_decisions()

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from accel.dataio import epochs
@@ -58,11 +60,20 @@ class _Jobs:
         return self
 
     def __next__(self) -> Job:
-        indices = next(self._draws)
+        indices = _kept(next(self._draws))
         number = self._number
         self._number += 1
         seed = None if self._base_seed is None else derived_seed(self._base_seed, number)
         return Job(indices, seed, self._draws.generators(), self._dataset, self._epoch, number)
+
+
+def _kept(indices: Any) -> Any:
+    """Return an index list that stays as it is: a sampler may yield the same one again and again, filled anew."""
+    if type(indices) is list:
+        return indices.copy()
+    if isinstance(indices, np.ndarray):
+        return indices.copy()
+    return indices.clone() if isinstance(indices, Tensor) else indices
 
 
 class ListLost(RuntimeError):
@@ -383,6 +394,7 @@ class Continuous:
             return False
         undisturbed = same_draws(self.loader, ahead)
         as_expected = epoch_of(self.loader) == ahead.epoch and ahead.foreseen.holds()
+        as_expected = as_expected and epochs.lengths(self.loader) == ahead.lengths
         now = self._state()
         if not (undisturbed and as_expected) or not now.whole or compare(self._sent, now):
             self.failed_guesses += 1

@@ -15,8 +15,16 @@ from torch.utils.data import Subset
 def dataset_epoch(dataset: Any) -> int | None:
     """Return the epoch of a dataset that can be had as in another one; None for any other dataset."""
     inner = _inner(dataset)
-    epoch = getattr(inner, "epoch", None)
-    return epoch if type(epoch) is int and callable(getattr(inner, "at_epoch", None)) else None
+    epoch = said(inner, "epoch")
+    return epoch if type(epoch) is int and callable(said(inner, "at_epoch")) else None
+
+
+def said(dataset: Any, name: str) -> Any:
+    """Return an attribute of a dataset, None if there is none, whatever its `__getattr__` or a property raises."""
+    try:
+        return getattr(dataset, name)
+    except Exception:
+        return None
 
 
 def at_epoch(dataset: Any, epoch: int) -> Any:

@@ -106,6 +106,8 @@ class Ahead:
     """Random states once the epoch has begun, before its first list is drawn."""
     base_draws: int | None
     """Numbers that the base seed needs of torch's own generator; None to write its state."""
+    lengths: tuple[int, ...]
+    """Of dataset and sampler, when the lists were drawn."""
     draws: Draws
     base_seed: int
     epoch: int | None
@@ -163,6 +165,13 @@ def _advance(state: torch.Tensor, draws: int | None) -> None:
         torch.set_rng_state(state)
     for _ in range(draws or 0):
         _draw(None)
+
+
+def lengths(loader: DataLoader[Any]) -> tuple[int, ...]:
+    """Return what torch's samplers take as the length of the dataset now, and that of the dataset itself."""
+    sampler: Any = ordering(loader)
+    sources = [loader.dataset, sampler.data_source if type(sampler) in (RandomSampler, SequentialSampler) else ()]
+    return tuple(len(source) for source in sources)  # type: ignore[arg-type]
 
 
 def epoch_of(loader: DataLoader[Any]) -> int | None:
@@ -266,7 +275,7 @@ def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = N
     if foreseen is None or first is None:
         return None
     draws = Draws(loader, itertools.chain([first], foreseen.lists), after, global_draws)
-    return Ahead(before, began, base_draws, draws, seeded, following, foreseen)
+    return Ahead(before, began, base_draws, lengths(loader), draws, seeded, following, foreseen)
 
 
 def _seeded(loader: DataLoader[Any], apart: torch.Generator) -> tuple[Any, int]:
@@ -303,7 +312,7 @@ def _foresee(loader: DataLoader[Any], step: int, seeded: int | None) -> Ahead | 
     quiet = torch.equal(after[0], between)
     base_draws = int(seeded is None and loader.generator is None) if quiet else None
     draws = Draws(loader, itertools.chain([first], foreseen.lists), after, 0 if quiet else None)
-    return Ahead(before, began, base_draws, draws, seed, epoch + step, foreseen)
+    return Ahead(before, began, base_draws, lengths(loader), draws, seed, epoch + step, foreseen)
 
 
 def draw_as_exhausted(loader: DataLoader[Any]) -> None:

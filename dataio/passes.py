@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from accel.dataio import epochs, resume, transfer
 from accel.dataio.choice import Choice
 from accel.dataio.continuous import Continuous
+from accel.dataio.dataset_epoch import said
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.engine import (
     Engine,
@@ -107,8 +108,8 @@ class Way:
     @property
     def _told(self) -> bool | None:
         """Whether threads may read the dataset at once, where somebody says so."""
-        told = self.options.thread_safe
-        return getattr(self.loader.dataset, "thread_safe", None) if told is None else told
+        told = said(self.loader.dataset, "thread_safe") if self.options.thread_safe is None else self.options.thread_safe
+        return told if isinstance(told, bool) else None
 
     def _first_setting(self) -> Setting:
         mode, loader = self.options.mode, self.loader

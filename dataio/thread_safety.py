@@ -25,6 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accel.dataio.dataset_epoch import said
+from accel.dataio.reach import own_attributes
+
 _DEPTH = 8
 # Of a long list the first few stand for all.
 _LOOKED = 64
@@ -38,8 +41,8 @@ _HARMLESS = (
 
 def unsafe(dataset: Any) -> str:
     """Return '' if several threads may read `dataset` at once, else the reason why that is not known."""
-    told = getattr(dataset, "thread_safe", None)
-    if told is not None:
+    told = said(dataset, "thread_safe")
+    if isinstance(told, bool):
         return "" if told else "the dataset says that threads may not read it at once (thread_safe)"
     return _look(dataset, "the dataset", _DEPTH, set())
 
@@ -79,8 +82,8 @@ def _parts(thing: Any) -> list[tuple[str, Any]] | None:
         return [("", thing.__self__)]
     if isinstance(thing, functools.partial):
         return [("'s function", thing.func), ("'s arguments", [*thing.args, *thing.keywords.values()])]
-    attributes = getattr(thing, "__dict__", None)
-    if not isinstance(attributes, dict) or not _written_in_python(type(thing)):
+    attributes = own_attributes(thing)
+    if attributes is None or not _written_in_python(type(thing)):
         return None
     return [(f".{name}", value) for name, value in attributes.items()]
 

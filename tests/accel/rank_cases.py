@@ -166,7 +166,7 @@ def leaves(rank: int, world: int, how: str) -> dict[str, Any]:
                 accel.undo(model)
             if how == "fail":
                 session = entry._optimized[model].session
-                session._close_step = lambda: 1 / 0  # type: ignore[assignment, return-value]
+                session._close_step = lambda *_: 1 / 0  # type: ignore[assignment, return-value]
 
     with _noted() as found, contextlib.suppress(_Stop):
         _train(rank, [40] * world, act, True, epochs=1, ddp=False, join=False)
@@ -218,7 +218,7 @@ def keeps(rank: int, world: int) -> dict[str, Any]:
             done.append(step)
             if rank == 1:
                 (model,) = entry._optimized
-                entry._optimized[model].session._close_step = lambda: 1 / 0  # type: ignore[assignment, return-value]
+                entry._optimized[model].session._close_step = lambda *_: 1 / 0  # type: ignore[assignment, return-value]
 
     with _noted() as found:
         model, _ = _train(rank, [80] * world, act, True, epochs=1, ddp=False, join=False)

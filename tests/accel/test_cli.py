@@ -36,7 +36,7 @@ def test_report_prints_the_terminal_report(tmp_path: Path) -> None:
 
 
 def test_report_writes_the_page_beside_it(tmp_path: Path) -> None:
-    page = tmp_path / "out" / "page.htm"
+    page = tmp_path / "page.htm"
     result = _run("report", _save(tmp_path / "a.json", 10.0), "--html", page)
     assert result.exit_code == 0
     assert result.stdout.startswith("accel: 2.00x")
@@ -54,11 +54,20 @@ def test_page_never_replaces_the_report(tmp_path: Path) -> None:
 
 def test_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     path = _save(tmp_path / "a.json", 10.0)
-    result = _run("report", path, "--html", path / "page.html")
+    (tmp_path / "page.html").mkdir()
+    result = _run("report", path, "--html", tmp_path / "page.html")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert "can't be written" in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("folder", ["out", "a.json"])
+def test_no_folder_is_made_for_a_page(tmp_path: Path, folder: str) -> None:
+    result = _run("report", _save(tmp_path / "a.json", 10.0), "--html", tmp_path / folder / "page.html")
+    assert result.exit_code == 2
+    assert "error: --html must lie in a directory that exists" in result.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
 
 
 @pytest.mark.parametrize(

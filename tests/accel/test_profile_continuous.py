@@ -94,4 +94,4 @@ def test_everything_is_put_back() -> None:
     recorder.stop()
 
     assert (ContinuousLoader.__iter__, Pass.__next__) == before
-    assert "__next__" not in vars(Pass)
+    assert vars(Pass)["__next__"] is before[1]

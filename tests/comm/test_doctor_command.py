@@ -82,10 +82,11 @@ def test_a_file_that_is_no_log_is_one_sentence(machine: Path) -> None:
 
 
 def test_a_file_that_can_not_be_written_is_one_sentence(machine: Path) -> None:
-    (machine / "file").touch()
-    done = run("--json", machine / "file" / "doctor.json")
+    (machine / "folder").mkdir()
+    assert "is a directory" in run("--json", machine / "folder").output
+    done = run("--json", machine / "missing" / "doctor.json")
     assert done.exit_code == 2
-    assert "can't be written" in done.output.splitlines()[-1]
+    assert "--json must lie in a directory that exists" in done.output
 
 
 def test_options_before_the_command_are_not_lost_in_silence(machine: Path) -> None:

@@ -22,6 +22,9 @@ class Played(AutoComm):
         profile, network = Profile((1, 1), (0.0, 1.0), 0.0), Network.__new__(Network)
         self.choice = Choice(options, profile, network, predicted[PLAIN], {}, {PLAIN: predicted[PLAIN]})
         self.check, self.tried = 20, list[Plan]()
+        self.plan: Plan = ()
+        self._wanted: Plan = ()
+        self._states = {}
         self._steps = {plan: iter_of(*values) for plan, values in steps.items()}
 
     def _measured(self, plan: Plan, steps: int, settle: int = 1) -> Generator[None, None, float]:
