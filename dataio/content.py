@@ -21,13 +21,16 @@ _CHUNK = 4096
 class Content:
     """Takes the digests of one look at a dataset.
 
+    Args:
+        share: of `MOST_BYTES` and `MOST_ENTRIES` that it may look at.
+
     Attributes:
         whole: False once something could not be looked into, or was too much.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = 1.0) -> None:
         self.whole = True
-        self._bytes, self._entries = MOST_BYTES, MOST_ENTRIES
+        self._bytes, self._entries = int(MOST_BYTES * share), int(MOST_ENTRIES * share)
 
     def unseen(self) -> None:
         """Take note of something that can't be looked into."""

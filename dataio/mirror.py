@@ -91,11 +91,16 @@ class _Handle(_Same):
     __hash__ = None
 
 
-def state_of(dataset: Any) -> State:
-    """Return the small state of `dataset`, or of a `Fetch`."""
+def state_of(dataset: Any, share: float = 1.0) -> State:
+    """Return the small state of `dataset`, or of a `Fetch`.
+
+    Args:
+        dataset: is looked into.
+        share: of the most that is looked into of big arrays and long containers, see `Content`.
+    """
     leaves: dict[Path, Any] = {}
     rest: dict[Path, Any] = {}
-    content, seen = Content(), set[int]()
+    content, seen = Content(share), set[int]()
     followed = packages(*((dataset.dataset, dataset.collate) if isinstance(dataset, Fetch) else (dataset,)))
     # Breadth first, so that an object which can be reached in several ways is looked into from the nearest.
     waiting: deque[tuple[Any, Path]] = deque([(dataset, ())])

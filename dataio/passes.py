@@ -108,7 +108,9 @@ class Way:
     @property
     def _told(self) -> bool | None:
         """Whether threads may read the dataset at once, where somebody says so."""
-        told = said(self.loader.dataset, "thread_safe") if self.options.thread_safe is None else self.options.thread_safe
+        if self.options.thread_safe is not None:
+            return self.options.thread_safe
+        told = said(self.loader.dataset, "thread_safe")
         return told if isinstance(told, bool) else None
 
     def _first_setting(self) -> Setting:

@@ -158,6 +158,7 @@ def _of_function(function: types.FunctionType) -> Iterator[_Named]:
             continue
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     yield from ((f"a default of {function.__qualname__}", value) for value in defaults)
+    yield from ((f"{function.__qualname__}.{name}", value) for name, value in vars(function).items())
     names, parts = _names(function.__code__)
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]

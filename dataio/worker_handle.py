@@ -72,15 +72,18 @@ class WorkerHandle:
         ours, theirs = multiprocessing.Pipe(duplex=True)
         _ENDS.add(ours)
         name = f"accel-loader-{self.number}"
-        process = context.Process(target=worker.run, args=(theirs, task), name=name, daemon=True)
+        # Known before it is started: if Ctrl-C comes between, there is somebody to end it.
+        process = self.process = context.Process(target=worker.run, args=(theirs, task), name=name, daemon=True)
+        self.connection = ours
         try:
             process.start()
-        except BaseException:
+        except Exception:
             ours.close()
+            self.process = self.connection = None
             raise
         finally:
             theirs.close()
-        self.process, self.connection, self._channel = process, ours, worker.channel_of(ours)
+        self._channel = worker.channel_of(ours)
         self._inbox, self._fileless = Inbox(self._channel), None
         _ENDS.add(self._channel)
         _PROCESSES.add(process)
@@ -155,10 +158,14 @@ class WorkerHandle:
     def end(self, wait_s: float) -> None:
         """End the process, which has `wait_s` seconds to do so by itself."""
         if self.process is not None:
-            self.process.join(wait_s)
+            if self.process.pid is not None:
+                self.process.join(wait_s)
             self._end()
 
     def _end(self) -> None:
+        if self.process.pid is None:  # never started
+            self.process = None
+            return
         if self.process.is_alive():
             self.process.terminate()
             self.process.join(1.0)

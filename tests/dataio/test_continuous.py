@@ -8,6 +8,7 @@ import re
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
@@ -15,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from accel.dataio.continuous import Continuous
 from accel.dataio.epochs import draw_ahead, foreseeable
+from accel.dataio.loader import ContinuousLoader
 from accel.dataio.processes import ProcessEngine
 from accel.dataio.proxy import LoaderProxy, movable, same_as_plain
 
@@ -314,3 +316,65 @@ def test_processes_end_with_the_last_reference() -> None:
 
     assert time.perf_counter() - began < 2
     assert not processes & set(multiprocessing.active_children())
+
+
+class Refilled:
+    """A batch sampler that yields one list again and again."""
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def __iter__(self) -> Any:
+        indices = self.make([0, 0])
+        for number in range(6):
+            indices[0], indices[1] = number, number + 1
+            yield indices
+
+    def __len__(self) -> int:
+        return 6
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor], ids=["list", "array", "tensor"])
+@pytest.mark.parametrize("mode", ["inline", "threads", "fork", "auto"])
+def test_a_batch_sampler_may_fill_its_list_anew(mode: Any, make: Any) -> None:
+    plain = DataLoader(Squares(9), batch_sampler=Refilled(make))  # type: ignore[arg-type]
+    wanted = [batch[:, 0].tolist() for batch in plain]
+    with ContinuousLoader(plain, mode=mode, workers=2) as loader:
+        for _ in range(2):
+            assert [batch[:, 0].tolist() for batch in loader] == wanted
+
+
+class Grows(Squares):
+    """Its length depends on its epoch."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step, self.epoch = step, 0
+
+    def __len__(self) -> int:
+        return 40 + self.step * self.epoch
+
+
+@pytest.mark.parametrize("shuffle", [True, False], ids=["shuffled", "in order"])
+@pytest.mark.parametrize("step", [5, -5, 40])
+@pytest.mark.parametrize("mode", ["threads", "fork", "proxy"])
+def test_a_dataset_whose_length_moves_from_epoch_to_epoch(mode: Any, step: int, shuffle: bool) -> None:
+    def seen(loader: Any, data: Grows) -> list[Any]:
+        torch.manual_seed(1)
+        found = []
+        for data.epoch in range(6):
+            found.append([index for batch in loader for index in batch[:, 0].tolist()])
+        return found
+
+    plain = Grows(step)
+    wanted = seen(DataLoader(plain, 4, shuffle=shuffle), plain)
+    data = Grows(step)
+    loader = DataLoader(data, 4, shuffle=shuffle)
+    if mode == "proxy":
+        proxy = LoaderProxy(loader, Silent())
+        proxy._accel_fetching.workers = workers = Continuous(loader, ProcessEngine(loader, 1))
+        assert seen(proxy, data) == wanted
+        workers.close()
+    else:
+        with ContinuousLoader(loader, mode=mode, workers=2) as continuous:
+            assert seen(continuous, data) == wanted

@@ -1,0 +1,142 @@
+"""A fetch that leaves anything behind is seen to, wherever the dataset keeps it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from accel.dataio import content
+from accel.dataio.witness import Witness
+
+CALLS = [0]
+NUMBER = 0
+
+
+def _count_globally(data: Any) -> None:
+    CALLS[0] += 1
+
+
+def _count_in_a_global(data: Any) -> None:
+    global NUMBER
+    NUMBER += 1
+
+
+def _closure() -> Callable[[Any], None]:
+    calls = [0]
+
+    def count(data: Any) -> None:
+        calls[0] += 1
+
+    return count
+
+
+def _default(data: Any, calls: list[int] = [0]) -> None:  # noqa: B006
+    calls[0] += 1
+
+
+def _count_on_itself(data: Any) -> None:
+    _count_on_itself.calls = getattr(_count_on_itself, "calls", 0) + 1  # type: ignore[attr-defined]
+
+
+class Data(Dataset[Any]):
+    of_the_class = [0]  # noqa: RUF012
+    number = 0
+
+    def __init__(self, leave: Callable[[Any], Any]) -> None:
+        self.leave = leave
+        self.array = np.zeros(64)
+        self.large = np.zeros(content.MOST_BYTES // 32)
+        self.long = [0] * 1000
+        self.lists = [[0] for _ in range(300)]
+        self.deep = {"a": {"b": {"c": {"d": {"e": [0]}}}}}
+        self.tensor = torch.zeros(3)
+        self.counts: dict[str, int] = defaultdict(int)
+
+    def __getitem__(self, index: int) -> int:
+        self.leave(self)
+        return index
+
+
+LEAVES: dict[str, Callable[[Any], Any]] = {
+    "array": lambda data: data.array.__setitem__(3, data.array[3] + 1),
+    "large array": lambda data: data.large.__setitem__(-1, data.large[-1] + 1),
+    "long list": lambda data: data.long.__setitem__(999, data.long[999] + 1),
+    "list of lists": lambda data: data.lists[299].append(1),
+    "nested": lambda data: data.deep["a"]["b"]["c"]["d"]["e"].append(1),
+    "tensor": lambda data: data.tensor.add_(1),
+    "dict": lambda data: data.counts.__setitem__("a", data.counts["a"] + 1),
+    "class's list": lambda data: data.of_the_class.append(1),
+    "class's number": lambda data: setattr(Data, "number", Data.number + 1),
+    "attribute": lambda data: setattr(data, "calls", 1),
+    "global list": _count_globally,
+    "global": _count_in_a_global,
+    "closure": _closure(),
+    "default": _default,
+    "function's attribute": _count_on_itself,
+}
+
+
+@pytest.mark.parametrize("where", LEAVES)
+def test_what_a_fetch_changes(where: str) -> None:
+    data = Data(LEAVES[where])
+    witness = Witness(data)
+    witness.before()
+    data[0]
+    witness.after()
+
+    assert witness.finding == "fetching a sample changes the dataset"
+
+
+def test_a_fetch_that_leaves_nothing() -> None:
+    data = Data(lambda data: None)
+    witness = Witness(data)
+    for index in range(5):
+        witness.before()
+        data[index]
+        witness.after()
+        data.array += 1  # the loop's own affair
+
+    assert witness.finding == ""
+
+
+class Answers(Data):
+    """Answers to every name, or to none: what is asked of a dataset must bear it."""
+
+    def __init__(self, answer: Callable[[str], Any]) -> None:
+        self.__dict__["answer"] = answer
+        super().__init__(lambda data: None)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["answer"](name)
+
+    @property
+    def epoch(self) -> int:
+        raise RuntimeError("ask later")
+
+    def __len__(self) -> int:
+        return 12
+
+
+def _refuse(name: str) -> Any:
+    raise KeyError(name)
+
+
+@pytest.mark.parametrize("mode", ["auto", "inline", "threads", "fork"])
+@pytest.mark.parametrize("answer", [lambda name: None, _refuse, lambda name: name], ids=["none", "refuses", "anything"])
+def test_datasets_that_answer_in_their_own_way(mode: Any, answer: Any) -> None:
+    from torch.utils.data import DataLoader
+
+    from accel.dataio.loader import ContinuousLoader
+
+    data = Answers(answer)
+    if answer("x") != "x" if answer is not _refuse else True:
+        data.__dict__["__getitems__"] = None  # torch itself asks for that one
+        with ContinuousLoader(DataLoader(data, 4), mode=mode, workers=1) as loader:
+            for _ in range(3):
+                assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
