@@ -28,13 +28,15 @@ from accel.dataio import epochs
 from accel.dataio.engine import Engine, Job
 from accel.dataio.epochs import Ahead, Draws, States, capture, draw_ahead, epoch_of, put_back, same, same_draws
 from accel.dataio.fetch import fetch_of
-from accel.dataio.mirror import Forecast, State, compare, state_of
+from accel.dataio.mirror import Forecast, Glance, State, compare, state_of
 from accel.dataio.randomness import derived_seed
 
 # Wrong guesses in a row, after which the next epoch is not guessed any more.
 _MOST_WRONG = 3
 # Batches fetched that may not have reached the loop: the last one, and the one whose copy to the device goes before it.
 _RECENT = 2
+# Times that batches made ahead are thrown away because the loop has changed the dataset meanwhile.
+_MOST_RENEWALS = 3
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -74,6 +76,10 @@ def _kept(indices: Any) -> Any:
     if isinstance(indices, np.ndarray):
         return indices.copy()
     return indices.clone() if isinstance(indices, Tensor) else indices
+
+
+class DatasetMoves(RuntimeError):
+    """The loop changes the dataset all the time."""
 
 
 class ListLost(RuntimeError):
@@ -146,6 +152,8 @@ class Continuous:
     Args:
         loader: map-style loader whose samplers, collate function and worker_init_fn are used.
         engine: makes the batches.
+        strict: whether to raise `DatasetMoves` once the loop has changed the dataset within an epoch a few times; if
+            not, batches made ahead are no longer made anew from then on.
 
     Attributes:
         failed_guesses: times the next epoch was fetched ahead in vain.
@@ -153,8 +161,10 @@ class Continuous:
         served: number of the next batch in the running epoch.
     """
 
-    def __init__(self, loader: DataLoader[Any], engine: Engine) -> None:
-        self.loader, self.engine = loader, engine
+    def __init__(self, loader: DataLoader[Any], engine: Engine, *, strict: bool = False) -> None:
+        self.loader, self.engine, self._strict = loader, engine, strict
+        self._glance: Glance | None = None
+        self._renewals = 0
         self.failed_guesses = 0
         self._seeded = loader.worker_init_fn is None
         self._wrong = 0
@@ -232,8 +242,12 @@ class Continuous:
 
         After an Exception the batch is passed over, unless another engine is switched to, which makes it again.
         """
-        self.skip_failed()
-        self._start()
+        if self._failed:
+            self.skip_failed()
+        if self._resumed is not None:
+            self._start()
+        if self._given and self._glance is not None and self._glance.changed():
+            self._renew()
         self._fill()
         if not self._record or self._record[0].epoch != self._epoch:
             self._ended = True
@@ -249,6 +263,24 @@ class Continuous:
         if self.engine.capacity > 1:
             self._fill()
         return batch
+
+    def _renew(self) -> None:
+        """If the loop has changed the dataset within the epoch, make anew what was made ahead."""
+        assert self._began is not None
+        now = self._state()
+        self._glance = Glance(self.loader.dataset)
+        if not compare(self._began, now):
+            return
+        self._renewals += 1
+        if self._renewals > _MOST_RENEWALS:
+            self._glance = None
+            if self._strict:
+                raise DatasetMoves("the loop changes the dataset within an epoch: batches made ahead can't follow")
+            return
+        self._forget_ahead()
+        self.engine.discard()
+        self._given, self._began = 0, now
+        self._refresh(self._epoch)
 
     def _pop(self) -> None:
         job = self._record[0]
@@ -448,7 +480,8 @@ class Continuous:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        self._give()
+        if self._record:
+            self._give()
         while self._feeding and len(self._record) < self.engine.capacity:
             if self._draw():
                 self._give()
@@ -456,7 +489,8 @@ class Continuous:
                 return
 
     def _give(self) -> None:
-        while self._given < min(len(self._record), self.engine.capacity):
+        most = min(len(self._record), self.engine.capacity)
+        while self._given < most:
             self.engine.submit(self._record[self._given])
             self._given += 1
 
@@ -465,7 +499,7 @@ class Continuous:
         if self._all_drawn and self._ahead is None:
             return False
         if self._ahead is None:
-            self._drawing = self._draws.generators()
+            self._drawing = self._drawn
         job = next(self._source, None)
         if job is not None:
             self._record.append(job)
@@ -518,6 +552,7 @@ class Continuous:
         if not first and self._ended and epoch is not None and self._begun_at is not None:
             self._epoch_step = epoch - self._begun_at
         self._began, self._begun_at = now, epoch
+        self._glance = None if self._renewals > _MOST_RENEWALS else Glance(self.loader.dataset)
 
     def _refresh(self, epoch: int) -> None:
         """Bring the engine's copies of the dataset to its present state, as `epoch` begins or goes on."""

@@ -237,7 +237,7 @@ class Way:
         self._detach()
         self._running = weakref.ref(running)
         if self._continuous is None:
-            self._continuous = Continuous(self.loader, self._engine(self.setting))
+            self._continuous = Continuous(self.loader, self._engine(self.setting), strict=not self._asked)
             if self.choice is not None and self.loader.num_workers > 0 and not self.calls_init:
                 self._start_own(self._continuous)
         loaded = self.loaded

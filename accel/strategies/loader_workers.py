@@ -56,7 +56,7 @@ class LoaderWorkers(Strategy):
     def enable(self, run: Run, setting: Any) -> None:
         """Fetch so from the next batch on."""
         if setting not in self._pool:
-            self._pool[setting] = ahead = Continuous(run.loader, _engine(run, setting))
+            self._pool[setting] = ahead = Continuous(run.loader, _engine(run, setting), strict=True)
             if not same_as_plain(run.loader, ahead):
                 raise ValueError("batches fetched ahead differ from the plain ones")
         run.fetching.workers = self._pool[setting]

@@ -163,3 +163,51 @@ def test_workers_are_made_anew_once_in_an_epoch_where_nothing_is_known(monkeypat
         engine.close()
 
     assert len(set(seen)) == 4
+
+
+class Curriculum(Table):
+    def __init__(self) -> None:
+        super().__init__()
+        self.level, self.options = 0, {"shift": [0]}
+        self.steps = [Collate()]
+
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(index) + self.level + self.options["shift"][0] + self.steps[0].shift
+
+
+WITHIN: dict[str, Callable[[Curriculum], Any]] = {
+    "attribute": lambda data: setattr(data, "level", data.level + 1),
+    "entry": lambda data: data.options["shift"].__setitem__(0, 5),
+    "of a transform": lambda data: setattr(data.steps[0], "shift", 7),
+    "new attribute": lambda data: setattr(data, "scale", 3),
+}
+
+
+@pytest.mark.parametrize("change", WITHIN)
+@pytest.mark.parametrize("often", [False, True], ids=["once", "all the time"])
+@pytest.mark.parametrize("mode", ["threads", "fork", "proxy", "auto"])
+def test_a_change_within_an_epoch(mode: Any, often: bool, change: str) -> None:
+    def seen(loader: Any, data: Curriculum) -> list[Tensor]:
+        Table.scale, found = 1, []
+        for _ in range(3):
+            for number, batch in enumerate(loader):
+                found.append(batch.clone())
+                if number == 4 or (often and change == "attribute"):
+                    WITHIN[change](data)
+        return found
+
+    if often and (change != "attribute" or mode in ("threads", "fork")):
+        pytest.skip("a told mode makes batches ahead all the same" if change == "attribute" else "as once")
+    data = Curriculum()
+    wanted = seen(DataLoader(data, 20), data)
+    data = Curriculum()
+    plain = DataLoader(data, 20)
+    if mode == "proxy":
+        loader: Any = LoaderProxy(plain, Silent())
+        loader._accel_fetching.workers = engine = Continuous(plain, ProcessEngine(plain, 2), strict=True)
+    else:
+        loader = engine = ContinuousLoader(plain, mode=mode, workers=2)  # type: ignore[assignment]
+    made = seen(loader, data)
+    engine.close()
+
+    assert all(torch.equal(one, other) for one, other in zip(made, wanted, strict=True))
