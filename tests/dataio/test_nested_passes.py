@@ -78,7 +78,7 @@ def outcome(loader: Any, plain: DataLoader[Any], loop: Callable[[Any], Seen]) ->
     return seen, torch.get_rng_state().tolist(), own
 
 
-# Processes are costly: with them neither the long epochs, which end no otherwise, nor the order that nothing is drawn for.
+# Processes are costly: with them no long epochs, which end no otherwise, nor the order that needs no draws.
 CASES = [
     (mode, loop, own, length)
     for mode in ("inline", "auto", "threads", "fork", "proxy")
