@@ -2,8 +2,8 @@
 
 From the backward pass, and from the call in which the optimizer steps, names are followed back to where they are set:
 before the use, or, where that is nowhere, later in the round before. Which of these calls is the model can't be told
-from the source; a run tells the lines it is called in, and what follows from its result is no batch. Nor is what is made of the
-batch that it was given (a teacher's targets), or of a module itself (a penalty on its weights).
+from the source; a run tells the lines it is called in, and what follows from its result is no batch. Nor is what is
+made of the batch that it was given (a teacher's targets), or of a module itself (a penalty on its weights).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ traced operators tell that from computing.
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 
 from accel.profiler.anatomy import COMPUTING, Anatomy
@@ -20,6 +21,8 @@ around each. A loop of 1,554 small operations took 0.9 times as long, since trac
 _MUCH = 0.3
 """Share of the step from which on time without operators counts: two traced steps tell no less."""
 
+_NEXT = re.compile(r"\bnext\(")
+
 
 def look(found: Anatomy, evidence: Evidence) -> Anatomy:
     """Return the anatomy with the phases' parts."""
@@ -31,8 +34,12 @@ def look(found: Anatomy, evidence: Evidence) -> Anatomy:
 def _holds_batches(evidence: Evidence) -> tuple[str, ...]:
     """Return the phases in which lines that make batches are what they seem."""
     before = () if evidence.model_called else ("forward",)
-    # What is done to a loader's batches before the model is called is the loop's own code, and told as that.
-    return ("loss", *before) if evidence.loader.kind == "DataLoader" else ("outside", "host", "loss", *before)
+    if evidence.loader.kind != "DataLoader":
+        return ("outside", "host", "loss", *before)
+    # What is done to a loader's batches before the model is called is the loop's own code, and told as that. After the
+    # call, only a line that asks for batches by name shows that there is a second source of them.
+    asks = any(row.phase == "loss" and "next batch" in row.tags and _NEXT.search(row.source) for row in evidence.lines)
+    return ("loss", *before) if asks else before
 
 
 def _batches(found: Anatomy, evidence: Evidence, phase: str) -> float:

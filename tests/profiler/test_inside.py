@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.profiler import anatomy, inside
-from accel.profiler.evidence import Evidence, LoaderFacts, TraceSummary
+from accel.profiler.evidence import Evidence, LineTime, LoaderFacts, TraceSummary
 from accel.profiler.gather import Exchange
 from accel.profiler.naming import diagnose
 from accel.profiler.phases import Measurement
@@ -202,6 +202,15 @@ def test_a_wait_is_named_by_what_waits(loop: Callable[[Bench], None], cause: str
 def steps(**phases_ms: float) -> list[Measurement]:
     held = {name: ms / 1e3 for name, ms in phases_ms.items()}
     return [Measurement(step=n, seconds=sum(held.values()), phases=held) for n in range(40)]
+
+
+@pytest.mark.parametrize(("line", "holds"), [("target = teacher(z)", False), ("u, _ = next(unlabelled)", True)])
+def test_beside_a_loader_the_loss_makes_batches_only_where_the_loop_asks_for_them(line: str, holds: bool) -> None:
+    row = LineTime(phase="loss", file="train.py", line=7, source=line, seconds=1.0, share=1.0, tags=["next batch"])
+    seen = Evidence(steps=steps(forward=5, loss=25), lines=[row], loader=LoaderFacts(kind="DataLoader"))
+
+    causes = [finding.cause for finding in diagnose(seen).findings]
+    assert causes == (["input.iterator"] if holds else [])
 
 
 def test_time_in_no_operator_is_told_only_of_one_process_on_the_host() -> None:
