@@ -28,7 +28,10 @@ def look(found: Anatomy, evidence: Evidence) -> Anatomy:
     """Return the anatomy with the phases' parts."""
     batches = {phase: share for phase in _holds_batches(evidence) if (share := _batches(found, evidence, phase)) > 0}
     found = dataclasses.replace(found, batches=batches)
-    return dataclasses.replace(found, own_code=_own_code(found, evidence))
+    own, operators = _own_code(found, evidence)
+    # A phase holds at least what is left of it if all operators ran in it; the trace doesn't tell in which they did.
+    placed = {p: found.works(p) - operators for p in COMPUTING if found.works(p) > OVERHEAD * operators} if own else {}
+    return dataclasses.replace(found, own_code=placed, own_unplaced=0.0 if placed else own)
 
 
 def _holds_batches(evidence: Evidence) -> tuple[str, ...]:
@@ -47,18 +50,19 @@ def _batches(found: Anatomy, evidence: Evidence, phase: str) -> float:
     return whole * tagged(evidence, [phase], "next batch")
 
 
-def _own_code(found: Anatomy, evidence: Evidence) -> dict[str, float]:
+def _own_code(found: Anatomy, evidence: Evidence) -> tuple[float, float]:
+    """Return the shares of the step in the model's phases in which no operator runs, and in which one does."""
     trace = evidence.trace
     # Waiting for other ranks is no operator either, nor are the stacks that anomaly detection records.
     elsewhere = evidence.world_size > 1 or evidence.anomaly_mode
     if trace is None or trace.operators_ms is None or elsewhere or found.step_s <= 0:
-        return {}
+        return 0.0, 0.0
     # The usual step, as the traced ones are: a mean holds compilations and stalls.
     usual_s = statistics.median(sum(m.phases.get(phase, 0.0) for phase in COMPUTING) for m in evidence.steps)
     step_s = statistics.median(m.seconds for m in evidence.steps)
     booked = sum(found.shares.get(phase, 0.0) for phase in COMPUTING)
     computing_s, operators_s = usual_s * found.computing / booked if booked else 0.0, trace.operators_ms / 1e3
     if computing_s - OVERHEAD * operators_s < _MUCH * step_s:
-        return {}
-    rest = 1 - operators_s / computing_s
-    return {phase: rest * found.works(phase) for phase in COMPUTING if found.works(phase) > 0}
+        return 0.0, 0.0
+    operators = found.computing * operators_s / computing_s
+    return found.computing - operators, operators
