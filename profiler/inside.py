@@ -22,6 +22,7 @@ _MUCH = 0.3
 """Share of the step from which on time without operators counts: two traced steps tell no less."""
 
 _NEXT = re.compile(r"\bnext\(")
+_BACKWARD = re.compile(r"\bbackward\(")
 
 
 def look(found: Anatomy, evidence: Evidence) -> Anatomy:
@@ -29,9 +30,23 @@ def look(found: Anatomy, evidence: Evidence) -> Anatomy:
     batches = {phase: share for phase in _holds_batches(evidence) if (share := _batches(found, evidence, phase)) > 0}
     found = dataclasses.replace(found, batches=batches)
     own, operators = _own_code(found, evidence)
-    # A phase holds at least what is left of it if all operators ran in it; the trace doesn't tell in which they did.
-    placed = {p: found.works(p) - operators for p in COMPUTING if found.works(p) > OVERHEAD * operators} if own else {}
+    placed = {phase: share for phase in COMPUTING if own and (share := _placed(found, evidence, phase, operators)) > 0}
     return dataclasses.replace(found, own_code=placed, own_unplaced=0.0 if placed else own)
+
+
+def _placed(found: Anatomy, evidence: Evidence, phase: str, operators: float) -> float:
+    """Return how much of the loop's own code a phase surely holds.
+
+    It is at least what is left of the phase if all operators ran in it; the trace doesn't tell in which they did.
+    """
+    works = found.works(phase)
+    if works <= OVERHEAD * operators:
+        return 0.0
+    rows = [row for row in evidence.lines if row.phase == phase]
+    # Python code that the engine calls has lines of its own; at the call itself the engine computes, or waits.
+    engine = sum(row.seconds for row in rows if phase == "backward" and _BACKWARD.search(row.source))
+    own = 1.0 - engine / sum(row.seconds for row in rows) if engine else 1.0
+    return min(works - operators, works * own)
 
 
 def _holds_batches(evidence: Evidence) -> tuple[str, ...]:

@@ -234,12 +234,25 @@ def test_own_code_is_told_of_the_phase_that_must_hold_it() -> None:
     assert diagnose(seen).findings[0].why[1] == "19.8 of 20.7 ms of it in loss, in no operator of torch's"
 
 
+def test_at_the_call_of_the_backward_pass_no_code_of_the_loops_runs() -> None:
+    """What the engine waits for a core there is in no operator either; a hook's own line is Python's."""
+    row = LineTime(phase="backward", file="t.py", line=3, source="loss.backward()", seconds=3.0, share=0.75)
+    hook = dataclasses.replace(row, line=9, source="time.sleep(1)", seconds=1.0, share=0.25)
+    seen = Evidence(steps=steps(forward=0.3, loss=20, backward=4), trace=SMALL, lines=[row])
+    found = anatomy.of(seen.steps)
+
+    assert list(inside.look(found, seen).own_code) == ["loss"]
+    hooked = inside.look(found, dataclasses.replace(seen, lines=[row, hook])).own_code
+    assert hooked["backward"] == pytest.approx(1 / 24.3)
+
+
 def test_own_code_that_may_be_in_any_phase_is_told_once() -> None:
     trace = dataclasses.replace(SMALL, operators_ms=4.0)
     seen = Evidence(steps=steps(forward=10, loss=10, backward=10), trace=trace)
     found = inside.look(anatomy.of(seen.steps), seen)
 
-    assert (found.own_code, found.own_unplaced) == ({}, pytest.approx(26 / 30))
+    assert not found.own_code
+    assert found.own_unplaced == pytest.approx(26 / 30)
     told = verdict.report(seen, diagnose(seen))
     assert told.findings[0].cause == "host.step_code"
     assert told.evidence is not None
