@@ -37,12 +37,14 @@ class Anatomy:
     batches: dict[str, float] = field(default_factory=dict)
     """Phase → the part of it in which the loop's own source makes the next batch."""
     own_code: dict[str, float] = field(default_factory=dict)
-    """Phase of the model → the part of it in which no operator runs, batches left out."""
+    """Phase of the model → the part of it in which surely no operator runs, batches left out."""
+    own_unplaced: float = 0.0
+    """Of the model's phases together: the same, where it can't be said of any of them."""
 
     @property
     def computing(self) -> float:
         """Forward pass, loss and backward pass, without what else is done in them."""
-        return sum(self.works(phase) for phase in COMPUTING)
+        return max(0.0, sum(self.works(phase) for phase in COMPUTING) - self.own_unplaced)
 
     def works(self, phase: str) -> float:
         """Return the share of a phase without the making of batches and the loop's own code."""

@@ -52,7 +52,9 @@ class Held:
         own = _OWNERS.get(cause)
         if own == BATCHES:
             return sum(self.parts.get(own, {}).values())
-        rest = sum(self._rest(phase) for phase in (("host",) if own else known.phases))
+        # Code whose phase is not known may be in each of them.
+        placed = bool(own and self.parts.get(own))
+        rest = sum(self._rest(phase) for phase in (("host",) if placed else known.phases))
         return rest + (sum(self.parts.get(own, {}).values()) if own else 0.0)
 
     def _rest(self, phase: str) -> float:

@@ -2,20 +2,27 @@
 
 From the backward pass, and from the call in which the optimizer steps, names are followed back to where they are set:
 before the use, or, where that is nowhere, later in the round before. Which of these calls is the model can't be told
-from the source; a run tells the lines it is called in, and what follows from its result is no batch.
+from the source; a run tells the lines it is called in, and what follows from its result is no batch. Nor is what is
+made of the batch that it was given (a teacher's targets), or of a module itself (a penalty on its weights).
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Loop = ast.For | ast.AsyncFor | ast.While
 Round = Loop | ast.FunctionDef | ast.AsyncFunctionDef
 """What is run once a step: the body of a loop, or a function that a loop calls."""
 _Place = tuple[int, int]
 _OTHER_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_OF_MODULES = ("parameters", "named_parameters", "param_groups", "zero_grad", "train", "eval")
+"""Attributes that tell a module or an optimizer."""
+_READS_WEIGHTS = ("parameters", "named_parameters", "param_groups", "state_dict")
+_ABOUT = ("device", "dtype", "config")
+"""What batches are made to fit: reading these of a module is no use of it."""
+_COUNTING = ("range", "trange", "count", "enumerate")
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,10 @@ class _Use:
 
     names: frozenset[str]
     at: _Place
+    plain: frozenset[str] = frozenset()
+    """Those of them that are taken whole, as in `f(net)` or `net(x)`, not for one of their attributes."""
+    weights: bool = False
+    """Whether a module's weights are read."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +50,16 @@ class _Made:
         return any(line in self.lines for line in lines)
 
 
-def feeding_lines(loop: Round, step_line: int, model_lines: Collection[int] = ()) -> set[int]:
+def feeding_lines(
+    loop: Round, step_line: int, model_lines: Collection[int] = (), modules: Collection[str] = ()
+) -> set[int]:
     """Return the lines of a round's assignments that make what a step takes.
 
     Args:
         loop: the loop, or the function that a loop calls.
         step_line: line in its body in which the optimizer steps, or the function is called in which it does.
         model_lines: lines in which the model is called, as far as they are known.
+        modules: what is known to be a module or an optimizer, as it is written.
     """
     nodes = list(_within(loop))
     backwards = [node for node in nodes if _is_backward(node)]
@@ -55,20 +69,88 @@ def feeding_lines(loop: Round, step_line: int, model_lines: Collection[int] = ()
     open_uses = [_use(node) for node in (*backwards, *stepping)]
     if not isinstance(loop, Loop):  # what it returns, its caller may hand back to it
         open_uses += [_use(node.value) for node in nodes if isinstance(node, ast.Return) and node.value]
-    reached: set[_Made] = set()
+    reached = _reached(open_uses, made)
+    first = {found for found in made if found.holds([*model_lines, step_line]) or _reads(found.use, modules)}
+    results = _results(made, first | _of_the_batch_in_hand(loop, nodes, made, model_lines))
+    batches = [found for found in reached if not found.names & losses and found not in results]
+    return {line for found in batches for line in found.lines} - {step_line}
+
+
+def _reached(uses: list[_Use], made: list[_Made]) -> set[_Made]:
+    """Return the assignments that some uses go back to."""
+    open_uses, reached = list(uses), set[_Made]()
     while open_uses:
         for found in _set_for(open_uses.pop(), made):
             if found not in reached:
                 reached.add(found)
                 open_uses.append(found.use)
-    results = _results(made, [*model_lines, step_line])
-    batches = [found for found in reached if not found.names & losses and found not in results]
-    return {line for found in batches for line in found.lines} - {step_line}
+    return reached
 
 
-def _results(made: list[_Made], lines: list[int]) -> set[_Made]:
-    """Return the assignments in some lines, and those that follow from them in the same round."""
-    results = {found for found in made if found.holds(lines)}
+def _reads(use: _Use, modules: Collection[str]) -> bool:
+    return use.weights or not use.plain.isdisjoint(modules)
+
+
+def _of_the_batch_in_hand(
+    loop: Round, nodes: list[ast.AST], made: list[_Made], model_lines: Collection[int]
+) -> set[_Made]:
+    """Return the assignments that are made of what the model is given, or has been given, in this round."""
+    calls = [node for node in nodes if isinstance(node, ast.Call) and any(_covers(node, n) for n in model_lines)]
+    if not calls:
+        return set()
+    counters = _counters([loop, *nodes])
+    given = frozenset().union(*map(_given, calls)) - counters
+    together = [found.names for found in made]
+    if isinstance(loop, ast.For | ast.AsyncFor):
+        together.append(_targets(loop.target))
+    beside = given.union(*(names for names in together if names & given)) - counters
+    feeding = _reached([_use(call) for call in calls], made)
+    called = min((call.lineno, call.col_offset) for call in calls)
+    since = {found for found in made if found.ends > called}
+    found_in_hand = set()
+    for found in made:
+        anew = {name for m in since if m.ends <= found.use.at for name in m.names}
+        after = found.use.at > called
+        read = found.use.names & (beside - anew if after else given)
+        if read and (after or found not in feeding):
+            found_in_hand.add(found)
+    return found_in_hand
+
+
+def _given(call: ast.Call) -> frozenset[str]:
+    """Return what a call is given: its arguments, and what theirs are made of by methods and subscripts."""
+    todo = [*call.args, *(keyword.value for keyword in call.keywords)]
+    names = set()
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Name | ast.Attribute):
+            names.add(ast.unparse(node))
+        elif isinstance(node, ast.Starred | ast.BinOp | ast.Tuple | ast.List | ast.Dict):
+            todo += [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+        ):
+            names.add(node.func.value.id)
+    return frozenset(names)
+
+
+def _counters(nodes: list[ast.AST]) -> frozenset[str]:
+    """Return the names that only count rounds."""
+    found: frozenset[str] = frozenset()
+    for node in nodes:
+        source = node.iter if isinstance(node, ast.For) else None
+        if isinstance(source, ast.Call) and ast.unparse(source.func).split(".")[-1] in _COUNTING:
+            assert isinstance(node, ast.For)
+            pair = isinstance(node.target, ast.Tuple) and node.target.elts
+            found |= _targets(pair[0] if pair else node.target)
+    return found
+
+
+def _results(made: list[_Made], first: set[_Made]) -> set[_Made]:
+    """Return some assignments and those that follow from them in the same round."""
+    results = set(first)
     before = 0
     while len(results) > before:
         before = len(results)
@@ -100,7 +182,7 @@ def _within(loop: Round) -> Iterator[ast.AST]:
             todo += ast.iter_child_nodes(node)
 
 
-def _covers(node: ast.stmt, line: int) -> bool:
+def _covers(node: ast.stmt | ast.expr, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
@@ -132,7 +214,7 @@ def _made(node: ast.AST) -> _Made | None:
     use = _use(source)
     names = frozenset().union(*(_targets(target) for target in targets))
     if isinstance(node, ast.AugAssign):
-        use = _Use(use.names | names, use.at)
+        use = replace(use, names=use.names | names)
     last = source.end_lineno or source.lineno
     return _Made(names, use, (last, source.end_col_offset or 0), range(node.lineno, last + 1))
 
@@ -150,7 +232,29 @@ def _use(node: ast.AST) -> _Use:
     source = node.value if isinstance(node, ast.Assign) else node
     names = (part for part in ast.walk(source) if isinstance(part, ast.Name | ast.Attribute))
     assert isinstance(source, ast.expr | ast.stmt)
-    return _Use(frozenset(map(ast.unparse, names)), (source.lineno, source.col_offset))
+    at = (source.lineno, source.col_offset)
+    return _Use(frozenset(map(ast.unparse, names)), at, *_taken_whole(source))
+
+
+def _taken_whole(source: ast.AST) -> tuple[frozenset[str], bool]:
+    """Return what is read for more than one of its attributes, and whether a module's weights are among it."""
+    todo, names, weights = [source], set(), False
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Name | ast.Attribute):
+            names.add(ast.unparse(node))
+        if isinstance(node, ast.Attribute):
+            weights = weights or node.attr in _READS_WEIGHTS
+            if node.attr in _ABOUT or isinstance(node.value, ast.Name | ast.Attribute):
+                continue
+        todo += ast.iter_child_nodes(node)
+    return frozenset(names), weights
+
+
+def known_modules(tree: ast.AST) -> frozenset[str]:
+    """Return what must be a module or an optimizer, since a source asks it what only these have."""
+    owners = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in _OF_MODULES)
+    return frozenset(ast.unparse(o) for o in owners if isinstance(o, ast.Name | ast.Attribute)) - {"self", "cls"}
 
 
 def _set_for(use: _Use, made: list[_Made]) -> Iterator[_Made]:

@@ -12,6 +12,7 @@ from accel.profiler.groups import Group, call_groups, callers, kernel_groups
 from accel.profiler.operators import base
 
 LARGEST = 12
+_ENGINE = "autograd::engine::evaluate_function"
 _RATED_US = 1.0
 """Time of a call from which on it has a rate: below, what tracing takes is as large, and any byte makes GB/s of it."""
 
@@ -36,6 +37,7 @@ def digest(trace: Trace, steps: int) -> TraceSummary:
         elementwise_share=sum(group.us for group in model if group.kind == "elementwise") / computing,
         operators_ms=None if trace.works is not None else sum(group.us for group in groups) / 1e3 / steps,
         dtypes=_shares((group.dtype, group.us) for group in products),
+        kinds=_kinds(trace, parents) if trace.works is None else {},
     )
     if trace.works is not None:
         _add_device(summary, trace.works, trace.window)
@@ -46,6 +48,21 @@ def digest(trace: Trace, steps: int) -> TraceSummary:
 def _outside(calls: Sequence[Call], updates: Sequence[tuple[float, float]]) -> list[Call]:
     """Return the calls that no optimizer's step made."""
     return [call for call in calls if not any(start <= call.start < end for start, end in updates)]
+
+
+def _kinds(trace: Trace, parents: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Return the kinds of the operators that autograd's engine calls, and of the others."""
+    in_engine: dict[int, bool] = {}
+    sides: dict[str, list[Call]] = {"forward": [], "backward": []}
+    for index in sorted(range(len(trace.calls)), key=lambda i: (trace.calls[i].start, -trace.calls[i].end)):
+        call = trace.calls[index]
+        within = call.name.startswith(_ENGINE) or in_engine.get(parents[index], False)
+        in_engine[index] = within
+        if not any(start <= call.start < end for start, end in trace.updates):
+            sides["backward" if within else "forward"].append(call)
+    return {
+        side: _shares((group.kind, group.us) for group in call_groups(calls)) for side, calls in sides.items() if calls
+    }
 
 
 def _rows(groups: Sequence[Group], total: float, steps: int) -> list[OpTime]:

@@ -126,6 +126,8 @@ class TraceSummary:
     elementwise_share: float
     operators_ms: float | None = None
     """Of all operators on the host, with what tracing adds; None where their work ran on a device."""
+    kinds: dict[str, dict[str, float]] = field(default_factory=dict)
+    """`backward`, or `forward` with the loss → kind of operator → share of its operators' time; {} on a device."""
     dtypes: dict[str, float] = field(default_factory=dict)
     """Share of matmul time by dtype."""
     device_busy: float | None = None

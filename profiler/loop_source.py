@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
-from accel.profiler.dataflow import Loop, Round, feeding_lines
+from accel.profiler.dataflow import Loop, Round, feeding_lines, known_modules
 
 _HERE = str(Path(__file__).resolve().parent)
 _LIBRARY = tuple(
@@ -56,17 +56,18 @@ def source(file: str, line: int) -> str:
 
 
 @lru_cache(maxsize=64)
-def _rounds(file: str) -> tuple[Round, ...]:
+def _parsed(file: str) -> tuple[tuple[Round, ...], frozenset[str]]:
+    """Return a file's loops and functions, and what in it is known to be a module."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):
-        return ()
-    return tuple(node for node in ast.walk(tree) if isinstance(node, Round))
+        return (), frozenset()
+    return tuple(node for node in ast.walk(tree) if isinstance(node, Round)), known_modules(tree)
 
 
 def _around(file: str, line: int) -> tuple[list[Loop], list[Round]]:
     """Return the loops around a line within its function, and that function."""
-    around = [node for node in _rounds(file) if node.lineno <= line <= (node.end_lineno or node.lineno)]
+    around = [node for node in _parsed(file)[0] if node.lineno <= line <= (node.end_lineno or node.lineno)]
     functions = [node for node in around if not isinstance(node, Loop)]
     inner = max(functions, key=lambda node: node.lineno, default=None)
     loops = [node for node in around if isinstance(node, Loop) and (inner is None or node.lineno > inner.lineno)]
@@ -91,12 +92,12 @@ def batch_lines(frames: list[tuple[str, int]], model: Collection[tuple[str, int]
         called = [number for place, number in model if place == file]
         for loop in loops:
             if not isinstance(loop, ast.While):
-                head_end = max(loop.lineno, loop.body[0].lineno - 1)
-                found.update((file, number) for number in range(loop.lineno, head_end + 1))
+                # A line that holds some of the body is none: samples of it are mostly the body's.
+                found.update((file, number) for number in range(loop.lineno, loop.body[0].lineno))
             calls = (node for node in ast.walk(loop) if isinstance(node, ast.Call))
             found.update((file, call.lineno) for call in calls if _is_next(call))
         for node in loops or (function if looped else []):
-            found.update((file, number) for number in feeding_lines(node, line, called))
+            found.update((file, number) for number in feeding_lines(node, line, called, _parsed(file)[1]))
         looped = looped or bool(loops)
     return found
 

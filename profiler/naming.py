@@ -17,14 +17,14 @@ from accel.profiler.causes import CROWDS
 from accel.profiler.consistency import Held
 from accel.profiler.evidence import Evidence
 from accel.profiler.exchange import exchanged
-from accel.profiler.findings import finding, thread_text
+from accel.profiler.findings import WORTH, finding, thread_text
 from accel.profiler.report import Finding
 
 MIN_STEPS = 20
 CROWDED_WAIT = 0.25
 """Share of the time the training thread waits for a core, from which on nothing else is believed."""
 CROWDED_CORES = 0.3
-"""Cores kept busy by others, of all, from which on nothing else is believed."""
+"""Cores kept busy by others, of all, from which on nothing else is believed if that holds this run up."""
 HELD_UP = 0.1
 """Share of the quota's periods, from which on a run that waits for a core waits for its own quota."""
 OVERLAP = "two causes overlap within noise"
@@ -117,10 +117,7 @@ def refusal(findings: Sequence[Finding], taken_back: Sequence[str]) -> str:
 def _crowded(evidence: Evidence) -> Finding | None:
     thread, others = evidence.thread, evidence.foreign_cores
     waits = thread is not None and thread.wait > CROWDED_WAIT
-    taken = others is not None and others > CROWDED_CORES * evidence.cores
-    # A run that mostly sleeps, beside a core that is free, is slowed down by nobody.
-    if taken and thread is not None and thread.blocked >= 0.5 and thread.wait < 0.05:
-        taken = others is not None and others > evidence.cores - 0.7
+    taken = others is not None and others > CROWDED_CORES * evidence.cores and _disturbed(evidence, others)
     if not waits and not taken:
         return None
     why = []
@@ -134,6 +131,15 @@ def _crowded(evidence: Evidence) -> Finding | None:
     own = not taken and (others is not None or held_up or evidence.loader.workers > 0)
     name = CROWDS[own]
     return finding(name, thread.wait if thread is not None else 0.0, why, None)
+
+
+def _disturbed(evidence: Evidence, others: float) -> bool:
+    """Tell whether processes that hold cores hold this run up: its thread stands in line, or its pool must."""
+    thread = evidence.thread
+    if thread is None or thread.wait >= WORTH:
+        return True
+    # The threads beside it are not looked at. One that mostly sleeps leaves them little to do.
+    return thread.blocked < 0.5 and evidence.threads + others > evidence.cores
 
 
 _RULES: tuple[Rule, ...] = (

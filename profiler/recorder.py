@@ -37,7 +37,8 @@ _KEPT_STEPS = 20_000
 _LEARNING_STEPS = 12
 """Steps in which a module that is never called is replaced by its children."""
 _LOST = 50
-"""Updates by others after which the optimizer that ended steps is held to be gone."""
+"""Updates by others after which the optimizer that ended steps is held to be gone; before the first step has ended,
+updates without a batch after which the loader is."""
 
 
 class Recorder:
@@ -93,6 +94,7 @@ class Recorder:
         self._piece = 1
         self._new = False
         self._others = 0
+        self._asked_at = 0
         self.roots = Roots(self.calling, self.call_hooks)
 
     def start(self) -> None:
@@ -159,7 +161,7 @@ class Recorder:
 
     def _fetch(self, iterator: Any, original: Function) -> Any:
         """Fetch a batch the slow way."""
-        clock = self.clock
+        clock, self._asked_at = self.clock, self.updates
         if iterator is not self.iterator and not self._takes(iterator):
             clock.enter("evaluation")
             batch = original(iterator)
@@ -347,6 +349,10 @@ class Recorder:
         hot = self._hot
         leads = self._leads(optimizer)
         self.updates += leads
+        if self._training and not self.steps and self.updates - self._asked_at > _LOST:
+            # The loop goes over batches that it took from a loader before, and no loader ends its steps.
+            self._training.clear()
+            self.loader = self.iterator = hot.iterator = None
         hot.stepped = hot.stepped or leads or bool(self._training)
         if self._on_update is not None:
             self._on_update(optimizer)

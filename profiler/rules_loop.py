@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.profiler.anatomy import Anatomy
+from accel.profiler.anatomy import COMPUTING, Anatomy
 from accel.profiler.evidence import Evidence
 from accel.profiler.findings import (
     WORTH,
@@ -26,13 +26,15 @@ def collector(evidence: Evidence, found: Anatomy) -> Finding | None:
 
 def step_code(evidence: Evidence, found: Anatomy) -> Finding | None:
     beside = found.shares["host"] - _collected_in(evidence, found, "host") - found.batches.get("host", 0.0)
-    share = max(0.0, beside) + sum(found.own_code.values())
+    inside = sum(found.own_code.values()) + found.own_unplaced
+    share = max(0.0, beside) + inside
     if share < WORTH:
         return None
-    phases = [*(["host"] if beside > 0 else []), *found.own_code]
+    phases = [*(["host"] if beside > 0 else []), *(COMPUTING if found.own_unplaced else found.own_code)]
     why = [f"the loop's own code between the batch and the update takes {ms_of(found, share)}"]
-    if found.own_code:
-        inside = sum(found.own_code.values())
+    if found.own_unplaced:
+        why.append(f"{ms_of(found, inside)} of it in forward, loss and backward together, in no operator of torch's")
+    elif inside:
         why.append(f"{ms_of(found, inside)} of it in {', '.join(found.own_code)}, in no operator of torch's")
     why += top_lines(evidence, phases)
     whole = of_phases(evidence, *phases)

@@ -130,7 +130,7 @@ def tree(evidence: Evidence, found: Anatomy) -> Node:
         on_device = evidence.device_ms.get(phase)
         told = f"; the device works {on_device:.3g} ms in it" if on_device else ""
         children.append(node(phase, share, MEANING[phase] + told, parts))
-    return node("step", 1.0, f"mean of {found.steps} steps", children)
+    return node("step", 1.0, f"mean of {found.steps} steps{_kinds_of_step(evidence, found)}", children)
 
 
 def _data_parts(evidence: Evidence, found: Anatomy, node: Any) -> list[Node]:
@@ -153,20 +153,34 @@ def _parts(evidence: Evidence, found: Anatomy, phase: str, node: Any) -> list[No
     parts = [node(BATCHES, batches, "by sampled lines")] if batches else []
     parts += [node(OWN_CODE, own, "in no operator, by the trace of two steps")] if own else []
     works = found.works(phase)
-    if phase in ("forward", "backward") and evidence.trace is not None:
-        return parts + _computing_parts(evidence, works, node)
+    kinds = evidence.trace.kinds.get(phase) if evidence.trace is not None else None
+    if kinds and not found.own_unplaced:
+        return parts + _computing_parts(kinds, works, node)
     return [*parts, node("the rest", works)] if parts else []
 
 
-def _computing_parts(evidence: Evidence, share: float, node: Any) -> list[Node]:
-    assert evidence.trace is not None
-    trace = evidence.trace
-    rest = max(0.0, 1.0 - trace.matmul_share - trace.elementwise_share)
+def _computing_parts(kinds: Mapping[str, float], share: float, node: Any) -> list[Node]:
+    """Return what a pass is made of, by the trace of its own operators."""
+    product, elementwise = kinds.get("matmul", 0.0), kinds.get("elementwise", 0.0)
     return [
-        node("matrix products and convolutions", share * trace.matmul_share, "by the trace of two steps"),
-        node("element-wise work", share * trace.elementwise_share),
-        node("other operators", share * rest),
+        node("matrix products and convolutions", share * product, "by the trace of two steps"),
+        node("element-wise work", share * elementwise),
+        node("other operators", share * max(0.0, 1.0 - product - elementwise)),
     ]
+
+
+def _kinds_of_step(evidence: Evidence, found: Anatomy) -> str:
+    """Say what the trace tells of the model's phases together, where it tells nothing of each."""
+    trace = evidence.trace
+    if trace is None:
+        return ""
+    if found.own_unplaced:
+        own = f"{found.own_unplaced * found.step_s * 1e3:.3g} ms of forward, loss and backward"
+        return f"; {own} are in no operator, by the trace of two steps"
+    if trace.kinds:
+        return ""
+    products, elementwise = f"{trace.matmul_share:.0%} matrix products", f"{trace.elementwise_share:.0%} element-wise"
+    return f"; of the model's operators {products}, {elementwise}, by the trace of two steps"
 
 
 def _outside_parts(evidence: Evidence, found: Anatomy, node: Any) -> list[Node]:

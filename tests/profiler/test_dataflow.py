@@ -165,7 +165,7 @@ AROUND_THE_MODEL = {
             x, y = get_batch()  # batch
             logits = model(x)  # model
             logits = smooth(logits)
-            y = one_hot(y)  # batch
+            y = one_hot(y)
             loss = criterion(logits, y)
             loss.backward()
             opt.step()  # step
@@ -178,6 +178,68 @@ AROUND_THE_MODEL = {
             x = out.float()  # batch
             loss.backward()
             opt.step()  # step
+        """,
+    "a penalty on the weights": """
+        for x, y in data:  # batch
+            out = net(x)  # model
+            penalty = slow_penalty(net.parameters())
+            loss = criterion(out, y) + penalty
+            loss.backward()
+            opt.step()  # step
+        """,
+    "a penalty on the model": """
+        net.train()
+        for x, y in data:  # batch
+            out = net(x)  # model
+            penalty = slow_penalty(net)
+            doubled = 2 * penalty
+            loss = criterion(out, y) + doubled
+            loss.backward()
+            opt.step()  # step
+        """,
+    "a teacher": """
+        for x, y in data:  # batch
+            out = net(x)  # model
+            with torch.no_grad():
+                target = teacher(x)
+            weights = weigh(y)
+            loss = criterion(out, target) * weights
+            loss.backward()
+            opt.step()  # step
+        """,
+    "a teacher first": """
+        while True:
+            x = get_batch()  # batch
+            x = x.to(net.device)  # batch
+            target = teacher(x)
+            out = net(x)  # model
+            loss = criterion(out, target)
+            loss.backward()
+            opt.step()  # step
+        """,
+    "a teacher of the next batch's kind": """
+        teacher.eval()
+        while True:
+            out = net(x)  # model
+            x = get_batch()  # batch
+            x = augment(x)  # batch
+            noise = teacher(torch.randn(9))
+            loss = criterion(out, noise)
+            loss.backward()
+            opt.step()  # step
+        """,
+    "rows by number": """
+        for i in range(9):  # batch
+            out = net(rows[i], y)  # model
+            y = targets(i)  # batch
+            z = rows[i + 1].float()  # batch
+            loss = criterion(out, z)
+            loss.backward()
+            opt.step()  # step
+        """,
+    "all in one line": """
+        while True:
+            for x, y in data: loss = criterion(net(x), y); loss.backward(); opt.step()  # step and model
         """,
     "the step hands it back": """
         for i in range(9):  # batch

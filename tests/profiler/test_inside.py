@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.profiler import anatomy, inside
-from accel.profiler.evidence import Evidence, LoaderFacts, TraceSummary
+from accel.profiler import anatomy, inside, verdict
+from accel.profiler.evidence import Evidence, LineTime, LoaderFacts, TraceSummary
 from accel.profiler.gather import Exchange
 from accel.profiler.naming import diagnose
 from accel.profiler.phases import Measurement
@@ -204,18 +204,61 @@ def steps(**phases_ms: float) -> list[Measurement]:
     return [Measurement(step=n, seconds=sum(held.values()), phases=held) for n in range(40)]
 
 
+@pytest.mark.parametrize(("line", "holds"), [("target = teacher(z)", False), ("u, _ = next(unlabelled)", True)])
+def test_beside_a_loader_the_loss_makes_batches_only_where_the_loop_asks_for_them(line: str, holds: bool) -> None:
+    row = LineTime(phase="loss", file="train.py", line=7, source=line, seconds=1.0, share=1.0, tags=["next batch"])
+    seen = Evidence(steps=steps(forward=5, loss=25), lines=[row], loader=LoaderFacts(kind="DataLoader"))
+
+    causes = [finding.cause for finding in diagnose(seen).findings]
+    assert causes == (["input.iterator"] if holds else [])
+
+
 def test_time_in_no_operator_is_told_only_of_one_process_on_the_host() -> None:
     """Ranks wait for each other in the backward pass, and a device runs what the host only launches."""
     seen = Evidence(steps=steps(forward=5, backward=25), trace=SMALL, loader=LoaderFacts(kind="DataLoader"))
     found = anatomy.of(seen.steps)
 
-    assert inside.look(found, seen).own_code == pytest.approx(
-        {"forward": 5 / 30 * 29.8 / 30, "backward": 0.8278}, rel=1e-3
-    )
+    assert inside.look(found, seen).own_code == pytest.approx({"forward": 4.8 / 30, "backward": 24.8 / 30}, rel=1e-3)
     assert inside.look(found, dataclasses.replace(seen, world_size=2)).own_code == {}
     assert inside.look(found, dataclasses.replace(seen, anomaly_mode=True)).own_code == {}
     on_device = dataclasses.replace(SMALL, operators_ms=None)
     assert inside.look(found, dataclasses.replace(seen, trace=on_device)).own_code == {}
+
+
+def test_own_code_is_told_of_the_phase_that_must_hold_it() -> None:
+    """A sleep in the loss is none of the backward pass's, however short that is."""
+    seen = Evidence(steps=steps(forward=0.3, loss=20, backward=0.38), trace=SMALL)
+    found = inside.look(anatomy.of(seen.steps), seen)
+
+    assert found.own_code == pytest.approx({"loss": 19.8 / 20.68}, rel=1e-3)
+    assert diagnose(seen).findings[0].why[1] == "19.8 of 20.7 ms of it in loss, in no operator of torch's"
+
+
+def test_at_the_call_of_the_backward_pass_no_code_of_the_loops_runs() -> None:
+    """What the engine waits for a core there is in no operator either; a hook's own line is Python's."""
+    row = LineTime(phase="backward", file="t.py", line=3, source="loss.backward()", seconds=3.0, share=0.75)
+    hook = dataclasses.replace(row, line=9, source="time.sleep(1)", seconds=1.0, share=0.25)
+    seen = Evidence(steps=steps(forward=0.3, loss=20, backward=4), trace=SMALL, lines=[row])
+    found = anatomy.of(seen.steps)
+
+    assert list(inside.look(found, seen).own_code) == ["loss"]
+    hooked = inside.look(found, dataclasses.replace(seen, lines=[row, hook])).own_code
+    assert hooked["backward"] == pytest.approx(1 / 24.3)
+
+
+def test_own_code_that_may_be_in_any_phase_is_told_once() -> None:
+    trace = dataclasses.replace(SMALL, operators_ms=4.0)
+    seen = Evidence(steps=steps(forward=10, loss=10, backward=10), trace=trace)
+    found = inside.look(anatomy.of(seen.steps), seen)
+
+    assert not found.own_code
+    assert found.own_unplaced == pytest.approx(26 / 30)
+    told = verdict.report(seen, diagnose(seen))
+    assert told.findings[0].cause == "host.step_code"
+    assert told.evidence is not None
+    assert "26 ms of forward, loss and backward are in no operator" in told.evidence.note
+    assert not any(phase.children for phase in told.evidence.children)
+    assert "26 of 30 ms of it in forward, loss and backward together" in told.findings[0].why[1]
 
 
 def test_a_loop_of_small_operators_is_not_taken_for_code_of_ones_own() -> None:

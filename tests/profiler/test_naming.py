@@ -273,8 +273,23 @@ def test_workers_are_no_remedy_for_batches_that_cost_less_than_a_handover() -> N
         assert ("whole batches at once" in finding.remedy) == (strategy == "")
 
 
-@pytest.mark.parametrize(("others", "named"), [(1.2, "input.storage"), (2.0, "host.oversubscribed")])
-def test_a_run_that_sleeps_beside_a_free_core_is_not_refused(others: float, named: str) -> None:
-    held = evidence(phases={"data": 60}, thread=ASLEEP, data_thread=ASLEEP, foreign_cores=others)
-    held.cores = 2
+QUEUING = ThreadShare(run=0.04, wait=0.12, blocked=0.84)
+
+
+@pytest.mark.parametrize(
+    ("thread", "others", "threads", "named"),
+    [
+        (ASLEEP, 1.2, 2, "input.storage"),
+        (ASLEEP, 2.0, 2, "input.storage"),
+        (QUEUING, 1.2, 2, "host.oversubscribed"),
+        (RUNNING, 1.2, 2, "host.oversubscribed"),  # the pool's second thread has no core
+        (RUNNING, 0.9, 1, "input.storage"),
+    ],
+)
+def test_crowded_cores_refuse_a_verdict_only_where_they_hold_the_run_up(
+    thread: ThreadShare, others: float, threads: int, named: str
+) -> None:
+    held = evidence(
+        phases={"data": 60}, thread=thread, data_thread=ASLEEP, foreign_cores=others, cores=2, threads=threads
+    )
     assert diagnose(held).findings[0].cause == named

@@ -8,7 +8,7 @@ import pytest
 
 from accel.profiler import naming, verdict
 from accel.profiler.anatomy import Anatomy
-from accel.profiler.evidence import Evidence
+from accel.profiler.evidence import Evidence, TraceSummary
 from accel.profiler.naming import Diagnosis
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Finding, ProfileReport, Saving
@@ -114,3 +114,25 @@ def test_nothing_found_is_a_verdict() -> None:
     shares = {"forward": 0.5, "backward": 0.4, "optimizer": 0.1, "data": 0.0}
     verdict.conclude(told, Anatomy(steps=40, step_s=0.1, shares=shares))
     assert told.verdict.startswith("nothing holds the run back: forward and backward take 90%")
+
+
+def test_a_pass_is_made_of_its_own_operators() -> None:
+    """Not of the whole run's; where those of each pass are not known, the step's are told once."""
+    evidence, diagnosis = rank(0, 30, 0)
+    evidence.trace = TraceSummary(
+        steps=2,
+        ops=[],
+        ops_per_step=9,
+        small_share=0,
+        matmul_share=0.5,
+        elementwise_share=0.5,
+        kinds={"forward": {"matmul": 1.0}, "backward": {"elementwise": 1.0}},
+    )
+    tree = verdict.tree(evidence, diagnosis.anatomy)
+    parts = {phase.name: [part.share for part in phase.children] for phase in tree.children}
+    assert parts == {"forward": pytest.approx([0.3, 0, 0]), "backward": pytest.approx([0, 0.7, 0])}
+
+    evidence.trace.kinds = {}
+    tree = verdict.tree(evidence, diagnosis.anatomy)
+    assert not any(phase.children for phase in tree.children)
+    assert "of the model's operators 50% matrix products, 50% element-wise" in tree.note
