@@ -750,6 +750,10 @@ class Session:
             # hear when they meet next, and stop there.
             apart = isinstance(error, Apart) and not isinstance(error, Left) and not self._joins()
             self._stop(together=apart or self._ranks is None or not self._ranks.distributed)
+            # One rank has found out that they are apart, and says so for all.
+            if isinstance(error, Apart) and not isinstance(error, Left) and error.by not in (None, self.rank):
+                log.info("accel stopped and left the loop as it was: %s", self.failed)
+                return
             warnings.warn(f"accel stopped and left the loop as it was: {self.failed}", RuntimeWarning, stacklevel=4)
 
     def _joins(self) -> bool:
