@@ -114,7 +114,7 @@ class Controller:
         """Step at which the last search ended."""
         self._pending = [c.name for c in candidates if c.ruled_out is None]
         self._regime: object = None
-        self._regime_changed = False
+        self._regime_changed = self._moving = False
         self._reopened = 0
         self._told: dict[str, tuple[str, str, str]] = {}
         self._closed: Choices = {}
@@ -148,6 +148,7 @@ class Controller:
         self.elapsed_s += result.elapsed_s + result.aside_s
         if self.searching:
             self.cost_s += result.aside_s
+        self._moving = self._is_another(result)
         for name, why in result.trips.items():
             self._remove(name, f"{why} at step {self.steps}")
         return result
@@ -295,7 +296,7 @@ class Controller:
     def _guard(self, candidate: Candidate, trial_plan: Choices) -> Generator[Action, Result, bool]:
         row = self.rows[candidate.name]
         result = yield from self._act(Action(plan=self.plan, steps=self._pace.guard, check=trial_plan))
-        if candidate.name in result.trips:
+        if self._changed(result) or candidate.name in result.trips:
             return False
         finding = result.finding
         if finding is not None:
@@ -311,7 +312,7 @@ class Controller:
             if finding.unsure:
                 self._decide(candidate.name, "not tried", f"the guard could compare nothing: {finding.unsure}")
                 return False
-        return not self._changed(result)
+        return True
 
     def _trial(self, a: Choices, b: Choices, settle: int) -> Trying:
         """Run one interleaved trial; None if a strategy tripped or the regime changed under it."""
@@ -324,7 +325,7 @@ class Controller:
             result = yield from self._act(
                 Action(plan=plan, steps=self._config.block_steps, settle=0 if arm == last else settle)
             )
-            if result.trips or self._changed(result):
+            if self._changed(result) or result.trips:
                 return None
             last = arm
             # A settling step is a real step: only what it took above an ordinary one is a cost.
@@ -359,8 +360,10 @@ class Controller:
 
     def _settle_row(self, candidate: Candidate) -> None:
         row = self.rows[candidate.name]
+        if self._regime_changed:
+            return  # no verdict: the search begins anew
         if row.status == "not tried" and not row.why:
-            row.why = "the search was interrupted before a verdict"
+            row.why = f"the search was interrupted before a verdict, after {row.steps} steps"
         self._tell(candidate.name)
 
     # -- closing trial -----------------------------------------------------------------------------------------------
@@ -460,7 +463,9 @@ class Controller:
 
     def _reopen(self) -> Decisions:
         """Begin again from the plain loop: what was measured was measured for something else."""
-        self._note("the batch shape, world size or thread count changed: searching again")
+        self._note("the loader, batch shape, world size or thread count changed: searching again")
+        if self._told:
+            self._say("the loader, the batch shape or the thread count changed: the search begins anew")
         self._regime_changed = False
         self._reopened += 1
         self.plan, self.closing, self._told = {}, None, {}
@@ -489,11 +494,15 @@ class Controller:
 
     def _changed(self, result: Result) -> bool:
         """Tell whether this action ran under another regime than the plan was measured for."""
-        if result.regime is None or result.regime == self._regime or self._reopened >= self._pace.reopenings:
-            return False
-        self._regime_changed = self._regime is not None
-        self._regime = result.regime
-        return self._regime_changed
+        if self._is_another(result):
+            self._regime, self._regime_changed = result.regime, True
+            return True
+        self._regime = result.regime if self._regime is None else self._regime
+        return False
+
+    def _is_another(self, result: Result) -> bool:
+        known = self._regime is not None and result.regime is not None
+        return known and result.regime != self._regime and self._reopened < self._pace.reopenings
 
     def _remove(self, name: str, why: str) -> None:
         self.plan = {n: s for n, s in self.plan.items() if n != name}
@@ -512,11 +521,21 @@ class Controller:
         news = (row.status, row.setting, row.why)
         if self._told.get(name) == news:
             return
-        numbered = [n for n, candidate in self._candidates.items() if candidate.ruled_out is None]
-        # What was never to be tried has no number, and what is told again had one.
-        first = name in numbered and name not in self._told
+        first = name not in self._told
+        if first and self._moving:
+            return  # no decision: it is tried again under the new regime
         self._told[name] = news
-        self._announce(row, sum(n in self._told for n in numbered) if first else 0, len(numbered))
+        numbered = [other for other in self._candidates if self._has_number(other)]
+        done = sum(other in self._told for other in numbered) if first and name in numbered else 0
+        self._announce(row, done, len(numbered))
+
+    def _has_number(self, name: str) -> bool:
+        """Tell whether a strategy is one to be tried: what is ruled out, or doesn't apply, is not counted."""
+        candidate = self._candidates[name]
+        if candidate.ruled_out is not None:
+            return False
+        told = self._told.get(name)
+        return told[0] != "not applicable" if told else not _refusal(candidate)
 
     def _note(self, text: str) -> None:
         self.events.append(Event(step=self.steps, text=text))

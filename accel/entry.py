@@ -53,11 +53,16 @@ class _Optimized:
         self.session = session
         self.journal = journal
         self.settings = settings
-        self.proxies: weakref.WeakSet[LoaderProxy] = weakref.WeakSet()
+        self._followed: weakref.WeakValueDictionary[int, LoaderProxy] = weakref.WeakValueDictionary()
+
+    @property
+    def proxies(self) -> list[LoaderProxy]:
+        """The loaders' stand-ins that are in use."""
+        return list(self._followed.values())
 
     def follow(self, proxy: LoaderProxy) -> None:
         """Follow a loader of the model: the training one, one that validates, or one in the first one's place."""
-        self.proxies.add(proxy)
+        self._followed[id(proxy)] = proxy  # it hashes and compares as its loader does: a list has no hash
         follow(proxy, self.session)
 
     def close(self) -> None:
@@ -214,7 +219,7 @@ def _start(
     model: nn.Module, proxy: LoaderProxy, optimizer: Optimizer | None, settings: Settings, before: _Optimized | None
 ) -> _Optimized:
     """Begin a search; what was `before`, under other settings, ends, and its loaders are the new one's."""
-    earlier = [] if before is None else list(before.proxies)
+    earlier = [] if before is None else before.proxies
     if before is not None:
         before.close()
         before.journal.say(f"{type(model).__name__} was passed with other settings than before: its search begins anew")

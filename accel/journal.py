@@ -111,7 +111,9 @@ class Journal:
         if report.state != "interrupted" or not self._leads():
             return
         if report.steps == 0:
-            what = f"no training step of {report.model} was seen" if not self._said else ""
+            assert self._session is not None
+            what = self._session.untrained or f"no training step of {report.model} was seen"
+            what = "" if self._said else what
         else:
             kept = ", ".join(report.plan) or "nothing"
             what = (

@@ -58,7 +58,8 @@ _SUSPECT = {"model", "optimizer"}
 _NO_OPTIMIZER_AFTER = 16
 # Updates, or training calls, without a batch after which the loop is taken to iterate another loader.
 _UNHEARD_UPDATES, _UNHEARD_CALLS = 3, 12
-# Batches without a call of the model or a step of its optimizer after which the loop is taken to train another model.
+# Batches without a call of the model or a step of its optimizer after which, if something else is seen to train, the
+# loop is taken to train another model.
 _UNTRAINED_BATCHES = 32
 # Steps without a batch of the loader that strategies act on after which the loop is taken to have gone on to another.
 _GONE_AFTER = 32
@@ -112,6 +113,7 @@ class Session:
         self._boundary_ended = 0.0
         self._epoch_is_new = False
         self._batches_without_step = 0
+        self._untrained = self._elsewhere = 0
         self._recording: Recording | None = None
         self._sizes: deque[int] = deque(maxlen=64)
         self._usual = 0
@@ -178,21 +180,39 @@ class Session:
         if not self._suspended and self._watching:
             self._batches_without_step += 1
             self._delivered = proxy
-            if self._batches_without_step == _UNTRAINED_BATCHES:
-                self._say_untrained()
+            self._look_whether_untrained()
             if not self._resting:
                 self._clock.batch(*batches.describe(batch))
                 if self._observation is not None:
                     self._observation.delivered()
 
-    def _say_untrained(self) -> None:
+    def _look_whether_untrained(self) -> None:
+        """Say so if the loop goes through the batches without training this model while something else is trained.
+
+        A loop that trains nothing at all may gather statistics; only the end of the run tells that it did no more.
+        """
         # Under no_grad the loop validates; without an optimizer each batch is a step.
-        if self.run.optimizers and not self._called and self.steps == 0 and torch.is_grad_enabled():
-            name = type(self.run.model).__name__
-            self._say(
-                f"{self._batches_without_step} batches were fetched without a training call of {name} or a step of its "
-                "optimizer; pass the model that the loop trains"
-            )
+        if self._called or self.steps or not self.run.optimizers or not torch.is_grad_enabled():
+            return
+        self._untrained += 1
+        if self._untrained == _UNTRAINED_BATCHES:
+            backward.listen(self)
+        if self._elsewhere and self._untrained - self._elsewhere == _UNTRAINED_BATCHES - 1:
+            self._say(self.untrained)
+
+    def _trained_elsewhere(self) -> None:
+        """Something was trained: this model or another one, as its optimizer's next step tells."""
+        self._elsewhere = self._elsewhere or self._untrained
+
+    @property
+    def untrained(self) -> str:
+        """A line for the user if the loop has gone through many batches and never trained the model, else ''."""
+        if self._called or self.steps or self._untrained < _UNTRAINED_BATCHES:
+            return ""
+        return (
+            f"{self._untrained} batches were fetched without a training call of {type(self.run.model).__name__} or a "
+            "step of its optimizer; pass the model that the loop trains"
+        )
 
     def epoch_ended(self) -> None:
         """Nothing to do: the request that found the epoch's end has closed its last step."""
@@ -259,7 +279,10 @@ class Session:
                     parameter.grad = None
 
     def _optimizer_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._suspended or not self._owns(optimizer):
+        if self._suspended:
+            return
+        if not self._owns(optimizer):
+            self._trained_elsewhere()
             return
         if not self._resting:
             self._clock.updated()
@@ -287,6 +310,7 @@ class Session:
         """See that the gradients are well."""
         if not self._suspended:
             self._looked = True
+            self._trained_elsewhere()
             self._look_at_gradients(roots)
 
     def _look_at_gradients(self, roots: list[Tensor] | None) -> None:
@@ -464,6 +488,7 @@ class Session:
 
     def _begin(self) -> None:
         """Meet the other ranks and take the first action; the steps until here only warmed up."""
+        backward.forget(self)  # until a strategy is on that could make a gradient wrong
         self._ranks = Ranks(since=self._called_at)
         self.run.world_size = self._ranks.size
         if self._ranks.leads:
@@ -725,6 +750,10 @@ class Session:
             # hear when they meet next, and stop there.
             apart = isinstance(error, Apart) and not isinstance(error, Left) and not self._joins()
             self._stop(together=apart or self._ranks is None or not self._ranks.distributed)
+            # One rank has found out that they are apart, and says so for all.
+            if isinstance(error, Apart) and not isinstance(error, Left) and error.by not in (None, self.rank):
+                log.info("accel stopped and left the loop as it was: %s", self.failed)
+                return
             warnings.warn(f"accel stopped and left the loop as it was: {self.failed}", RuntimeWarning, stacklevel=4)
 
     def _joins(self) -> bool:

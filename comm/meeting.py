@@ -28,7 +28,13 @@ _NAMED = 8
 
 
 class Apart(RuntimeError):
-    """Ranks did not meet; the message is a sentence that says who was missing and what to do."""
+    """Ranks did not meet; the message is a sentence that says who was missing and what to do.
+
+    Attributes:
+        by: the rank that found it out, or None if each does.
+    """
+
+    by: int | None = None
 
 
 class Left(Apart):
@@ -49,6 +55,8 @@ class _Said(NamedTuple):
     value: Any = None
     at: float = 0.0
     """Of the clock on the wall."""
+    by: int | None = None
+    """The rank whose word it is."""
 
 
 class Meeting:
@@ -163,7 +171,7 @@ class Meeting:
         return bool(self._store.add(self._key("closed"), 1) == 1)
 
     def _say(self, said: _Said) -> _Said:
-        said = said._replace(at=time.time())
+        said = said._replace(at=time.time(), by=self.rank)
         if said.kind == "parts":
             for rank, part in enumerate(said.value):
                 self._store.set(self._key(f"to {rank}"), pickle.dumps(part))
@@ -185,7 +193,9 @@ class Meeting:
         if said.kind == "refused":
             raise ValueError(value)
         if said.kind in ("apart", "left"):
-            raise (Left if said.kind == "left" else Apart)(value)
+            apart = (Left if said.kind == "left" else Apart)(value)
+            apart.by = said.by
+            raise apart
         return value
 
     def leave(self, why: str) -> None:

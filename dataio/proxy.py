@@ -1,6 +1,6 @@
 """The loader the loop gets back: the user's own, with ears.
 
-`LoaderProxy` answers everything as the loader it stands for (`len`, `dataset`, `sampler`, `batch_size`, `isinstance`),
+`LoaderProxy` answers everything as the loader it stands for (`len`, `dataset`, `batch_size`, `isinstance`, operators),
 tells a listener when a batch is asked for and handed over, and can have its batches fetched by another engine from one
 batch to the next, in the same order. Without a listener it *is* the plain loader.
 """
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.batches import equal
 from accel.dataio.continuous import Continuous
+from accel.dataio.stand_in import StandIn
 from accel.dataio.witness import Witness
 
 
@@ -55,7 +56,7 @@ class Fetching:
         self.witness: Witness | None = None
 
 
-class LoaderProxy:
+class LoaderProxy(StandIn):
     """Stand for `loader` and tell `listener` what the loop does with it.
 
     Args:
@@ -63,57 +64,25 @@ class LoaderProxy:
         listener: told of requests and batches; None makes the proxy a plain pass-through.
     """
 
-    _OWN = frozenset({"_accel_loader", "_accel_listener", "_accel_fetching"})
+    __slots__ = ("_accel_fetching", "_accel_listener")
 
     def __init__(self, loader: Any, listener: Listener | None = None) -> None:
-        object.__setattr__(self, "_accel_loader", loader)
+        super().__init__(loader)
         object.__setattr__(self, "_accel_listener", listener)
         object.__setattr__(self, "_accel_fetching", Fetching())
 
-    # isinstance(proxy, DataLoader) holds wherever it held before.
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._accel_loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_accel_loader"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._accel_loader, name, value)
-
-    def __len__(self) -> int:
-        return len(self._accel_loader)
-
-    def __bool__(self) -> bool:
-        # Without it Python would ask for a length, which a generator has not.
-        return bool(self._accel_loader)
-
     def __repr__(self) -> str:
         return f"accel({self._accel_loader!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy, or another process, gets the plain loader: the listener belongs to this run.
-        return _same_object, (self._accel_loader,)
 
     def __iter__(self) -> Iterator[Any]:
         if self._accel_listener is None:
             return iter(self._accel_loader)
         return _Epoch(self._accel_loader, self._accel_fetching, self._accel_listener)
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._accel_loader[index]
-
-
-def _same_object(thing: Any) -> Any:
-    return thing
-
 
 def is_proxy(loader: Any) -> bool:
     """Tell whether `loader` is a `LoaderProxy` (its `__class__` is that of the loader it stands for)."""
-    return type(loader) is LoaderProxy
+    return issubclass(type(loader), LoaderProxy)
 
 
 def movable(loader: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from accel.actions import Action, Result
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.evidence import ThreadShare
 from accel.profiler.trial import TrialConfig
@@ -356,3 +357,50 @@ def test_a_strategy_that_does_not_apply_says_why() -> None:
     assert "ZeroDivisionError" in rows["broken"].why
     assert (rows["absent"].status, rows["absent"].why) == ("not applicable", "it needs a CUDA device")
     assert (rows["barred"].status, rows["barred"].why) == ("not allowed", "it is reduced; allow='reduced' tries it")
+
+
+class Moves(Machine):
+    """Whenever the loop goes on to another loader, a strategy that is on then can't stay on."""
+
+    def answer(self, action: Action) -> Result:
+        before = self.regime(self.step)
+        result = super().answer(action)
+        result.regime = self.regime(self.step)
+        if result.regime != before:
+            result.trips.update({name: "the loop went on to another loader" for name in action.plan})
+        return result
+
+
+@pytest.mark.parametrize("first", range(40, 130, 3))
+def test_a_search_that_begins_anew_has_one_counted_line_for_each_decision(first: int) -> None:
+    told: list[tuple[str, str, int, int]] = []
+    machine = Moves(speed={"good": 1.5}, regime=lambda step: "one" if step < first else "other")
+
+    simulate(
+        [candidate("good"), candidate("other")],
+        machine,
+        pace=FAST,
+        announce=lambda row, done, total: told.append((row.name, row.status, done, total)),
+    )
+
+    assert [line[2:] for line in told if line[2]] in ([(1, 2), (2, 2)], [(1, 2), (1, 2), (2, 2)])
+    assert "not tried" not in [status for _, status, _, _ in told]
+    assert [name for name, _, done, _ in told if done][-2:] == ["good", "other"]
+
+
+def test_what_does_not_apply_is_not_counted() -> None:
+    told: list[tuple[str, int, int]] = []
+    candidates = [
+        candidate("pinned", refusal=lambda: "the model is on the CPU"),
+        candidate("good"),
+        candidate("barred", ruled_out=("not allowed", "it is lossy"), refusal=lambda: "it does not apply"),
+        candidate("other"),
+    ]
+
+    simulate(
+        candidates,
+        Machine(speed={"good": 1.5}),
+        announce=lambda row, done, total: told.append((row.name, done, total)),
+    )
+
+    assert sorted(told) == [("barred", 0, 2), ("good", 1, 2), ("other", 2, 2), ("pinned", 0, 2)]

@@ -72,3 +72,54 @@ def test_a_loop_that_trains_another_model_is_told_once(only_quick: None, capsys:
     advance(training(copied, loader, torch.optim.SGD(copied.parameters(), lr=0.1)), 80)
     words = "32 batches were fetched without a training call of Net or a step of its optimizer; pass the model"
     assert capsys.readouterr().err.count(words) == 1
+
+
+@pytest.mark.parametrize("passes", [3, 6])
+def test_a_pass_over_the_loader_that_trains_nothing_is_not_taken_for_the_training_of_another_model(
+    only_quick: None, capsys: pytest.CaptureFixture[str], passes: int
+) -> None:
+    model, loader, optimizer = accel.optimize(*make(), budget=60)
+    for _ in range(passes):
+        list(loader)
+    advance(training(model, loader, optimizer), 10)
+    assert "batches were fetched" not in capsys.readouterr().err
+
+
+def test_a_model_whose_parts_are_called_after_such_a_pass_is_not_told_that_another_is_trained(
+    only_quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, loader, optimizer = accel.optimize(*make(), budget=60)
+    for _ in range(3):
+        list(loader)
+    for _ in range(4):
+        for batch in loader:
+            model.forward(*batch[:1]).sum().backward()
+            optimizer.step()
+    assert "batches were fetched" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("passes", [0, 4])
+def test_what_trains_something_else_by_hand_after_such_a_pass_is_told_once(
+    only_quick: None, capsys: pytest.CaptureFixture[str], passes: int
+) -> None:
+    kept, loader, _ = accel.optimize(*make(), budget=60)
+    other = torch.ones(1, requires_grad=True)
+    for _ in range(passes):
+        list(loader)
+    assert capsys.readouterr().err == ""
+    for _ in range(6):
+        for _ in loader:
+            other.sum().backward()
+    words = f"batches were fetched without a training call of {type(kept).__name__} or a step"
+    assert capsys.readouterr().err.count(words) == 1
+
+
+def test_a_run_that_ends_after_a_pass_that_trains_nothing_says_so(
+    only_quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, loader, _ = accel.optimize(*make(), budget=60)
+    for _ in range(3):
+        list(loader)
+    assert capsys.readouterr().err == ""
+    entry._at_exit()
+    assert capsys.readouterr().err.startswith("accel: 39 batches were fetched without a training call of Net or a step")

@@ -75,13 +75,15 @@ def test_who_was_missing_what_for_and_what_to_do(
         assert not one.get("alive")
         assert not one.get("on")
     said = [len(one["told"]) for one in everyone[name]]
-    assert said == {"rank 0 alone": [1, 0], "rank 1 alone": [0, 1], "raise": [1, 0]}.get(name, [1, 1])
+    # By the rank that waited, for all. Of calls at different times each is waited for on its own.
+    assert sum(said) == (2 if name == "much later" else 1)
+    assert waits is None or said[int(waits[5])] == 1
 
 
 def test_a_rank_that_is_late_in_a_trial_stops_where_the_others_do(everyone: dict[str, list[dict[str, Any]]]) -> None:
     """Whether that is a step at which they meet or not."""
     one, other = everyone["late in a trial"]
-    assert one["told"] == other["told"]
+    assert other["told"] == []
     assert one["alive"] == other["alive"] == (not one["told"])
 
 
@@ -99,7 +101,7 @@ def test_ranks_that_meet_are_accelerated_whatever_went_before(
     [
         ("undo", "rank 1 takes no part any more: accel was undone there", [1, 0]),
         ("fail", "rank 1 takes no part any more: ZeroDivisionError: division by zero", [1, 1]),
-        ("rank 0 fails", "rank 0 failed to answer the others: OSError: no room left", [1, 1]),
+        ("rank 0 fails", "rank 0 failed to answer the others: OSError: no room left", [1, 0]),
     ],
 )
 def test_a_rank_that_says_so_is_not_waited_for(

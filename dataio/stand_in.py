@@ -1,0 +1,163 @@
+"""An object that answers as another one: attributes, operators, containers' methods, all but what a subclass keeps.
+
+Python looks special methods up on the type, so a stand-in for a list must be of a type that has those of a list, and
+one for a generator of a type that has none of them. Each type of loader gets a type of stand-ins of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import opcode
+import operator
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+_KEPT = frozenset(
+    f"__{name}__"
+    for name in (
+        # How it is made, reached and taken down,
+        *("new", "init", "del", "init_subclass", "subclasshook", "class_getitem", "prepare", "release_buffer"),
+        *("class", "getattribute", "getattr", "setattr", "delattr", "annotate", "annotate_func"),
+        # and copied: a copy is one of the plain object.
+        *("reduce", "reduce_ex", "getstate", "setstate", "getnewargs", "getnewargs_ex", "copy", "deepcopy"),
+        # A subclass says what it shows and iterates.
+        *("repr", "iter"),
+    )
+)
+"""Special methods that are the stand-in's own."""
+_BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor")
+_COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
+_IN_PLACE = range(13, 26)
+"""Arguments of the instruction of binary operators that stand for `+=` and its like."""
+
+_types: weakref.WeakKeyDictionary[type, weakref.WeakValueDictionary[type, type]] = weakref.WeakKeyDictionary()
+
+
+class StandIn:
+    """Answer as `loader`, whose special methods its type has.
+
+    Args:
+        loader: what it stands for.
+    """
+
+    __slots__ = ("__weakref__", "_accel_loader")
+
+    def __new__(cls, loader: Any, *args: Any) -> Any:
+        return object.__new__(_type_for(cls, type(loader)))
+
+    def __init__(self, loader: Any) -> None:
+        object.__setattr__(self, "_accel_loader", loader)
+
+    # isinstance(stand_in, DataLoader) holds wherever it held before.
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._accel_loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_accel_loader"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_accel_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._accel_loader, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._accel_loader, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process gets the plain loader.
+        return _same_object, (self._accel_loader,)
+
+    def __copy__(self) -> Any:
+        return copy.copy(self._accel_loader)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._accel_loader, memo)
+
+
+def _same_object(thing: Any) -> Any:
+    return thing
+
+
+def is_stand_in(thing: Any) -> bool:
+    """Tell whether `thing` is a stand-in (its `__class__` is that of the loader it stands for)."""
+    return issubclass(type(thing), StandIn)
+
+
+def _plain(thing: Any) -> Any:
+    return thing._accel_loader if is_stand_in(thing) else thing
+
+
+def _type_for(base: type, kind: type) -> type:
+    """Return the subclass of `base` whose instances stand for those of `kind`."""
+    known = _types.setdefault(kind, weakref.WeakValueDictionary())
+    found = known.get(base)
+    if found is None:
+        # Errors name an object's type: they are the same as the plain loader's.
+        names = {"__slots__": (), "__module__": __name__, "__qualname__": f"{base.__name__}[{kind.__qualname__}]"}
+        found = known[base] = type(kind.__name__, (base,), {"__doc__": kind.__doc__, **names, **_methods(kind)})
+    return found
+
+
+def _methods(kind: type) -> dict[str, Any]:
+    """Return the special methods that forward to those of `kind`."""
+    own = {name: value for base in reversed(kind.__mro__[:-1]) for name, value in vars(base).items()}
+    own = {**{name: getattr(kind, name) for name in ("__eq__", "__ne__", "__hash__")}, **own}
+    methods: dict[str, Any] = {}
+    for name, value in own.items():
+        if not (name.startswith("__") and name.endswith("__")) or name in _KEPT:
+            continue
+        if value is None:  # such as the hash of a list: there is none
+            methods[name] = None
+        elif callable(value):
+            methods[name] = _forwarding(name)
+    for name in _BINARY:  # a list is added to one on its left without a method of its own for it
+        if f"__{name}__" in methods or f"__r{name}__" in methods:
+            methods[f"__r{name}__"] = _reflected(name)
+    return methods
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    """Return the special method `name` that asks the loader, as Python would."""
+    short = name.strip("_")
+    if short in _BINARY or short in _COMPARISONS or (short[0] == "i" and short[1:] in _BINARY):
+        ask = getattr(operator, name)
+    else:
+
+        def ask(loader: Any, *args: Any, **kwargs: Any) -> Any:
+            return _special(loader, name)(*args, **kwargs)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loader = self._accel_loader
+        found = ask(loader, *map(_plain, args), **kwargs)
+        return self if found is loader else found  # `+=` and `with` hand on the one that is listened to
+
+    return method
+
+
+def _special(loader: Any, name: str) -> Any:
+    """Return a special method of the loader, found on its type as Python finds it."""
+    found = next(vars(base)[name] for base in type(loader).__mro__ if name in vars(base))
+    return found.__get__(loader, type(loader)) if hasattr(type(found), "__get__") else found
+
+
+def _reflected(name: str) -> Callable[..., Any]:
+    plainly, in_place = getattr(operator, f"__{name}__"), getattr(operator, f"__i{name}__")
+
+    def method(self: Any, other: Any) -> Any:
+        # Python asks here for `other += loader` too, of a list on the left, which must stay the same list.
+        compute = in_place if _is_in_place(sys._getframe(1)) else plainly
+        return compute(other, self._accel_loader)
+
+    return method
+
+
+def _is_in_place(frame: FrameType) -> bool:
+    """Tell whether what a frame is at is `+=` or its like."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    name = opcode.opname[code[at]]
+    return name.startswith("INPLACE_") or (name == "BINARY_OP" and code[at + 1] in _IN_PLACE)  # Python 3.10, or later

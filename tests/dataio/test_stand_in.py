@@ -1,0 +1,316 @@
+"""A loader's stand-in answers every operator and container method as the loader itself."""
+
+from __future__ import annotations
+
+import array
+import copy
+import operator
+import pickle
+import random
+from collections import Counter, OrderedDict, UserList, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from accel.dataio.proxy import LoaderProxy, is_proxy
+from tests.dataio.test_continuous import Silent
+
+
+class Plain:
+    """Has nothing but an iterator."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2, 3])
+
+
+class Rich(Plain):
+    """Has methods of many kinds."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    def __enter__(self) -> Rich:
+        self.found.append("entered")
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        self.found.append(kind)
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rich) and self.found == other.found
+
+    def __hash__(self) -> int:
+        return 7
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        return "rich"
+
+    def __format__(self, spec: str) -> str:
+        return f"rich {spec}"
+
+    def __index__(self) -> int:
+        return 2
+
+    def __neg__(self) -> int:
+        return -2
+
+    def __rsub__(self, other: Any) -> Any:
+        return ("from", other)
+
+    def __matmul__(self, other: Any) -> Any:
+        return ("at", other)
+
+    def __divmod__(self, other: Any) -> Any:
+        return ("divmod", other)
+
+    def __contains__(self, thing: Any) -> bool:
+        return bool(thing == 2)
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "list": lambda: [3, 1, 2],
+    "tuple": lambda: (3, 1, 2),
+    "deque": lambda: deque([3, 1, 2], maxlen=9),
+    "dict": lambda: {0: 3, 1: 1},
+    "ordered dict": lambda: OrderedDict([(1, 1), (0, 3)]),
+    "counter": lambda: Counter([1, 1, 0]),
+    "user list": lambda: UserList([3, 1, 2]),
+    "set": lambda: {1, 2, 3},
+    "frozen set": lambda: frozenset({1, 2, 3}),
+    "range": lambda: range(3),
+    "bytes": lambda: b"312",
+    "byte array": lambda: bytearray(b"312"),
+    "str": lambda: "312",
+    "array": lambda: array.array("i", [3, 1, 2]),
+    "plain": Plain,
+    "rich": Rich,
+}
+OTHERS: list[Callable[[], Any]] = [
+    *(make for name, make in MAKERS.items() if name not in ("plain", "rich")),
+    *(lambda value=value: value for value in (0, 1, 2, -1, 2.5, None, "x", slice(0, 2), slice(None, None, -1))),
+]
+ONE: dict[str, Callable[[Any], Any]] = {
+    **{name.__name__: name for name in (len, bool, hash, callable, next, abs, dir, vars)},
+    **{name: getattr(operator, name) for name in ("neg", "pos", "invert", "index")},
+    "sorted": sorted,
+    "list": list,
+    "iter": lambda it: list(iter(it)),
+    "reversed": lambda it: list(reversed(it)),
+    "star": lambda it: (lambda *a: a)(*it),
+    "star star": lambda it: dict(**{str(k): v for k, v in dict(it).items()}),
+    "has": lambda it: [name for name in SPECIAL if hasattr(it, name)],
+    "of its type": lambda it: [name for name in SPECIAL if hasattr(type(it), name)],
+    "copy": lambda it: (copy.copy(it), copy.deepcopy(it)),
+    "shuffle": lambda it: random.Random(0).shuffle(it),
+    "sample": lambda it: random.Random(0).sample(it, 2),
+    "pop": lambda it: it.pop(),
+}
+BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and_", "or_", "xor")
+COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
+SPECIAL = [
+    f"__{name}__"
+    for name in (
+        *("len", "next", "getitem", "setitem", "delitem", "contains", "reversed", "call", "enter", "exit", "bool"),
+        *("missing", "length_hint", "index", "float"),
+        *(name.strip("_") for name in BINARY),
+        *("i" + name.strip("_") for name in BINARY),
+    )
+]
+TWO: dict[str, Callable[[Any, Any], Any]] = {
+    **{name: getattr(operator, name) for name in BINARY},
+    **{f"i{name}".strip("_"): getattr(operator, f"i{name}".strip("_")) for name in BINARY},
+    **{name: getattr(operator, name) for name in (*COMPARISONS, "contains", "getitem", "delitem")},
+    "divmod": divmod,
+    "set item": lambda it, other: operator.setitem(it, 0, other),
+    "set items": lambda it, other: operator.setitem(it, slice(0, 2), other),
+}
+
+
+def _outcome(ask: Callable[..., Any], *given: Any) -> Any:
+    """Return what a question gives, or the kind of error that it raises."""
+    try:
+        found = ask(*given)
+    except Exception as error:
+        return type(error)
+    return list(found) if type(found).__name__.endswith("iterator") else found
+
+
+def _augmented(left: Any, right: Any) -> Any:
+    same = left
+    left += right
+    return left, same, left is same
+
+
+def _stand_in(thing: Any) -> Any:
+    return LoaderProxy(thing, Silent())
+
+
+def _shown(found: Any) -> Any:
+    """Return an answer in words; what differs by object only is left out."""
+    if isinstance(found, tuple):
+        return tuple(map(_shown, found))
+    thing = found._accel_loader if is_proxy(found) else found
+    return type(thing), (sorted(thing, key=repr) if isinstance(thing, set | frozenset) else repr(thing))
+
+
+def _assert_same(ask: Callable[[Any], Any], make: Callable[[], Any], what: str) -> None:
+    plain, other = make(), make()
+    proxy = _stand_in(other)
+    expected, found = _outcome(ask, plain), _outcome(ask, proxy)
+    if make in (Plain, Rich):  # these show where they lie
+        assert type(found) is type(expected) or is_proxy(found), what
+    else:
+        assert _shown(found) == _shown(expected), what
+        assert _shown(other) == _shown(plain), what
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("question", ONE)
+def test_one(kind: str, question: str) -> None:
+    if (kind, question) in (("str", "hash"), ("bytes", "hash")) or question == "dir":
+        plain = MAKERS[kind]()
+        assert _outcome(ONE[question], _stand_in(plain)) == _outcome(ONE[question], plain)
+        return
+    _assert_same(ONE[question], MAKERS[kind], f"{question} of {kind}")
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("question", TWO)
+def test_two(kind: str, question: str) -> None:
+    """On either side, and beside another stand-in."""
+    ask = TWO[question]
+    for other in OTHERS:
+        what = f"{question} of {kind} and {other()!r}"
+        _assert_same(lambda it, other=other: ask(it, other()), MAKERS[kind], what)
+        # Text is filled in by an interpreter that looks for real tuples, bytes and text alone.
+        if question in (*BINARY, *COMPARISONS, "divmod") and not (
+            question == "mod" and isinstance(other(), str | bytes | bytearray)
+        ):
+            _assert_same(lambda it, other=other: ask(other(), it), MAKERS[kind], f"{what}, reversed")
+    for other in OTHERS[:14] if question in (*BINARY, *COMPARISONS) else ():
+        _assert_same(
+            lambda it, other=other: ask(it, _stand_in(other()) if is_proxy(it) else other()), MAKERS[kind], "both"
+        )
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_what_is_extended_in_place_stays_the_same_object(kind: str) -> None:
+    for other in OTHERS:
+        _assert_same(lambda it, other=other: _augmented(other(), it), MAKERS[kind], f"{other()!r} += {kind}")
+        _assert_same(lambda it, other=other: _augmented(it, other()), MAKERS[kind], f"{kind} += {other()!r}")
+
+
+@given(
+    st.lists(st.integers(0, 9)),
+    st.lists(
+        st.tuples(
+            st.sampled_from(
+                ["set", "del", "insert", "add", "mul", "reverse", "in", "slice", "append", "eq", "shuffle"]
+            ),
+            st.integers(-5, 5),
+        ),
+        max_size=12,
+    ),
+)
+def test_any_sequence_of_changes_leaves_the_list_of_the_plain_one(start: list[int], changes: Any) -> None:
+    plain, other = list(start), list(start)
+    found: list[list[Any]] = [[], []]
+    for answers, it in zip(found, (plain, _stand_in(other)), strict=True):
+        for what, n in changes:
+            answers.append(_outcome(_change, it, what, n))
+    assert found[0] == found[1]
+    assert plain == other
+
+
+def _change(it: Any, what: str, n: int) -> Any:
+    changes: dict[str, Callable[[], Any]] = {
+        "set": lambda: operator.setitem(it, n, n),
+        "del": lambda: operator.delitem(it, n),
+        "insert": lambda: it.insert(n, n),
+        "add": lambda: list(operator.iadd(it, [n])),
+        "mul": lambda: it * (n % 3),
+        "reverse": lambda: list(reversed(it)),
+        "in": lambda: n in it,
+        "slice": lambda: it[n : n + 2],
+        "append": lambda: it.append(n),
+        "eq": lambda: (it == list(it), it < [n], [n] <= it, it != [n]),
+        "shuffle": lambda: random.Random(n).shuffle(it),
+    }
+    return changes[what]()
+
+
+def test_a_class_s_own_methods_are_asked() -> None:
+    rich = Rich()
+    proxy = _stand_in(rich)
+    with proxy as entered:
+        assert is_proxy(entered)  # what is iterated in there is listened to
+        raise ValueError("which it swallows")
+    assert rich.found == ["entered", ValueError]
+    assert proxy(1, a=2) == ((1,), {"a": 2})
+    assert (str(proxy), f"{proxy:x}", hash(proxy), bool(proxy), 2 in proxy) == ("rich", "rich x", 7, False, True)
+    assert (4 - proxy, proxy @ proxy, divmod(proxy, 3), [0, 1, 9][proxy]) == (
+        ("from", 4),
+        ("at", rich),
+        ("divmod", 3),
+        9,
+    )
+    assert proxy == rich and rich == proxy and proxy != Plain()
+    proxy.more = 1
+    assert vars(rich)["more"] == 1
+    del proxy.more
+    assert not hasattr(rich, "more")
+
+
+def test_an_iterator_goes_on_and_a_loader_stays_what_it_is() -> None:
+    drawn = _stand_in(iter([1, 2, 3]))
+    assert next(drawn) == 1
+    assert list(drawn) == [2, 3]
+    loader = DataLoader(torch.arange(4), batch_size=2)  # type: ignore[arg-type]
+    proxy = _stand_in(loader)
+    assert proxy == loader and {loader: 1}[proxy] == 1 and isinstance(proxy, DataLoader) and len(proxy) == 2
+    assert not callable(proxy) and not hasattr(type(proxy), "__next__")
+    with pytest.raises(TypeError, match="'DataLoader' object is not subscriptable"):
+        proxy[0]
+    tensors = _stand_in(torch.arange(4))
+    assert torch.equal(tensors == 1, torch.arange(4) == 1)
+    assert torch.equal(3 - tensors, 3 - torch.arange(4))
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "dict", "deque", "rich"])
+def test_a_copy_and_another_process_get_the_plain_loader(kind: str) -> None:
+    plain = MAKERS[kind]()
+    for copied in (
+        copy.copy(_stand_in(plain)),
+        copy.deepcopy(_stand_in(plain)),
+        pickle.loads(pickle.dumps(_stand_in(plain))),
+    ):
+        assert type(copied) is type(plain)
+        assert copied == plain
+        assert kind == "tuple" or copied is not plain
+
+
+def test_iterating_alone_is_listened_to() -> None:
+    class Counts(Silent):
+        epochs = 0
+
+        def epoch_begins(self) -> None:
+            Counts.epochs += 1
+
+    proxy = LoaderProxy([3, 1, 2], Counts())
+    assert proxy[0] in proxy and proxy == [3, 1, 2] and list(reversed(proxy)) == [2, 1, 3] and 2 * proxy
+    random.shuffle(proxy)
+    assert Counts.epochs == 0
+    assert sorted(proxy) == [1, 2, 3]
+    assert Counts.epochs == 1
