@@ -39,31 +39,31 @@ class Listeners:
 
     def __init__(self, proxy: LoaderProxy) -> None:
         self._proxy = proxy
-        self._followers: list[Follower] = []
+        self._followers: tuple[Follower, ...] = ()  # another one with each change, so that a loop over it may change it
 
     def epoch_begins(self) -> None:
         """The loop has asked for an iterator."""
-        for follower in list(self._followers):
+        for follower in self._followers:
             follower.epoch_begins()
 
     def batch_requested(self) -> None:
         """The loop asks for a batch."""
-        for follower in list(self._followers):
+        for follower in self._followers:
             follower.batch_requested()
 
     def batch_delivered(self, batch: Any) -> None:
         """A batch is about to be handed over."""
-        for follower in list(self._followers):
+        for follower in self._followers:
             follower.batch_delivered(batch, self._proxy)
 
     def epoch_ended(self) -> None:
         """The loader has no more batches in this epoch."""
-        for follower in list(self._followers):
+        for follower in self._followers:
             follower.epoch_ended()
 
     def fetching_failed(self, error: Exception) -> None:
         """Tell the one whose workers failed."""
-        for follower in list(self._followers):
+        for follower in self._followers:
             if follower.fetching is self._proxy._accel_fetching:
                 follower.fetching_failed(error)
 
@@ -74,21 +74,21 @@ def follow(proxy: LoaderProxy, follower: Follower) -> None:
         proxy._accel_listener = Listeners(proxy)
     followers = proxy._accel_listener._followers
     if not any(follower is known for known in followers):
-        followers.append(follower)
+        proxy._accel_listener._followers = (*followers, follower)
 
 
 def leave(proxy: LoaderProxy, follower: Follower) -> None:
     """Let `follower` hear no more; a stand-in that nobody follows is the plain loader."""
     if proxy._accel_listener is None:
         return
-    followers = proxy._accel_listener._followers
-    followers[:] = [known for known in followers if known is not follower]
-    if not followers:
+    listeners = proxy._accel_listener
+    listeners._followers = tuple(known for known in listeners._followers if known is not follower)
+    if not listeners._followers:
         proxy._accel_listener = None
 
 
 def free_fetching(proxy: LoaderProxy) -> Fetching:
     """Return the fetching of `proxy` if nobody changes it yet, else one of its own that has no effect."""
-    followers = [] if proxy._accel_listener is None else proxy._accel_listener._followers
+    followers = () if proxy._accel_listener is None else proxy._accel_listener._followers
     taken = any(follower.fetching is proxy._accel_fetching for follower in followers)
     return Fetching() if taken else proxy._accel_fetching

@@ -25,9 +25,13 @@ class Turns:
     def __init__(self) -> None:
         self._now = 0
         self._last: weakref.WeakKeyDictionary[Searcher, int] = weakref.WeakKeyDictionary()
+        self._last_alone = 0  # step of the only one there is: noting it there costs 5 µs
 
     def join(self, searcher: Searcher) -> None:
         """Take part, from now on."""
+        if len(self._last) == 1:
+            (alone,) = self._last
+            self._last[alone] = max(self._last[alone], self._last_alone)
         self._last[searcher] = self._now
 
     def leave(self, searcher: Searcher) -> None:
@@ -39,6 +43,10 @@ class Turns:
 
         Ranks that run the same loop get the same answer at the same step.
         """
+        if len(self._last) == 1 and searcher in self._last:
+            self._now += 1
+            self._last_alone = self._now
+            return None
         since = self._last.get(searcher, self._now)
         self._now += 1
         self._last[searcher] = self._now

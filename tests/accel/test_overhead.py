@@ -1,4 +1,4 @@
-"""The machinery around a step, once the search is over: at most 20 µs; under `disabled`, at most 5 µs."""
+"""The machinery around a step, once the search is over: at most 20 µs beside a plain one of 56 µs; `disabled`, 5 µs."""
 
 from __future__ import annotations
 
@@ -37,5 +37,6 @@ def test_an_idle_session_costs_at_most_twenty_microseconds_a_step() -> None:
             disabled.append(microseconds(loader))
         accel.undo(model)
 
-    assert min(idle) - min(plain) <= 20, (min(idle), min(plain))
-    assert min(disabled) - min(plain) <= 5, (min(disabled), min(plain))
+    slower = max(1.0, min(plain) / 56)  # than the core on which the limits were set
+    assert min(idle) - min(plain) <= 20 * slower, (min(idle), min(plain))
+    assert min(disabled) - min(plain) <= 5 * slower, (min(disabled), min(plain))
