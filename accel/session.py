@@ -255,8 +255,9 @@ class Session:
     # -- what the optimizers tell --------------------------------------------------------------------------------------
 
     def _owns(self, optimizer: Optimizer) -> bool:
-        if any(optimizer is known for known in self.run.optimizers):
-            return True
+        for known in self.run.optimizers:  # no any(): it takes 0.5 µs more, twice a step
+            if optimizer is known:
+                return True
         if self._strangers.get(optimizer) == len(optimizer.param_groups):
             return False  # looked through once: a cross validation leaves many sessions that each optimizer passes by
         mine = any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])

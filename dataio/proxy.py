@@ -166,7 +166,9 @@ class _Epoch:
         return batch
 
     def _fetch(self) -> Any:
-        wanted = self._fetching.workers if self._fetching.running() is self else None
+        wanted = self._fetching.workers
+        if wanted is not None and self._fetching.running() is not self:
+            wanted = None
         if self._workers is not None:
             if wanted is not self._workers:
                 self._workers.close_feed()
