@@ -273,9 +273,9 @@ class Continuous:
             return
         self._renewals += 1
         if self._renewals > _MOST_RENEWALS:
-            self._glance = None
             if self._strict:
                 raise DatasetMoves("the loop changes the dataset within an epoch: batches made ahead can't follow")
+            self._glance = None
             return
         self._forget_ahead()
         self.engine.discard()
@@ -552,7 +552,8 @@ class Continuous:
         if not first and self._ended and epoch is not None and self._begun_at is not None:
             self._epoch_step = epoch - self._begun_at
         self._began, self._begun_at = now, epoch
-        self._glance = None if self._renewals > _MOST_RENEWALS else Glance(self.loader.dataset)
+        told = self._renewals > _MOST_RENEWALS and not self._strict
+        self._glance = None if told else Glance(self.loader.dataset)
 
     def _refresh(self, epoch: int) -> None:
         """Bring the engine's copies of the dataset to its present state, as `epoch` begins or goes on."""
