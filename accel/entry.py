@@ -33,7 +33,7 @@ from accel.strategies.base import Exactness, Strategy
 
 M = TypeVar("M", bound=nn.Module)
 L = TypeVar("L")
-O = TypeVar("O", bound=Optimizer)  # noqa: E741  (the name that reads best beside M and L)
+O = TypeVar("O", bound="Optimizer | None")  # noqa: E741  (the name that reads best beside M and L)
 
 _ALLOW = {level.word: level for level in Exactness}
 _switched_off = 0
@@ -114,21 +114,6 @@ def optimize(
     report: str | os.PathLike[str] | None = ...,
     budget: float | str = ...,
 ) -> tuple[M, L, O]: ...
-
-
-@overload
-def optimize(
-    model: M,
-    loader: L,
-    optimizer: None,
-    *,
-    allow: str = ...,
-    enable: Iterable[str] = ...,
-    disable: Iterable[str] = ...,
-    plan: str | os.PathLike[str] | Plan | None = ...,
-    report: str | os.PathLike[str] | None = ...,
-    budget: float | str = ...,
-) -> tuple[M, L, None]: ...
 
 
 def optimize(

@@ -20,16 +20,14 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import numpy as np
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from accel.dataio import epochs
 from accel.dataio.engine import Engine, Job
 from accel.dataio.epochs import Ahead, Draws, States, capture, draw_ahead, epoch_of, put_back, same, same_draws
 from accel.dataio.fetch import fetch_of
+from accel.dataio.jobs import AsDrawn, Jobs, Lost
 from accel.dataio.mirror import Forecast, Glance, State, compare, state_of
-from accel.dataio.randomness import derived_seed
 
 # Wrong guesses in a row, after which the next epoch is not guessed any more.
 _MOST_WRONG = 3
@@ -42,86 +40,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-# No generator: an interruption in it would end it, and with it the epoch.
-class _Jobs:
-    """Yields a job for each index list of an epoch.
-
-    Args:
-        draws: the index lists.
-        base_seed: of the epoch's random numbers; None to leave them alone.
-        epoch: which of the epochs that were drawn it is.
-        first: number of the first list in its epoch.
-        dataset: what the batches are made from, see `Job`.
-    """
-
-    def __init__(self, draws: Draws, base_seed: int | None, epoch: int, first: int = 0, dataset: Any = None) -> None:
-        self._draws, self._base_seed, self._epoch, self._dataset = draws, base_seed, epoch, dataset
-        self._number = first
-
-    def __iter__(self) -> Iterator[Job]:
-        return self
-
-    def __next__(self) -> Job:
-        indices = _kept(next(self._draws))
-        number = self._number
-        self._number += 1
-        seed = None if self._base_seed is None else derived_seed(self._base_seed, number)
-        return Job(indices, seed, self._draws.generators(), self._dataset, self._epoch, number)
-
-
-def _kept(indices: Any) -> Any:
-    """Return an index list that stays as it is: a sampler may yield the same one again and again, filled anew."""
-    if type(indices) is list:
-        return indices.copy()
-    if isinstance(indices, np.ndarray):
-        return indices.copy()
-    return indices.clone() if isinstance(indices, Tensor) else indices
-
-
 class DatasetMoves(RuntimeError):
     """The loop changes the dataset all the time."""
-
-
-class ListLost(RuntimeError):
-    """An interruption came while the sampler drew an index list."""
-
-
-class _Lost:
-    """In place of index lists of which one was lost."""
-
-    def __iter__(self) -> Iterator[Job]:
-        return self
-
-    def __next__(self) -> Job:
-        raise ListLost(
-            "this pass can't go on: it was interrupted while the sampler drew an index list, which is lost; begin a "
-            "new pass over the loader"
-        )
-
-
-class _AsDrawn:
-    """Yields jobs whose lists were drawn early, and draws when they come what was put back of that.
-
-    Args:
-        loader: whose sampler drew the lists.
-        jobs: those of one epoch.
-        before, after: states of the loader's own generators before the first was drawn, and after the last.
-    """
-
-    def __init__(self, loader: DataLoader[Any], jobs: list[Job], before: States, after: States) -> None:
-        self._loader, self._jobs, self._at, self._after = loader, deque(jobs), before, after
-
-    def __iter__(self) -> Iterator[Job]:
-        return self
-
-    def __next__(self) -> Job:
-        state = self._jobs[0].after if self._jobs else self._after
-        if not same(state, self._at):
-            self._at = state
-            epochs.draw_as_exhausted(self._loader)
-        if not self._jobs:
-            raise StopIteration
-        return self._jobs.popleft()
 
 
 def _whole(
@@ -224,7 +144,7 @@ class Continuous:
     def _feed(self, indices: Iterator[Any], base_seed: int) -> None:
         self._epoch += 1
         self._draws = draws = Draws(self.loader, indices)
-        self._source = _Jobs(draws, base_seed if self._seeded else None, self._epoch, self.served)
+        self._source = Jobs(draws, base_seed if self._seeded else None, self._epoch, self.served)
         self.base_seed = self.engine.base_seed = base_seed
         self._ahead, self._resumed, self._all_drawn = None, None, False
         self._drawn = self._after = draws.generators()
@@ -328,7 +248,7 @@ class Continuous:
         later = iter(()) if self._all_drawn else self._source
         if not open_end:
             return itertools.chain(pending, later)
-        return itertools.chain(_AsDrawn(self.loader, pending, self._after, drawn), later)
+        return itertools.chain(AsDrawn(self.loader, pending, self._after, drawn), later)
 
     @_whole
     def leave(self) -> None:
@@ -397,7 +317,7 @@ class Continuous:
             self._real = None
         if self._drawing is not None:
             epochs.restore_own(self.loader, self._drawing)
-            self._drawn, self._source, self._drawing = self._drawing, _Lost(), None
+            self._drawn, self._source, self._drawing = self._drawing, Lost(), None
         for job, after in reversed(self._recent) if handed is not None else ():
             if job.epoch == self._epoch and job.number >= handed:
                 if all(job is not other for other in self._record):
@@ -532,7 +452,7 @@ class Continuous:
             self.engine.update(leaves)
         self._sent = expected
         seed = self._ahead.base_seed if self._seeded else None
-        self._source = _Jobs(self._ahead.draws, seed, self._epoch + 1, dataset=view)
+        self._source = Jobs(self._ahead.draws, seed, self._epoch + 1, dataset=view)
         return True
 
     @property

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 
 from accel.dataio import epochs, resume
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.dataio.passes import MODES, Mode, Options, Pass, Through, Way, not_movable
+from accel.dataio.passes import Pass, Through
+from accel.dataio.way import MODES, Mode, Options, Way, not_movable
 
 # Attributes of a `DataLoader` that may be set, and that batches depend on.
 _FETCHES_BY = frozenset(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from accel.dataio.continuous import Continuous, ListLost
+from accel.dataio.continuous import Continuous
+from accel.dataio.jobs import ListLost
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.processes import ProcessEngine
 from accel.dataio.proxy import LoaderProxy

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from accel.dataio import choice, passes, processes
-from accel.dataio.engine import ThreadEngine
+from accel.dataio import choice, processes, way
+from accel.dataio.engine import Job, ThreadEngine
 from accel.dataio.loader import ContinuousLoader
 from tests.dataio.numbers import Numbers, indices
 
@@ -117,7 +117,7 @@ def test_no_process_is_forked_while_its_own_threads_hold_a_lock() -> None:
         took = time.monotonic() - began
 
     assert "waits for a lock" not in told
-    assert took < passes._STALL_S + 20  # a stall was 30 s; the rest is slow machines
+    assert took < way._STALL_S + 20  # a stall was 30 s; the rest is slow machines
 
 
 def test_a_thread_that_hangs_keeps_processes_from_being_forked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_a_thread_that_hangs_keeps_processes_from_being_forked(monkeypatch: pyte
     threads = ThreadEngine(DataLoader(Hangs(), 4), 1)
     threads.restart()
     threads._quiet = True
-    threads.submit(passes.Job([1], None))
+    threads.submit(Job([1], None))
     engine = processes.ProcessEngine(DataLoader(Numbers(), 4), 1, start_method="fork")
     deadline = time.monotonic() + 30
     while not threads._futures[0][1].running() and time.monotonic() < deadline:
