@@ -15,7 +15,7 @@ __version__ = "0.1.0.dev0"
 # Public name → module that holds it. Loaded on first use, so that `import accel` stays free of torch.
 _HOMES = {
     "AccelError": "accel.errors",
-    "Plan": "accel.plan",
+    "Plan": "accel.search.plan",
     "Report": "accel.report",
     "disabled": "accel.entry",
     "explain": "accel.entry",
@@ -28,8 +28,8 @@ __all__ = ["AccelError", "Plan", "Report", "__version__", "disabled", "explain",
 if TYPE_CHECKING:
     from accel.entry import disabled, explain, optimize, undo
     from accel.errors import AccelError
-    from accel.plan import Plan
     from accel.report import Report
+    from accel.search.plan import Plan
 
 
 def __getattr__(name: str) -> Any:

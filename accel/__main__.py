@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from accel.cli import main
+from accel.commands.cli import main
 
 if __name__ == "__main__":
     job = main.prepared(prog_name="accel")

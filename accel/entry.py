@@ -17,18 +17,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel import strategies
-from accel.actions import Candidate
-from accel.budget import Budget
-from accel.controller import Controller
-from accel.dataio.proxy import LoaderProxy, is_proxy
+from accel.dataio.passes.proxy import LoaderProxy, is_proxy
 from accel.errors import InvalidArgument
-from accel.gate import Gate
-from accel.journal import Journal
-from accel.listeners import follow, free_fetching, leave
-from accel.plan import Plan
 from accel.report import Report
+from accel.report.journal import Journal
 from accel.run import Run
-from accel.session import Session
+from accel.run.gate import Gate
+from accel.run.listeners import follow, free_fetching, leave
+from accel.run.session import Session
+from accel.search.actions import Candidate
+from accel.search.budget import Budget
+from accel.search.controller import Controller
+from accel.search.plan import Plan
 from accel.strategies.base import Exactness, Strategy
 
 M = TypeVar("M", bound=nn.Module)

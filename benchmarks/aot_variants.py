@@ -99,7 +99,7 @@ def _layers() -> Iterator[_Layer]:
 
 
 def _window_attention() -> Iterator[Variant]:
-    from accel.kernels import window_attention_triton as kernels
+    from accel.kernels.window_attention import triton as kernels
 
     for layer in _layers():
         spec = Spec(
@@ -142,7 +142,7 @@ def _window_attention() -> Iterator[Variant]:
 
 def _compiled_in(layer: _Layer, spec: Spec, *, backward: bool) -> tuple[Any, dict[str, Any]]:
     """Return the tiles and constants of a pass, under the layer's setting of tf32."""
-    from accel.kernels import window_attention_triton as kernels
+    from accel.kernels.window_attention import triton as kernels
 
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = layer.tf32
@@ -158,7 +158,7 @@ def _options(tiles: Any) -> dict[str, Any]:
 
 
 def _simota() -> Iterator[Variant]:
-    from accel.kernels import simota_triton as kernels
+    from accel.kernels.simota import triton as kernels
 
     weights = dict.fromkeys(("cls_weight", "iou_weight", "log_eps", "union_eps"), "fp32")
     for data, scored in product(("fp16", "bf16", "fp32"), (True, False)):
@@ -190,7 +190,7 @@ def _simota() -> Iterator[Variant]:
 def _fcos() -> Iterator[Variant]:
     import triton.language as tl
 
-    from accel.kernels import fcos_targets_triton as kernels
+    from accel.kernels.fcos_targets import triton as kernels
 
     for data, normalize in product(("fp32", "fp64"), (True, False)):
         words = " fp64" * (data == "fp64") + " in pixels" * (not normalize)
@@ -209,7 +209,7 @@ def _fcos() -> Iterator[Variant]:
 
 
 def _rows() -> Iterator[Variant]:
-    from accel.kernels import compact_triton, gather_rows_triton
+    from accel.kernels.rows import compact_triton, gather_rows_triton
 
     for data in ("fp16", "bf16", "fp32", "fp64"):
         pointers = {"x": data, "index": "i64", "out": data}
@@ -226,8 +226,8 @@ def _rows() -> Iterator[Variant]:
 
 
 def _codes() -> Iterator[Variant]:
-    from accel.kernels import quantise_triton, sign_pack_triton
-    from accel.kernels.block_codes import LARGEST, launches
+    from accel.kernels.codes import quantise_triton, sign_pack_triton
+    from accel.kernels.codes.block_codes import LARGEST, launches
 
     data = {"values": "fp32", "encoded": "u8"}
     for op, kernels in (("quantise", quantise_triton), ("sign_pack", sign_pack_triton)):
@@ -247,7 +247,7 @@ def _codes() -> Iterator[Variant]:
 
 
 def _thresholds() -> Iterator[Variant]:
-    from accel.kernels import threshold_triton as kernels
+    from accel.kernels.rows import threshold_triton as kernels
     from accel.kernels.threshold import BLOCK
 
     form = {"ROWS": kernels._ROWS, "WIDTH": BLOCK}

@@ -20,8 +20,8 @@ import click
 import torch
 from torch import Tensor
 
-from accel.kernels import fcos_targets as ops
-from accel.kernels.fcos_inputs import FcosPoints
+from accel.kernels.fcos_targets import targets as ops
+from accel.kernels.fcos_targets.inputs import FcosPoints
 from benchmarks import fcos_targets, simota_gpu
 from benchmarks.device_times import launched, replayed, sets
 from tests.kernels.fcos_oracle import fcos3d_batch, fcos_batch
@@ -89,7 +89,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was run")
         sys.exit(2)
-    from accel.profiler import roofline
+    from accel.profiler.trace import roofline
 
     list(everything(roofline.measure(torch.device("cuda"), []).gb_per_s * 1e9))
 

@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.comm.compression.momentum import Corrected
 from accel.comm.compressor import Compressor, Exact
 from accel.comm.dgc import DGC
 from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
-from accel.comm.momentum import Corrected
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
 from accel.comm.sgd_momentum import take_momentum

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import Way, allowed
-from accel.comm.choice import describe
+from accel.comm.cost_model.choice import describe
+from accel.comm.engine.switch import Switch, hook
 from accel.comm.selector import AutoComm
-from accel.comm.switch import Switch, hook
 from benchmarks import recording
 from benchmarks.comm_hooks import mlp, replicas_equal
 from benchmarks.gradient_profiles import PROFILES, Replayed

@@ -3,7 +3,8 @@
     python -m benchmarks.compressor_costs [--rounds 7] [--record]
 
 One bucket of 25 MB, of matrices and biases, on one thread, between two ranks that are only played: the hook's own
-stages over channels that send nothing (`accel.comm.dry_run`). Compressors take turns; times are medians of rounds.
+stages over channels that send nothing (`accel.comm.cost_model.dry_run`). Compressors take turns; times are medians of
+rounds.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import torch
 
 from accel.comm.catalogue import CATALOGUE, Way, register
 from accel.comm.compressor import RESIDUAL, Compressor
+from accel.comm.cost_model.dry_run import dry_run
 from accel.comm.dgc import DGC
-from accel.comm.dry_run import dry_run
 from accel.comm.layout import Layout
 from accel.comm.powersgd import PowerSGD
-from accel.comm.topology import Topology
+from accel.comm.ranks.topology import Topology
 from benchmarks import recording
 
 WIDTH, DEPTH = 1024, 6

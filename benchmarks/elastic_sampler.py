@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.dataio.permutation import Permutation
+from accel.dataio.sampling.permutation import Permutation
 from benchmarks import recording
 
 Batches = Iterator[list[int]]

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from accel.files import write_atomic
-from accel.profiler.causes import OVERSUBSCRIBED
+from accel.profiler.diagnose.causes import OVERSUBSCRIBED
 from accel.profiler.report import Saving
 from benchmarks.fault_rows import TOLERANCE, Answer, Row, merged, summarise
 from benchmarks.fault_runs import PAIRS, Plan
@@ -169,7 +169,7 @@ def _title(loaded: bool) -> str:
 def _record(rows: Sequence[Row], summary: dict[str, Any], plan: Plan) -> dict[str, Any]:
     import torch
 
-    from accel.journal import machine_name
+    from accel.report.journal import machine_name
 
     options = [f"--tools {','.join(plan.tools)}", f"--steps {plan.steps}"]
     options += ["--loaded"] if plan.loaded else []

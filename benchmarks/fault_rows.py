@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accel.profiler.causes import OVERSUBSCRIBED
+from accel.profiler.diagnose.causes import OVERSUBSCRIBED
 from accel.profiler.report import ProfileReport, Saving
 from benchmarks.faults.table import HEALTHY, Case, Compare
 from benchmarks.rivals_profile import RIVALS, RivalAnswer

@@ -20,8 +20,8 @@ from typing import Any
 import click
 import torch
 
-from accel.kernels.fcos_inputs import Fcos3dGts, FcosConfig, FcosPoints
 from accel.kernels.fcos_targets import fcos3d_targets, fcos_targets
+from accel.kernels.fcos_targets.inputs import Fcos3dGts, FcosConfig, FcosPoints
 from accel.kernels.gather_rows import gather_rows
 from benchmarks import recording
 from tests.kernels.fcos_oracle import Index, fcos3d_batch, fcos_batch

@@ -26,7 +26,7 @@ Found = Iterator[tuple[str, Any]]
 
 
 def _gb_per_s() -> float:
-    from accel.profiler import roofline
+    from accel.profiler.trace import roofline
 
     return roofline.measure(torch.device("cuda"), []).gb_per_s
 

@@ -21,8 +21,8 @@ import click
 import torch
 from torch import Tensor
 
-from accel.comm import top_k
-from accel.comm.fused import Codec, Fused
+from accel.comm.compression import top_k
+from accel.comm.compression.fused import Codec, Fused
 from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.kernels import quantise, sign_pack, threshold
@@ -221,7 +221,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was run")
         sys.exit(2)
-    from accel.profiler import roofline
+    from accel.profiler.trace import roofline
 
     list(rows(roofline.measure(torch.device("cuda"), []).gb_per_s * 1e9))
 

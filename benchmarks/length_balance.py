@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
-from accel.dataio.balance_plan import Floats, Ints, Packs, pack_costs
 from accel.dataio.length_balance import LengthBalancedBatchSampler, attention_cost, balance_of
+from accel.dataio.sampling.balance_plan import Floats, Ints, Packs, pack_costs
 from benchmarks import recording
 
 TOKEN = re.compile(r"\w+|[^\w\s]")

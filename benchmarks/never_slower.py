@@ -166,7 +166,7 @@ def main(loops: tuple[str, ...], allow: str, pairs: int, record: bool) -> None:
 def _record(verdicts: list[Verdict], allow: str, pairs: int) -> None:
     import torch
 
-    from accel.journal import machine_name
+    from accel.report.journal import machine_name
 
     summary = {
         "what": "accelerated ÷ plain step time after the search, mean of interleaved turns with 95 % interval",

@@ -30,11 +30,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel.profiler import callslot
-from accel.profiler.probes import Function, Probes
-from accel.profiler.recorder import Recorder
-from accel.profiler.sampler import Sampler
+from accel.profiler.clocks import callslot
+from accel.profiler.clocks.probes import Function, Probes
+from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.session import WATCH_S
+from accel.profiler.system.sampler import Sampler
 from benchmarks import recording
 
 PIECE_S = 0.025

@@ -40,7 +40,7 @@ def write(name: str, what: str, figures: dict[str, Any], *, command: str = "", d
         command: that made all of them; '' where each row has its own.
         device: "cpu" or "cuda".
     """
-    from accel.journal import machine_name
+    from accel.report.journal import machine_name
 
     summary = {
         "what": what,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from accel.kernels.simota import simota_assign
-from accel.kernels.simota_inputs import Assignment
+from accel.kernels.simota.inputs import Assignment
 from benchmarks import recording
 from tests.kernels import simota_oracle
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.kernels import simota as op
+from accel.kernels.simota import assign as op
 from accel.kernels.simota import cost
-from accel.kernels.simota_inputs import VARIANTS, Assignment, anchors_of, cells_of, truths_of
+from accel.kernels.simota.inputs import VARIANTS, Assignment, anchors_of, cells_of, truths_of
 from benchmarks.device_times import launched, replayed, sets
 from benchmarks.simota import CLASSES, Batch, batch_of
 from tests.kernels import simota_oracle

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from accel.files import write_atomic
 from accel.kernels.window_attention import Spec, cost, shifted_window_attention_ref
-from accel.kernels.window_regions import shift_regions
+from accel.kernels.window_attention.regions import shift_regions
 from benchmarks.device_times import launched, replayed, sets
 from benchmarks.window_rivals import Op, Rivals
 
@@ -109,7 +109,7 @@ def measured(op: Op, given: Sequence[Inputs], floors: Sequence[float]) -> dict[s
 
 def everything() -> Iterator[tuple[str, Any]]:
     """Measure the device, then the ops; yield each figure as it is found, rows together."""
-    from accel.profiler import roofline
+    from accel.profiler.trace import roofline
 
     limits = roofline.measure(torch.device("cuda"), [torch.float16])
     yield "gb_per_s", limits.gb_per_s

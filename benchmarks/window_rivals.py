@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from accel.kernels.window_attention import Spec, shifted_window_attention
-from accel.kernels.window_regions import merge, partition, relative_index, shift_regions
+from accel.kernels.window_attention.regions import merge, partition, relative_index, shift_regions
 
 Op = Callable[[Tensor, Tensor], Tensor]
 

@@ -25,9 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accel.comm.channel import Channel
+from accel.comm.compression.unused import any_nonzero, stand_still
+from accel.comm.engine.channel import Channel
 from accel.comm.layout import Layout, Piece, equal_cuts
-from accel.comm.unused import any_nonzero, stand_still
 
 RESIDUAL = "residual"
 

@@ -11,7 +11,7 @@ gradients don't push on (momentum factor masking). After each step T, to roundin
 
 * Biases, norms and other small tensors go along as they are. The optimizer keeps their momentum, and that of weight
   decay, which every rank knows: nothing of either is withheld. See `accel.comm.sgd_momentum`.
-* One all-gather of packs that have the same size on every rank; see `accel.comm.dgc_pack`.
+* One all-gather of packs that have the same size on every rank; see `accel.comm.compression.dgc_pack`.
 * Where ratio · ranks ≥ 1, packs would be as long as dense gradients on a ring: these are sent then, nothing is withheld
   and no momentum dropped. Ratio 1 is dense momentum SGD. Warm-up stages often fall under this.
 * A parameter whose gradient is zero on all ranks stands still, its momentum too, as in SGD where it has no gradient:
@@ -28,13 +28,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from accel.comm.channel import Channel
+from accel.comm.compression.dgc_pack import Pack, Part
+from accel.comm.compression.momentum import VELOCITY, Corrected, MomentumSource
+from accel.comm.compression.top_k import largest
+from accel.comm.compression.unused import any_nonzero, stand_still
 from accel.comm.compressor import RESIDUAL, Stage
-from accel.comm.dgc_pack import Pack, Part
+from accel.comm.engine.channel import Channel
 from accel.comm.layout import Layout, Piece
-from accel.comm.momentum import VELOCITY, Corrected, MomentumSource
-from accel.comm.top_k import largest
-from accel.comm.unused import any_nonzero, stand_still
 
 
 class DGC(Corrected):

@@ -26,12 +26,12 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
-from accel.comm.channel import Channel, ConnectionBroken, GlooChannel, NcclChannel
 from accel.comm.compressor import RESIDUAL, Compressor, Exact
-from accel.comm.fsdp_groups import ShardGroup, check_mesh, contents, join, part, shard_groups
-from accel.comm.post_mortem import CommError
-from accel.comm.reduction import BucketJob, Reduction
-from accel.comm.talk import Talk
+from accel.comm.engine.channel import Channel, ConnectionBroken, GlooChannel, NcclChannel
+from accel.comm.engine.post_mortem import CommError
+from accel.comm.engine.reduction import BucketJob, Reduction
+from accel.comm.periodic.fsdp_groups import ShardGroup, check_mesh, contents, join, part, shard_groups
+from accel.comm.ranks.talk import Talk
 
 _made: dict[str, itertools.count[int]] = {}
 
@@ -62,7 +62,7 @@ class FSDPComm:
 
     Raises:
         ValueError: if mesh, model and compressor don't go together, or differ between ranks.
-        accel.comm.post_mortem.CommError: from `loss.backward()`, if communication fails.
+        accel.comm.engine.post_mortem.CommError: from `loss.backward()`, if communication fails.
 
     Example:
         >>> comm = FSDPComm(model, mesh, Int8(), error_feedback=True)

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.distributed_c10d import PrefixStore
 
-from accel.comm import topology
-from accel.comm.channel import Channel, GlooChannel, NcclChannel
 from accel.comm.compressor import RESIDUAL, Compressor, Exact
+from accel.comm.engine.channel import Channel, GlooChannel, NcclChannel
+from accel.comm.engine.pipeline import Pipeline, PipelineStage
+from accel.comm.engine.post_mortem import Address, CommError, PostMortem, neighbours
+from accel.comm.engine.reduction import BucketJob, Reduction
 from accel.comm.layout import Layout
-from accel.comm.meeting import Apart, Each, Meeting
 from accel.comm.memory import LossScale, Memory
-from accel.comm.pipeline import Pipeline, PipelineStage
-from accel.comm.post_mortem import Address, CommError, PostMortem, neighbours
-from accel.comm.reduction import BucketJob, Reduction
+from accel.comm.ranks import topology
+from accel.comm.ranks.meeting import Apart, Each, Meeting
 
 _made: dict[str, "itertools.count[int]"] = {}
 

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from accel.comm.compression.fused import Codec, Fused
 from accel.comm.compressor import add_residual
-from accel.comm.fused import Codec, Fused
 from accel.kernels import quantise
 
 _SMALLEST_SCALE = 1e-37  # 1/s must be a float32; a block below is sent as zeros

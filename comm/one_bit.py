@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accel.comm.compression.fused import Codec
+from accel.comm.compression.gathered import Gathered
 from accel.comm.compressor import add_residual, part_of
-from accel.comm.fused import Codec
-from accel.comm.gathered import Gathered
 from accel.comm.int8 import summed, tiles
 from accel.kernels import sign_pack
 from accel.kernels.tables import kept

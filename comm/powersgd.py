@@ -25,11 +25,21 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from accel.comm.channel import Channel
+from accel.comm.compression.low_rank import add_product, noise, orthonormal
+from accel.comm.compression.low_rank_plan import (
+    Group,
+    Plan,
+    Side,
+    make_plan,
+    matrix_of,
+    note_used,
+    ordered,
+    other,
+    project,
+)
 from accel.comm.compressor import RESIDUAL, Compressor, Stage, add_residual
+from accel.comm.engine.channel import Channel
 from accel.comm.layout import Layout, Piece, between
-from accel.comm.low_rank import add_product, noise, orthonormal
-from accel.comm.low_rank_plan import Group, Plan, Side, make_plan, matrix_of, note_used, ordered, other, project
 
 Rank = int | Mapping[tuple[int, ...], int] | Callable[[torch.Size], int]
 

@@ -6,7 +6,7 @@
 1. Links and cores are measured when the state is made.
 2. Each way that `allow` permits runs on this machine over channels that send nothing: what it computes and would send.
    Buckets' ready times, and the work of a step, are those of steps that are DDP's own.
-3. A model predicts the step for each way; see `accel.comm.cost`. Rank 0 decides, the others do as it says.
+3. A model predicts the step for each way; see `accel.comm.cost_model.cost`. Rank 0 decides, the others do as it says.
 4. The best goes on for `check` steps, and as long as another is predicted to be about as short as what was measured,
    that one too: so a prediction that proves wrong leads to the next best. The two shortest, if they are near to each
    other, run in turns. The shortest stays, perhaps DDP's own; a small gain must show in turns with DDP's own. Where
@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.bucket_size import Size, better_size
 from accel.comm.catalogue import Way, allowed, check_level
-from accel.comm.choice import (
+from accel.comm.cost_model.bucket_size import Size, better_size
+from accel.comm.cost_model.choice import (
     WORTH,
     Observed,
     Option,
@@ -40,12 +40,12 @@ from accel.comm.choice import (
     preferred,
     worthwhile,
 )
-from accel.comm.cost import Network, Profile, Stages
-from accel.comm.dry_run import copy_byte_s, costs, shared_out
+from accel.comm.cost_model.cost import Network, Profile, Stages
+from accel.comm.cost_model.dry_run import copy_byte_s, costs, shared_out
+from accel.comm.cost_model.probe import probe
+from accel.comm.engine.post_mortem import CommError
+from accel.comm.engine.switch import Switch, hook
 from accel.comm.layout import Layout
-from accel.comm.post_mortem import CommError
-from accel.comm.probe import probe
-from accel.comm.switch import Switch, hook
 
 __all__ = ["AutoComm", "Choice", "choose", "hook"]
 
@@ -130,7 +130,7 @@ def choose(switch: Switch, network: Network, told: list[Costs]) -> Choice:
 
     Args:
         switch: with recorded steps under DDP's own all-reduce.
-        network: from `accel.comm.probe.probe`.
+        network: from `accel.comm.cost_model.probe.probe`.
         told: from `costs_of`, of the candidates; on rank 0.
 
     Returns:
@@ -176,7 +176,7 @@ class AutoComm(Switch):
 
     Raises:
         ValueError: if an argument is out of range, or the module has a hook or a process group of its own.
-        accel.comm.post_mortem.CommError: from `loss.backward()`, if communication fails.
+        accel.comm.engine.post_mortem.CommError: from `loss.backward()`, if communication fails.
 
     Example:
         >>> ddp = DistributedDataParallel(model)

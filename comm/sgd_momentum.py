@@ -1,9 +1,9 @@
 """SGD's momentum, taken over by a compressor so that it is not applied twice.
 
 SGD is linear in what it is given: its momentum buffer is the sum of one that saw the gradients, one that saw weight
-decay, and what was there before. The first is what the compressor (`accel.comm.momentum`) accumulates on each rank and
-sends late. The others are the same on every rank: they stay in the optimizer, in its `momentum_buffer`, and move the
-weights at every step, unsent:
+decay, and what was there before. The first is what the compressor (`accel.comm.compression.momentum`) accumulates on
+each rank and sends late. The others are the same on every rank: they stay in the optimizer, in its `momentum_buffer`,
+and move the weights at every step, unsent:
 
     b ← m b + λ w,  w ← w − lr b  (Nesterov: w ← w − lr (λ w + m b)),  then  w ← w − lr · what is delivered
 
@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from accel.comm.compression.momentum import VELOCITY, Corrected
 from accel.comm.hooks import CommState
-from accel.comm.momentum import VELOCITY, Corrected
 
 BUFFER = "momentum_buffer"
 

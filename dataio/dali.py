@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from accel.dataio.dali_graph import Batch, Graph
-from accel.dataio.dealing import world
+from accel.dataio.image.dali_graph import Batch, Graph
 from accel.dataio.images import ImageDataset
+from accel.dataio.sampling.dealing import world
 
 LastBatch = Literal["partial", "drop", "fill"]
 Batches = Generator[tuple[Tensor, Tensor], None, None]

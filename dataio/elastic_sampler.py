@@ -3,7 +3,8 @@
 An epoch is one order π of [0, n), the same on every rank. A step takes the next G = Σ_r b_r places of it and deals them
 to the ranks; what is left is a suffix of the order. So its first place is all the state there is, and any number of
 ranks with any batch sizes goes on from there. State and memory don't grow with n (order "feistel"; "torch" keeps the
-list). Who gets which place, and the last step: accel.dataio.dealing. The order: accel.dataio.permutation.
+list). Who gets which place, and the last step: accel.dataio.sampling.dealing. The order:
+accel.dataio.sampling.permutation.
 
 Others: torchelastic's ElasticDistributedSampler shuffles the *numbers* from start_index on, which are not what is left
 of a shuffled epoch. AdaptDL's and Horovod's ElasticSampler continue the order, but keep it as a list on each rank, even
@@ -20,9 +21,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch.utils.data import Sampler
 
-from accel.dataio.dealing import Deal, Tail, world
 from accel.dataio.foreseen import Foreseen
-from accel.dataio.permutation import Items, Permutation
+from accel.dataio.sampling.dealing import Deal, Tail, world
+from accel.dataio.sampling.permutation import Items, Permutation
 
 T = TypeVar("T")
 _VERSION = 1

@@ -1,8 +1,8 @@
 """What a sampler tells of its next pass before that begins, so that batches can be made ahead across an epoch's end.
 
 A batch sampler with an int `epoch` and a method `foresee(epoch)`, which returns a `Foreseen` or None if it can't, is
-asked by what makes batches ahead (accel.dataio.epochs). Samplers of torch need no such method: what they draw depends
-on the random state and on their epoch only.
+asked by what makes batches ahead (accel.dataio.passes.epochs). Samplers of torch need no such method: what they draw
+depends on the random state and on their epoch only.
 """
 
 from __future__ import annotations

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from accel.dataio.image_decode import decode, size_of
-from accel.dataio.image_epoch import Epoch
+from accel.dataio.engine.thread_pool import ThreadPool
+from accel.dataio.image.decode import decode, size_of
+from accel.dataio.image.epoch import Epoch
+from accel.dataio.image.resize import Interpolation, Resizer
+from accel.dataio.image.sources import EXTENSIONS, Sample, folder_samples, name, read
 from accel.dataio.image_geometry import Placement, Transform, uniforms
-from accel.dataio.image_resize import Interpolation, Resizer
-from accel.dataio.image_sources import EXTENSIONS, Sample, folder_samples, name, read
-from accel.dataio.thread_pool import ThreadPool
 from accel.profiler.host import usable_cores
 
 

@@ -33,7 +33,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from accel.dataio.balance_plan import (
+from accel.dataio.foreseen import Foreseen
+from accel.dataio.packing import best_fit, check_lengths, check_longest
+from accel.dataio.sampling.balance_plan import (
     Floats,
     Ints,
     Packs,
@@ -49,8 +51,6 @@ from accel.dataio.balance_plan import (
     spread,
     take,
 )
-from accel.dataio.foreseen import Foreseen
-from accel.dataio.packing import best_fit, check_lengths, check_longest
 
 Cost = Callable[[Floats], Any]
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio import epochs, resume
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.dataio.passes import Pass, Through
-from accel.dataio.way import MODES, Mode, Options, Way, not_movable
+from accel.dataio.passes import epochs, resume
+from accel.dataio.passes.passes import Pass, Through
+from accel.dataio.passes.way import MODES, Mode, Options, Way, not_movable
 
 # Attributes of a `DataLoader` that may be set, and that batches depend on.
 _FETCHES_BY = frozenset(
@@ -49,7 +49,7 @@ class ContinuousLoader(DataLoader[Any]):
             more, up to 64 in all, where that shortens the loop's wait.
         thread_safe: whether several threads may read the dataset at once; only then does "auto" try them, unless
             fetching draws random numbers. Default: its attribute `thread_safe`, or else whether it holds nothing but
-            data and isn't changed by reading, see `accel.dataio.thread_safety`.
+            data and isn't changed by reading, see `accel.dataio.dataset.thread_safety`.
         device: where to copy batches to, one ahead, on a stream of its own; default: nowhere.
 
     Raises:

@@ -57,7 +57,7 @@ def put_rows_ref(rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
 
 def _sources(mask_P: Tensor, size: int) -> tuple[Tensor, Tensor]:
     if runs_triton(mask_P):
-        from accel.kernels import compact_triton
+        from accel.kernels.rows import compact_triton
 
         return compact_triton.sources(mask_P, size)
     if mask_P.device.type != "cpu":
@@ -71,7 +71,7 @@ def _sources(mask_P: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def _take(x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
     if runs_triton(x_PC):
-        from accel.kernels import compact_triton
+        from accel.kernels.rows import compact_triton
 
         return compact_triton.take(x_PC, source_S, pad)
     return take_rows_ref(x_PC, source_S, pad)
@@ -79,7 +79,7 @@ def _take(x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
 
 def _put(rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
     if runs_triton(rows_SC):
-        from accel.kernels import compact_triton
+        from accel.kernels.rows import compact_triton
 
         return compact_triton.put(rows_SC, source_S, total)
     return put_rows_ref(rows_SC, source_S, total)

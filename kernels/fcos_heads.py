@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from accel.kernels.fcos_inputs import Fcos3dGts, FcosConfig, FcosGts, FcosPoints
 from accel.kernels.fcos_targets import fcos3d_targets, fcos_targets
+from accel.kernels.fcos_targets.inputs import Fcos3dGts, FcosConfig, FcosGts, FcosPoints
 from accel.kernels.tables import kept
 
 _SIGNATURES = {

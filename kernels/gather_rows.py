@@ -61,7 +61,7 @@ def _starts(groups: int, group: int) -> Tensor:
 
 def _gather(x_NGC: Tensor, index_N: Tensor) -> Tensor:
     if runs_triton(x_NGC):
-        from accel.kernels import gather_rows_triton
+        from accel.kernels.rows import gather_rows_triton
 
         return gather_rows_triton.gather(x_NGC, index_N)
     return gather_rows_ref(x_NGC, _in_bounds(index_N, x_NGC.shape[1]))
@@ -69,7 +69,7 @@ def _gather(x_NGC: Tensor, index_N: Tensor) -> Tensor:
 
 def _scatter(rows_NC: Tensor, index_N: Tensor, group: int) -> Tensor:
     if runs_triton(rows_NC):
-        from accel.kernels import gather_rows_triton
+        from accel.kernels.rows import gather_rows_triton
 
         return gather_rows_triton.scatter(rows_NC, index_N, group)
     return scatter_rows_ref(rows_NC, index_N, group)

@@ -19,7 +19,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accel.kernels.block_codes import check_block, check_decode, check_encode, padded, scale_bytes, scales_ref, takes
+from accel.kernels.codes.block_codes import (
+    check_block,
+    check_decode,
+    check_encode,
+    padded,
+    scale_bytes,
+    scales_ref,
+    takes,
+)
 from accel.kernels.support import Cost
 
 __all__ = ["cost_decode_sum", "cost_encode", "decode_sum", "encode", "encoded_bytes", "takes"]
@@ -56,7 +64,7 @@ def decode_sum_ref(encoded_RE: Tensor, numel: int, block: int, start_N: Tensor |
 
 def _encode(values: Tensor, encoded: Tensor, block: int, residual: Tensor | None, lost: Tensor | None) -> None:
     if takes(values, block):
-        from accel.kernels import sign_pack_triton
+        from accel.kernels.codes import sign_pack_triton
 
         return sign_pack_triton.encode(values, encoded, block, residual, lost)
     found, left = encode_ref(values, block, residual)
@@ -68,7 +76,7 @@ def _encode(values: Tensor, encoded: Tensor, block: int, residual: Tensor | None
 
 def _decode_sum(encoded: Tensor, out: Tensor, block: int, add: bool) -> None:
     if takes(out, block):
-        from accel.kernels import sign_pack_triton
+        from accel.kernels.codes import sign_pack_triton
 
         return sign_pack_triton.decode_sum(encoded, out, block, add)
     out.copy_(decode_sum_ref(encoded, len(out), block, out if add else None))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.kernels.simota import simota_assign
-from accel.kernels.simota_inputs import VARIANTS, Assignment, Rules
+from accel.kernels.simota.inputs import VARIANTS, Assignment, Rules
 
 # A head's methods → what its matching is called here.
 _KNOWN_BY = {"get_geometry_constraint": "yolox", "get_in_boxes_info": "yolox-2021"}

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accel.kernels.block_codes import padded
+from accel.kernels.codes.block_codes import padded
 from accel.kernels.compact import sources_ref
 from accel.kernels.support import Cost, runs_triton
 
@@ -60,7 +60,7 @@ def at_least_ref(values_N: Tensor, least: Tensor, size: int) -> tuple[Tensor, Te
 
 def _block_maxima(values: Tensor) -> Tensor:
     if takes(values):
-        from accel.kernels import threshold_triton
+        from accel.kernels.rows import threshold_triton
 
         return threshold_triton.block_maxima(values)
     return block_maxima_ref(values)
@@ -68,7 +68,7 @@ def _block_maxima(values: Tensor) -> Tensor:
 
 def _at_least(values: Tensor, least: Tensor, size: int, maxima: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     if takes(values):
-        from accel.kernels import threshold_triton
+        from accel.kernels.rows import threshold_triton
 
         ends = threshold_triton.tally(values, least, maxima)
         return threshold_triton.take(values, least, maxima, ends, size)
@@ -78,7 +78,7 @@ def _at_least(values: Tensor, least: Tensor, size: int, maxima: Tensor | None) -
 def _all_at_least(values: Tensor, least: Tensor, maxima: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return as many as there are, which the host waits to hear."""
     if takes(values):
-        from accel.kernels import threshold_triton
+        from accel.kernels.rows import threshold_triton
 
         ends = threshold_triton.tally(values, least, maxima)
         return threshold_triton.take(values, least, maxima, ends, int(ends[-1]) if len(ends) else 0)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.kernels.window_hosts import (
+from accel.kernels.window_attention.libraries import (
     DropIn,
     HuggingFaceCosineWindows,
     HuggingFaceLayer,

@@ -19,23 +19,27 @@ from typing import Any
 
 import torch
 
-from accel.profiler import facts, judging, naming, roofline, roots, suspects
-from accel.profiler.causes import CROWDS
+from accel.profiler import naming
+from accel.profiler.clocks import facts, roots
+from accel.profiler.clocks.probes import Loaders
+from accel.profiler.clocks.recorder import Recorder, kept_steps
+from accel.profiler.clocks.settings import Settings
+from accel.profiler.diagnose import judging
+from accel.profiler.diagnose.causes import CROWDS
 from accel.profiler.evidence import Evidence, TraceSummary
+from accel.profiler.experiments import suspects
+from accel.profiler.experiments.whatif import ALONE, TOGETHER, Counterfactual, Snapshot, Unchanged, experiment
 from accel.profiler.gather import Exchange
 from accel.profiler.host import usable_cores
-from accel.profiler.loop_source import batch_lines, users_frames
-from accel.profiler.meters import Crowd, Exposed, Span, Workers
 from accel.profiler.naming import Diagnosis
 from accel.profiler.nvml import Nvml
 from accel.profiler.phases import Measurement
-from accel.profiler.probes import Loaders
-from accel.profiler.recorder import Recorder, kept_steps
 from accel.profiler.report import Experiment, Finding
-from accel.profiler.sampler import Sampler
-from accel.profiler.settings import Settings
-from accel.profiler.trace import Window, WindowTaken
-from accel.profiler.whatif import ALONE, TOGETHER, Counterfactual, Snapshot, Unchanged, experiment
+from accel.profiler.system.loop_source import batch_lines, users_frames
+from accel.profiler.system.meters import Crowd, Exposed, Span, Workers
+from accel.profiler.system.sampler import Sampler
+from accel.profiler.trace import roofline
+from accel.profiler.trace.window import Window, WindowTaken
 
 WARM_UP = 3
 OBSERVE_STEPS, OBSERVE_S, ENOUGH_S = 50, 0.6, 20.0

@@ -16,11 +16,13 @@ import pytest
 import torch
 
 import accel
-from accel import controller, entry, report, strategies
-from accel.controller import Pace
-from accel.guard import Tolerance
-from accel.plan import Plan
+from accel import entry, strategies
 from accel.profiler.trial import TrialConfig
+from accel.report import model as report
+from accel.run.guard import Tolerance
+from accel.search import controller
+from accel.search.controller import Pace
+from accel.search.plan import Plan
 from accel.strategies import Exactness
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -188,7 +190,7 @@ def test_the_controllers_numbers_are_those_of_the_code(kind: type[TrialConfig] |
 
 
 def test_every_cause_and_phase_of_the_profiler_is_documented_in_its_own_words() -> None:
-    from accel.profiler.causes import CAUSES
+    from accel.profiler.diagnose.causes import CAUSES
     from accel.profiler.phases import MEANING
 
     told = {row[0].strip("`"): [cell.strip("`") for cell in row[1:]] for row in rows("docs/profiler.md")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.dataio import transfer
+from accel.dataio.engine import transfer
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from accel.dataio.batches import map_tensors
-from accel.gate import Call
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
+from accel.run.gate import Call
 from accel.strategies.base import Exactness, Strategy
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)

@@ -7,9 +7,9 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from accel.profiler import update_path
 from accel.profiler.bottleneck import Bottleneck
-from accel.profiler.update_path import Paths
+from accel.profiler.experiments import update_path
+from accel.profiler.experiments.update_path import Paths
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
 

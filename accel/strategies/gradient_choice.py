@@ -1,8 +1,9 @@
 """What the strategies for gradient communication share: a switch on the DDP module, its network, and what was chosen.
 
 Each strategy chooses among the ways that its exactness permits. The first one to be switched on measures the network
-and lets the plain steps around the guard be watched; from then on the model of `accel.comm.cost` says which ways are
-worth a trial. All ranks measure and choose together, at the boundary where they are switched; rank 0's choice counts.
+and lets the plain steps around the guard be watched; from then on the model of `accel.comm.cost_model.cost` says which
+ways are worth a trial. All ranks measure and choose together, at the boundary where they are switched; rank 0's choice
+counts.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import allowed
-from accel.comm.choice import WORTH, Option, worthwhile
-from accel.comm.cost import Network
-from accel.comm.post_mortem import CommError
-from accel.comm.probe import probe
+from accel.comm.cost_model.choice import WORTH, Option, worthwhile
+from accel.comm.cost_model.cost import Network
+from accel.comm.cost_model.probe import probe
+from accel.comm.engine.post_mortem import CommError
+from accel.comm.engine.switch import Switch, why_not
 from accel.comm.selector import Choice, choose, costs_of
-from accel.comm.switch import Switch, why_not
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import NothingHelps, Strategy

@@ -6,12 +6,12 @@ import sys
 from functools import partial
 from typing import Any
 
-from accel.dataio.continuous import Continuous
-from accel.dataio.engine import Engine, ThreadEngine
-from accel.dataio.handles import check_fork, shared_handle
-from accel.dataio.processes import ProcessEngine
-from accel.dataio.proxy import movable, same_as_plain
-from accel.dataio.thread_safety import unsafe
+from accel.dataio.dataset.handles import check_fork, shared_handle
+from accel.dataio.dataset.thread_safety import unsafe
+from accel.dataio.engine.engine import Engine, ThreadEngine
+from accel.dataio.engine.processes import ProcessEngine
+from accel.dataio.passes.continuous import Continuous
+from accel.dataio.passes.proxy import movable, same_as_plain
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
@@ -20,9 +20,9 @@ from accel.strategies.base import Exactness, Strategy
 class LoaderWorkers(Strategy):
     """Move the fetching of a loader without workers out of the loop's way, in the same sample order.
 
-    It applies only when fetching depends on the indices alone (see `accel.dataio.witness`): then the batches are the
-    same bits. The next epoch's first batches are fetched while the last ones of this epoch are used. Threads are tried
-    only on a dataset that they may read together (see `accel.dataio.thread_safety`).
+    It applies only when fetching depends on the indices alone (see `accel.dataio.dataset.witness`): then the batches
+    are the same bits. The next epoch's first batches are fetched while the last ones of this epoch are used. Threads
+    are tried only on a dataset that they may read together (see `accel.dataio.dataset.thread_safety`).
     """
 
     name = "loader_workers"

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accel.dataio import transfer
+from accel.dataio.engine import transfer
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from accel.gate import Call
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
+from accel.run.gate import Call
 from accel.strategies.base import Exactness, Strategy
 
 

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
-import accel.profile_page
-import accel.profile_terminal
-from accel import profile_words, terminal, webpage
+import accel.report.profile_page
+import accel.report.profile_terminal
 from accel.profiler import report as schema
-from accel.profiler.consistency import Held
+from accel.profiler.diagnose.consistency import Held
 from accel.profiler.report import Node, ProfileReport
-from accel.report import Report
+from accel.report import Report, profile_words, terminal, webpage
 
 _NUMBER = r"(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)"
 _ARROW = re.compile(rf"{_NUMBER} → {_NUMBER}")
@@ -226,8 +225,8 @@ def roofs(report: ProfileReport) -> Iterator[str]:
 def _forms(report: ProfileReport) -> Iterator[str]:
     if schema.from_json(report.to_json()) != report:
         yield "the JSON is another report"
-    text = accel.profile_terminal.render(report, width=100, color=False)
-    page = _on_page(accel.profile_page.render(report))
+    text = accel.report.profile_terminal.render(report, width=100, color=False)
+    page = _on_page(accel.report.profile_page.render(report))
     parts = [profile_words.verdict_text(report), profile_words.unattributed_text(report)]
     for finding in report.findings:
         parts += [finding.title, profile_words.effect_text(finding), *finding.why]

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 import accel
-from accel import controller, entry, strategies
+from accel import entry, strategies
+from accel.search import controller
 from tests.accel.loops import Quick
 
 

@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import accel
-from accel import controller, entry, strategies
-from accel.comm import switch as switching
+from accel import entry, strategies
 from accel.comm.catalogue import CATALOGUE, Entry
-from accel.comm.choice import describe
-from accel.comm.reducer import cap_mb
+from accel.comm.cost_model.choice import describe
+from accel.comm.engine import switch as switching
+from accel.comm.engine.reducer import cap_mb
+from accel.search import controller
 from accel.strategies import gradient_choice
 from accel.strategies.base import NothingHelps
 from accel.strategies.gradient_choice import Candidate

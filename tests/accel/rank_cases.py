@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import accel
-import accel.ranks
-from accel import controller, entry, strategies
+import accel.run.ranks
+from accel import entry, strategies
+from accel.search import controller
 from tests.accel import loops
 from tests.accel.loops import Net, Quick, loss_of
 
@@ -63,7 +64,7 @@ def _noted() -> Iterator[dict[str, Any]]:
 
 def _prepare() -> None:
     controller._is_crowded = lambda diagnosis: False  # type: ignore[assignment]
-    accel.ranks.PATIENCE_S = PATIENCE_S
+    accel.run.ranks.PATIENCE_S = PATIENCE_S
     strategies.REGISTRY[:] = [Quick]
     loops.WAIT_S = 0.001
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel.actions import Action, Candidate, Result
-from accel.budget import Budget
-from accel.controller import Controller, Pace
-from accel.guard import Finding
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.phases import Measurement
+from accel.run.guard import Finding
+from accel.search.actions import Action, Candidate, Result
+from accel.search.budget import Budget
+from accel.search.controller import Controller, Pace
 
 PLAIN_S = 0.020
 

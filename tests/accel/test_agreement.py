@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accel
-from accel import journal as journals
-from accel import terminal
-from accel.budget import Budget
-from accel.controller import Controller
-from accel.journal import Journal
-from accel.profiler import naming, verdict
+from accel.profiler import naming
 from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.diagnose import verdict
 from accel.profiler.evidence import Evidence, OpTime, Roofline, ThreadShare
 from accel.profiler.phases import Measurement
-from accel.profiler.roofline import measure
-from accel.profiler.trace import Window
+from accel.profiler.trace.roofline import measure
+from accel.profiler.trace.window import Window
 from accel.profiler.trial import Trial
-from accel.report import Report, StrategyRow
+from accel.report import Report, StrategyRow, terminal
+from accel.report import journal as journals
+from accel.report.journal import Journal
 from accel.run import Run
+from accel.search.budget import Budget
+from accel.search.controller import Controller
 from tests.accel import profile_reports, test_report, test_terminal, test_webpage
 from tests.accel.agreement import numbers_of_decisions, of_profile, of_report, roofs
 from tests.accel.loops import advance, advance_until, make, settled, training

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import accel
 from accel.errors import InvalidArgument, PlanError
-from accel.plan import Plan, fingerprint
+from accel.search.plan import Plan, fingerprint
 from tests.accel.loops import Net, Samples, make, make_loader
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.budget import Budget
 from accel.errors import InvalidArgument
+from accel.search.budget import Budget
 
 seconds = st.floats(min_value=0, max_value=1e9, allow_nan=False)
 positive = st.floats(min_value=1e-6, max_value=1e9, allow_nan=False)

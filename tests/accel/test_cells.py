@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel import compare, strategies, terminal
-from accel.report import Report, StrategyRow
-from accel.terminal import Cell, Page
+from accel import strategies
+from accel.report import Report, StrategyRow, compare, terminal
+from accel.report.terminal import Cell, Page
 
 WIDTHS = (80, 100, 120)
 positive = st.floats(1e-9, 1e12) | st.sampled_from([0.000395, 0.0003, 99.95, 9999.5, 1e4, 1e7])

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from accel import __version__
-from accel.cli import main
+from accel.commands.cli import main
 from accel.report import Report
 from tests.accel import profile_reports
 
@@ -204,7 +204,7 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_import_loads_no_torch() -> None:
-    done = _python("-c", "import sys, accel.cli; print('torch' in sys.modules, 'jinja2' in sys.modules)")
+    done = _python("-c", "import sys, accel.commands.cli; print('torch' in sys.modules, 'jinja2' in sys.modules)")
     assert done.stdout == "False False\n", done.stderr
 
 
@@ -215,7 +215,7 @@ def test_profile_is_read_without_torch(tmp_path: Path, command: str) -> None:
         [command, path, path] if command == "compare" else [command, path, "--html", str(tmp_path / "page.html")]
     )
     code = (
-        "import sys; from accel.cli import main; main(sys.argv[1:], standalone_mode=False);"
+        "import sys; from accel.commands.cli import main; main(sys.argv[1:], standalone_mode=False);"
         "print('torch' in sys.modules)"
     )
     done = _python("-c", code, *arguments)

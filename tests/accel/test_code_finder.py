@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from accel.cli import main
-from accel.code_finder import HABITS, find, search
+from accel.code.finder import HABITS, find, search
+from accel.commands.cli import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -258,7 +258,7 @@ def test_path_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 def test_command_loads_no_torch(project: Path) -> None:
     code = (
-        "import sys; from accel.cli import main; main(sys.argv[1:], standalone_mode=False);"
+        "import sys; from accel.commands.cli import main; main(sys.argv[1:], standalone_mode=False);"
         "print('torch' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}

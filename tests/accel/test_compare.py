@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from rich.cells import cell_len
 
-from accel.compare import compare
 from accel.errors import InvalidArgument, ReportError
 from accel.report import Machine, Report, StrategyRow
+from accel.report.compare import compare
 
 
 def _row(name: str, **fields: object) -> StrategyRow:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from accel.actions import Action, Result
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.evidence import ThreadShare
 from accel.profiler.trial import TrialConfig
+from accel.search.actions import Action, Result
 from tests.accel.simulation import FAST, Machine, candidate, simulate
 
 INPUT = frozenset({Bottleneck.INPUT})

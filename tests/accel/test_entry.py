@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader
 
 import accel
 from accel import strategies
-from accel.controller import Controller
-from accel.dataio.proxy import Fetching
-from accel.gate import Gate
+from accel.dataio.passes.proxy import Fetching
 from accel.run import Run
+from accel.run.gate import Gate
+from accel.search.controller import Controller
 from accel.strategies.fused_optimizer import FusedOptimizer
 from accel.strategies.torch_compile import TorchCompile
 from tests.accel.loops import (

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from accel import strategies
-from accel.comm.bucket_size import Size
 from accel.comm.catalogue import Way
-from accel.comm.choice import Option
-from accel.comm.cost import Link, Network, Profile
+from accel.comm.cost_model.bucket_size import Size
+from accel.comm.cost_model.choice import Option
+from accel.comm.cost_model.cost import Link, Network, Profile
 from accel.comm.selector import Choice
 from accel.strategies.base import Exactness
 from accel.strategies.gradient_by_hosts import GradientByHosts

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel import guard, update_guard
-from accel.guard import Finding, Tolerance
+from accel.run import guard, update_guard
+from accel.run.guard import Finding, Tolerance
 from accel.strategies.base import Exactness
 
 CPU = torch.device("cpu")

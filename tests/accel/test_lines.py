@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import accel
-from accel import controller, entry
+from accel import entry
+from accel.search import controller
 from tests.accel.loops import Quick, advance, advance_until, make, settled, training
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import accel
-from accel import backward, entry, guard, update_guard
-from accel.moving import Moving
+from accel import entry
+from accel.run import backward, guard, update_guard
+from accel.run.moving import Moving
 from accel.strategies.base import Exactness
 from tests.accel.loops import Net, loss_of, make_loader
 

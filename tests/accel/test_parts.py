@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import accel
-from accel.parts import PartsCalled, advice
+from accel.run.parts import PartsCalled, advice
 from tests.accel.loops import Quick, assert_same, everything, loss_of, make_loader
 
 

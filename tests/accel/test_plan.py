@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 import accel
 from accel import strategies
-from accel.plan import Plan, fingerprint
 from accel.run import Run
+from accel.search.plan import Plan, fingerprint
 from tests.accel.loops import (
     Net,
     Quick,

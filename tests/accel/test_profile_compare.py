@@ -9,8 +9,8 @@ import pytest
 from rich.cells import cell_len
 
 from accel.errors import InvalidArgument, ReportError
-from accel.profile_compare import compare
 from accel.profiler.report import Node, ProfileReport
+from accel.report.profile_compare import compare
 from tests.accel import profile_reports
 
 

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.passes import Pass
+from accel.dataio.passes.passes import Pass
+from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.phases import Measurement
-from accel.profiler.recorder import Recorder
 
 
 class Slow(Dataset[tuple[Tensor, Tensor]]):

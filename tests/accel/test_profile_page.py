@@ -12,11 +12,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from accel import roofline_picture
-from accel.profile_page import render
 from accel.profiler.evidence import OpTime, Roofline
 from accel.profiler.report import Node, ProfileReport, StepRow
-from accel.roofline_picture import LogAxis
+from accel.report import roofline_picture
+from accel.report.profile_page import render
+from accel.report.roofline_picture import LogAxis
 from tests.accel import profile_reports
 
 VOID = {"meta", "br", "line", "rect", "circle", "path"}

@@ -15,10 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from accel import profile_words as words
-from accel.profile_terminal import render
 from accel.profiler.evidence import OpTime, Roofline
 from accel.profiler.report import Node, ProfileReport, Saving, from_json
+from accel.report import profile_words as words
+from accel.report.profile_terminal import render
 from tests.accel import profile_reports
 
 # Markup, cursor movement, right-to-left override, line separators, wide and unpaired characters.

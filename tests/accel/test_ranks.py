@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel.ranks import Ranks
+from accel.run.ranks import Ranks
 from tests.accel import rank_cases as cases
 from tests.comm.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from accel.report import Event, Machine, Report, StrategyRow
-from accel.terminal import clean, decision_line, ms_text, render
+from accel.report.terminal import clean, decision_line, ms_text, render
 
 # Markup, cursor movement, right-to-left override, line separators, wide and unpaired characters.
 HOSTILE = [

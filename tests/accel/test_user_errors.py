@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 import accel
-from accel.plan import Plan, fingerprint
 from accel.report import Report
+from accel.search.plan import Plan, fingerprint
 from tests.accel.loops import (
     Net,
     Quick,

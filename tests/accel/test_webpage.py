@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from accel.profiler.phases import PHASES
 from accel.report import Event, Machine, Report, StrategyRow
-from accel.webpage import SHADES, Axis, render
+from accel.report.webpage import SHADES, Axis, render
 
 VOID = {"meta", "br", "line", "rect", "circle"}
 HOSTILE = [

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from accel.comm import bandwidth_links
 from accel.comm.bandwidth import Bandwidth, Row, Settings, measure
+from accel.comm.bandwidth import links as bandwidth_links
 
 
 def spawn(target: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:

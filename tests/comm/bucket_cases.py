@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from accel.comm import selector as selecting
-from accel.comm import switch as switching
-from accel.comm.bucket_size import Size
 from accel.comm.catalogue import Way
-from accel.comm.choice import describe
-from accel.comm.reducer import cap_mb, rebucket
+from accel.comm.cost_model.bucket_size import Size
+from accel.comm.cost_model.choice import describe
+from accel.comm.engine import switch as switching
+from accel.comm.engine.reducer import cap_mb, rebucket
+from accel.comm.engine.switch import hook
 from accel.comm.selector import AutoComm
-from accel.comm.switch import hook
 from tests.comm import selector_cases
 from tests.comm.cases import SECONDS, backward, gradients, mean_gradient, message, residual, same_everywhere
 from tests.comm.selector_cases import module, played_network, search_entries, switched

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accel.comm.doctor_host import Host, NotSeen
+from accel.comm.doctor.host import Host, NotSeen
 
 PCI = "/sys/bus/pci/devices"
 NET = "/sys/class/net"

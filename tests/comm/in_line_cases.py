@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm import pipeline
 from accel.comm.catalogue import Way
-from accel.comm.channel import GlooChannel
+from accel.comm.engine import pipeline
+from accel.comm.engine.channel import GlooChannel
+from accel.comm.engine.switch import Switch, hook
 from accel.comm.int8 import Int8
-from accel.comm.switch import Switch, hook
 from tests.comm import cases
 from tests.comm.cases import COMPRESSORS, SECONDS, Given, backward, gradients, make, same_everywhere
 

@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm import probe as probing
-from accel.comm import switch as switching
 from accel.comm.catalogue import CATALOGUE, Entry, Way, allowed, error_feedback
-from accel.comm.choice import describe
-from accel.comm.cost import Link, Network
+from accel.comm.cost_model import probe as probing
+from accel.comm.cost_model.choice import describe
+from accel.comm.cost_model.cost import Link, Network
+from accel.comm.engine import switch as switching
+from accel.comm.engine.switch import Switch, hook
 from accel.comm.half import Half
 from accel.comm.hooks import CommState
 from accel.comm.hooks import hook as fixed_hook
 from accel.comm.memory import reshard
 from accel.comm.selector import AutoComm
-from accel.comm.switch import Switch, hook
 from tests.comm.cases import SECONDS, Given, backward, gradients, mean_gradient, message, residual, same_everywhere
 
 

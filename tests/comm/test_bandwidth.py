@@ -17,12 +17,12 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.bench_command import Request, _Table, size_text
-from accel.cli import main
 from accel.comm.bandwidth import Bandwidth, Lost, Row, Settings
-from accel.comm.bandwidth_cases import DTYPES, OPERATIONS, Place, elements, modulus
-from accel.comm.bandwidth_fit import fit_line
-from accel.comm.bandwidth_links import Link, links_of, node_key, nodes_of, sent_bytes
+from accel.comm.bandwidth.cases import DTYPES, OPERATIONS, Place, elements, modulus
+from accel.comm.bandwidth.fit import fit_line
+from accel.comm.bandwidth.links import Link, links_of, node_key, nodes_of, sent_bytes
+from accel.commands.bench import Request, _Table, size_text
+from accel.commands.cli import main
 from benchmarks.lab import Lab
 from tests.comm import bandwidth_ranks
 from tests.comm.bandwidth_ranks import spawn

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.comm.bucket_size import CAPS_MB, better_size, rebucketed
 from accel.comm.catalogue import Way
-from accel.comm.cost import Call, Link, Network, Profile, Segment, Stages
+from accel.comm.cost_model.bucket_size import CAPS_MB, better_size, rebucketed
+from accel.comm.cost_model.cost import Call, Link, Network, Profile, Segment, Stages
 from tests.comm import bucket_cases
 from tests.comm.ranks import run_ranks
 

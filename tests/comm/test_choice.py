@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from accel.comm import catalogue
 from accel.comm.catalogue import CATALOGUE, LEVELS, Way, allowed, register
-from accel.comm.choice import WORTH, Observed, calibrated, describe, mean_of, options, predict, worthwhile
-from accel.comm.cost import Call, Link, Network, Profile, Segment, Stages, plain, simulate
+from accel.comm.cost_model.choice import (
+    WORTH,
+    Observed,
+    calibrated,
+    describe,
+    mean_of,
+    options,
+    predict,
+    worthwhile,
+)
+from accel.comm.cost_model.cost import Call, Link, Network, Profile, Segment, Stages, plain, simulate
 from accel.comm.dgc import DGC
 from accel.comm.half import Half
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.comm.cost import (
+from accel.comm.cost_model.cost import (
     Call,
     Link,
     Network,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from accel.comm.compression.dgc_pack import Pack, Part
 from accel.comm.dgc import DGC
-from accel.comm.dgc_pack import Pack, Part
-from accel.comm.small_sums import TINY_BYTES
+from accel.comm.engine.small_sums import TINY_BYTES
 from tests.comm import dgc_cases
 from tests.comm.ranks import run_ranks
 

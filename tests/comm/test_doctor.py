@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from accel.comm import doctor
 from accel.comm.doctor import Diagnosis, examine
-from accel.comm.doctor_checks import CHECKS, ERROR, INFO, WARN, Check, Found
-from accel.comm.doctor_devices import acs_bits
-from accel.comm.doctor_host import Host, NotSeen, limits, matching, run_command
+from accel.comm.doctor import examination as doctor
+from accel.comm.doctor.checks import CHECKS, ERROR, INFO, WARN, Check, Found
+from accel.comm.doctor.devices import acs_bits
+from accel.comm.doctor.host import Host, NotSeen, limits, matching, run_command
 from tests.comm.fake_host import CARD, NET, PCI, config_space, host, interface
 
 NO_RDMA = {"/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN"}

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from accel import doctor_command
-from accel.cli import main
-from accel.comm import doctor_host
 from accel.comm.doctor import examine
-from accel.comm.doctor_checks import CHECKS
+from accel.comm.doctor import host as doctor_host
+from accel.comm.doctor.checks import CHECKS
+from accel.commands import doctor as doctor_command
+from accel.commands.cli import main
 from tests.comm.fake_host import CARD, host
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +112,7 @@ def test_no_line_is_wider_than_the_terminal(width: int, tmp_path: Path) -> None:
 
 def test_the_command_loads_no_torch() -> None:
     code = (
-        "import sys; from accel.cli import main\n"
+        "import sys; from accel.commands.cli import main\n"
         "try: main(['doctor'])\n"
         "except SystemExit: pass\n"
         "print('torch' in sys.modules)"

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from accel.comm import nccl_log
-from accel.comm.doctor import NO_LOG, Diagnosis, examine
-from accel.comm.doctor_checks import CHECKS, ERROR, INFO, WARN
-from accel.comm.nccl_log import NotALog, parse
+from accel.comm.doctor import NO_LOG, Diagnosis, examine, nccl_log
+from accel.comm.doctor.checks import CHECKS, ERROR, INFO, WARN
+from accel.comm.doctor.nccl_log import NotALog, parse
 from tests.comm.fake_host import host
 
 # The lines of a run over two nodes with two GPUs each, in the forms of NCCL 2.21 to 2.28.

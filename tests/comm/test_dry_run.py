@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from accel.comm.catalogue import CATALOGUE, Way, allowed
-from accel.comm.channel import PIECE_BYTES
-from accel.comm.cost import Call, Stages
-from accel.comm.dry_run import copy_byte_s, costs, dry_run
+from accel.comm.cost_model.cost import Call, Stages
+from accel.comm.cost_model.dry_run import copy_byte_s, costs, dry_run
+from accel.comm.engine.channel import PIECE_BYTES
 from accel.comm.layout import Layout
 from accel.comm.powersgd import PowerSGD
-from accel.comm.topology import Topology
+from accel.comm.ranks.topology import Topology
 
 CPU = torch.device("cpu")
 PAIR, FOUR = Topology(((0,), (1,))), Topology(((0, 1), (2, 3)))

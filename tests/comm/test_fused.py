@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel.comm.fused import Fused
+from accel.comm.compression.fused import Fused
+from accel.comm.compression.top_k import largest
 from accel.comm.int8 import Int8
 from accel.comm.layout import Layout, Piece
 from accel.comm.memory import Slot
 from accel.comm.one_bit import OneBit
-from accel.comm.top_k import largest
 from accel.kernels import support
 from tests.comm import test_top_k
 

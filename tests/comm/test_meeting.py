@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.comm.meeting import Apart, Each, Left, Meeting, named
+from accel.comm.ranks.meeting import Apart, Each, Left, Meeting, named
 from tests.comm.simulated import CountingStore
 
 PATIENCE_S = 10.0

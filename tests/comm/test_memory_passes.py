@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from accel.comm.compressor import RESIDUAL, Compressor
-from accel.comm.dry_run import DryChannel
+from accel.comm.cost_model.dry_run import DryChannel
+from accel.comm.engine.reduction import BucketJob, Reduction
 from accel.comm.half import Half
 from accel.comm.hooks import pipeline_stages
 from accel.comm.int8 import Int8
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
 from accel.comm.powersgd import PowerSGD
-from accel.comm.reduction import BucketJob, Reduction
-from accel.comm.topology import Topology
+from accel.comm.ranks.topology import Topology
 from tests.comm.memory_traffic import Traffic
 
 PAIR = Topology(((0,), (1,)))

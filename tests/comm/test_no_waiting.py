@@ -11,12 +11,12 @@ from torch import Tensor
 
 from accel.comm import dgc
 from accel.comm.compressor import RESIDUAL, Compressor
-from accel.comm.dry_run import DryChannel
+from accel.comm.cost_model.dry_run import DryChannel
+from accel.comm.engine.reduction import BucketJob, Reduction
 from accel.comm.hooks import pipeline_stages
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
-from accel.comm.reduction import BucketJob, Reduction
-from accel.comm.topology import Topology
+from accel.comm.ranks.topology import Topology
 from tests.comm.test_small_buckets import COMPRESSORS, Source
 
 TOPOLOGIES = {"flat": Topology(((0,), (1,))), "5 ranks": Topology(((0,), (1,), (2,), (3,), (4,))), "by hosts": None}

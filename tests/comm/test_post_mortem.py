@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accel.comm.post_mortem import Inquiry, PostMortem, Report, neighbours, verdict
+from accel.comm.engine.post_mortem import Inquiry, PostMortem, Report, neighbours, verdict
 
 OWN = Report("step 3, bucket 1", "Connection closed", False)
 

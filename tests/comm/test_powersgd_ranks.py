@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.comm.compression.low_rank import noise
 from accel.comm.hooks import CommState, hook
-from accel.comm.low_rank import noise
 from accel.comm.powersgd import PowerSGD
 from tests.comm import cases
 from tests.comm.ranks import run_ranks

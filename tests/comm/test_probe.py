@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from accel.comm.bandwidth import Bandwidth, Row
-from accel.comm.probe import network_of
-from accel.comm.topology import Topology
+from accel.comm.cost_model.probe import network_of
+from accel.comm.ranks.topology import Topology
 from tests.comm import selector_cases as cases
 from tests.comm.ranks import run_ranks
 

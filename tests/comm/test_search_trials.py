@@ -6,8 +6,8 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from accel.comm.catalogue import Way
-from accel.comm.choice import Option, Plan, preferred
-from accel.comm.cost import Network, Profile
+from accel.comm.cost_model.choice import Option, Plan, preferred
+from accel.comm.cost_model.cost import Network, Profile
 from accel.comm.selector import AutoComm, Choice
 
 PLAIN: Plan = (None, None)

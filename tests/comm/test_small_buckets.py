@@ -12,6 +12,7 @@ from torch import Tensor
 
 from accel.comm.compressor import RESIDUAL, Compressor, Exact
 from accel.comm.dgc import DGC
+from accel.comm.engine.reduction import BucketJob, Reduction
 from accel.comm.half import Half
 from accel.comm.hooks import pipeline_stages
 from accel.comm.int8 import Int8
@@ -19,7 +20,6 @@ from accel.comm.layout import Layout
 from accel.comm.memory import Memory
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
-from accel.comm.reduction import BucketJob, Reduction
 from tests.comm.cases import OneBitTwice
 from tests.comm.threaded_ranks import World
 

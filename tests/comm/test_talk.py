@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from accel.comm.post_mortem import CommError
-from accel.comm.talk import Talk
+from accel.comm.engine.post_mortem import CommError
+from accel.comm.ranks.talk import Talk
 from tests.comm.simulated import Mailed, together
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from accel.comm.choice import Observed
-from accel.comm.timing import Times
+from accel.comm.cost_model.choice import Observed
+from accel.comm.engine.timing import Times
 
 
 class Clock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel.comm.topology import Topology, from_identities, identity
+from accel.comm.ranks.topology import Topology, from_identities, identity
 
 
 def told(agent: str, machine: str) -> dict[str, str]:

@@ -16,9 +16,9 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.channel import GlooChannel
 from accel.comm.compressor import Compressor, Exact
 from accel.comm.dgc import DGC
+from accel.comm.engine.channel import GlooChannel
 from accel.comm.half import Half
 from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from accel.dataio.engine import Job
-from accel.dataio.processes import ProcessEngine
+from accel.dataio.engine.engine import Job
+from accel.dataio.engine.processes import ProcessEngine
 
 
 @contextmanager

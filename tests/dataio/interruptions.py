@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import accel.dataio.continuous as code
+import accel.dataio.passes.continuous as code
 
 HERE = str(Path(code.__file__).resolve().parent)
 

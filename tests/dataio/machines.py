@@ -7,8 +7,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel.dataio.choice import Busy, Choice
-from accel.dataio.rounds import Setting
+from accel.dataio.passes.choice import Busy, Choice
+from accel.dataio.passes.rounds import Setting
 
 
 @dataclass

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from accel.dataio import choice as module
-from accel.dataio.choice import Busy, Choice, Cost, candidates
-from accel.dataio.rounds import Setting
+from accel.dataio.passes import choice as module
+from accel.dataio.passes.choice import Busy, Choice, Cost, candidates
+from accel.dataio.passes.rounds import Setting
 
 
 class Clock:

@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from accel.dataio.continuous import Continuous
-from accel.dataio.epochs import draw_ahead, foreseeable
+from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.processes import ProcessEngine
-from accel.dataio.proxy import LoaderProxy, movable, same_as_plain
+from accel.dataio.passes.continuous import Continuous
+from accel.dataio.passes.epochs import draw_ahead, foreseeable
+from accel.dataio.passes.proxy import LoaderProxy, movable, same_as_plain
 
 
 class Squares(Dataset[torch.Tensor]):

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from accel.dataio.dali import DaliLoader
+from accel.dataio.image.sources import tar_samples
 from accel.dataio.image_geometry import RandomResizedCrop, Resize, ResizeCenterCrop, Transform
-from accel.dataio.image_sources import tar_samples
 from accel.dataio.images import ImageDataset, ImageFolder, collate
 from tests.dataio.pictures import encoded, jpeg, scene, turned
 from tests.dataio.test_images_sources import shard
@@ -250,7 +250,7 @@ def test_argument_out_of_range_is_refused(
 
 
 def test_missing_dali_names_the_extras(samples: list[tuple[bytes, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel.dataio import image_libraries
+    from accel.dataio.image import libraries as image_libraries
 
     image_libraries.dali.cache_clear()
     monkeypatch.setitem(sys.modules, "nvidia.dali.fn", None)

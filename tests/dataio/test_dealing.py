@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.dataio.dealing import Deal, world
+from accel.dataio.sampling.dealing import Deal, world
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6))

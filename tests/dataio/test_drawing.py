@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from accel.dataio.drawing import Apart, Drawing, others_could_draw
-from accel.dataio.engine import InlineEngine, ThreadEngine, ThreadsDraw
+from accel.dataio.engine.drawing import Apart, Drawing, others_could_draw
+from accel.dataio.engine.engine import InlineEngine, ThreadEngine, ThreadsDraw
+from accel.dataio.engine.randomness import random_state, seed_everything, streams
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.randomness import random_state, seed_everything, streams
 from tests.dataio.engines import loader_of, run
 
 DRAWS: dict[str, Callable[[], float]] = {

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from accel.dataio.dealing import Tail
 from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.sampling.dealing import Tail
 
 
 class Numbers(Dataset[int]):

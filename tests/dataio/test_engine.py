@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accel.dataio.engine import Engine, InlineEngine, Job, ThreadEngine
-from accel.dataio.processes import ProcessEngine
-from accel.dataio.randomness import derived_seed, random_state
+from accel.dataio.engine.engine import Engine, InlineEngine, Job, ThreadEngine
+from accel.dataio.engine.processes import ProcessEngine
+from accel.dataio.engine.randomness import derived_seed, random_state
 from tests.dataio.engines import Draws, Squares, assert_made, expected, lists, loader_of, run
 from tests.dataio.faults import ERRORS, GARBAGE, throw
 
@@ -149,7 +149,7 @@ def test_an_interrupt_takes_no_job(make: Any, monkeypatch: pytest.MonkeyPatch) -
         if isinstance(engine, ProcessEngine):
             patch.setattr(engine, "_hear", interrupt)
         elif isinstance(engine, ThreadEngine):
-            patch.setattr("accel.dataio.engine.wait", interrupt)
+            patch.setattr("accel.dataio.engine.engine.wait", interrupt)
         else:
             patch.setattr(engine, "_fetch", interrupt)
         with pytest.raises(KeyboardInterrupt):

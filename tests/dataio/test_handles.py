@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from accel.dataio import choice, handles
-from accel.dataio.handles import HandleShared, check_fork, moved, positions, shared_handle
+from accel.dataio.dataset import handles
+from accel.dataio.dataset.handles import HandleShared, check_fork, moved, positions, shared_handle
+from accel.dataio.dataset.thread_safety import unsafe
+from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.processes import ProcessEngine
-from accel.dataio.thread_safety import unsafe
+from accel.dataio.passes import choice
 
 # Files that are open are what these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")

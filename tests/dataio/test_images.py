@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, default_collate
 
+from accel.dataio.image.sources import tar_samples
 from accel.dataio.image_geometry import Placement, RandomResizedCrop, Resize, ResizeCenterCrop, Transform
-from accel.dataio.image_sources import tar_samples
 from accel.dataio.images import ImageBatch, ImageDataset, ImageFolder, collate
 from tests.dataio.pictures import Image, encoded, jpeg, scene
 from tests.dataio.test_images_sources import shard

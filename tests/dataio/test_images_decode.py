@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.dataio import image_decode
-from accel.dataio.image_decode import decode, size_of
+from accel.dataio.image import decode as image_decode
+from accel.dataio.image.decode import decode, size_of
 from accel.dataio.image_geometry import Placement, RandomResizedCrop, Resize
 from tests.dataio.pictures import Image, encoded, jpeg, scene, turned
 
@@ -176,7 +176,7 @@ def test_error_of_dct_scaling_is_bounded(gap: float | None, bound: float) -> Non
     """Mean absolute difference, of 255, from Pillow at full resolution."""
     import torch
 
-    from accel.dataio.image_resize import Resizer
+    from accel.dataio.image.resize import Resizer
 
     data = jpeg(1200, 1600)
     found = decode(data, lambda h, w: Resize(224).place(h, w, []), reducing_gap=gap)
@@ -252,7 +252,7 @@ def test_a_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    from accel.dataio import image_libraries
+    from accel.dataio.image import libraries as image_libraries
 
     image_libraries.simplejpeg.cache_clear()
     monkeypatch.setitem(sys.modules, "simplejpeg", None)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from accel.dataio.dataset.witness import Witness
 from accel.dataio.image_geometry import RandomResizedCrop
 from accel.dataio.images import ImageDataset, collate
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.proxy import Fetching
-from accel.dataio.witness import Witness
-from accel.gate import Gate
+from accel.dataio.passes.proxy import Fetching
 from accel.run import Run
+from accel.run.gate import Gate
 from accel.strategies.loader_workers import LoaderWorkers
 from tests.dataio.numbers import seeded
 from tests.dataio.pictures import jpeg

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from accel.dataio import content
-from accel.dataio.continuous import Continuous
+from accel.dataio.dataset import content
+from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.processes import ProcessEngine
-from accel.dataio.proxy import LoaderProxy
+from accel.dataio.passes.continuous import Continuous
+from accel.dataio.passes.proxy import LoaderProxy
 from tests.dataio.test_continuous import Silent
 
 LENGTH = 300  # more entries than are compared one by one

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from accel.dataio.continuous import Continuous
-from accel.dataio.jobs import ListLost
+from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.processes import ProcessEngine
-from accel.dataio.proxy import LoaderProxy
+from accel.dataio.passes.continuous import Continuous
+from accel.dataio.passes.jobs import ListLost
+from accel.dataio.passes.proxy import LoaderProxy
 from tests.dataio.interruptions import Interrupter
 from tests.dataio.numbers import Numbers, indices
 from tests.dataio.test_continuous import Silent

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from accel.dataio import choice as module
 from accel.dataio.loader import ContinuousLoader
+from accel.dataio.passes import choice as module
 from tests.dataio.numbers import Numbers, indices, seeded
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from accel.dataio.engine import WorkerDied
+from accel.dataio.engine.engine import WorkerDied
 from accel.dataio.loader import ContinuousLoader
 from tests.dataio.engines import Squares, held
 from tests.dataio.faults import GARBAGE, Once, die

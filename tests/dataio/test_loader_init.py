@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from accel.dataio.engine import WorkerDied
+from accel.dataio.engine.engine import WorkerDied
 from accel.dataio.loader import ContinuousLoader
 
 

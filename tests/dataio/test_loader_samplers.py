@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from accel.dataio.continuous import Continuous
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.length_balance import LengthBalancedBatchSampler
 from accel.dataio.loader import ContinuousLoader
+from accel.dataio.passes.continuous import Continuous
 from tests.dataio.numbers import Numbers, indices, run, saved_and_loaded
 
 LENGTHS = [1 + 7 * i % 13 for i in range(50)]

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from accel.dataio import content
-from accel.dataio.mirror import Forecast, apply_leaves, compare, state_of
+from accel.dataio.dataset import content
+from accel.dataio.dataset.mirror import Forecast, apply_leaves, compare, state_of
 
 Span = namedtuple("Span", "low high")
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from accel.dataio.continuous import Continuous
+from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.processes import ProcessEngine
-from accel.dataio.proxy import LoaderProxy
+from accel.dataio.passes.continuous import Continuous
+from accel.dataio.passes.proxy import LoaderProxy
 from tests.dataio.numbers import Numbers, indices, seeded
 from tests.dataio.test_continuous import Silent
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accel.dataio.permutation import TABLE, Permutation
+from accel.dataio.sampling.permutation import TABLE, Permutation
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, TABLE, TABLE + 1, 4225, 65_536, 100_003])

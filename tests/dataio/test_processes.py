@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from accel.dataio.engine import InlineEngine, Job
-from accel.dataio.fetch import fetch_of
-from accel.dataio.mirror import compare, state_of
-from accel.dataio.randomness import derived_seed
+from accel.dataio.dataset.mirror import compare, state_of
+from accel.dataio.engine.engine import InlineEngine, Job
+from accel.dataio.engine.fetch import fetch_of
+from accel.dataio.engine.randomness import derived_seed
 from tests.dataio.engines import (
     Draws,
     Squares,
@@ -368,8 +368,8 @@ def test_no_shared_memory_of_the_system_is_needed() -> None:
     code = (
         "import torch\n"
         "from torch.utils.data import DataLoader, StackDataset\n"
-        "from accel.dataio.processes import ProcessEngine\n"
-        "from accel.dataio.engine import Job\n"
+        "from accel.dataio.engine.processes import ProcessEngine\n"
+        "from accel.dataio.engine.engine import Job\n"
         "engine = ProcessEngine(DataLoader(StackDataset(torch.rand(64, 20000)), batch_size=16), 2)\n"
         "for _ in range(4): engine.submit(Job(list(range(16)), None))\n"
         "print(sum(engine.collect()[0].shape[0] for _ in range(4)))\n"

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio import slots
-from accel.dataio.engine import Job, WorkerDied, as_raised
+from accel.dataio.engine import slots
+from accel.dataio.engine.engine import Job, WorkerDied, as_raised
 from tests.dataio.engines import (
     Squares,
     assert_made,

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio import processes
-from accel.dataio.engine import Job, WorkersStuck
+from accel.dataio.engine import processes
+from accel.dataio.engine.engine import Job, WorkersStuck
 from accel.dataio.loader import ContinuousLoader
 from tests.dataio.engines import Squares, assert_made, engine_of, expected, gone, pids, ready, run
 
@@ -94,8 +94,8 @@ def test_start_methods_that_pickle_say_what_they_can_not() -> None:
 _PARENT = """
 import os, sys, time, torch
 from torch.utils.data import DataLoader, Dataset
-from accel.dataio.engine import Job
-from accel.dataio.processes import ProcessEngine
+from accel.dataio.engine.engine import Job
+from accel.dataio.engine.processes import ProcessEngine
 
 class Slow(Dataset):
     def __len__(self): return 100

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accel.dataio import slots, wire
+from accel.dataio.engine import slots, wire
 
 pytestmark = pytest.mark.skipif(not slots.supported(), reason="needs memfd_create")
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from accel.dataio.proxy import LoaderProxy, is_proxy
+from accel.dataio.passes.proxy import LoaderProxy, is_proxy
 from tests.dataio.test_continuous import Silent
 
 

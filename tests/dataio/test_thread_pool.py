@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 
-from accel.dataio.thread_pool import ThreadPool, at_rest
+from accel.dataio.engine.thread_pool import ThreadPool, at_rest
 
 
 def test_results_and_errors_come_back() -> None:

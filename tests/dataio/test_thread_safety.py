@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from accel.dataio.thread_safety import unsafe
+from accel.dataio.dataset.thread_safety import unsafe
 
 
 class Holds(Dataset[Any]):

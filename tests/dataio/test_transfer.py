@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.dataio.batches import equal
+from accel.dataio.engine.transfer import AheadCopier, pin
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.transfer import AheadCopier, pin
 
 Pair = namedtuple("Pair", "image label")
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from accel.dataio import choice, processes, way
-from accel.dataio.engine import Job, ThreadEngine
+from accel.dataio.engine import processes
+from accel.dataio.engine.engine import Job, ThreadEngine
 from accel.dataio.loader import ContinuousLoader
+from accel.dataio.passes import choice, way
 from tests.dataio.numbers import Numbers, indices
 
 
@@ -153,7 +154,7 @@ import os, time
 from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, Dataset
-from accel.dataio import choice
+from accel.dataio.passes import choice
 from accel.dataio.loader import ContinuousLoader
 
 choice._NEGLIGIBLE = -1.0

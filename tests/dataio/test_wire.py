@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accel.dataio import wire
+from accel.dataio.engine import wire
 
 Point = namedtuple("Point", "x y")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from accel.dataio import content
-from accel.dataio.witness import Witness
+from accel.dataio.dataset import content
+from accel.dataio.dataset.witness import Witness
 
 CALLS = [0]
 NUMBER = 0

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from accel.kernels.fcos_inputs import Fcos3dGts, FcosConfig, FcosGts, FcosPoints
+from accel.kernels.fcos_targets.inputs import Fcos3dGts, FcosConfig, FcosGts, FcosPoints
 
 INF = 1e8
 Index = Literal["range", "arange"]

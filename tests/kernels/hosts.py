@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accel.kernels import support, window_attention
+from accel.kernels import support
+from accel.kernels.window_attention import attention as window_attention
 
 _library: Any = None
 

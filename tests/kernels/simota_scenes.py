@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.kernels import simota
+from accel.kernels.simota import assign as simota
 from accel.kernels.simota import simota_assign
-from accel.kernels.simota_inputs import VARIANTS, Assignment, Rules, anchors_of, cells_of, truths_of
+from accel.kernels.simota.inputs import VARIANTS, Assignment, Rules, anchors_of, cells_of, truths_of
 from tests.kernels import simota_oracle as oracle
 
 CLASSES = 5

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.kernels.fcos_heads import patch_fcos_head, unpatch_fcos_head
-from accel.kernels.fcos_inputs import FcosConfig, FcosPoints
+from accel.kernels.fcos_targets.inputs import FcosConfig, FcosPoints
 from tests.kernels.fcos_oracle import fcos3d_single, fcos_single
 
 SIZES, STRIDES = [(9, 13), (5, 6), (3, 4)], [8, 16, 32]

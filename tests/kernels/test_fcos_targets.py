@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel.kernels import fcos_near
-from accel.kernels import fcos_targets as module
-from accel.kernels.fcos_inputs import Fcos3dGts, FcosConfig, FcosGts, FcosPoints, rule_of
 from accel.kernels.fcos_targets import fcos3d_targets, fcos3d_targets_ref, fcos_targets, fcos_targets_ref
+from accel.kernels.fcos_targets import near as fcos_near
+from accel.kernels.fcos_targets import targets as module
+from accel.kernels.fcos_targets.inputs import Fcos3dGts, FcosConfig, FcosGts, FcosPoints, rule_of
 from tests.kernels.fcos_oracle import fcos3d_batch, fcos_batch
 
 # Odd maps, a level of one point, a stride that is no power of two, ranges that meet in one number.

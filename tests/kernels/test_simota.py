@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
-from accel.kernels import simota, support
+from accel.kernels import support
+from accel.kernels.simota import assign as simota
 from accel.kernels.simota import cost, simota_assign
-from accel.kernels.simota_inputs import VARIANTS, Assignment, Rules, anchors_of
+from accel.kernels.simota.inputs import VARIANTS, Assignment, Rules, anchors_of
 from tests.kernels import simota_oracle as oracle
 from tests.kernels.simota_scenes import (
     CLASSES,
@@ -327,7 +328,7 @@ def test_torch_compile_works_through_it(variant: str | Rules) -> None:
 
 
 def test_the_operator_keeps_its_contract() -> None:
-    from accel.kernels import simota_op
+    from accel.kernels.simota import op as simota_op
 
     boxes, cls, obj, points, strides, truths, classes = oracle_batch()
     mask = torch.rand(2, 5) < 0.8
@@ -382,7 +383,7 @@ def test_kernels_read_half_precision_and_rows_of_an_output(interpreted: None, mo
 @pytest.mark.parametrize("name", ["_absent_kernel", "_match_kernel", "_resolve_kernel"])
 def test_kernels_round_each_product(interpreted: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler for GPUs fuses products with sums: the IoU would have other bits than the published one."""
-    from accel.kernels import simota_triton
+    from accel.kernels.simota import triton as simota_triton
 
     kernel, heard = getattr(simota_triton, name), []
 

@@ -9,7 +9,7 @@ import torch
 
 from accel.kernels import support
 from accel.kernels.simota import simota_assign
-from accel.kernels.simota_inputs import Assignment
+from accel.kernels.simota.inputs import Assignment
 from tests.kernels.simota_scenes import equal, excused, oracle_batch, scene
 
 pytestmark = pytest.mark.gpu

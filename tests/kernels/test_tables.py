@@ -19,10 +19,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel.comm import low_rank, one_bit
-from accel.kernels import fcos_heads, fcos_near, gather_rows, window_attention, window_regions
-from accel.kernels.fcos_inputs import Grid, Rule
+from accel.comm import one_bit
+from accel.comm.compression import low_rank
+from accel.kernels import fcos_heads, gather_rows
+from accel.kernels.fcos_targets import near as fcos_near
+from accel.kernels.fcos_targets.inputs import Grid, Rule
 from accel.kernels.tables import hides_values, kept
+from accel.kernels.window_attention import attention as window_attention
+from accel.kernels.window_attention import regions as window_regions
 from accel.kernels.window_attention import shifted_window_attention
 
 CPU = torch.device("cpu")

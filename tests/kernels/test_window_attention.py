@@ -17,7 +17,7 @@ from accel.kernels.window_attention import (
     window_attention,
     window_attention_ref,
 )
-from accel.kernels.window_regions import merge, partition, relative_index, shift_regions
+from accel.kernels.window_attention.regions import merge, partition, relative_index, shift_regions
 
 Window = tuple[int, int]
 
@@ -231,7 +231,7 @@ def test_torch_compile_works_through_it(interpreted: None) -> None:
 
 @pytest.mark.parametrize("cosine", [False, True], ids=["dot", "cosine"])
 def test_the_operators_keep_their_contract(cosine: bool, interpreted: None) -> None:
-    from accel.kernels import window_attention_op as op
+    from accel.kernels.window_attention import op
 
     layer = Layer((4, 4), (0, 0), (4, 4), heads=1, channels=16, cosine=cosine)
     inputs = [None if t is None else t.requires_grad_() for t in (layer.qkv, layer.table, layer.scale)]
@@ -444,7 +444,7 @@ def test_capture_in_a_graph() -> None:
 def test_a_layer_too_large_for_the_gpu_says_what_to_do() -> None:
     from triton.runtime.errors import OutOfResources
 
-    from accel.kernels.window_attention_triton import sized
+    from accel.kernels.window_attention.triton import sized
 
     def launch(qkv: Tensor, spec: Spec) -> None:
         raise OutOfResources(167_936, 166_912, "shared memory")

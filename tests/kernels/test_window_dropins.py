@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from accel.kernels.window_attention.libraries import DropIn
+from accel.kernels.window_attention.regions import shift_regions
 from accel.kernels.window_dropins import fuse_window_attention
-from accel.kernels.window_hosts import DropIn
-from accel.kernels.window_regions import shift_regions
 from tests.kernels.hosts import MODELS, MODULES, OfficialWindowAttention, need, randomised, serve_cpu
 
 SIZES = {
@@ -57,7 +57,7 @@ def test_a_fused_model_computes_the_same(name: str, case: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_fused_op_is_what_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All four attention layers call it, and none takes the library's own path."""
-    from accel.kernels import window_attention as op
+    from accel.kernels.window_attention import attention as op
 
     model = MODELS[name](64, 4).eval()
     fuse_window_attention(model)
@@ -146,7 +146,7 @@ def test_attention_on_windows_computes_the_same(name: str, window: tuple[int, in
 
 @pytest.mark.parametrize("name", MODULES)
 def test_attention_on_windows_runs_on_the_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel.kernels import window_attention as op
+    from accel.kernels.window_attention import attention as op
 
     module = MODULES[name](32, (4, 4), 2)
     fuse_window_attention(module)

@@ -28,7 +28,7 @@ def _precision() -> Iterator[None]:
 
 
 def _precision_of_dots(dtype: torch.dtype = torch.float32) -> str:
-    from accel.kernels import window_attention_triton as kernels
+    from accel.kernels.window_attention import triton as kernels
 
     spec = Spec(heads=1, window=(4, 4))
     return str(
@@ -76,7 +76,7 @@ class _Garbled:
 @pytest.mark.parametrize(("kernel", "reason"), [(_Failing(), "no room"), (_Garbled(), "differs")])
 def test_a_kernel_that_fails_here_is_not_used(kernel: object, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The op is tried in the module's own precision as well: what double precision takes runs no kernel."""
-    from accel.kernels import window_attention as op
+    from accel.kernels.window_attention import attention as op
 
     plain = op._attend
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.kernels.window_regions import merge, partition, regions_of_mask, relative_index, shift_regions
+from accel.kernels.window_attention.regions import merge, partition, regions_of_mask, relative_index, shift_regions
 
 CPU = torch.device("cpu")
 

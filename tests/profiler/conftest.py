@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.phases import Measurement
-from accel.profiler.recorder import Recorder
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.profiler.anatomy import of, typical
+from accel.profiler.diagnose.anatomy import of, typical
 from accel.profiler.phases import PHASES, Measurement
 
 

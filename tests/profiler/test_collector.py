@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from accel.profiler.collector import Collector
+from accel.profiler.clocks.collector import Collector
 
 
 class Arriving(int):

@@ -9,11 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.profiler import anatomy as anatomies
-from accel.profiler import consistency, inside, judging, naming, verdict
-from accel.profiler.causes import CAUSES, CROWDS
-from accel.profiler.consistency import BATCHES, OWN_CODE, SLACK, Held
-from accel.profiler.evidence import Evidence, LineTime, LoaderFacts, OptimizerFacts, SyncPoint, TraceSummary
+from accel.profiler import naming
+from accel.profiler.diagnose import anatomy as anatomies
+from accel.profiler.diagnose import consistency, inside, judging, verdict
+from accel.profiler.diagnose.causes import CAUSES, CROWDS
+from accel.profiler.diagnose.consistency import BATCHES, OWN_CODE, SLACK, Held
+from accel.profiler.evidence import (
+    Evidence,
+    LineTime,
+    LoaderFacts,
+    OptimizerFacts,
+    SyncPoint,
+    TraceSummary,
+)
 from accel.profiler.phases import PHASES, Measurement
 from accel.profiler.report import Experiment, Finding, Node, ProfileReport, Saving
 

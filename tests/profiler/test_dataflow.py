@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.profiler.loop_source import batch_lines
+from accel.profiler.system.loop_source import batch_lines
 
 MATCHES = {
     "function": """

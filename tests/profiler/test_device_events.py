@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel.profiler.device_events import LATE, DeviceEvents
+from accel.profiler.clocks.device_events import LATE, DeviceEvents
 from accel.profiler.phases import CUT, StepClock
 
 

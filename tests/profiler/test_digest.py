@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from accel.profiler.digest import digest
-from accel.profiler.events import Call, Trace, Wait, Work
-from accel.profiler.groups import call_groups
+from accel.profiler.trace.digest import digest
+from accel.profiler.trace.events import Call, Trace, Wait, Work
+from accel.profiler.trace.groups import call_groups
 
 GEMM = "ampere_sgemm_128x64_nn"
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.profiler.intervals import Interval, Run, clip, length, minus, parents, starved, union
+from accel.profiler.trace.intervals import Interval, Run, clip, length, minus, parents, starved, union
 
 POINTS = st.integers(0, 40)  # few enough points that ends meet, intervals repeat and some are empty
 INTERVALS = st.lists(st.tuples(POINTS, POINTS).map(lambda pair: (float(min(pair)), float(max(pair)))), max_size=12)

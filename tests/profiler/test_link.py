@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.profiler import link
+from accel.profiler.system import link
 
 ROUTES = """\
 Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT

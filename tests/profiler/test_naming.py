@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from accel.profiler.causes import CAUSES
+from accel.profiler.diagnose.causes import CAUSES
+from accel.profiler.diagnose.findings import saving
 from accel.profiler.evidence import (
     Evidence,
     LineTime,
@@ -19,7 +20,6 @@ from accel.profiler.evidence import (
     TraceSummary,
     WorkerShare,
 )
-from accel.profiler.findings import saving
 from accel.profiler.naming import diagnose
 from accel.profiler.phases import PHASES, Measurement
 from accel.profiler.report import Saving

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel.profiler.operators import base, kernel_kind, kind
+from accel.profiler.trace.operators import base, kernel_kind, kind
 
 MATMUL = (
     "aten::mm aten::addmm aten::bmm aten::baddbmm aten::mv aten::linear aten::mkldnn_linear aten::_scaled_mm "

@@ -16,8 +16,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.phases import Measurement
-from accel.profiler.recorder import Recorder
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.profiler import naming
+from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.evidence import Evidence
 from accel.profiler.phases import Measurement
-from accel.profiler.recorder import Recorder
 
 FORWARD_S = 0.001
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from accel.profiler import roofline
-from accel.profiler.roofline import measure
+from accel.profiler.trace import roofline
+from accel.profiler.trace.roofline import measure
 
 CPU = torch.device("cpu")
 

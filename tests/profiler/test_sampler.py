@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from accel.profiler.loop_source import batch_lines, is_users, users_frames
 from accel.profiler.phases import StepClock
-from accel.profiler.sampler import Sampler
+from accel.profiler.system.loop_source import batch_lines, is_users, users_frames
+from accel.profiler.system.sampler import Sampler
 
 LOOPS = """\
 def train(batches, optimizers):
@@ -58,7 +58,7 @@ def test_what_is_the_user_s() -> None:
     assert not is_users(threading.__file__)
     assert not is_users(pytest.__file__)
     assert not is_users("<frozen runpy>")
-    assert not is_users(sys.modules["accel.profiler.sampler"].__file__ or "")
+    assert not is_users(sys.modules["accel.profiler.system.sampler"].__file__ or "")
 
 
 def test_frames_are_the_innermost_first() -> None:

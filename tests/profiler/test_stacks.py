@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.profiler import profile
 
-from accel.profiler.stacks import users_lines, whole
+from accel.profiler.trace.stacks import users_lines, whole
 
 
 @pytest.fixture(autouse=True)

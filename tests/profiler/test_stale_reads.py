@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel.profiler.stale_reads import READS, StaleReads
+from accel.profiler.experiments.stale_reads import READS, StaleReads
 
 
 def waits(tensor: Tensor) -> bool:

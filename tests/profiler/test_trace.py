@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from accel.profiler import trace
-from accel.profiler.events import Call, Trace
 from accel.profiler.evidence import TraceSummary
-from accel.profiler.trace import Window, WindowTaken
+from accel.profiler.trace import window as trace
+from accel.profiler.trace.events import Call, Trace
+from accel.profiler.trace.window import Window, WindowTaken
 
 CPU = torch.device("cpu")
 
@@ -266,7 +266,7 @@ def test_a_window_opens_and_closes_once() -> None:
 SCRIPT = """
 import sys, warnings
 import torch
-from accel.profiler.trace import Window
+from accel.profiler.trace.window import Window
 
 def warn():
     warnings.warn("shown once")

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from accel.profiler import naming, verdict
-from accel.profiler.anatomy import Anatomy
+from accel.profiler import naming
+from accel.profiler.diagnose import verdict
+from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.evidence import Evidence, TraceSummary
 from accel.profiler.naming import Diagnosis
 from accel.profiler.phases import Measurement

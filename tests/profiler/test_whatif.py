@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel.profiler.phases import Measurement
-from accel.profiler.recorder import Recorder
-from accel.profiler.report import Experiment
-from accel.profiler.whatif import (
+from accel.profiler.clocks.recorder import Recorder
+from accel.profiler.experiments.whatif import (
     ALONE,
     TOGETHER,
     AllThreads,
@@ -27,6 +25,8 @@ from accel.profiler.whatif import (
     can_update_at_once,
     experiment,
 )
+from accel.profiler.phases import Measurement
+from accel.profiler.report import Experiment
 
 
 class Switch:

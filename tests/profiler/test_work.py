@@ -11,9 +11,9 @@ from torch.autograd.profiler import profile
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel.profiler import work
-from accel.profiler.groups import call_groups
-from accel.profiler.kineto import read
+from accel.profiler.trace import work
+from accel.profiler.trace.groups import call_groups
+from accel.profiler.trace.kineto import read
 
 CASES: dict[str, Callable[[], torch.Tensor]] = {
     "mm": lambda: weight(3, 5) @ weight(5, 7),

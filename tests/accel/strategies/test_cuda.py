@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel.dataio import transfer
-from accel.dataio.proxy import Fetching
-from accel.gate import Gate
+from accel.dataio.engine import transfer
+from accel.dataio.passes.proxy import Fetching
 from accel.run import Run
+from accel.run.gate import Gate
 from accel.strategies.async_copy import AsyncCopy
 from accel.strategies.autocast_bf16 import AutocastBf16
 from accel.strategies.base import Strategy
@@ -136,7 +136,7 @@ class _logged:  # noqa: N801  (reads as a function)
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", [TF32(), CudnnBenchmark(), AutocastBf16()], ids=lambda s: s.name)
 def test_on_a_gpu_model_strategies_pass_the_guard(strategy: Strategy) -> None:
-    from accel import guard
+    from accel.run import guard
 
     run = make_run("cuda")
     x = torch.randn(4, 3, 8, 8, device="cuda")

@@ -1,0 +1,1 @@
+"""Slow habits in Python source, found without running it."""

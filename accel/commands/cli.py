@@ -1,0 +1,128 @@
+"""The `accel` command: read reports, compare them, without loading torch."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from accel import __version__
+from accel.commands.bench import bench
+from accel.commands.doctor import doctor
+from accel.commands.profile import Job, profile
+from accel.errors import AccelError, ReportError
+from accel.files import check_folder, write_atomic
+from accel.profiler.report import ProfileReport
+from accel.report import Report, compare, profile_compare, profile_terminal, terminal
+from accel.report.reports import load
+from accel.report.terminal import clean
+
+UNUSABLE = 2
+REGRESSED = 1
+
+
+class _Group(click.Group):
+    """A group that shows what accel raises at a user as one line, with exit status 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AccelError as error:
+            click.echo(f"error: {clean(error)}", err=True)
+            ctx.exit(UNUSABLE)
+
+    def prepared(self, *args: Any, **kwargs: Any) -> Job | None:
+        """Carry out a command; if that is to run a script, return it instead, ready to run without click's frames."""
+        jobs: list[Job] = []
+        try:
+            self.main(*args, obj=jobs, **kwargs)
+        except SystemExit:
+            if not jobs:
+                raise
+        return jobs[0] if jobs else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Carry out a command."""
+        job = self.prepared(*args, **kwargs)
+        if job is not None:
+            with job:
+                exec(job.script.code(), job.script.globals)
+            sys.exit(job.script.ending.status)
+
+
+def _threshold(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """Read a fraction such as `0.05` or a percentage such as `5%`."""
+    match = re.fullmatch(r"\s*(\d{1,9}\.?\d*|\.\d+)\s*(%?)\s*", value, re.ASCII)
+    # A bare 5 would mean 500 %, which nobody wants and which would let every regression pass.
+    if match is None or (float(match[1]) >= 1 and not match[2]):
+        raise click.BadParameter(f"must be a percentage or a fraction below 1, e.g. 5% or 0.05. Found: {value!r}")
+    return float(match[1]) / (100 if match[2] else 1)
+
+
+@click.group(cls=_Group)
+@click.version_option(__version__, prog_name="accel")
+def main() -> None:
+    """Read and compare the reports of accelerated and of profiled training runs."""
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--html", "page", type=click.Path(path_type=Path), metavar="OUT", help="Also write it as a web page.")
+def report(file: Path, page: Path | None) -> None:
+    """Print the report in FILE (JSON, as written by accel)."""
+    loaded = load(file)
+    if page is not None:
+        _write_page(loaded, file, page)
+    click.echo(profile_terminal.render(loaded) if isinstance(loaded, ProfileReport) else terminal.render(loaded))
+
+
+@main.command(name="compare")
+@click.argument("before", type=click.Path(path_type=Path), metavar="A")
+@click.argument("after", type=click.Path(path_type=Path), metavar="B")
+@click.option("--threshold", callback=_threshold, default="5%", metavar="5%|0.05", help="Slow-down to accept.")
+@click.pass_context
+def compare_command(ctx: click.Context, before: Path, after: Path, threshold: float) -> None:
+    """Compare report B with the older report A.
+
+    The exit status is 0 if B is no slower than the threshold allows, 1 if it is, and 2 if a report can't be used.
+    """
+    comparison = _compare(load(before), load(after), threshold)
+    click.echo(comparison.render())
+    ctx.exit(REGRESSED if comparison.regressed else 0)
+
+
+def _compare(
+    before: Report | ProfileReport, after: Report | ProfileReport, threshold: float
+) -> compare.Comparison | profile_compare.ProfileComparison:
+    if isinstance(before, ProfileReport) and isinstance(after, ProfileReport):
+        return profile_compare.compare(before, after, threshold=threshold)
+    if isinstance(before, Report) and isinstance(after, Report):
+        return compare.compare(before, after, threshold=threshold)
+    kinds = ["accel profile" if isinstance(report, ProfileReport) else "accel.optimize" for report in (before, after)]
+    raise ReportError(f"A and B must be reports of one kind, got one of {kinds[0]} and one of {kinds[1]}.")
+
+
+def _page(loaded: Report | ProfileReport) -> str:
+    # Imported here: jinja2 is of no use to the other commands.
+    from accel.report import profile_page, webpage
+
+    return profile_page.render(loaded) if isinstance(loaded, ProfileReport) else webpage.render(loaded)
+
+
+def _write_page(loaded: Report | ProfileReport, file: Path, page: Path) -> None:
+    if page.resolve() == file.resolve():
+        raise ReportError(f"--html must name another file than the report itself. Found: {page}")
+    check_folder("--html", page)
+    try:
+        write_atomic(page, _page(loaded))
+    except OSError as error:
+        raise ReportError(f"{page} can't be written: {error.strerror or error}. Give --html another place.") from None
+    click.echo(f"wrote {page}", err=True)
+
+
+main.add_command(profile)
+main.add_command(doctor)
+main.add_command(bench)

@@ -1,0 +1,233 @@
+"""`accel profile`: run an unmodified script, name its bottleneck, and write the report."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shlex
+import sys
+import threading
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+import click
+
+from accel import __version__
+from accel.errors import InvalidArgument
+from accel.files import check_folder, write_atomic
+
+if TYPE_CHECKING:
+    from accel.profiler.clocks.recorder import Recorder
+    from accel.profiler.gather import Exchange
+    from accel.profiler.report import ProfileReport
+    from accel.profiler.script import Ending, Script
+    from accel.profiler.session import ProfileSession
+
+_DIAGNOSING = (
+    "accel: profiling. Suspects are tried on real steps; what that changes in the training is put back. "
+    "This is a diagnosing run: --no-confirm leaves the training as it is."
+)
+
+_CHILDREN_S = 1.0
+"""Processor time of child processes from which on they may have trained: to import torch takes one about as long."""
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as with python -m.")
+@click.option(
+    "--json",
+    "target",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("accel-profile.json"),
+    show_default=True,
+    help="The report; its web page and its trace are written beside it.",
+)
+@click.option("--confirm/--no-confirm", default=True, help="Try the suspects on real steps.  [default: confirm]")
+@click.pass_context
+def profile(
+    context: click.Context, script: str, arguments: tuple[str, ...], module: bool, target: Path, confirm: bool
+) -> None:
+    """Run SCRIPT with its own ARGUMENTS and name what holds its training back.
+
+    \b
+        accel profile train.py -- --epochs 1
+        torchrun --nproc-per-node 2 -m accel profile train.py -- --epochs 1
+
+    The script runs to its end, unmodified; its output and its exit status are its own. The report goes to stderr.
+    """
+    _check(script, module, target)
+    target = target.absolute()  # the script may change its directory
+    given = list(arguments[1:] if arguments[:1] == ("--",) else arguments)
+
+    from accel.dataio.loader import ContinuousLoader
+    from accel.dataio.passes.passes import Pass
+    from accel.profiler.gather import Exchange
+    from accel.profiler.script import Script
+    from accel.profiler.session import ProfileSession
+
+    exchange = Exchange()
+    trace = target.with_suffix(".trace.json")
+    loaders = ((ContinuousLoader, Pass),)
+    session = ProfileSession(confirm=confirm, trace_file=trace, exchange=exchange, loaders=loaders)
+    if confirm and exchange.rank == 0:
+        click.echo(_DIAGNOSING, err=True)
+    line = shlex.join(["accel", "profile", *(["-m"] if module else []), script, *given])
+    job = Job(Script(script, given, module=module), session, exchange, target, line)
+    session.start()
+    if isinstance(context.obj, list):  # who called click runs it, below click's frames
+        context.obj.append(job)
+        return
+    with job:
+        exec(job.script.code(), job.script.globals)
+    context.exit(job.script.ending.status)
+
+
+class Job:
+    """A script ready to be profiled; once it has run, the report is made.
+
+        with job:
+            exec(job.script.code(), job.script.globals)
+        sys.exit(job.script.ending.status)
+
+    Args:
+        script: what to run.
+        session: has begun.
+        exchange: the other ranks.
+        target: where the report goes.
+        line: the command, for the report.
+    """
+
+    def __init__(self, script: Script, session: ProfileSession, exchange: Exchange, target: Path, line: str) -> None:
+        self.script, self._session, self._exchange = script, session, exchange
+        self._target, self._line = target, line
+        self._started = datetime.now(timezone.utc)
+        self._process = os.getpid()
+
+    def __enter__(self) -> None:
+        self.script.__enter__()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        """Leave a forked child to itself: what it trains is no part of the report, and SIGTERM ends it at once."""
+        self._session.recorder.stop()
+        self.script.untouched()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[True]:
+        self.script.__exit__(kind, error, trace)
+        if os.getpid() != self._process:
+            _end_of_child(self.script.ending.status)
+        self._report()
+        sys.stdout.flush()
+        return True
+
+    def _report(self) -> None:
+        try:
+            self._session.stop()
+            _conclude(self._session, self._exchange, self.script.ending, self._target, self._line, self._started)
+        except Exception as fault:  # the script has run; that its report fails must not change how it ended
+            click.echo(f"accel: the report could not be made: {type(fault).__name__}: {fault}", err=True)
+
+
+def _end_of_child(status: int) -> NoReturn:
+    """End a forked child that leaves through its parent's frames.
+
+    It ends as Python does, but without the exit handlers of libraries: after a trace, that of torch's profiler waits
+    for a thread that only the parent has.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _check(script: str, module: bool, target: Path) -> None:
+    if not module and not os.path.isfile(script):
+        raise InvalidArgument(
+            f"SCRIPT must be a Python file, got {script!r}, which is not there; -m takes a module name"
+        )
+    if target.suffix.lower() == ".html":
+        raise InvalidArgument(f"--json must not end in .html, where the web page goes, got {str(target)!r}")
+    if target.exists() and not target.is_file():
+        raise InvalidArgument(f"--json must be an ordinary file, got {str(target)!r}; name one, then print it")
+    check_folder("--json", target)
+
+
+def _conclude(
+    session: ProfileSession, exchange: Exchange, ending: Ending, target: Path, line: str, started: datetime
+) -> None:
+    """Make the report of all ranks and write it, or say why there is none."""
+    from accel.profiler.diagnose import verdict
+
+    recorder = session.recorder
+    wall_s = time.perf_counter() - session.begun
+    evidence = session.finish()
+    diagnosis = session.judged(evidence)
+    everyone = {}
+    if exchange.launched:
+        try:
+            exchange.post("rank", verdict.posted(evidence, diagnosis))
+            everyone = exchange.collect("rank") if exchange.rank == 0 else {}
+        except OSError as error:
+            session.unseen.append(f"other ranks: {error}")
+    if exchange.rank != 0:
+        return
+    if recorder.steps == 0:
+        click.echo(_nothing(recorder, wall_s), err=True)
+        return
+    evidence.unseen = list(dict.fromkeys([*evidence.unseen, *session.unseen]))
+    report = verdict.report(evidence, diagnosis)
+    report.experiments = list(session.experiments.values())
+    report.unattributed = recorder.unattributed()
+    report.wall_s, report.command, report.ended = wall_s, line, ending.text
+    report.started = started.isoformat(timespec="seconds")
+    report.host.accel = __version__
+    report.samples_per_s = session.samples / session.counted_s if session.counted_s else None
+    if exchange.launched:
+        verdict.merge(report, everyone, diagnosis.anatomy, exchange.size)
+    _write(report, target)
+
+
+def _nothing(recorder: Recorder, wall_s: float) -> str:
+    """Say that there was no step, and where the training may have been instead."""
+    what = "whole step" if recorder.updates else "optimizer step"
+    text = f"accel: no {what} seen in {wall_s:.1f} s ({recorder.seen()}); nothing to report"
+    if recorder.elsewhere:
+        text += (
+            f"\naccel: {recorder.elsewhere} updates ran in other threads, which are not seen; "
+            "train in the thread that runs the script"
+        )
+    used = os.times()
+    children_s = used.children_user + used.children_system
+    if not recorder.backwards and children_s >= _CHILDREN_S:
+        text += (
+            f"\naccel: child processes ran for {children_s:.1f} s; training in them is not seen. Start the ranks with "
+            "torchrun --nproc-per-node N -m accel profile, or call accel.optimize in the child"
+        )
+    return text
+
+
+def _write(report: ProfileReport, target: Path) -> None:
+    from accel.report.profile_page import render as render_page
+    from accel.report.profile_terminal import render
+
+    page = target.with_suffix(".html")
+    click.echo(render(report), err=True)
+    try:
+        write_atomic(target, report.to_json())
+        write_atomic(page, render_page(report))
+    except OSError as error:
+        # The script's own exit status matters more than the report's.
+        click.echo(f"accel: the report could not be written: {error}", err=True)
+        return
+    click.echo(f"accel: wrote {target}, {page}" + (f", {report.trace_file}" if report.trace_file else ""), err=True)

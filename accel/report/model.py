@@ -1,0 +1,239 @@
+"""The report: what was done, what each thing gave, and what it cost, as data.
+
+This module holds the numbers and their JSON form. How they look on a terminal is in `terminal.py`, on a web page in
+`webpage.py`; both only read a `Report`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from accel.errors import ReportError
+from accel.files import write_atomic
+
+SCHEMA = 1
+
+Status = Literal["kept", "undone", "refused", "not applicable", "not allowed", "disabled", "not tried"]
+State = Literal["searching", "done", "interrupted", "replayed", "undone"]
+
+
+def _number(value: float) -> str:
+    """Say a number with three digits or more, so that two of them have the ratio that is told beside them."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
+def _check_types(part: Any) -> None:
+    """Raise TypeError unless each field holds what its default or annotation says: a text, a number, or None."""
+    for declared in dataclasses.fields(part):
+        value, words = getattr(part, declared.name), str(declared.type)
+        if value is None and "None" in words:
+            continue
+        wanted: tuple[type, ...] = (str,)
+        if words.startswith(("float", "int")):
+            wanted = (int, float) if words.startswith("float") else (int,)
+        elif words.startswith(("list", "dict")):
+            wanted = (list,) if words.startswith("list") else (dict,)
+        elif words == "Machine":
+            wanted = (Machine,)
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise TypeError(f"{declared.name} must be {words}, found {value!r}")
+
+
+@dataclass(kw_only=True)
+class StrategyRow:
+    """One strategy's fate."""
+
+    name: str
+    """Registered name, e.g. `channels_last`."""
+    summary: str
+    """What it does, one line."""
+    treats: list[str]
+    """Bottlenecks it treats."""
+    exactness: str
+    """`exact`, `reordered`, `reduced` or `lossy`."""
+    status: Status = "not tried"
+    """`kept`; `undone` (slower, wrong or failed); `refused` (too noisy to decide); or why it was never tried."""
+    why: str = ""
+    """One sentence that explains the status."""
+    setting: str = ""
+    """The setting that was kept or tried last, e.g. `workers=2`; empty when there is none."""
+    before_ms: float | None = None
+    """Median step without it, ms, in its own trial."""
+    after_ms: float | None = None
+    """Median step with it, ms, in its own trial."""
+    spread_ms: float | None = None
+    """Half the interquartile range of `after_ms`, ms."""
+    gain: float | None = None
+    """Speed-up as a ratio: 1.25 means 25 % more steps a second."""
+    gain_low: float | None = None
+    """Lower end of the confidence interval of `gain`."""
+    gain_high: float | None = None
+    """Upper end of the confidence interval of `gain`."""
+    output_error: float | None = None
+    """Relative RMS difference of the outputs from the plain path; 0 means the same bits."""
+    gradient_error: float | None = None
+    """Worst relative RMS difference of a parameter's gradient from the plain path."""
+    tolerance: float | None = None
+    """What `gradient_error` was allowed to be."""
+    cost_s: float = 0.0
+    """Seconds its guard, its one-off work and its slower trial steps took."""
+    steps: int = 0
+    """Training steps its trial used (real steps: none was thrown away)."""
+
+
+@dataclass(kw_only=True)
+class Event:
+    """Something that happened at a step, in words."""
+
+    step: int
+    text: str
+
+
+@dataclass(kw_only=True)
+class Machine:
+    """Where the numbers were measured."""
+
+    device: str = ""
+    """e.g. `cpu (AMD EPYC)` or `cuda (NVIDIA H200)`."""
+    cores: int = 0
+    threads: int = 0
+    """Intra-op threads when the run began."""
+    world_size: int = 1
+    platform: str = ""
+    python: str = ""
+    torch: str = ""
+    accel: str = ""
+
+
+@dataclass(kw_only=True)
+class Report:
+    """Everything accel knows about one run.
+
+    Times are in ms or s as the names say; `anatomy_*` map a phase of the step to its median ms.
+    """
+
+    schema: int = SCHEMA
+    started: str = ""
+    """Start of the run, ISO 8601 with offset."""
+    command: str = ""
+    """The command line of the training script."""
+    machine: Machine = field(default_factory=Machine)
+    model: str = ""
+    """Class name of the model."""
+    parameters: int = 0
+    """Number of parameters."""
+    fingerprint: str = ""
+    """Hash of class, names, shapes and dtypes; a plan is bound to it."""
+    allow: str = "reordered"
+    budget: str = ""
+    state: State = "searching"
+    samples_per_step: float | None = None
+    """Samples in a step (a step may hold several batches), or None when the batch has no length."""
+    plain_ms: float | None = None
+    """Median plain step in the closing trial of the whole plan, ms."""
+    accel_ms: float | None = None
+    """Median step under the plan in the same trial, ms."""
+    speedup: float | None = None
+    """plain ÷ accelerated, from that interleaved trial."""
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    training_same: str = ""
+    """What is known of the model learning the same, one phrase, e.g. `gradients agree to 3e-07`."""
+    steps: int = 0
+    """Steps seen so far."""
+    search_steps: int = 0
+    """Steps that belonged to trials."""
+    search_s: float = 0.0
+    """What the search cost, s: guards, one-off work, and the time trial steps took above the plain step."""
+    break_even_step: int | None = None
+    """Step at which the search has paid for itself; None if it never does."""
+    bottleneck: str = ""
+    """What limits the run now."""
+    bottleneck_share: float | None = None
+    """Its share of the step, 0…1."""
+    bottleneck_advice: str = ""
+    """What would treat it, one sentence."""
+    anatomy_before: dict[str, float] = field(default_factory=dict)
+    anatomy_after: dict[str, float] = field(default_factory=dict)
+    rows: list[StrategyRow] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+    """What could not be seen, one sentence each."""
+    plan: dict[str, Any] = field(default_factory=dict)
+    """Strategy name → setting, as chosen."""
+
+    def verdict(self) -> str:
+        """Say the outcome in one line, speed first."""
+        if self.state == "replayed" and self.speedup is None:
+            return f"replayed without a trial: {', '.join(self.plan) or 'nothing of the plan applies here'}"
+        if self.speedup is None or self.plain_ms is None or self.accel_ms is None:
+            if self.state == "interrupted":
+                return f"no verdict: the run ended after {self.steps} steps, before the search did"
+            return f"no verdict yet: {self.steps} steps seen, the search has not ended"
+        if not self.plan:
+            return f"left as it was: nothing tried made the step faster ({_number(self.plain_ms)} ms)"
+        same = f", {self.training_same}" if self.training_same else ""
+        return f"{self.speedup:.2f}x: {self._throughput()}{same}"
+
+    def _throughput(self) -> str:
+        assert self.plain_ms is not None and self.accel_ms is not None
+        if self.samples_per_step and self.plain_ms > 0 and self.accel_ms > 0:
+            before, after = (1e3 * self.samples_per_step / ms for ms in (self.plain_ms, self.accel_ms))
+            return f"{_number(before)} → {_number(after)} samples/s"
+        return f"{_number(self.plain_ms)} → {_number(self.accel_ms)} ms per step"
+
+    def to_json(self) -> str:
+        """Return the report as JSON text with its schema version."""
+        return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False, ensure_ascii=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as JSON, or as a self-contained web page if `path` ends in `.html`; whole or not at all."""
+        if str(path).endswith(".html"):
+            from accel.report.webpage import render
+
+            write_atomic(path, render(self))
+        else:
+            write_atomic(path, self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Report:
+        """Read a report written by `save`.
+
+        Raises:
+            ReportError: if the file is no JSON, has another schema, or lacks a field.
+        """
+        try:
+            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ReportError(
+                f"{path} can't be read as a report: {error}. Make one with report={str(path)!r}."
+            ) from None
+        if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
+            found = raw.get("schema") if isinstance(raw, dict) else type(raw).__name__
+            raise ReportError(
+                f"{path} must have report schema {SCHEMA}, found {found!r}; make it again with this version."
+            )
+        try:
+            loaded = cls(
+                **{
+                    **raw,
+                    "machine": Machine(**raw["machine"]),
+                    "rows": [StrategyRow(**row) for row in raw["rows"]],
+                    "events": [Event(**event) for event in raw["events"]],
+                }
+            )
+            for part in (loaded, loaded.machine, *loaded.rows, *loaded.events):
+                _check_types(part)
+        except (KeyError, TypeError) as error:
+            raise ReportError(f"{path} is not a whole report: {error}. Make it again with this version.") from None
+        return loaded
+
+    def __str__(self) -> str:
+        from accel.report.terminal import render
+
+        return render(self)

@@ -1,0 +1,66 @@
+"""The run as strategies see it: the user's objects, what has been observed of them, and the places to act on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel.profiler.host import usable_cores
+
+if TYPE_CHECKING:
+    from accel.dataio.passes.proxy import Fetching
+    from accel.run.gate import Gate
+
+
+@dataclass
+class Observed:
+    """What the plain steps have shown."""
+
+    autocast: bool = False
+    """The loop runs the model under an autocast of its own."""
+    conv_input: bool = False
+    """The model was called with a 4-d floating-point tensor."""
+    calls: int = 0
+    """Calls of the model seen."""
+    uncalled: str = ""
+    """What to pass in place of a model that the loop never calls; '' if it is called."""
+    fetch_finding: str = ""
+    """Why fetching can't be moved elsewhere; '' if nothing was found."""
+
+
+@dataclass
+class Run:
+    """The user's model, loader and optimizers, and where strategies act on them."""
+
+    model: nn.Module
+    loader: Any
+    optimizers: list[Optimizer]
+    gate: Gate
+    fetching: Fetching
+    world_size: int = 1
+    observed: Observed = field(default_factory=Observed)
+    refused_elsewhere: dict[str, str] = field(default_factory=dict)
+    """Strategies that apply on this rank and don't on another, and why."""
+    cores: int = field(default_factory=usable_cores)
+    threads: int = field(default_factory=torch.get_num_threads)
+    """Intra-op threads when the run began."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's first parameter or buffer; the CPU if it has none."""
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            return tensor.device
+        return torch.device("cpu")
+
+    @property
+    def cuda(self) -> bool:
+        """True when the model lives on an NVIDIA (or ROCm) device."""
+        return self.device.type == "cuda"
+
+    def has_module(self, *kinds: type[nn.Module]) -> bool:
+        """Tell whether the model contains a module of one of these classes."""
+        return any(isinstance(module, kinds) for module in self.model.modules())

@@ -1,0 +1,125 @@
+"""The gate: the one place where a call of the model can be wrapped, watched and recorded.
+
+It sits in the slot that `nn.Module.compile()` uses for its compiled call. So the model stays the same object: class,
+hooks, `state_dict` and `forward` are untouched, and copies and pickles of it are plain, because the slot is left out of
+them. When nothing needs the gate, the slot is empty again and a call costs what it always did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+from accel.profiler.clocks import callslot
+
+Call = Callable[..., Any]
+Wrap = Callable[[Call], Call]
+
+
+class Watcher(Protocol):
+    """What the gate asks at each call."""
+
+    def around(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the call, and see to what must be seen to."""
+
+
+class Gate:
+    """Wrap the calls of `model`.
+
+    Args:
+        model: the module whose `__call__` is wrapped; left as it is until something is added.
+        order: names of wrappers from the innermost to the outermost.
+    """
+
+    def __init__(self, model: nn.Module, order: list[str]) -> None:
+        self.model = model
+        self._order = order
+        self._wraps: dict[str, Wrap] = {}
+        self._user_compiled: Call | None = model._compiled_call_impl
+        self._installed: Call | None = self._user_compiled
+        self._found = callslot.held(model)
+        self._chain: Call = self.plain
+        self.watcher: Watcher | None = None
+
+    @property
+    def compiled_by_user(self) -> bool:
+        """True if the loop has compiled the model in place."""
+        return self._user_compiled is not None
+
+    @property
+    def plain(self) -> Call:
+        """The call as it would be without the gate."""
+        return self._user_compiled if self._user_compiled is not None else self.model._call_impl
+
+    @property
+    def wrapped(self) -> bool:
+        """True while a wrapper is on."""
+        return bool(self._wraps)
+
+    def add(self, name: str, wrap: Wrap) -> None:
+        """Put a wrapper on, at its place in the order."""
+        self._wraps[name] = wrap
+        self._rebuild()
+
+    def remove(self, name: str) -> None:
+        """Take a wrapper off; unknown names are ignored."""
+        self._wraps.pop(name, None)
+        self._rebuild()
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Let `watcher` see each call, or none."""
+        self.watcher = watcher
+        self._adopt()
+        self._install()
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model through the wrappers that are on, unwatched."""
+        return self._chain(*args, **kwargs)
+
+    def _rebuild(self) -> None:
+        self._adopt()
+        self._chain = self._wrapped()
+        self._install()
+
+    def _wrapped(self) -> Call:
+        call = self.plain
+        for name in sorted(self._wraps, key=self._order.index):
+            call = self._wraps[name](call)
+        return call
+
+    def _adopt(self) -> None:
+        """If the loop has called `model.compile()` meanwhile, take that for its plain path from now on."""
+        found = vars(self.model).get(callslot.NAME)
+        if found is None or found is self._installed or isinstance(found, callslot.SlotCall):
+            return  # the profiler's marks are nobody's compiled call
+        self._user_compiled = self._installed = found
+        self._found = callslot.held(self.model)
+        self._chain = self._wrapped()
+
+    def _install(self) -> None:
+        if self.watcher is not None:
+            self._fill(callslot.SlotCall(self._watched))
+        elif self._wraps:
+            self._fill(callslot.SlotCall(self._chain))
+        else:
+            self._empty()
+
+    def _fill(self, call: Call) -> None:
+        self._installed = call
+        callslot.fill(self.model, call)
+
+    def _empty(self) -> None:
+        callslot.restore(self.model, self._found)
+        self._installed = self._user_compiled
+
+    def _watched(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.watcher is not None
+        return self.watcher.around(self._chain, args, kwargs)
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+        self.watcher = None
+        self._wraps.clear()
+        self._rebuild()

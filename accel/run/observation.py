@@ -1,0 +1,85 @@
+"""What the profiler is told of the steps in which the controller looks: the same evidence as in `accel profile`.
+
+Only while it is open: a mark around the backward pass, DDP's own clocks, and the training thread's times from the
+system, read when a batch is asked for and handed over. Closed, a step costs what it did.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from accel.profiler.clocks import facts
+from accel.profiler.clocks.probes import BackwardProbe
+from accel.profiler.evidence import Evidence, ThreadShare
+from accel.profiler.host import ThreadMeter, ThreadTime
+from accel.profiler.phases import Measurement, StepClock
+from accel.profiler.system.meters import Exposed
+from accel.run.context import Run
+
+
+class Observation:
+    """Look at some steps.
+
+    Args:
+        clock: gets the marks of the backward pass.
+        run: the user's objects.
+    """
+
+    def __init__(self, clock: StepClock, run: Run) -> None:
+        self._clock, self._run = clock, run
+        self._probe = BackwardProbe(clock.backward, clock.backwarded)
+        self._exposed = Exposed()
+        self._exposed.look([run.model])
+        self._meter = ThreadMeter(tid=threading.get_native_id())
+        self._began = self._meter.read()
+        self._asked: ThreadTime | None = None
+        self._waits: list[tuple[float, float, float]] = []
+        self._probe.install()
+        clock.backward_is_seen = True
+
+    def close(self) -> None:
+        """Take the marks out."""
+        self._exposed.stop()
+        self._probe.remove()
+        self._clock.backward_is_seen = False
+        self._meter.close()
+
+    def asked(self) -> None:
+        """A batch is asked for."""
+        self._exposed.look([self._run.model])
+        self._asked = self._meter.read()
+
+    def delivered(self) -> None:
+        """It is handed over."""
+        now = self._meter.read()
+        if self._asked is not None and now is not None:
+            self._waits.append((now.at - self._asked.at, now.run - self._asked.run, now.wait - self._asked.wait))
+
+    def evidence(self, steps: list[Measurement]) -> Evidence:
+        """Return what was seen of these steps."""
+        run, now = self._run, self._meter.read()
+        return Evidence(
+            steps=steps,
+            cores=run.cores,
+            threads=torch.get_num_threads(),
+            device=run.device.type,
+            world_size=run.world_size,
+            thread=self._began.share_until(now) if self._began is not None and now is not None else None,
+            data_thread=self._waiting(),
+            loader=facts.of_loader(run.loader),
+            optimizer=facts.of_optimizers(run.optimizers),
+            dtype=facts.dtype(run.model.parameters()),
+            anomaly_mode=torch.is_anomaly_enabled(),
+            ddp_wait_share=self._wait_share(steps),
+        )
+
+    def _wait_share(self, steps: list[Measurement]) -> float | None:
+        """Return the share of the steps in which DDP waits for other ranks."""
+        waited, seconds = self._exposed.mean(), sum(one.seconds for one in steps)
+        return None if waited is None or not seconds else waited * len(steps) / seconds
+
+    def _waiting(self) -> ThreadShare | None:
+        wall, ran, waited = (sum(part) for part in zip(*self._waits, strict=True)) if self._waits else (0.0, 0.0, 0.0)
+        return ThreadTime(0.0, 0.0, 0.0).share_until(ThreadTime(wall, ran, waited))

@@ -1,0 +1,1 @@
+"""What to try next, and what it may cost: decisions, without a hand on the run."""

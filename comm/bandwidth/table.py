@@ -1,0 +1,467 @@
+"""How fast the ranks' links are: each operation timed per link class, its result checked, and a line fitted.
+
+    t(S) = α + β·S          α seconds, β seconds per byte of S
+
+`measure` is made for the start of a training run: few sizes, an end in time, and the same numbers on every rank, so
+that what is decided by them is decided alike everywhere. `accel bench comm` prints the same measurement as a table.
+
+How a row comes about: buffers are filled, one run is timed by itself, from the slowest rank's time all ranks take the
+same number of runs, and these follow each other without a barrier, as nccl-tests does. The time of one run is that of
+its slowest rank; the row's is the median of the runs. So α holds what a run costs that follows another: a rank that
+only sends (the root of a broadcast) may already be ahead.
+
+A probe must move more than the network lets pass unshaped: token buckets and burst credits make small probes look fast.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from accel.comm.bandwidth import links as bandwidth_links
+from accel.comm.bandwidth.cases import OPERATIONS, REDUCTIONS, Case, Operation, Place, elements
+from accel.comm.bandwidth.fit import Fit, fit_line
+from accel.comm.bandwidth.links import Link
+
+PROBE_SIZES = (1 << 12, 1 << 19, 1 << 21)
+PROBE_OPERATIONS = ("all_reduce", "all_gather", "all_to_all")
+
+_UNSUPPORTED = ("not support", "unsupported", "not implemented", "no backend type", "does not implement")
+_ROOM = 1024  # bytes of a rank's words; a pickled float takes 9 more
+_FEWEST = 2  # runs of a row; sizes of a fit
+
+
+class Lost(RuntimeError):
+    """A rank has gone, or an operation failed on some ranks only: the group can't be used any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One operation on one size over one link class."""
+
+    link: str
+    operation: str
+    ranks: int
+    """n: ranks of the largest group that communicates."""
+    size_bytes: int
+    """S."""
+    count: int
+    """Elements of S."""
+    dtype: str
+    redop: str
+    """Reduction, '' for an operation without one."""
+    in_place: bool
+    runs: int = 0
+    time_s: float | None = None
+    """Median over the runs of the slowest rank's time; None if there is none."""
+    time_p20_s: float | None = None
+    time_p80_s: float | None = None
+    wrong: int | None = None
+    """Elements with a wrong result, over all ranks."""
+    sent_bytes: float | None = None
+    """Bytes on the wire of one run, headers included: sent by the busiest node over its network interfaces, or, for
+    `intra`, sent over loopback by each rank. None where the counters can't be read or did not move."""
+    problem: str = ""
+    """Why there is no time."""
+
+    @property
+    def factor(self) -> float:
+        """busbw / algbw."""
+        return OPERATIONS[self.operation].factor(self.ranks)
+
+    @property
+    def algbw(self) -> float | None:
+        """S / t in bytes per second."""
+        return self.size_bytes / self.time_s if self.time_s else None
+
+    @property
+    def busbw(self) -> float | None:
+        """algbw · factor(n) in bytes per second."""
+        return self.algbw * self.factor if self.algbw is not None else None
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """What `measure` found, the same on every rank."""
+
+    nodes: tuple[tuple[int, ...], ...]
+    """Ranks of each node."""
+    rows: tuple[Row, ...]
+    seconds: float
+    """Wall time of the measurement on its slowest rank."""
+    cut: bool
+    """The time was used up before the largest size."""
+    links: tuple[str, ...] = field(default=())
+    """Link classes measured."""
+
+    def link(self, name: str) -> str:
+        """Return the measured class that stands for `name`.
+
+        On one node `world` and `inter` are `intra`, with one rank a node `world` and `intra` are `inter`.
+        """
+        if name not in bandwidth_links.LINKS:
+            raise ValueError(f"link must be one of {', '.join(bandwidth_links.LINKS)}, got {name!r}")
+        return name if name in self.links else self.links[0]
+
+    def fit(self, operation: str, link: str = "world") -> Fit:
+        """Return the line of `operation` over `link`.
+
+        Raises:
+            ValueError: if the operation was not measured there on two sizes.
+        """
+        name = self.link(link)
+        rows = [row for row in self.rows if row.link == name and row.operation == operation]
+        return fit_line([(row.size_bytes, row.time_s) for row in rows if row.time_s])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How rows are measured."""
+
+    dtype: torch.dtype = torch.float32
+    redop: str = "sum"
+    warmup: int = 1
+    """Runs before the timed ones, the one that sets their number included; at least 1."""
+    runs: int = 10
+    """Timed runs at most; at least 2 are made."""
+    row_s: float = 0.04
+    """Time for the timed runs of one row."""
+    budget_s: float = math.inf
+    """Time for everything; each operation gets its two smallest sizes all the same."""
+    timeout_s: float = 30.0
+    """Time after which an operation that does not end has failed."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("warmup", 1), ("runs", _FEWEST), ("row_s", 0), ("budget_s", 0), ("timeout_s", 1)):
+            value = getattr(self, name)
+            if not value >= least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.redop not in REDUCTIONS:
+            raise ValueError(f"redop must be one of {', '.join(REDUCTIONS)}, got {self.redop!r}")
+
+
+def measure(
+    operations: Sequence[str] = PROBE_OPERATIONS,
+    sizes: Sequence[int] = PROBE_SIZES,
+    *,
+    links: Sequence[str] | None = None,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    by_size: bool = True,
+    out_of_place_only: bool = True,
+    on_row: Callable[[Row], None] | None = None,
+    settings: Settings | None = None,
+) -> Bandwidth:
+    """Measure operations over each link class; all ranks of the initialised default group call this together.
+
+    It ends soon after `settings.budget_s` (default 1.5 s): a size is left out, on all ranks alike, if the time of the
+    size before says that it would not fit; the two smallest sizes of each operation are always measured.
+
+    Args:
+        operations: names from `bandwidth_cases.OPERATIONS`.
+        sizes: S in bytes, increasing; rounded down to whole elements, equal on all ranks.
+        links: link classes to measure; default those that differ (see `bandwidth_links`).
+        backend: of the measured groups; default that of the default group.
+        device: where the buffers are; default the current CUDA device for NCCL, else the CPU.
+        by_size: all operations at the smallest size first, so that time that runs out is missing at the largest;
+            False finishes one operation before the next.
+        out_of_place_only: leave out the in-place form of operations that have both.
+        on_row: called with each row as it is measured, on every rank.
+        settings: how rows are measured.
+
+    Returns:
+        Rows and, through `Bandwidth.fit`, lines. The same on every rank.
+
+    Raises:
+        ValueError: if an argument is out of range.
+        Lost: if a rank has died, or an operation failed on some ranks only or timed out.
+
+    Example:
+        >>> speed = measure()
+        >>> speed.fit("all_reduce", "inter").seconds(25 << 20)
+    """
+    settings = settings or Settings(budget_s=1.5)
+    _check(operations, sizes, links)
+    began = time.perf_counter()
+    talk = _Talk(settings.timeout_s, room=_ROOM + 9 * settings.runs)
+    try:
+        nodes = bandwidth_links.nodes_of(talk.everyone(bandwidth_links.node_key()))
+        found = [link for link in bandwidth_links.links_of(nodes) if links is None or link.name in links]
+        if not found:
+            there = ", ".join(link.name for link in bandwidth_links.links_of(nodes))
+            raise ValueError(f"links must hold one that is there ({there}), got {', '.join(links or ())}")
+        name = backend or dist.get_backend()
+        groups = bandwidth_links.groups_of(found, name, timedelta(seconds=settings.timeout_s))
+        sweep = _Sweep(talk, groups, nodes, _device(name, device), settings, began)
+        rows = sweep.all(_plan(found, operations, sizes, by_size, out_of_place_only), on_row or _nothing)
+        seconds = talk.slowest(time.perf_counter() - began)
+        for group in filter(None, groups.values()):
+            dist.destroy_process_group(group)
+    finally:
+        talk.close()
+    return Bandwidth(tuple(nodes), tuple(rows), seconds, sweep.cut, tuple(link.name for link in found))
+
+
+def _nothing(row: Row) -> None:
+    """Take a row that nobody asked for."""
+
+
+def _check(operations: Sequence[str], sizes: Sequence[int], links: Sequence[str] | None) -> None:
+    unknown = [name for name in operations if name not in OPERATIONS]
+    if unknown or not operations:
+        raise ValueError(f"operations must be among {', '.join(OPERATIONS)}, got {', '.join(unknown) or 'none'}")
+    if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
+        raise ValueError(f"sizes must be increasing numbers of bytes, got {list(sizes)}")
+    if strange := [name for name in links or () if name not in bandwidth_links.LINKS]:
+        raise ValueError(f"links must be among {', '.join(bandwidth_links.LINKS)}, got {', '.join(strange)}")
+
+
+def _device(backend: str, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+
+
+class _Step(NamedTuple):
+    link: Link
+    operation: Operation
+    size_bytes: int
+    in_place: bool
+
+
+def _plan(
+    links: Sequence[Link], operations: Sequence[str], sizes: Sequence[int], by_size: bool, out_of_place_only: bool
+) -> list[_Step]:
+    steps = []
+    for link in links:
+        for name in operations:
+            operation = OPERATIONS[name]
+            places = operation.places[:1] if out_of_place_only else operation.places
+            steps += [_Step(link, operation, size, place) for place in places for size in sizes]
+    return sorted(steps, key=lambda step: step.size_bytes) if by_size else steps
+
+
+class _Talk:
+    """What ranks tell each other beside the measurement, over a gloo group of its own."""
+
+    def __init__(self, timeout_s: float, room: int) -> None:
+        self._room = room
+        # Ranks that wait for an operation to time out come late to the next exchange.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout_s + 5))
+        self._lost = False
+
+    def everyone(self, mine: Any) -> list[Any]:
+        """Return what each rank passed, by rank.
+
+        One collective of a fixed size: all_gather_object would exchange the sizes first, on a slow network half the
+        time of a probe.
+        """
+        data = pickle.dumps(mine)
+        assert len(data) <= self._room, (len(data), self._room)
+        own = torch.zeros(self._room, dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        box = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        try:
+            dist.all_gather(box, own, group=self._group)
+        except RuntimeError as error:
+            self._lost = True
+            raise Lost(f"a rank no longer answers ({_brief(error)})") from None
+        return [pickle.loads(bytes(each.numpy())) for each in box]
+
+    def slowest(self, seconds: float) -> float:
+        """Return the largest of the ranks' numbers."""
+        return float(max(self.everyone(seconds)))
+
+    def close(self) -> None:
+        if not self._lost and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+
+def _brief(error: BaseException) -> str:
+    """Return what an error of torch says, without the place in its source and its stack."""
+    text = str(error).strip().split("\n", 1)[0]
+    text = text.rsplit("] ", 1)[-1] if text.startswith("[") else text
+    return text.split(". ", 1)[0][:200].rstrip(". ") or type(error).__name__
+
+
+@dataclass
+class _Sweep:
+    talk: _Talk
+    groups: dict[str, Any]
+    nodes: list[tuple[int, ...]]
+    device: torch.device
+    settings: Settings
+    began: float
+    cut: bool = False
+    spent_s: float = 0.0
+    """What the slowest rank has spent so far: the same on all ranks."""
+
+    def all(self, steps: Iterable[_Step], on_row: Callable[[Row], None]) -> list[Row]:
+        rows: list[Row] = []
+        kept: dict[tuple[str, str, bool], list[Row]] = {}
+        for step in steps:
+            before = kept.setdefault((step.link.name, step.operation.name, step.in_place), [])
+            if before and before[-1].problem:
+                continue  # it will not work with larger buffers either
+            if self._too_late(step, before):
+                self.cut = True
+                continue
+            try:
+                row = self._row(step, before)
+            except Lost as error:
+                raise Lost(f"{step.operation.name} of {step.size_bytes} bytes was cut off: {error}") from None
+            before.append(row)
+            rows.append(row)
+            on_row(row)
+            if row.problem and not _supported(row.problem):
+                raise Lost(f"{row.operation} of {row.size_bytes} bytes failed: {row.problem}")
+        return rows
+
+    def _too_late(self, step: _Step, before: list[Row]) -> bool:
+        if len(before) < _FEWEST:
+            return False
+        guess = _expected(before, step.size_bytes) * (self.settings.warmup + _FEWEST)
+        return self.spent_s + guess > self.settings.budget_s
+
+    def _row(self, step: _Step, before: list[Row]) -> Row:
+        rank, name = dist.get_rank(), step.link.name
+        ranks, place, case = step.link.own(rank), None, None
+        count = elements(step.operation, step.size_bytes, self.settings.dtype, step.link.size)
+        row = Row(
+            link=name,
+            operation=step.operation.name,
+            ranks=step.link.size,
+            size_bytes=count * self.settings.dtype.itemsize,
+            count=count,
+            dtype=str(self.settings.dtype).removeprefix("torch."),
+            redop=self.settings.redop if step.operation.reduces else "",
+            in_place=step.in_place,
+        )
+        if step.link.size == 1 and not step.operation.alone:
+            return _without(row, "not supported: it needs two ranks")
+        first = _Timed()
+        if ranks:
+            place = Place(self.groups[name], ranks, ranks.index(rank), self.device)
+            # Nodes may have different numbers of ranks; blocks are those of each node's own.
+            own = elements(step.operation, step.size_bytes, self.settings.dtype, place.size)
+            try:
+                case = step.operation.make(place, own, self.settings.dtype, self.settings.redop, step.in_place)
+                case.fill()
+            except (RuntimeError, MemoryError) as error:
+                first = _Timed(f"buffers can't be made: {_brief(error)}")
+        # Nobody starts before all have their buffers, or one rank's lack of memory would be the others' timeout.
+        if problem := _problem(self.talk.everyone(first)):
+            return _without(row, f"not supported here: {problem}")
+        return self._timed(row, case, before)
+
+    def _timed(self, row: Row, case: Case | None, before: list[Row]) -> Row:
+        first = _Timed() if case is None else _series(case, 1, self.device)
+        if len(before) < _FEWEST:
+            everyone = self.talk.everyone(first)
+            if problem := _problem(everyone):
+                return _without(row, problem)
+            single = max(max(other.times, default=0.0) for other in everyone)
+        else:  # the line through the sizes before says it without an exchange, and a burst can't flatter it as much
+            single = _expected(before, row.size_bytes)
+        runs = min(max(int(self.settings.row_s / max(single, 1e-9)), _FEWEST), self.settings.runs)
+        last = first if case is None or first.problem else self._main(row, case, runs)
+        last.elapsed_s = time.perf_counter() - self.began
+        everyone = self.talk.everyone(last)
+        self.spent_s = max(other.elapsed_s for other in everyone)
+        if problem := _problem(everyone):
+            return _without(row, problem)
+        return _merged(row, everyone, self.nodes)
+
+    def _main(self, row: Row, case: Case, runs: int) -> _Timed:
+        wrong = 0 if case.repeatable else case.wrong()
+        warm = _series(case, self.settings.warmup - 1, self.device)
+        before = bandwidth_links.sent_bytes(row.link == "intra")
+        timed = warm if warm.problem else _series(case, runs, self.device)
+        after = bandwidth_links.sent_bytes(row.link == "intra")
+        if not timed.problem:
+            timed.wrong = case.wrong() if case.repeatable else wrong
+            if before is not None and after is not None:
+                timed.sent = (after - before) / runs
+        return timed
+
+
+def _expected(before: Sequence[Row], size_bytes: int) -> float:
+    """Predict the time at a larger size from the line through the last two; never less than the last."""
+    (small, early), (large, late) = ((row.size_bytes, row.time_s or 0.0) for row in before[-2:])
+    return late + max(late - early, 0.0) / max(large - small, 1) * (size_bytes - large)
+
+
+@dataclass
+class _Timed:
+    """What one rank tells of one series."""
+
+    problem: str = ""
+    times: list[float] = field(default_factory=list)
+    wrong: int = 0
+    sent: float | None = None
+    elapsed_s: float = 0.0
+
+
+def _series(case: Case, runs: int, device: torch.device) -> _Timed:
+    times = []
+    try:
+        start = time.perf_counter()
+        for _ in range(runs):
+            case.run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            end = time.perf_counter()
+            times.append(end - start)
+            start = end
+    except RuntimeError as error:  # a backend may lack the operation; the row says so
+        return _Timed(problem=_brief(error))
+    return _Timed(times=times)
+
+
+def _supported(problem: str) -> bool:
+    """Tell a backend that lacks an operation, after which the next can be measured, from a group that is broken."""
+    return any(word in problem.lower() for word in _UNSUPPORTED)
+
+
+def _problem(everyone: Sequence[_Timed]) -> str:
+    """Return what went wrong on the first rank where something did."""
+    return next((f"rank {rank}: {one.problem}" for rank, one in enumerate(everyone) if one.problem), "")
+
+
+def _without(row: Row, problem: str) -> Row:
+    return Row(**{**vars(row), "problem": problem})
+
+
+def _merged(row: Row, everyone: Sequence[_Timed], nodes: Sequence[tuple[int, ...]]) -> Row:
+    slowest = np.max([one.times for one in everyone if one.times], axis=0)
+    p20, median, p80 = np.quantile(slowest, [0.2, 0.5, 0.8])
+    sent = [_of_node([everyone[rank] for rank in ranks], row.link) for ranks in nodes]
+    known = [one for one in sent if one]
+    return Row(
+        **{
+            **vars(row),
+            "runs": len(slowest),
+            "time_s": float(median),
+            "time_p20_s": float(p20),
+            "time_p80_s": float(p80),
+            "wrong": sum(one.wrong for one in everyone),
+            "sent_bytes": max(known) if known else None,
+        }
+    )
+
+
+def _of_node(ranks: Sequence[_Timed], link: str) -> float | None:
+    """Return one node's bytes; its ranks read the same counter, the one that read it over the longest time counts."""
+    counted = [one.sent for one in ranks if one.sent is not None]
+    if not counted:
+        return None
+    return max(counted) / (len(ranks) if link == "intra" else 1)

@@ -1,0 +1,108 @@
+"""What one rank of DGC sends of a piece, and how the packs of all ranks are added up.
+
+A pack has the same size on every rank, whatever is found, so that one all-gather will do. Packs are added in rank
+order, by position: replicas stay equal to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel.comm.engine import small_sums
+from accel.comm.engine.channel import Channel
+
+
+class Part(NamedTuple):
+    """Elements [begin, end) of a piece that belong to one parameter."""
+
+    name: str
+    begin: int
+    end: int
+    sent: int
+    """How many of them are sent; 0 where all are, as they are."""
+
+
+class Pack:
+    """What one rank sends of a piece, in bytes of a size that the piece's layout gives:
+
+        int32: whether each parameter was used | positions, then padding to 8 bytes
+        float: values of the entries | dense parameters, if all ranks' are few bytes
+
+    Where fewer are found than there is room for, the rest adds 0 to the first element.
+    """
+
+    def __init__(self, raw: Tensor, like: Tensor, parts: Sequence[Part]) -> None:
+        entries = sum(part.sent for part in parts)
+        words = _words(entries, parts)
+        self.raw = raw
+        whole = raw[: 4 * words].view(torch.int32)
+        self.used = whole[: len(parts)]
+        self.positions = whole[len(parts) : len(parts) + entries]
+        floats = raw[4 * words :].view(like.dtype)
+        self.values, self.dense = floats[:entries], floats[entries:]
+
+    @classmethod
+    def empty(cls, like: Tensor, parts: Sequence[Part], ranks: int) -> Pack:
+        """Return one of zeros for a piece with values `like`, of one of so many ranks."""
+        entries = sum(part.sent for part in parts)
+        rides = _dense_elements(parts) if _rides(like, parts, ranks) else 0
+        size = 4 * _words(entries, parts) + like.element_size() * (entries + rides)
+        return cls(torch.zeros(size, dtype=torch.uint8, device=like.device), like, parts)
+
+    def put(self, filled: int, found: Tensor, source: Tensor, begin: int) -> int:
+        """Add the elements `found` of a part that begins at `begin`; return the number of entries."""
+        end = filled + found.numel()
+        self.positions[filled:end] = found + begin
+        self.values[filled:end] = source[found]
+        return end
+
+    def put_dense(self, values: Tensor, parts: Sequence[Part]) -> None:
+        """Take dense parameters along where there is room for them."""
+        if self.dense.numel():
+            torch.cat([values[part.begin : part.end] for part in parts if not part.sent], out=self.dense)
+
+    def gather(self, values: Tensor, parts: Sequence[Part], channel: Channel) -> Tensor:
+        """Set `values` to the sum of all ranks' packs; return which parameters any rank used, (parts,)."""
+        raws = [torch.empty_like(self.raw) for _ in range(channel.size)]
+        channel.all_gather(self.raw, raws)
+        packs = [Pack(raw, values, parts) for raw in raws]
+        dense = self._dense_sum(values, parts, packs, channel)
+        values.zero_()
+        at = 0
+        for part in parts:
+            if not part.sent:
+                length = part.end - part.begin
+                values[part.begin : part.end] = dense[at : at + length]
+                at += length
+        for one in packs:
+            values.index_add_(0, one.positions, one.values)  # but for zeros, no position twice in a pack
+        return torch.stack([one.used for one in packs]).amax(0)
+
+    def _dense_sum(self, values: Tensor, parts: Sequence[Part], packs: Sequence[Pack], channel: Channel) -> Tensor:
+        if self.dense.numel() or not _dense_elements(parts):
+            total = packs[0].dense.clone()
+            for one in packs[1:]:
+                total += one.dense
+            return total
+        total = torch.cat([values[part.begin : part.end] for part in parts if not part.sent])
+        channel.all_reduce(total)
+        return total
+
+
+def _words(entries: int, parts: Sequence[Part]) -> int:
+    """Return the int32 words of a pack, even: float64 begins at a multiple of 8 bytes."""
+    return (len(parts) + entries + 1) // 2 * 2
+
+
+def _dense_elements(parts: Sequence[Part]) -> int:
+    return sum(part.end - part.begin for part in parts if not part.sent)
+
+
+def _rides(like: Tensor, parts: Sequence[Part], ranks: int) -> bool:
+    """Tell whether dense parameters are so few that all ranks hear those of all; more are summed on their way."""
+    nbytes = _dense_elements(parts) * like.element_size()
+    return nbytes < small_sums.TINY_BYTES and small_sums.best_way(ranks, nbytes) == "direct"

@@ -1,0 +1,180 @@
+"""What makes coarse codes learn.
+
+* Few ranks hear each other directly:
+
+    up to 4 ranks: encode all, all-gather, sum of what all ranks decoded        each value is rounded once
+    more ranks:    as `Quantised`: encode, all-to-all, encode the sum, gather   twice, for fewer bytes
+
+  Two ranks send the same bytes either way, three 1.5 times and four twice as many. With signs the second rounding cost
+  about three times the accuracy that the first one cost.
+* Small tensors go as they are, and all gradients on the first steps: without, signs did not learn at all.
+* Momentum, if it is handed over, is applied before anything is withheld; see `accel.comm.compression.momentum`.
+
+Sums are made in rank order, so replicas stay equal to the bit, and Σ_r residual + decoded = Σ_r values holds at every
+step, values with momentum where it was handed over. A parameter whose gradient is zero on all ranks stands still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel.comm.compression.fused import Fused
+from accel.comm.compression.momentum import VELOCITY, Corrected
+from accel.comm.compression.unused import any_nonzero, stand_still
+from accel.comm.compressor import RESIDUAL, Stage
+from accel.comm.engine.channel import Channel
+from accel.comm.layout import Piece
+
+
+class Part(NamedTuple):
+    """What of a piece belongs to one parameter."""
+
+    name: str
+    span: slice
+    coarse: bool
+    """It is encoded, not sent as it is."""
+
+
+class Gathered(Corrected, Fused):
+    """Base of compressors by blocks whose codes are coarse.
+
+    Attributes:
+        exact_below: parameters of fewer elements, and all of less than two dimensions, are sent as they are.
+        start_step: steps at first that send all gradients as they are.
+        direct: ranks up to which everyone hears everyone.
+    """
+
+    scales = False  # momentum and what goes as it is want gradients as they are meant
+    exact_below = 0
+    start_step = 0
+    direct = 4
+
+    def stages(self) -> Sequence[Stage]:
+        return [Stage("sum of encoded", self._first), Stage("gather of encoded", self._last)]
+
+    def _first(self, piece: Piece, channel: Channel) -> None:
+        parts = self._by_parameter(piece)
+        used = self._correct(piece, parts)
+        piece.carry.update(parts=parts, used=used)
+        if channel.size == 1:
+            return self._scatter(piece, channel)
+        if piece.step <= self.start_step:  # residuals, of a run before, wait
+            channel.all_reduce(piece.values)
+            if self.momentum:
+                channel.all_reduce(used)
+            else:
+                used.fill_(1)  # what no rank used sums to nothing
+            piece.carry["dense"] = True
+            return None
+        exact = self._set_aside(piece, parts)
+        direct = channel.size <= self.direct
+        if direct:
+            self._encode_all(piece)  # which of it was used goes along
+        else:
+            self._scatter(piece, channel)
+        told = exact if direct else torch.cat([exact, used])
+        if told.numel():
+            channel.all_reduce(told)
+        if piece.slot.has(RESIDUAL):
+            lost = piece.slot.write(RESIDUAL)
+            for part in parts:
+                if not part.coarse:
+                    lost[part.span] = 0
+        piece.carry["exact"] = told
+        if not direct:
+            piece.carry["used"] = told[exact.numel() :]
+        return None
+
+    def is_dense(self, shape: torch.Size) -> bool:
+        return len(shape) < 2 or shape.numel() < self.exact_below
+
+    def _by_parameter(self, piece: Piece) -> list[Part]:
+        return [
+            Part(one.name, slice(one.begin, one.begin + one.length), not self.is_dense(shape))
+            for one, shape in piece.parameters()
+        ]
+
+    def _correct(self, piece: Piece, parts: list[Part]) -> Tensor:
+        """Apply momentum to what will be encoded; return which of it this rank used, (coarse parts,) 0 or 1."""
+        used = [any_nonzero(piece.values[part.span]) for part in parts if part.coarse]
+        if self.momentum:
+            scale = self._loss_scale(piece)
+            for part in parts:
+                if not part.coarse:
+                    piece.slot.write(VELOCITY)[part.span] = 0
+                    continue
+                if scale != 1.0:
+                    piece.values[part.span].div_(scale)
+                piece.values[part.span] = self._corrected(piece, part.name, part.span)
+            piece.carry["scale"] = scale
+        return torch.stack(used).to(piece.values.dtype) if used else piece.values.new_empty(0)
+
+    def _set_aside(self, piece: Piece, parts: list[Part]) -> Tensor:
+        """Return what goes as it is, with what was withheld of it before, and leave nothing of it to be encoded."""
+        residual = piece.slot.read(RESIDUAL) if piece.slot.has(RESIDUAL) else None
+        taken = []
+        for _, span, coarse in parts:
+            if coarse:
+                continue
+            if residual is None:
+                taken.append(piece.values[span].clone())
+                piece.values[span] = 0
+            else:
+                taken.append(piece.values[span] + residual[span])
+                torch.neg(residual[span], out=piece.values[span])  # it is added before values are encoded
+        return torch.cat(taken) if taken else piece.values.new_empty(0)
+
+    def _encode_all(self, piece: Piece) -> None:
+        values, feedback = piece.values, piece.slot.has(RESIDUAL)
+        residual = piece.slot.read(RESIDUAL) if feedback else None
+        lost = piece.slot.write(RESIDUAL) if feedback else None
+        size, used = self.encoded_bytes(values.numel()), piece.carry["used"]
+        own = values.new_empty(size + used.numel(), dtype=torch.uint8)
+        if self.codec.takes(values, self.block):
+            self.codec.encode(values, own[:size], self.block, residual, lost)
+        else:
+            self.encode_sum(values, 1.0, own[:size], residual, lost)
+        own[size:] = used
+        piece.carry["own"] = own
+
+    def _last(self, piece: Piece, channel: Channel) -> None:
+        if channel.size > 1 and "dense" not in piece.carry:
+            self._decode_all(piece, channel)
+            self._put_back(piece)
+        self._finish(piece)
+
+    def _decode_all(self, piece: Piece, channel: Channel) -> None:
+        if "own" not in piece.carry:
+            return self._gather(piece, channel)
+        own, values = piece.carry["own"], piece.values
+        size = self.encoded_bytes(values.numel())
+        rows = self._rows(values, own.numel(), channel.size)
+        channel.all_gather(own, list(rows))
+        if self.codec.takes(values, self.block):
+            self.codec.decode_sum(rows[:, :size], values, self.block)
+        else:
+            for number, row in enumerate(rows):
+                self.decode(row[:size], values, add=number > 0)
+        piece.carry["used"] = rows[:, size:].amax(0)
+        return None
+
+    def _put_back(self, piece: Piece) -> None:
+        exact, at = piece.carry["exact"], 0
+        for _, span, coarse in piece.carry["parts"]:
+            if not coarse:
+                length = span.stop - span.start
+                piece.values[span] = exact[at : at + length]
+                at += length
+
+    def _finish(self, piece: Piece) -> None:
+        """Give what was encoded the scale that the optimizer expects, and leave what no rank used where it was."""
+        fields = (VELOCITY,) if "dense" in piece.carry else (VELOCITY, RESIDUAL)
+        scale, coarse = piece.carry.get("scale", 1.0), [part.span for part in piece.carry["parts"] if part.coarse]
+        if scale != 1.0:
+            for span in coarse:
+                piece.values[span] *= scale
+        stand_still(piece, coarse, piece.carry["used"], fields)

@@ -1,0 +1,384 @@
+"""How long a step takes with a given way of averaging each bucket: a model of links, cores and the pipeline.
+
+    step = max(rest + end, work/cores),
+    end = max(end, bucket averaged) + bytes · copying, over the buckets, from the last one ready on
+
+DDP waits for the buckets in turn and copies each into the gradients: on a slow network while the next is under way, on
+a fast one after all of them. `rest` is what no communication overlaps: the optimizer, the forward pass, the backward
+pass up to the first bucket. It was seen while ranks waited for the network in turn; on a fast one they want the cores
+at the same time, so no step is shorter than all that it does on them.
+
+A bucket passes through the stages of its way; a stage takes one bucket at a time, and is a series of segments: work of
+a core, or a call of a collective. Segments under way share what they need:
+
+* a link: the uplink of a host (`inter`), what the ranks of a host use among themselves (`intra`). n transfers at once
+  take n times as long.
+* the cores of a rank: backward pass, encoding, decoding, and the copying that TCP does, max-min fair. On a CPU,
+  compression takes time from the backward pass; with a core to spare it does not.
+
+Time of one call, with α per message and β per byte on a link, for N hosts of G ranks and S bytes:
+
+    all-reduce   world    α_ring + 2 (NG − 1)/(NG) S β_world      within   α_ring + 2 (G − 1)/G S β_intra
+                 across   α_ring + G · 2 (N − 1)/N S β_inter      (G channels at once, one for each slice)
+    exchange     rounds of 1 MB · α_message + bytes to other hosts of all ranks of a host · β_inter
+                 + bytes to ranks of the same host · β_intra
+
+Pure functions: nothing here measures, see `accel.comm.cost_model.probe` and `accel.comm.cost_model.dry_run`.
+
+Sources: α-β model (Hockney 1994); cost of all-reduce algorithms (Thakur et al. 2005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from accel.comm.engine.channel import PIECE_BYTES
+
+_EPSILON_S = 1e-12
+
+
+class Link(NamedTuple):
+    """A class of links."""
+
+    ring_s: float
+    """α of an all-reduce, seconds."""
+    message_s: float
+    """α of one round of messages, seconds."""
+    byte_s: float
+    """β, seconds per byte: sent by a host where hosts talk, by a rank within a host."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """Hosts, what joins them, and the cores behind it."""
+
+    hosts: int
+    ranks: int
+    """On each host."""
+    intra: Link
+    inter: Link
+    world: Link
+    """As a ring over all ranks sees it: byte_s per byte that one rank sends to the next."""
+    cores: float
+    """For each rank."""
+    core_byte_s: float = 0.0
+    """Seconds of a core for each byte that a rank sends and receives."""
+    burst_bytes: float = 0.0
+    """Bytes between hosts (within the only one) that pass at once after a pause, as the token buckets of shaped links
+    let them; saved up anew by each step."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.hosts * self.ranks
+
+    def slower(self, factor: float) -> Network:
+        """Return the network with a ring's bytes between hosts (within the only one) taking `factor` times as long.
+
+        So do the bytes of others there; but where a ring proves faster than a probe said, the others are no faster than
+        the ring, or stay as they are: the probe of the ring alone may have been disturbed.
+        """
+        name = "inter" if self.hosts > 1 else "intra"
+        own, ring = getattr(self, name), self.world._replace(byte_s=self.world.byte_s * factor)
+        byte_s = own.byte_s * factor if factor >= 1 else min(own.byte_s, ring.byte_s)
+        return replace(self, world=ring, **{name: own._replace(byte_s=byte_s)})
+
+
+class Call(NamedTuple):
+    """One call of a collective, as one rank makes it."""
+
+    kind: str
+    """`ring` or `exchange`."""
+    scope: str
+    """`within` a host, `across` hosts, or the `world`."""
+    near_bytes: float
+    """To ranks of the same host; all of S for a ring."""
+    far_bytes: float = 0.0
+    """To ranks of other hosts."""
+    largest_bytes: float = 0.0
+    """Largest single message."""
+
+
+class Segment(NamedTuple):
+    """A piece of a stage: work, then perhaps a call."""
+
+    core_s: float
+    call: Call | None = None
+
+    def times(self, factor: float) -> Segment:
+        """Return the segment for a bucket `factor` times as large."""
+        call = self.call
+        if call is not None:
+            sizes = (call.near_bytes * factor, call.far_bytes * factor, call.largest_bytes * factor)
+            call = Call(call.kind, call.scope, *sizes)
+        return Segment(self.core_s * factor, call)
+
+
+Stages = tuple[tuple[Segment, ...], ...]
+"""What one bucket costs on one way: a series of segments for each stage."""
+
+
+def scaled(stages: Stages, factor: float) -> Stages:
+    """Return the cost of a bucket `factor` times as large."""
+    return tuple(tuple(one.times(factor) for one in stage) for stage in stages)
+
+
+def between(small: tuple[float, Stages], large: tuple[float, Stages], size: float) -> Stages:
+    """Return the cost of a bucket of a size on the line through those of two sizes.
+
+    Args:
+        small: size and cost of the smaller one.
+        large: of the larger one; where it makes other calls than the small one, it alone counts, in proportion.
+        size: in the same unit.
+    """
+    (low, few), (high, many) = small, large
+    if high <= low or [[one.call and one.call[:2] for one in stage] for stage in few] != [
+        [one.call and one.call[:2] for one in stage] for stage in many
+    ]:
+        return scaled(many, size / high)
+    share = (size - low) / (high - low)
+    return tuple(
+        tuple(
+            Segment(max(a.core_s + share * (b.core_s - a.core_s), 0.0), b.times(size / high).call)
+            for a, b in zip(less, more, strict=True)
+        )
+        for less, more in zip(few, many, strict=True)
+    )
+
+
+def plain(bucket_bytes: float) -> Stages:
+    """Return the cost of DDP's own all-reduce."""
+    return ((Segment(0.0, Call("ring", "world", bucket_bytes)),),)
+
+
+class Transfer(NamedTuple):
+    """What a call needs of one link."""
+
+    link: str
+    latency_s: float
+    busy_s: float
+    """Time on the link if it had it to itself."""
+    core_s: float
+
+
+def transfer(call: Call, network: Network) -> Transfer:
+    """Return what a call takes."""
+    hosts, ranks, size = network.hosts, network.ranks, network.size
+    outer = "inter" if hosts > 1 else "intra"
+    if call.kind == "ring":
+        if call.scope == "within":
+            sent = 2 * (ranks - 1) / ranks * call.near_bytes
+            return Transfer("intra", network.intra.ring_s, sent * network.intra.byte_s, sent * network.core_byte_s)
+        if call.scope == "across":
+            sent = 2 * (hosts - 1) / hosts * call.near_bytes
+            busy = ranks * sent * network.inter.byte_s
+            return Transfer("inter", network.inter.ring_s, busy, sent * network.core_byte_s)
+        sent = 2 * (size - 1) / size * call.near_bytes
+        return Transfer(outer, network.world.ring_s, sent * network.world.byte_s, sent * network.core_byte_s)
+    rounds = max(-(-call.largest_bytes // PIECE_BYTES), 1.0) if call.near_bytes + call.far_bytes else 0.0
+    link = network.intra if call.scope == "within" or hosts == 1 else network.inter
+    busy = call.near_bytes * network.intra.byte_s + call.far_bytes * ranks * network.inter.byte_s
+    sent = call.near_bytes + call.far_bytes
+    name = "intra" if call.scope == "within" else outer
+    return Transfer(name, rounds * link.message_s, busy, sent * network.core_byte_s)
+
+
+class Profile(NamedTuple):
+    """When the backward pass has the buckets ready."""
+
+    bytes: tuple[int, ...]
+    """Of each bucket, in DDP's order."""
+    ready_s: tuple[float, ...]
+    """Work of the backward pass after the first bucket is ready, until each is; the first is 0."""
+    rest_s: float
+    """From the end of averaging to the first bucket of the next step."""
+    threads: float = 1.0
+    """Cores that the backward pass uses."""
+    copy_byte_s: float = 0.0
+    """Seconds to copy a byte of an averaged bucket into the gradients; 0 where these are views of it."""
+    core_s: float = 0.0
+    """Seconds of cores that all of a step takes but communication; 0 where that is not known."""
+    busy: float = 1.0
+    """Of cores that bound a step, the share in use."""
+
+
+def core_seconds(stages: Stages, network: Network, threads: float) -> float:
+    """Return the seconds of cores that averaging a bucket takes on a rank."""
+    moving = (transfer(one.call, network).core_s for stage in stages for one in stage if one.call is not None)
+    return threads * sum(one.core_s for stage in stages for one in stage) + sum(moving)
+
+
+class Timeline(NamedTuple):
+    """What the model says of a step; all seconds from the first bucket on, but `step_s`."""
+
+    step_s: float
+    ready_s: tuple[float, ...]
+    """With communication taking some of the cores."""
+    done_s: tuple[float, ...]
+    """When each bucket is averaged."""
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that the backward pass does not hide."""
+        return max(max(self.done_s) - self.ready_s[-1], 0.0)
+
+
+def simulate(profile: Profile, ways: Sequence[Stages], network: Network, lines: Sequence[object] = ()) -> Timeline:
+    """Predict a step.
+
+    Args:
+        profile: of the backward pass.
+        ways: the cost of each bucket, in order.
+        network: links and cores.
+        lines: which pipeline each bucket goes through; buckets of one pipeline wait for each other stage by stage.
+            Default: one for all.
+
+    Returns:
+        When buckets are ready and averaged, and the length of the step.
+
+    Example:
+        >>> wide = Link(ring_s=0.0, message_s=0.0, byte_s=1e-6)
+        >>> network = Network(2, 1, wide, wide, wide, cores=2.0)
+        >>> profile = Profile((1000, 1000), (0.0, 0.001), rest_s=0.01)
+        >>> round(simulate(profile, [plain(1000), plain(1000)], network).step_s, 6)
+        0.012
+    """
+    return _Fluid(profile, ways, network, list(lines) or [0] * len(ways)).run()
+
+
+class _Task:
+    """A series of segments on its way, whatever it belongs to."""
+
+    def __init__(self, segments: Sequence[_Need], ended: Callable[[float], None]) -> None:
+        self.segments, self.ended, self.at = segments, ended, 0
+        self.left = 1.0
+        """Of the present segment."""
+
+    @property
+    def need(self) -> _Need:
+        return self.segments[self.at]
+
+
+class _Need(NamedTuple):
+    """A segment as the simulation sees it: seconds if it had everything to itself, and what it takes meanwhile."""
+
+    seconds: float
+    cores: float
+    link: str = ""
+
+
+def _needs(segments: Sequence[Segment], network: Network, threads: float, saved: dict[str, float]) -> list[_Need]:
+    """Return what a stage takes, and take off `saved` the seconds of each link that it is spared."""
+    found = []
+    for one in segments:
+        if one.core_s > 0:
+            found.append(_Need(one.core_s, threads))
+        if one.call is not None:
+            link, latency, busy, core = transfer(one.call, network)
+            if latency > 0:
+                found.append(_Need(latency, 0.0))
+            spared = min(saved.get(link, 0.0), busy)
+            saved[link] = saved.get(link, 0.0) - spared
+            busy = max(busy - spared, core)
+            if busy > 0:
+                found.append(_Need(busy, core / busy, link))
+    return found or [_Need(_EPSILON_S, 0.0)]
+
+
+class _Fluid:
+    """Tasks that advance at the rates that links and cores leave them, from event to event."""
+
+    def __init__(self, profile: Profile, ways: Sequence[Stages], network: Network, lines: Sequence[object]) -> None:
+        self.profile, self.ways, self.network, self.lines = profile, ways, network, lines
+        self.threads = min(profile.threads, max(network.cores, 1e-6))
+        # What backward takes was seen among the other ranks. What one thread encodes is known as if it had a core.
+        self.coding = self.threads if profile.threads > 1 else 1.0
+        self.ready = [0.0] * len(ways)
+        self.done = [0.0] * len(ways)
+        self.active: list[_Task] = []
+        self.waiting: dict[tuple[object, int], list[int]] = {}
+        self.taken: set[tuple[object, int]] = set()
+        outer = ("inter", network.inter) if network.hosts > 1 else ("intra", network.intra)
+        self.saved = {outer[0]: network.burst_bytes * outer[1].byte_s}
+
+    def run(self) -> Timeline:
+        now = 0.0
+        self._backward(0, now)
+        while self.active:
+            rates = self._rates()
+            step = min(task.left * task.need.seconds / rate for task, rate in zip(self.active, rates, strict=True))
+            now += step
+            running, self.active = self.active, []
+            for task, rate in zip(running, rates, strict=True):
+                task.left -= step * rate / task.need.seconds
+                if task.left > 1e-9:
+                    self.active.append(task)
+                elif task.at + 1 < len(task.segments):
+                    task.at, task.left = task.at + 1, 1.0
+                    self.active.append(task)
+                else:
+                    task.ended(now)
+        end = self.ready[-1]
+        for nbytes, done in zip(self.profile.bytes, self.done, strict=True):
+            end = max(end, done) + nbytes * self.profile.copy_byte_s
+        work = self.profile.core_s + sum(core_seconds(one, self.network, self.coding) for one in self.ways)
+        step_s = max(self.profile.rest_s + end, work / max(self.profile.busy * self.network.cores, 1e-6))
+        return Timeline(step_s, tuple(self.ready), tuple(self.done))
+
+    def _backward(self, bucket: int, now: float) -> None:
+        """Take note that a bucket is ready, and go on to the next."""
+        self.ready[bucket] = now
+        self._queue(bucket, 0, now)
+        if bucket + 1 < len(self.ways):
+            work = self.profile.ready_s[bucket + 1] - self.profile.ready_s[bucket]
+            need = _Need(max(work, _EPSILON_S), self.threads)
+            self.active.append(_Task([need], lambda then: self._backward(bucket + 1, then)))
+
+    def _queue(self, bucket: int, stage: int, now: float) -> None:
+        if stage == len(self.ways[bucket]):
+            self.done[bucket] = now
+            return
+        place = (self.lines[bucket], stage)
+        self.waiting.setdefault(place, []).append(bucket)
+        self._serve(place)
+
+    def _serve(self, place: tuple[object, int]) -> None:
+        if place in self.taken or not self.waiting.get(place):
+            return
+        self.taken.add(place)
+        bucket, stage = self.waiting[place].pop(0), place[1]
+        needs = _needs(self.ways[bucket][stage], self.network, self.coding, self.saved)
+
+        def ended(now: float) -> None:
+            self.taken.discard(place)
+            self._queue(bucket, stage + 1, now)
+            self._serve(place)
+
+        self.active.append(_Task(needs, ended))
+
+    def _rates(self) -> list[float]:
+        sharing: dict[str, int] = {}
+        for task in self.active:
+            if task.need.link:
+                sharing[task.need.link] = sharing.get(task.need.link, 0) + 1
+        most = [1.0 / sharing[task.need.link] if task.need.link else 1.0 for task in self.active]
+        wanted = [rate * task.need.cores for rate, task in zip(most, self.active, strict=True)]
+        given = fair_shares(wanted, self.network.cores)
+        return [rate if want <= 0 else rate * got / want for rate, want, got in zip(most, wanted, given, strict=True)]
+
+
+def fair_shares(wanted: Sequence[float], capacity: float) -> list[float]:
+    """Share out a capacity max-min fair: who wants little gets it, the others get as much as each other.
+
+    Example:
+        >>> fair_shares([0.1, 1.0, 1.0], 1.5)
+        [0.1, 0.7, 0.7]
+    """
+    given, left = [0.0] * len(wanted), capacity
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    for position, i in enumerate(order):
+        given[i] = min(wanted[i], left / (len(order) - position))
+        left -= given[i]
+    return given

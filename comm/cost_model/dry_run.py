@@ -1,0 +1,251 @@
+"""What one bucket costs on one way: its real stages, run on this machine alone over channels that send nothing.
+
+The stages are those of the hook, so that a new compressor needs no formula: what it computes is timed, what it would
+send is counted. Peers are taken to send what this rank does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from statistics import fmean, median
+
+import torch
+from torch import Tensor
+
+from accel.comm.catalogue import CATALOGUE, Way, error_feedback
+from accel.comm.compressor import RESIDUAL
+from accel.comm.cost_model.cost import Call, Segment, Stages, between, scaled
+from accel.comm.engine import small_sums
+from accel.comm.engine.reduction import BucketJob, Reduction
+from accel.comm.hooks import pipeline_stages
+from accel.comm.layout import Layout
+from accel.comm.memory import Memory
+from accel.comm.ranks.topology import Topology
+
+_TINY = 1024
+_IN_EARNEST = 1.15
+"""On a CPU stages take more of a core beside the backward pass than alone: PowerSGD 1.0 to 1.3 times as much, signs
+1.25, DGC 1.27, int8 1.6 (2 hosts of 1 and 2 ranks, buckets of 25 MB)."""
+
+
+class DryChannel:
+    """A channel that notes each call and how long the rank computed before it."""
+
+    def __init__(self, ranks: Sequence[int], topology: Topology, clock: Callable[[], float]) -> None:
+        self.ranks, self.rank, self.size = tuple(ranks), ranks.index(0), len(ranks)
+        own = set(topology.within(0))
+        self._near = [rank in own for rank in ranks]
+        hosts = {topology.host_of(rank) for rank in ranks}
+        self._scope = "within" if len(hosts) == 1 else "world" if len(ranks) == topology.size else "across"
+        self._clock, self._since = clock, clock()
+        self.segments: list[Segment] = []
+
+    def begin(self) -> None:
+        """Begin a stage."""
+        self.segments, self._since = [], self._clock()
+
+    def end(self) -> tuple[Segment, ...]:
+        """Return what the stage took."""
+        return (*self.segments, Segment(self._clock() - self._since))
+
+    def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
+        """Note an exchange; what comes is what goes."""
+        sizes = [0 if r == self.rank else one.nbytes for r, one in enumerate(sends)]
+        near = sum(size for size, same in zip(sizes, self._near, strict=True) if same)
+        self._note("exchange", near, sum(sizes) - near, max(sizes))
+        for r, coming in enumerate(receives):
+            if r != self.rank and coming.numel():
+                source = sends[r].view(-1)
+                if source.nbytes == coming.nbytes and source.dtype == coming.dtype:
+                    coming.view(-1).copy_(source)
+                else:
+                    coming.zero_()
+        self._since = self._clock()
+
+    def swap(self, peer: int, send: Tensor, receive: Tensor) -> None:
+        """Note what goes to one rank, or, if nothing does, wait for as much."""
+        sent = (send if send.numel() else receive).nbytes
+        self._note("exchange", sent * self._near[peer], sent * (not self._near[peer]), sent)
+        receive.copy_(send) if send.numel() == receive.numel() else receive.zero_()
+        self._since = self._clock()
+
+    def all_gather(self, own: Tensor, out: Sequence[Tensor]) -> None:
+        """Note what an all-gather sends."""
+        self.exchange([own] * self.size, out)
+        out[self.rank].copy_(own)
+        self._since = self._clock()
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Note an all-reduce, which is an exchange where it is small."""
+        if self.size > 1 and values.nbytes < small_sums.TINY_BYTES:
+            small_sums.all_reduce(self, values)
+        elif self.size > 1:
+            self._note("ring", values.nbytes, 0, values.nbytes)
+        self._since = self._clock()
+
+    def abort(self) -> None:
+        """Do nothing: nothing is under way."""
+
+    def close(self) -> None:
+        """Do nothing: there is no group."""
+
+    def _note(self, kind: str, near: float, far: float, largest: float) -> None:
+        worked = self._clock() - self._since
+        call = Call(kind, self._scope, near, far, largest) if near + far else None
+        self.segments.append(Segment(worked, call))
+
+
+def dry_run(way: Way, layout: Layout, topology: Topology, device: torch.device, *, runs: int = 2) -> Stages:
+    """Return what a bucket costs.
+
+    Args:
+        way: of the catalogue.
+        layout: of the bucket.
+        topology: hosts and ranks; this one counts as rank 0.
+        device: of the gradients.
+        runs: timed runs, of which the fastest counts, segment by segment.
+    """
+    clock = _clock(device)
+    compressor = CATALOGUE[way.compressor].make()
+    feedback = error_feedback(compressor, CATALOGUE[way.compressor].level)
+    fields = ((RESIDUAL,) if feedback else ()) + compressor.fields
+    memory, size = Memory(), topology.size
+    reduction = Reduction(compressor, fields, memory, size)
+    everyone, within = tuple(range(size)), topology.within(0)
+    across = topology.across(0) if way.hierarchical else everyone
+    channels: list[DryChannel] = []
+
+    def channel(name: str, ranks: tuple[int, ...]) -> DryChannel:
+        channels.append(DryChannel(ranks, topology, clock))
+        return channels[-1]
+
+    stages = pipeline_stages(compressor, reduction, way.hierarchical, within, across, channel)
+    given = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0)).to(device, layout.dtype)
+    found: list[Stages] = []
+    with torch.no_grad():
+        for step in range(1, runs + 2):
+            memory.settle()
+            job = BucketJob(step, layout, given.clone(), memory.slot(layout), torch.futures.Future())
+            costs = []
+            for stage, own in zip(stages, channels, strict=True):
+                own.begin()
+                stage.run(job, own)
+                costs.append(own.end())
+            found.append(tuple(costs))
+    return _fastest(found[1:], 1.0 if device.type == "cuda" else _IN_EARNEST)  # the first one allocates
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Return a clock of what work takes with a core to itself: other processes don't count where one thread works."""
+    if device.type == "cuda":
+
+        def synchronised() -> float:
+            torch.cuda.synchronize(device)
+            return time.perf_counter()
+
+        return synchronised
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def _fastest(found: Sequence[Stages], factor: float) -> Stages:
+    """Return the least of each segment, work times a factor; where runs differ in their calls, the last run."""
+    last = found[-1]
+    alike = [one for one in found if [len(stage) for stage in one] == [len(stage) for stage in last]]
+    return tuple(
+        tuple(Segment(factor * min(one[s][i].core_s for one in alike), segment.call) for i, segment in enumerate(stage))
+        for s, stage in enumerate(last)
+    )
+
+
+def costs(
+    ways: Iterable[Way], layouts: Sequence[Layout], topology: Topology, device: torch.device, *, budget_s: float = 2.0
+) -> dict[Way, tuple[Stages, ...]]:
+    """Return what each bucket costs on each way; a way that can't handle a bucket, say by its dtype, is left out.
+
+    Args:
+        ways: to be timed.
+        layouts: of all buckets.
+        topology: hosts and ranks.
+        device: of the gradients.
+        budget_s: seconds for everything; each way gets one bucket all the same.
+    """
+    deadline = time.perf_counter() + budget_s
+    found: dict[Way, tuple[Stages, ...]] = {}
+    for way in ways:
+        if not _fits(way, layouts):
+            continue
+        runs = 2 if time.perf_counter() < deadline else 1
+        run = partial(dry_run, way, topology=topology, device=device, runs=runs)
+        linear = CATALOGUE[way.compressor].linear
+        found[way] = _on_a_line(run, layouts) if linear else _one_by_one(run, layouts, deadline)
+    return found
+
+
+def _fits(way: Way, layouts: Sequence[Layout]) -> bool:
+    compressor = CATALOGUE[way.compressor].make()
+    try:
+        for layout in layouts:
+            compressor.check(layout)
+    except ValueError:
+        return False
+    return True
+
+
+def _on_a_line(run: Callable[[Layout], Stages], layouts: Sequence[Layout]) -> tuple[Stages, ...]:
+    """Run the largest bucket and one of 1,024 elements; the others lie on the line between."""
+    largest = max(layouts, key=lambda one: one.numel)
+    tiny = Layout(0, ("tiny",), (torch.Size((_TINY,)),), largest.dtype, True)
+    small, large = (tiny.numel, run(tiny)), (_size(largest), run(largest))
+    return tuple(between(small, large, one.numel) for one in layouts)
+
+
+def _one_by_one(run: Callable[[Layout], Stages], layouts: Sequence[Layout], deadline: float) -> tuple[Stages, ...]:
+    """Run each bucket, the largest first, while there is time; the nearest in size stands for those left."""
+    known: dict[int, Stages] = {}
+    for index in sorted(range(len(layouts)), key=lambda i: -layouts[i].numel):
+        if not known or time.perf_counter() < deadline:
+            known[index] = run(layouts[index])
+    return tuple(_of(index, known, layouts) for index in range(len(layouts)))
+
+
+def copy_byte_s(layouts: Sequence[Layout], device: torch.device, *, runs: int = 3) -> float:
+    """Return the seconds that copying a byte of the largest bucket takes; 0 on a GPU, where nobody waits for it."""
+    if device.type == "cuda":
+        return 0.0
+    largest = max(layouts, key=lambda one: one.numel)
+    source = torch.ones(largest.numel, dtype=largest.dtype)
+    target, times = torch.ones_like(source), []
+    for _ in range(runs):
+        began = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - began)
+    return median(times) / (_size(largest) * source.element_size())
+
+
+def shared_out(told: Sequence[Mapping[Way, Sequence[Stages]]]) -> dict[Way, tuple[Stages, ...]]:
+    """Return the costs that rank 0 found, with the work of each way as it is in the mean over the ranks.
+
+    Args:
+        told: by rank; ways that one of them could not run are left out.
+    """
+    found = {}
+    for way in [way for way in told[0] if all(way in one for one in told)]:
+        work = [sum(one.core_s for stages in of[way] for stage in stages for one in stage) for of in told]
+        factor = fmean(work) / work[0] if work[0] > 0 else 1.0
+        found[way] = tuple(
+            tuple(tuple(one._replace(core_s=one.core_s * factor) for one in stage) for stage in stages)
+            for stages in told[0][way]
+        )
+    return found
+
+
+def _of(index: int, known: dict[int, Stages], layouts: Sequence[Layout]) -> Stages:
+    nearest = min(known, key=lambda one: (one != index, abs(layouts[one].numel - layouts[index].numel)))
+    return scaled(known[nearest], _size(layouts[index]) / _size(layouts[nearest]))
+
+
+def _size(layout: Layout) -> int:
+    """Return the elements of a bucket to divide by: DDP makes buckets of nothing, of parameters without elements."""
+    return max(layout.numel, 1)

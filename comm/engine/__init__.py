@@ -1,0 +1,1 @@
+"""What carries a bucket of gradients to the wire and back."""

@@ -1,0 +1,245 @@
+"""Stages that each take all buckets in order, one thread and one group of ranks to a stage.
+
+A group's collectives match by the order in which ranks issue them. So one thread alone uses a group, buckets pass
+through a queue in DDP's order, which is the same on every rank, and nothing is issued from the callback of a future.
+Stages of different buckets overlap: while one bucket crosses the slow links, the next is summed within its host.
+
+NCCL may deadlock where communicators are used in different orders on different ranks. DDP's own all-reduces, its map of
+used parameters and SyncBatchNorm's sums are issued by the thread that runs backward. So on a GPU that thread issues the
+stages of a bucket too, one after the other, in the hook itself: program order is the same on every rank. Each stage has
+a stream of its own, and the device overlaps them with backward and with each other. Not run on GPUs yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from accel.comm.engine.channel import Channel, ConnectionBroken
+from accel.comm.engine.post_mortem import CommError, PostMortem, Report, verdict
+from accel.comm.layout import Layout
+
+PATIENCE_S = 5.0
+
+
+class Job(Protocol):
+    """One bucket on its way."""
+
+    step: int
+    layout: Layout
+    buffer: Tensor
+    future: torch.futures.Future[Tensor]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the next stage will use."""
+
+
+class PipelineStage(NamedTuple):
+    """What to do with each bucket, and the group to do it with."""
+
+    name: str
+    run: Callable[[Any, Channel], None]
+    channel: Channel
+
+
+def in_line(device: torch.device) -> bool:
+    """Tell whether who submits a job issues its stages: on a GPU."""
+    return device.type == "cuda"
+
+
+class Pipeline:
+    """Threads that carry out jobs, or none on a GPU, where `submit` issues them.
+
+    Args:
+        stages: in order, each with a channel of its own.
+        rank: this rank in the group that reduces.
+        post_mortem: asked when a stage fails; None where ranks can't hear each other.
+        device: of the buckets.
+    """
+
+    def __init__(
+        self, stages: Sequence[PipelineStage], rank: int, post_mortem: PostMortem | None, device: torch.device
+    ) -> None:
+        self._line = _Line(list(stages), rank, post_mortem, device)
+        self._in_line = in_line(device)
+        self._threads = [
+            threading.Thread(target=self._line.work, args=(number,), name=f"accel-comm-{number}", daemon=True)
+            for number in range(0 if self._in_line else len(stages))
+        ]
+        for thread in self._threads:
+            thread.start()
+        # Also at the end of the interpreter, where a daemon thread inside of a library call would crash.
+        self.close = weakref.finalize(self, _close, self._line, self._threads)
+        # What callbacks of torch hold on to, in place of the pipeline, which ends when its owner drops it.
+        self.wait: Callable[[], None] = self._line.wait
+        """Wait until all jobs have been issued and, on the CPU, are done; raise CommError if one failed."""
+        self.failed: Callable[[], bool] = self._line.failed
+        """Tell whether a job has failed; then all others do."""
+
+    def submit(self, job: Job) -> None:
+        """Take a job on; its future gets the buffer, or the error."""
+        self._line.begin(job)
+        if self._in_line:
+            self._line.issue(job)
+        else:
+            self._line.queues[0].put(job)
+
+
+class _Line:
+    """What the threads share; they hold no reference to the pipeline, which ends when its owner drops it."""
+
+    def __init__(
+        self, stages: list[PipelineStage], rank: int, post_mortem: PostMortem | None, device: torch.device
+    ) -> None:
+        self.stages, self.rank, self.post_mortem = stages, rank, post_mortem
+        self.queues: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in stages]
+        self.error: CommError | None = None
+        self.agreed: list[set[Layout]] = [set() for _ in stages]
+        self.under_way: dict[int, Job] = {}
+        self.idle = threading.Condition()
+        self.failing = threading.Lock()
+        self.closing = False
+        cuda: Any = torch.cuda
+        self.streams = [cuda.Stream(device) for _ in stages] if device.type == "cuda" else []
+
+    def begin(self, job: Job) -> None:
+        with self.idle:
+            self.under_way[id(job)] = job
+        if self.streams:
+            self.streams[0].wait_stream(torch.cuda.current_stream())
+
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def wait(self) -> None:
+        with self.idle:
+            self.idle.wait_for(lambda: not self.under_way)
+        if self.error is not None:
+            raise self.error
+
+    def work(self, number: int) -> None:
+        """Carry out one stage of each job."""
+        with torch.no_grad():
+            while (job := self.queues[number].get()) is not None:
+                self.carry_out(number, job)
+                if number + 1 < len(self.stages):
+                    self.queues[number + 1].put(job)
+                else:
+                    self.finish(job)
+                del job  # while this thread waits for the next one, it must not keep the state alive
+
+    @torch.no_grad()
+    def issue(self, job: Job) -> None:
+        """Carry out all stages of a job."""
+        for number in range(len(self.stages)):
+            self.carry_out(number, job)
+        self.finish(job)
+
+    def carry_out(self, number: int, job: Job) -> None:
+        if self.error is not None:
+            return
+        stage = self.stages[number]
+        try:
+            with self.stream(number, job):
+                if job.layout not in self.agreed[number]:
+                    _agree(job, stage.channel)
+                    self.agreed[number].add(job.layout)
+                stage.run(job, stage.channel)
+        except Exception as error:
+            self.fail(stage, job, error)
+
+    @contextlib.contextmanager
+    def stream(self, number: int, job: Job) -> Iterator[None]:
+        """Queue what follows on the stage's stream, after the stage before."""
+        if not self.streams:
+            yield
+            return
+        stream = self.streams[number]
+        if number:
+            stream.wait_stream(self.streams[number - 1])
+        for tensor in job.tensors():
+            tensor.record_stream(stream)
+        with torch.cuda.stream(stream):
+            yield
+
+    def finish(self, job: Job) -> None:
+        with self.idle:
+            if self.under_way.pop(id(job), None) is None:
+                return  # failed with all others
+            self.idle.notify_all()
+        if self.error is not None:
+            job.future.set_exception(self.error)  # type: ignore[arg-type]
+        elif self.streams:
+            with torch.cuda.stream(self.streams[-1]):
+                job.future.set_result(job.buffer)
+        else:
+            job.future.set_result(job.buffer)
+
+    def fail_all(self, error: CommError) -> None:
+        """End all jobs, also those that other threads are at: gloo lets go of these when their time is up."""
+        with self.idle:
+            self.error = error
+            jobs = list(self.under_way.values())
+            self.under_way.clear()
+            self.idle.notify_all()
+        for job in jobs:
+            job.future.set_exception(error)  # type: ignore[arg-type]
+
+    def fail(self, stage: PipelineStage, job: Job, error: Exception) -> None:
+        with self.failing:
+            if self.error is not None:
+                return
+            place = f"step {job.step}, {job.layout}, stage {stage.name!r}"
+            kind = "" if isinstance(error, (ValueError, ConnectionBroken, CommError)) else f"{type(error).__name__}: "
+            own = Report(place, f"{kind}{error}", primary=not isinstance(error, ConnectionBroken))
+            # Peers that wait for this rank wake up, here other stages do.
+            for other in self.stages:
+                other.channel.abort()
+            said = {} if self.post_mortem is None or self.closing else self.post_mortem.ask(own, PATIENCE_S)
+            told = CommError(verdict(self.rank, own, said))
+            told.__cause__ = error
+            self.fail_all(told)
+
+
+def _close(line: _Line, threads: Sequence[threading.Thread]) -> None:
+    """End the threads, whatever they are doing."""
+    if line.under_way:
+        line.closing = True
+        for stage in line.stages:
+            stage.channel.abort()
+    for one in line.queues:
+        one.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()
+    for stage in line.stages:
+        stage.channel.close()
+    if line.post_mortem is not None:
+        line.post_mortem.close()
+
+
+def _agree(job: Job, channel: Channel) -> None:
+    """Raise ValueError unless all ranks of the channel have the same bucket; done once for each layout."""
+    layout = job.layout
+    content = zlib.crc32(repr((layout.names, layout.shapes, str(layout.dtype))).encode())
+    own = torch.tensor([layout.index, layout.numel, int(layout.is_last), content, job.step], device=job.buffer.device)
+    rows = [torch.empty_like(own) for _ in range(channel.size)]
+    channel.all_gather(own, rows)
+    mine = own.tolist()
+    for rank, row in zip(channel.ranks, rows, strict=True):
+        theirs = row.tolist()
+        if theirs != mine:
+            index, numel, last, _, step = theirs
+            raise ValueError(
+                f"all ranks must have the same buckets, got {layout} at step {job.step} here and bucket {index}"
+                f"{' (the last)' if last else ''} of {numel:,} at step {step} on rank {rank}; "
+                "give every rank the same model, bucket_cap_mb and hook, and load a state on all ranks or on none"
+            )

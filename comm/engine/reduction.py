@@ -1,0 +1,139 @@
+"""From a bucket of gradients to their mean: what happens around a compressor.
+
+flat:          [all ranks] compressor
+hierarchical:  [within a host] each rank sums one slice → [across hosts] compressor on the slice → [within] gather
+
+With N hosts of G ranks, the hierarchical way sends 2 (N − 1)/N of the gradient over a host's uplink, all slices
+together, where a flat ring sends 2 (NG − 1)/(NG) of it: (NG − 1)/(G (N − 1)) times as much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.comm.compressor import Compressor
+from accel.comm.engine.channel import Channel
+from accel.comm.layout import Layout, Piece
+from accel.comm.memory import Memory, Slot
+
+
+@dataclass
+class BucketJob:
+    """One bucket on its way through the stages."""
+
+    step: int
+    layout: Layout
+    buffer: Tensor
+    """(layout.numel,): each rank's gradients, at the end their mean."""
+    slot: Slot
+    future: torch.futures.Future[Tensor]
+    piece: Piece | None = None
+    cuts: list[int] = field(default_factory=list)
+
+    def tensors(self) -> list[Tensor]:
+        """Return what later stages use."""
+        found: list[Any] = [self.buffer]
+        if self.piece is not None:
+            found.append(self.piece.values)
+            for left in self.piece.carry.values():
+                found += left if isinstance(left, (list, tuple)) else [left]
+        return [one for one in found if isinstance(one, Tensor)]
+
+
+class Reduction:
+    """The stages around a compressor.
+
+    Args:
+        compressor: what is sent between ranks, or between hosts.
+        fields: own fields of the memory that it uses.
+        memory: this rank's.
+        world_size: number of ranks, by which gradients are divided before anything is summed.
+    """
+
+    def __init__(self, compressor: Compressor, fields: tuple[str, ...], memory: Memory, world_size: int) -> None:
+        self._compressor, self._fields, self._memory, self._world_size = compressor, fields, memory, world_size
+
+    def wide(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype a compressor works in."""
+        return dtype if self._compressor.lossless else torch.promote_types(dtype, torch.float32)
+
+    # flat
+
+    def open_flat(self, job: BucketJob) -> None:
+        """Make the whole bucket the piece to be reduced."""
+        values, factor = job.buffer.to(self.wide(job.layout.dtype)), 1.0 / self._world_size
+        if not self._compressor.scales:
+            values.div_(self._world_size)
+            factor = 1.0
+        slot = job.slot
+        if not slot.filled:
+            for name in self._fields:
+                slot.fill(name, self._memory.take(job.layout, name, values))
+            slot.filled = True
+        job.piece = Piece(values, job.layout, 0, job.layout.numel, slot, job.step, factor)
+
+    def close_flat(self, job: BucketJob) -> None:
+        """Put the mean into the bucket."""
+        assert job.piece is not None
+        narrow = job.piece.values.dtype != job.buffer.dtype
+        if narrow:
+            job.buffer.copy_(job.piece.values)
+        self.note(job, None if narrow else job.piece.carry.get("finite"))
+
+    # hierarchical
+
+    def sum_within(self, job: BucketJob, channel: Channel) -> None:
+        """Sum one slice of the bucket over the ranks of the host."""
+        job.cuts = self._compressor.boundaries(job.layout, channel.size)
+        low, high = job.cuts[channel.rank], job.cuts[channel.rank + 1]
+        wide = self.wide(job.layout.dtype)
+        values = _sum_slices(job.buffer.div_(self._world_size), job.cuts, channel, wide)
+        slot = job.slot
+        if not slot.filled:
+            slot.low, slot.high = low, high
+            for name in self._fields:
+                whole = self._memory.take(job.layout, name, values)
+                slot.fill(name, _sum_slices(whole, job.cuts, channel, wide))
+            slot.filled = True
+        job.piece = Piece(values, job.layout, low, high, slot, job.step)
+
+    def gather_within(self, job: BucketJob, channel: Channel) -> None:
+        """Give the slices to the ranks of the host."""
+        assert job.piece is not None
+        slices = [job.buffer[low:high] for low, high in pairwise(job.cuts)]
+        own = slices[channel.rank]
+        own.copy_(job.piece.values)
+        channel.all_gather(own, slices)
+        self.note(job)
+
+    def note(self, job: BucketJob, known: Tensor | None = None) -> None:
+        """Tell the memory whether the mean, the same bits on every rank, is finite, if that is not known already."""
+        if self._fields or not self._compressor.lossless:
+            self._memory.note(_finite(job.buffer) if known is None else known)
+
+
+def _sum_slices(whole: Tensor, cuts: list[int], channel: Channel, dtype: torch.dtype) -> Tensor:
+    """Return this rank's slice of `whole`, summed over the channel's ranks, at least in float32, as `dtype`."""
+    slices = [whole[low:high] for low, high in pairwise(cuts)]
+    own = slices[channel.rank]
+    coming = [torch.empty_like(own) if r != channel.rank else own for r in range(channel.size)]
+    channel.exchange(slices, coming)
+    total = coming[0].to(torch.promote_types(dtype, torch.float32), copy=True)
+    for part in coming[1:]:
+        total += part
+    return total.to(dtype)
+
+
+def _finite(values: Tensor) -> Tensor:
+    """Return whether all values are finite, (1,) bool."""
+    if values.device.type == "cpu":
+        # One pass over memory in place of three; a sum that overflows by itself is looked at again.
+        total = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
+        if torch.isfinite(total):
+            return torch.ones(1, dtype=torch.bool)
+    return torch.isfinite(values).all().view(1)

@@ -1,0 +1,153 @@
+"""Means for local SGD: of gradients over the ranks of a host, and of weights over all ranks.
+
+Both are pipelines as a hook has them. Weights go by hosts first where that saves bytes: a host with G ranks of N hosts
+sends 2 (N − 1)/N of them over its uplink, in place of 2 (NG − 1)/(NG).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+
+from accel.comm.compressor import Exact
+from accel.comm.engine.channel import Channel, GlooChannel, NcclChannel
+from accel.comm.engine.pipeline import PipelineStage
+from accel.comm.engine.reduction import BucketJob, Reduction
+from accel.comm.hooks import CommState, pipeline_stages
+from accel.comm.layout import Layout
+from accel.comm.ranks.talk import Talk
+from accel.comm.ranks.topology import Topology
+
+BUCKET_BYTES = 25 << 20  # DDP's own
+_UNDER_WAY = 4  # buckets in the stages at once; each is a copy of its tensors
+
+Named = Sequence[tuple[str, Tensor]]
+
+
+def by_hosts_pays(topology: Topology) -> bool:
+    """Tell whether summing within hosts first sends less between them."""
+    return topology.even and len(topology.hosts) > 1 and len(topology.hosts[0]) > 1
+
+
+class HostMean(CommState):
+    """State of a hook that averages gradients over the ranks of each host, as they are."""
+
+    def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+        super().__init__(model, Exact(), process_group=process_group, timeout=timeout)
+
+    def _stages(self, rank: int, size: int, store: Any, device: torch.device) -> list[PipelineStage]:
+        within, timeout = self.topology.within(rank), self.timeout
+        kind: type[GlooChannel] | type[NcclChannel] = NcclChannel if device.type == "cuda" else GlooChannel
+
+        def channel(name: str, ranks: tuple[int, ...]) -> Channel:
+            return kind(PrefixStore(f"{name}/{ranks[0]}", store), ranks, rank, timeout)
+
+        reduction = Reduction(self.compressor, self.fields, self.memory, len(within))
+        return pipeline_stages(self.compressor, reduction, False, within, within, channel)
+
+
+class WeightMean(CommState):
+    """Replaces tensors by their means over all ranks, the same bits on each."""
+
+    _talk: Talk | None = None
+
+    def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+        super().__init__(model, Exact(), process_group=process_group, timeout=timeout)
+
+    def _stages(self, rank: int, size: int, store: Any, device: torch.device) -> list[PipelineStage]:
+        self.hierarchical = by_hosts_pays(self.topology)
+        self._talk = Talk(GlooChannel(PrefixStore("talk", store), range(size), rank, self.timeout))
+        return super()._stages(rank, size, store, device)
+
+    def close(self) -> None:
+        """End the threads and free the groups."""
+        super().close()
+        if self._talk is not None:
+            self._talk.close()
+            self._talk = None
+
+    @property
+    def talk(self) -> Talk:
+        """Return the line to the other ranks."""
+        assert self._talk is not None
+        return self._talk
+
+    def tell(self, mine: Any) -> list[Any]:
+        """Return what each rank passed, by rank."""
+        return self.talk.gather(mine)
+
+    @torch.no_grad()
+    def copy_first(self, tensors: Sequence[Tensor]) -> None:
+        """Give all ranks the first one's values of a few small tensors."""
+        for own, first in zip(tensors, self.talk.first([one.detach().cpu() for one in tensors]), strict=True):
+            own.copy_(first)
+
+    @torch.no_grad()
+    def average(self, named: Named, step: int) -> None:
+        """Replace tensors by their means, summed in float32 at least.
+
+        Args:
+            named: floating-point tensors of one device, by names; the same on every rank.
+            step: for messages.
+        """
+        assert self._pipeline is not None
+        under_way: deque[tuple[_Bucket, BucketJob]] = deque()
+        for bucket in _buckets(named):
+            whole = torch.cat([one.reshape(-1) for one in bucket.tensors])
+            buffer = whole.to(torch.promote_types(whole.dtype, torch.float32))
+            done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+            job = BucketJob(step, bucket.layout, buffer, self.memory.slot(bucket.layout), done)
+            self._pipeline.submit(job)
+            under_way.append((bucket, job))
+            if len(under_way) == _UNDER_WAY:
+                _finish(*under_way.popleft())
+        while under_way:
+            _finish(*under_way.popleft())
+        self._pipeline.wait()
+
+
+class _Bucket(NamedTuple):
+    """Tensors that go together, and where each stands."""
+
+    layout: Layout
+    tensors: list[Tensor]
+
+
+def _buckets(named: Named) -> Iterator[_Bucket]:
+    """Yield tensors of one dtype together, BUCKET_BYTES of them or one that is larger."""
+    groups: list[list[tuple[str, Tensor]]] = []
+    for dtype in dict.fromkeys(one.dtype for _, one in named):
+        filled = BUCKET_BYTES
+        for name, one in named:
+            if one.dtype is dtype:
+                if filled + one.nbytes > BUCKET_BYTES:
+                    groups.append([])
+                    filled = 0
+                groups[-1].append((name, one))
+                filled += one.nbytes
+    for index, group in enumerate(groups):
+        names, tensors = tuple(name for name, _ in group), [one for _, one in group]
+        kind = torch.promote_types(tensors[0].dtype, torch.float32)
+        layout = Layout(index, names, tuple(one.shape for one in tensors), kind, index == len(groups) - 1)
+        yield _Bucket(layout, tensors)
+
+
+def _finish(bucket: _Bucket, job: BucketJob) -> None:
+    """Wait for a bucket and give its means to the tensors."""
+    mean = job.future.wait()
+    parts = torch.split(mean, [one.numel() for one in bucket.tensors])
+    for one, part in zip(bucket.tensors, parts, strict=True):
+        one.copy_(part.view(one.shape))
+
+
+def fingerprint(named: Named) -> int:
+    """Return a number that is the same where names, shapes and dtypes are."""
+    return zlib.crc32(repr([(name, tuple(one.shape), str(one.dtype)) for name, one in named]).encode())

@@ -1,0 +1,145 @@
+"""One optimizer state for all ranks, at the end of local steps.
+
+Moments are averaged. Counts of steps, which differ where GradScaler skipped, have no mean that an optimizer could go on
+with: all get those of the first rank that has them. So it is with all of a parameter's state where that holds more than
+floating-point tensors and numbers: codes of 8 bits mean nothing beside the mean of their scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from accel.comm.periodic.local_mean import Named
+from accel.comm.ranks.talk import Talk
+
+Key = tuple[str, str]
+"""Name of a parameter, and of a field of its state."""
+
+
+class _Mean(NamedTuple):
+    """A tensor to be averaged."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Sent(NamedTuple):
+    """A tensor on its way to ranks whose devices have other numbers."""
+
+    values: Tensor
+    on_device: bool
+
+
+@torch.no_grad()
+def same_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    talk: Talk,
+    average: Callable[[Named], None],
+) -> None:
+    """Give all ranks one optimizer state; every rank calls it.
+
+    Args:
+        optimizer: whose state it is.
+        parameters: by name, in the same order on all ranks.
+        talk: between the ranks.
+        average: replaces tensors by their means over the ranks.
+
+    Raises:
+        ValueError: if ranks have tensors of different shapes or dtypes in one place.
+    """
+    state = {name: optimizer.state[one] for name, one in parameters.items() if one in optimizer.state}
+    told = talk.gather({key: found for name, one in state.items() for key, found in _contents(name, one, parameters)})
+    owners: dict[Key, int] = {}
+    for rank, theirs in enumerate(told):
+        for key in theirs:
+            owners.setdefault(key, rank)
+    order = {name: number for number, name in enumerate(parameters)}
+    keys = sorted(owners, key=lambda key: (order[key[0]], key[1]))
+    for name, _ in keys:
+        state.setdefault(name, optimizer.state[parameters[name]])
+    means = {key: _agreed(key, [theirs[key] for theirs in told if key in theirs]) for key in keys}
+    for (name, field), mean in means.items():
+        if mean is not None and field not in state[name]:  # no step yet
+            state[name][field] = torch.zeros(mean.shape, dtype=mean.dtype, device=parameters[name].device)
+    average([(f"{name}/{field}", state[name][field]) for (name, field), mean in means.items() if mean is not None])
+    _adopt(state, {key: owners[key] for key, mean in means.items() if mean is None}, parameters, talk)
+    _adopt_options(optimizer, talk)
+
+
+def _contents(
+    name: str, state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
+) -> list[tuple[Key, _Mean | None]]:
+    """Return what a parameter's state holds, None for what is not averaged."""
+    simple = all(_is_dense(one) or one is None or isinstance(one, int | float | str) for one in state.values())
+    dims = min(parameters[name].dim(), 1)  # of a scalar, moments are scalars too
+    found: list[tuple[Key, _Mean | None]] = []
+    for field, one in state.items():
+        averaged = simple and _is_dense(one) and field != "step" and one.dim() >= dims
+        found.append(((name, field), _Mean(tuple(one.shape), one.dtype) if averaged else None))
+    return found
+
+
+def _is_dense(value: Any) -> bool:
+    # A subclass may be anything inside: codes with scales, a shard.
+    return type(value) in (Tensor, nn.Parameter) and value.is_floating_point() and value.layout == torch.strided
+
+
+def _agreed(key: Key, told: list[_Mean | None]) -> _Mean | None:
+    if len(set(told)) > 1:
+        name, field = key
+        got = " and ".join(sorted(map(_told, set(told))))
+        raise ValueError(
+            f"ranks must have the same optimizer state, got {got} as {field!r} of {name!r}; make the optimizer "
+            "alike on every rank, and load checkpoints on all or on none"
+        )
+    return told[0]
+
+
+def _told(mean: _Mean | None) -> str:
+    return "something that has no mean" if mean is None else f"{mean.dtype} of shape {mean.shape}"
+
+
+def _adopt(
+    state: Mapping[str, dict[str, Any]],
+    owners: Mapping[Key, int],
+    parameters: Mapping[str, nn.Parameter],
+    talk: Talk,
+) -> None:
+    """Take each field over from its owner."""
+    told = talk.gather(
+        {(name, field): _packed(state[name][field]) for (name, field), rank in owners.items() if rank == talk.rank}
+    )
+    for (name, field), rank in owners.items():
+        if rank == talk.rank:
+            continue
+        sent, own = told[rank][name, field], state[name].get(field)
+        if isinstance(sent, _Sent) and type(own) is Tensor and own.shape == sent.values.shape:
+            own.copy_(sent.values)
+        else:
+            state[name][field] = _unpacked(sent, parameters[name].device)
+
+
+def _adopt_options(optimizer: torch.optim.Optimizer, talk: Talk) -> None:
+    """Take over the first rank's numbers in groups: some optimizers find their step size there."""
+    groups = [
+        {name: one for name, one in group.items() if type(one) in (int, float)} for group in optimizer.param_groups
+    ]
+    for group, first in zip(optimizer.param_groups, talk.first(groups), strict=True):
+        group.update({name: one for name, one in first.items() if type(group.get(name)) in (int, float)})
+
+
+def _packed(value: Any) -> Any:
+    return tree_map_only(Tensor, lambda one: _Sent(one.detach().cpu(), one.device.type != "cpu"), value)
+
+
+def _unpacked(value: Any, device: torch.device) -> Any:
+    def put(sent: _Sent) -> Tensor:
+        return sent.values.to(device) if sent.on_device else sent.values
+
+    return tree_map_only(_Sent, put, value, is_leaf=lambda one: isinstance(one, _Sent))

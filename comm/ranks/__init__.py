@@ -1,0 +1,1 @@
+"""How ranks find each other, agree, and tell each other what failed."""

@@ -1,0 +1,1 @@
+"""What a dataset allows: shared handles, threads, draws, changes in place."""

@@ -1,0 +1,1 @@
+"""What makes batches: in the loop, in threads, in worker processes."""

@@ -1,0 +1,348 @@
+"""What makes batches: in the loop's own thread, in threads, or in processes, behind one interface.
+
+| engine | batches are made | good for |
+|---|---|---|
+| `InlineEngine` | when they are asked for, in the loop's thread | samples that cost less than handing them over |
+| `ThreadEngine` | ahead, by threads | decoders and copies that release the interpreter's lock; waiting for storage |
+| `ProcessEngine` | ahead, by processes | Python code per sample |
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel.dataio.dataset.mirror import Path
+from accel.dataio.engine.drawing import Apart, Drawing, others_could_draw
+from accel.dataio.engine.fetch import blame, fetch_of
+from accel.dataio.engine.thread_pool import ThreadPool
+
+
+class WorkerDied(RuntimeError):
+    """A worker process ended, and starting another did not help."""
+
+
+class WorkersStuck(WorkerDied):
+    """A forked worker process waits for ever, for a lock that was held when it was forked."""
+
+
+class FetchTimeout(RuntimeError):
+    """A batch has taken longer than the loader's `timeout`."""
+
+
+class ThreadsDraw(RuntimeError):
+    """Fetching draws random numbers, which threads have in common with each other and with the loop."""
+
+
+class Job(NamedTuple):
+    """One batch to be made.
+
+    Attributes:
+        indices: what the batch sampler yielded.
+        seed: of the random numbers that fetching may draw; None to leave them alone.
+        after: states of the loader's own generators once `indices` were drawn.
+        dataset: to read in place of the loader's own, by engines without copies; None for the loader's own.
+        epoch: which of the epochs that were drawn it belongs to.
+        number: of the batch in its epoch.
+    """
+
+    indices: Any
+    seed: int | None
+    after: list[torch.Tensor] = []  # noqa: RUF012  (never changed)
+    dataset: Any = None
+    epoch: int = 0
+    number: int = 0
+
+
+class Engine(Protocol):
+    """Makes batches, in the order of their jobs."""
+
+    capacity: int
+    """Jobs that may be under way before the oldest is collected."""
+    copies: bool
+    """True if batches are made from copies of the dataset."""
+    base_seed: int
+    """Of the random numbers of workers that are started from now on."""
+
+    def start(self) -> None:
+        """Start threads and processes, if there are none; raises what keeps them from starting."""
+
+    def submit(self, job: Job) -> None:
+        """Take a job."""
+
+    def collect(self) -> Any:
+        """Return the batch of the oldest job; raises what fetching it raised.
+
+        After an Exception the job is gone. After any other one, Ctrl-C say, it is still the oldest.
+        """
+
+    def discard(self) -> None:
+        """Forget all jobs that were not collected."""
+
+    def update(self, leaves: dict[Path, Any]) -> None:
+        """Set values in copies of the dataset; nothing to do where there are none."""
+
+    def restart(self) -> None:
+        """Take the dataset anew as it is now."""
+
+    def reset(self) -> None:
+        """Be as one that was just made, whatever was going on: an interruption may have left anything half done."""
+
+    def close(self) -> None:
+        """Give up threads and processes."""
+
+
+_T = TypeVar("_T")
+
+
+# Not by contextlib: that writes to the error, which a frozen dataclass does not bear.
+class _Oldest(Generic[_T]):
+    """Hand out the oldest job, and take it out unless something like Ctrl-C came between."""
+
+    def __init__(self, jobs: deque[_T]) -> None:
+        self._jobs = jobs
+
+    def __enter__(self) -> _T:
+        return self._jobs[0]
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if error is None or isinstance(error, Exception):
+            self._jobs.popleft()
+
+
+def _tell(error: Exception, where: str, job: Job) -> None:
+    """Have an error say where it was raised, and at which sample."""
+    text = f"in {where} while fetching {blame(error, job.indices)}"
+    try:
+        error.add_note(text)
+    except Exception:  # before Python 3.11, or of a class that can't be written to: as its cause
+        place = _Elsewhere(text)
+        place.__cause__ = error.__cause__ or error.__context__
+        object.__setattr__(error, "__cause__", place)
+
+
+class _Elsewhere(Exception):
+    """Shows, as the cause of an error, where it was raised."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+
+class InlineEngine:
+    """Make each batch when it is asked for, in the loop's own thread.
+
+    A job's seed holds for its batch alone: the loop's own random states are put back (`accel.dataio.engine.drawing`).
+    So augmentation is the same as in a worker process, and the loop draws the same numbers whoever fetches.
+    """
+
+    capacity = 1
+    copies = False
+    base_seed = 0
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._fetch = fetch_of(loader)
+        self._jobs: deque[Job] = deque()
+        self._drawing = Drawing()
+
+    @property
+    def draws(self) -> bool:
+        """True if fetching was seen to draw random numbers."""
+        return self._drawing.draws
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def submit(self, job: Job) -> None:
+        """Take a job."""
+        self._jobs.append(job)
+
+    def collect(self) -> Any:
+        """Make the batch of the oldest job."""
+        with _Oldest(self._jobs) as job:
+            return self._make(job)
+
+    def _make(self, job: Job) -> Any:
+        try:
+            return self._drawing.make(self._fetch, job.indices, job.seed)
+        except Exception as error:
+            _tell(error, "the loop's own thread", job)
+            raise
+
+    def discard(self) -> None:
+        """Forget the jobs."""
+        self._jobs.clear()
+
+    def update(self, leaves: dict[Path, Any]) -> None:
+        """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
+        self._drawing.look_again()
+
+    def restart(self) -> None:
+        """Forget the jobs, and look again."""
+        self.discard()
+        self.update({})
+
+    def reset(self) -> None:
+        """Forget the jobs, and look again."""
+        self._drawing.put_back()
+        self._jobs = deque()
+        self._drawing.look_again()
+
+    def close(self) -> None:
+        """Forget the jobs."""
+        self.discard()
+
+
+class ThreadEngine:
+    """Make batches ahead in threads of this process.
+
+    The dataset is read by several threads at once if `workers` is more than 1: it must be made for that. And it may
+    not draw random numbers, since all threads draw from the same: the first batch, and the first after a change of the
+    dataset, is made while the loop and the other threads wait, and `ThreadsDraw` raised if it drew.
+
+    Args:
+        loader: map-style loader.
+        workers: threads, at least 1.
+        prefetch: batches each may be ahead, default 2.
+
+    Raises:
+        ValueError: if `workers` is less than 1.
+    """
+
+    copies = False
+    base_seed = 0
+
+    def __init__(self, loader: DataLoader[Any], workers: int, *, prefetch: int = 2) -> None:
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, got {workers}")
+        self._fetch = fetch_of(loader)
+        self.workers, self.capacity = workers, workers * prefetch
+        self._timeout_s = loader.timeout or None
+        self._pool: ThreadPool | None = None
+        self._futures: deque[tuple[Job, Future[Any]]] = deque()
+        # Until a batch was seen not to draw, jobs are held back. It is made once all before it are there, while the
+        # loop waits for it: what others draw meanwhile would be taken for its own, and be undone.
+        self._quiet = False
+        self._held: deque[Job] = deque()
+        self._looking: Future[Any] | None = None
+        self._owner = os.getpid()
+
+    def start(self) -> None:
+        """Make the pool; its threads start with the first jobs."""
+        if os.getpid() != self._owner:  # a copy of the loader in a forked process, where no thread came along
+            self._owner, self._pool = os.getpid(), None
+            self._held.extendleft(job for job, _ in reversed(self._futures))
+            self._futures.clear()
+        if self._pool is None:
+            self._pool = ThreadPool(self.workers, "accel-loader")
+
+    def submit(self, job: Job) -> None:
+        """Hand a job to the threads."""
+        self.start()
+        self._held.append(job)
+        if self._quiet:
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        assert self._pool is not None
+        while self._held:
+            job = self._held.popleft()
+            future = self._pool.submit(self._make, job, None if self._quiet else threading.get_ident())
+            self._futures.append((job, future))
+            if not self._quiet:
+                self._looking = future
+                return
+
+    def collect(self) -> Any:
+        """Return the batch of the oldest job; raises what fetching it raised."""
+        self.start()
+        if not self._futures:
+            self._hand_out()
+        with _Oldest(self._futures) as (job, future):
+            wait([future], self._timeout_s)
+            if not future.done():
+                raise FetchTimeout(
+                    f"a thread has been fetching {blame(RuntimeError(), job.indices)} for {self._timeout_s:g} s "
+                    f"(timeout={self._timeout_s:g})"
+                )
+            batch = future.result()
+        if future is self._looking:
+            self._quiet, self._looking = True, None
+            self._hand_out()
+        return batch
+
+    def _make(self, job: Job, waiting: int | None) -> Any:
+        """Make a batch, in a thread; look whether it draws while the loop's thread is `waiting` for it."""
+        thread = f"thread {threading.current_thread().name.rpartition('_')[2]}"
+        fetch = self._fetch if job.dataset is None else self._fetch.of(job.dataset)
+        try:
+            return fetch(job.indices) if waiting is None else _looked_at(fetch, job, waiting)
+        except Exception as error:
+            _tell(error, thread, job)
+            raise
+        except BaseException as error:  # sys.exit() in a dataset: it is the loop that decides
+            at = f"{thread} while fetching {blame(error, job.indices)}"
+            raise RuntimeError(f"{type(error).__name__} was raised in {at}: {error}") from error
+
+    def discard(self) -> None:
+        """Forget all jobs; those not begun are never made."""
+        for _, future in self._futures:
+            future.cancel()
+        self._futures.clear()
+        self._held.clear()
+
+    def update(self, leaves: dict[Path, Any]) -> None:
+        """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
+        self._quiet, self._looking = False, None
+
+    def restart(self) -> None:
+        """Forget all jobs, and look again."""
+        self.discard()
+        self.update({})
+
+    def reset(self) -> None:
+        """Forget all jobs and leave the threads to end by themselves; the next job starts others."""
+        for _, future in self._futures:
+            future.cancel()
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._pool, self._futures, self._held = None, deque(), deque()
+        self._quiet, self._looking = False, None
+
+    def close(self) -> None:
+        """End the threads once they are done with the batch in hand."""
+        self.reset()
+
+
+def _looked_at(fetch: Callable[[Any], Any], job: Job, waiting: int) -> Any:
+    batch, drawn = Apart().call(fetch, job.indices, (), 0, listen=others_could_draw([waiting]))
+    if drawn:
+        raise ThreadsDraw("fetching a sample draws random numbers, which threads can't keep apart")
+    return batch
+
+
+def as_raised(pickled: bytes | None, text: str, where: str) -> BaseException:
+    """Return an error of another process as it was raised there, with the place and the traceback as its cause."""
+    try:
+        error = None if pickled is None else pickle.loads(pickled)
+    except Exception:  # of a class that only the worker knows
+        error = None
+    if not isinstance(error, BaseException):
+        error = RuntimeError(f"in {where}:\n{text}")
+    elif isinstance(error, StopIteration) or not isinstance(error, Exception):
+        # It would be taken for the end of the epoch, or for a wish to end the loop's own process.
+        error = RuntimeError(f"{type(error).__name__} was raised in {where}: {error}")
+    # Past a __setattr__ of its class.
+    object.__setattr__(error, "__cause__", _Elsewhere(f"in {where}:\n\n{text}"))
+    return error

@@ -1,0 +1,196 @@
+"""The loop's side of one worker process: its connection, its slots, the jobs it has."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.process
+import os
+import pickle
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from socket import socket
+from typing import Any
+
+from accel.dataio.dataset.mirror import Path
+from accel.dataio.engine import worker
+from accel.dataio.engine.engine import Job
+from accel.dataio.engine.inbox import Inbox
+from accel.dataio.engine.slots import SlotReader
+
+# The loop's ends of all connections: a process forked later must not keep them open, or a worker would not hear that
+# the loop is gone.
+_ENDS: weakref.WeakSet[Connection | socket] = weakref.WeakSet()
+_PROCESSES: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for end in list(_ENDS):
+        end.close()
+    # At its end a process terminates the daemons it knows of: those of its parent are not its own.
+    for process in list(_PROCESSES):
+        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+class WorkerHandle:
+    """One worker process; `start` may be called again when it is gone.
+
+    Args:
+        number: of the worker.
+
+    Attributes:
+        jobs: those it has, by serial number.
+        slots: its shared memory, as the loop sees it.
+        ready: True once it has started.
+        served: batches it has made.
+        threads_at_start: threads of the loop's process when it was started.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.jobs: dict[int, Job] = {}
+        self.process: Any = None
+        self.connection: Connection | None = None
+        self._channel: socket | None = None
+        self._inbox: Inbox
+        self._fileless: worker.Done | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.slots, self.ready, self.served, self._told = SlotReader(), False, 0, -1
+        self.threads_at_start = threading.active_count()
+
+    def start(self, context: Any, task: worker.Task) -> None:
+        """Start the process."""
+        self._begin()
+        ours, theirs = multiprocessing.Pipe(duplex=True)
+        _ENDS.add(ours)
+        name = f"accel-loader-{self.number}"
+        # Known before it is started: if Ctrl-C comes between, there is somebody to end it.
+        process = self.process = context.Process(target=worker.run, args=(theirs, task), name=name, daemon=True)
+        self.connection = ours
+        try:
+            process.start()
+        except Exception:
+            ours.close()
+            self.process = self.connection = None
+            raise
+        finally:
+            theirs.close()
+        self._channel = worker.channel_of(ours)
+        self._inbox, self._fileless = Inbox(self._channel), None
+        _ENDS.add(self._channel)
+        _PROCESSES.add(process)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def send(self, kind: str, content: Any) -> None:
+        """Send an order; that the worker is gone, receiving will find out."""
+        data = pickle.dumps((kind, content), protocol=pickle.HIGHEST_PROTOCOL)
+        assert self.connection is not None
+        try:
+            self.connection.send_bytes(data)
+        except OSError:
+            return
+
+    def give(self, serial: int, job: Job) -> None:
+        """Hand over a job; raises what pickle raises for indices that can't travel."""
+        indices = pickle.dumps(job.indices, protocol=pickle.HIGHEST_PROTOCOL)
+        self.jobs[serial] = job
+        self.send("order", worker.Order(serial, indices, job.seed, *self.slots.take_freed()))
+
+    def tell(self, number: int, leaves: dict[Path, Any]) -> None:
+        """Send change `number` of the dataset, if the worker has not heard of it."""
+        if number > self._told:
+            self._told = number
+            self.send("dataset", leaves)
+
+    def receive(self) -> Iterator[Any]:
+        """Yield the messages that have come as a whole; raises EOFError or OSError when the worker is gone."""
+        self._inbox.read()
+        while (message := self._next()) is not None:
+            yield message
+
+    def _next(self) -> Any:
+        if self._fileless is None:
+            data = self._inbox.message()
+            if data is None:
+                return None
+            message = pickle.loads(data)
+            if not isinstance(message, worker.Done):
+                return message
+            for number in message.dropped:
+                self.slots.drop(number)
+            if not message.new_file:
+                return message
+            self._fileless = message  # its file comes after it, with a byte of its own
+        if self._inbox.byte() is None:
+            return None
+        if not self._inbox.files:
+            raise EOFError
+        message, self._fileless = self._fileless, None
+        assert message.slot is not None
+        self.slots.add(message.slot, self._inbox.files.popleft())
+        return message
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def hang_up(self) -> None:
+        """Close the connection: the worker ends by itself, if it can."""
+        for end in (self.connection, self._channel):
+            if end is not None:
+                end.close()
+
+    def bury(self) -> str:
+        """Clear away a worker that is gone; return which process it was and how it ended."""
+        self.hang_up()
+        self.process.join(1.0)
+        told = f"worker process {self.number} (pid {self.process.pid}) {_how_it_ended(self.process.exitcode)}"
+        self._end()
+        return told
+
+    def end(self, wait_s: float) -> None:
+        """End the process, which has `wait_s` seconds to do so by itself."""
+        if self.process is not None:
+            if self.process.pid is not None:
+                self.process.join(wait_s)
+            self._end()
+
+    def _end(self) -> None:
+        if self.process.pid is None:  # never started
+            self.process = None
+            return
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join(1.0)
+        if self.process.is_alive():  # stopped, or deaf to SIGTERM
+            self.process.kill()
+            self.process.join()
+        self.process.close()
+        self.process = None
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is None:
+        return "closed its connection"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def end_all(handles: list[WorkerHandle], owner: int) -> None:
+    """End all workers of process `owner`: they hear that the connection is closed; who doesn't in a second is ended."""
+    mine, handles[:] = list(handles), []
+    if os.getpid() != owner:
+        return
+    for handle in mine:
+        handle.hang_up()
+    deadline = time.monotonic() + 1.0
+    for handle in mine:
+        handle.end(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,1 @@
+"""One pass of the loop after the other: its index lists, its jobs, its setting, its place."""

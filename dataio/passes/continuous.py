@@ -1,0 +1,499 @@
+"""Keep an engine busy with the batches of the running epoch, and with those of the next one before it is asked for.
+
+The index lists come from the loader's own samplers, in their order. At most `engine.capacity` of them are drawn before
+their batch is asked for; at the end of an epoch they come from the next one (accel.dataio.passes.epochs). The engine
+then goes on making batches while the loop validates, saves, or prints. What was fetched ahead is used only if it is
+what the plain loader would have made: the random states, the sampler's epoch and the dataset are compared when the next
+epoch begins. If it isn't, it is thrown away.
+
+Ctrl-C may come between any two lines here. What was being done is then given up: the engine is emptied, and makes again
+what the loop has not been handed (`Continuous._mend`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from torch.utils.data import DataLoader
+
+from accel.dataio.dataset.mirror import Forecast, Glance, State, compare, state_of
+from accel.dataio.engine.engine import Engine, Job
+from accel.dataio.engine.fetch import fetch_of
+from accel.dataio.passes import epochs
+from accel.dataio.passes.epochs import (
+    Ahead,
+    Draws,
+    States,
+    capture,
+    draw_ahead,
+    epoch_of,
+    put_back,
+    same,
+    same_draws,
+)
+from accel.dataio.passes.jobs import AsDrawn, Jobs, Lost
+
+# Wrong guesses in a row, after which the next epoch is not guessed any more.
+_MOST_WRONG = 3
+# Batches fetched that may not have reached the loop: the last one, and the one whose copy to the device goes before it.
+_RECENT = 2
+# Times that batches made ahead are thrown away because the loop has changed the dataset meanwhile.
+_MOST_RENEWALS = 3
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class DatasetMoves(RuntimeError):
+    """The loop changes the dataset all the time."""
+
+
+def _whole(
+    method: Callable[Concatenate[Continuous, _P], _R],
+) -> Callable[Concatenate[Continuous, _P], _R]:
+    """Have what an interruption leaves half done mended, at once or, if that was interrupted too, by the next call."""
+
+    @functools.wraps(method)
+    def call(self: Continuous, /, *args: _P.args, **options: _P.kwargs) -> _R:
+        handed = self.served
+        try:
+            if self._broken:
+                self._mend()
+            return method(self, *args, **options)
+        except Exception:
+            raise
+        except BaseException:
+            self._broken = True
+            self._mend(handed)
+            raise
+
+    return call
+
+
+class Continuous:
+    """Fetch batches by `engine` from index lists that may outlive the epoch.
+
+    Args:
+        loader: map-style loader whose samplers, collate function and worker_init_fn are used.
+        engine: makes the batches.
+        strict: whether to raise `DatasetMoves` once the loop has changed the dataset within an epoch a few times; if
+            not, batches made ahead are no longer made anew from then on.
+
+    Attributes:
+        failed_guesses: times the next epoch was fetched ahead in vain.
+        base_seed: of the random numbers in the running epoch.
+        served: number of the next batch in the running epoch.
+    """
+
+    def __init__(self, loader: DataLoader[Any], engine: Engine, *, strict: bool = False) -> None:
+        self.loader, self.engine, self._strict = loader, engine, strict
+        self._glance: Glance | None = None
+        self._renewals = 0
+        self.failed_guesses = 0
+        self._seeded = loader.worker_init_fn is None
+        self._wrong = 0
+        self._ended = False
+        self._draws = Draws(loader, iter(()))
+        self._source: Iterator[Job] = iter(())
+        self._feeding = False
+        # Jobs that were drawn and not served, oldest first; of the running epoch, then of the next one.
+        self._record: deque[Job] = deque()
+        self._given = 0  # so many of them the engine has
+        self._failed = False  # the oldest could not be made
+        self._epoch = 0
+        self._all_drawn = False
+        self.served = 0
+        self._may_look_ahead = True
+        self._ahead: Ahead | None = None
+        self._resumed: Ahead | None = None
+        self.base_seed = 0
+        # States of the loader's own generators: after all that was drawn in this epoch, and after what was drawn for
+        # the batches served.
+        self._drawn: States = []
+        self._after: States = []
+        self._epoch_step = 1
+        self._begun_at: int | None = None
+        self._fetch = fetch_of(loader)
+        self._sent: State = state_of(self._fetch)
+        self._began: State | None = None
+        self._forecast = Forecast(self._fetch)
+        # What each engine's copies of the dataset were last told; one that has not begun takes it as it is then.
+        self._states: weakref.WeakKeyDictionary[Engine, State] = weakref.WeakKeyDictionary()
+        self._made_in: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # epoch
+        # For mending: what is under way, and what it has to be undone with.
+        self._broken = False
+        self._recent: deque[tuple[Job, States]] = deque(maxlen=_RECENT)
+        self._drawing: States | None = None
+        self._real: tuple[States, int | None] | None = None
+
+    # -- one epoch ---------------------------------------------------------------------------------------------------
+
+    @_whole
+    def take(self, indices: Iterator[Any], *, base_seed: int = 0, first: int = 0, ahead: bool = True) -> None:
+        """Begin to feed the engine from `indices`, the index lists that are still to come in the running epoch.
+
+        Args:
+            indices: the index lists; drawn from at most `engine.capacity` batches early.
+            base_seed: of the random numbers in this epoch.
+            first: number of the first list in its epoch.
+            ahead: go on with the next epoch at its end, if that can be foreseen.
+        """
+        self.drop()
+        self._note_epoch(first, self._state())
+        self._refresh(self._epoch + 1)
+        self.served = first
+        self._feed(indices, base_seed)
+        self._may_look_ahead = ahead and self._wrong < _MOST_WRONG
+
+    def _feed(self, indices: Iterator[Any], base_seed: int) -> None:
+        self._epoch += 1
+        self._draws = draws = Draws(self.loader, indices)
+        self._source = Jobs(draws, base_seed if self._seeded else None, self._epoch, self.served)
+        self.base_seed = self.engine.base_seed = base_seed
+        self._ahead, self._resumed, self._all_drawn = None, None, False
+        self._drawn = self._after = draws.generators()
+        self._ended, self._feeding = False, True
+
+    @_whole
+    def prime(self) -> None:
+        """Draw the first index lists and hand them to the engine, as a loader with workers does when a pass begins."""
+        self._start()
+        self._fill()
+
+    @_whole
+    def fetch(self) -> Any:
+        """Return the next batch of the running epoch; raises StopIteration at its end or when drained.
+
+        After an Exception the batch is passed over, unless another engine is switched to, which makes it again.
+        """
+        if self._failed:
+            self.skip_failed()
+        if self._resumed is not None:
+            self._start()
+        if self._given and self._glance is not None and self._glance.changed():
+            self._renew()
+        self._fill()
+        if not self._record or self._record[0].epoch != self._epoch:
+            self._ended = True
+            raise StopIteration
+        try:
+            batch = self.engine.collect()
+        except Exception:
+            self._given -= 1
+            self._failed = True
+            raise
+        self._given -= 1
+        self._pop()
+        if self.engine.capacity > 1:
+            self._fill()
+        return batch
+
+    def _renew(self) -> None:
+        """If the loop has changed the dataset within the epoch, make anew what was made ahead."""
+        assert self._began is not None
+        now = self._state()
+        self._glance = Glance(self.loader.dataset)
+        if not compare(self._began, now):
+            return
+        self._renewals += 1
+        if self._renewals > _MOST_RENEWALS:
+            if self._strict:
+                raise DatasetMoves("the loop changes the dataset within an epoch: batches made ahead can't follow")
+            self._glance = None
+            return
+        self._forget_ahead()
+        self.engine.discard()
+        self._given, self._began = 0, now
+        self._refresh(self._epoch)
+
+    def _pop(self) -> None:
+        job = self._record[0]
+        self._recent.append((job, self._after))
+        self._record.popleft()
+        self.served, self._after = job.number + 1, job.after
+
+    def skip_failed(self) -> None:
+        """Pass over the batch that could not be made."""
+        if self._failed:
+            self._pop()
+            self._failed = False
+
+    def give_back(self, handed: int) -> None:
+        """Make the batches from number `handed` on again: an interruption kept them from reaching the loop."""
+        self._broken = True
+        self._mend(handed)
+
+    @property
+    def feeding(self) -> bool:
+        """True until `close_feed`."""
+        return self._feeding
+
+    def close_feed(self) -> None:
+        """Draw no more indices: `fetch` then returns what is under way in this epoch and ends."""
+        self._feeding = False
+        self._ahead = None
+
+    def left(self) -> Iterator[Any]:
+        """Return the index lists of this epoch that have not been served: those under way, then the rest.
+
+        For going on without the engine, after a failure or when it is drained.
+        """
+        return map(attrgetter("indices"), self.jobs_left())
+
+    @_whole
+    def jobs_left(self) -> Iterator[Job]:
+        """Return `left` with the seeds."""
+        if self._resumed is not None:
+            self._redraw()
+        pending = [job for job in self._record if job.epoch == self._epoch]
+        open_end, drawn = self._feeding and not self._ended, self._drawn
+        self._put_back()
+        self.close_feed()
+        later = iter(()) if self._all_drawn else self._source
+        if not open_end:
+            return itertools.chain(pending, later)
+        return itertools.chain(AsDrawn(self.loader, pending, self._after, drawn), later)
+
+    @_whole
+    def leave(self) -> None:
+        """Have generators be as the batches that were served had left them: the loop has left the epoch."""
+        self._put_back()
+
+    def _put_back(self) -> None:
+        if self._feeding and not self._ended:
+            put_back(self.loader, self._drawn, self._after)
+            self._drawn = self._after  # once: an older pass may draw what leads to the same state
+
+    @_whole
+    def drop(self) -> None:
+        """Forget what is under way; generators go back to where the batches that were served had left them."""
+        self._put_back()
+        self.close_feed()
+        if self._given:
+            self.engine.discard()
+        self._record.clear()
+        self._given, self._failed, self._resumed = 0, False, None
+
+    def know(self, engine: Engine) -> None:
+        """Take note that an engine's copies of the dataset have just been made."""
+        self._states[engine], self._made_in[engine] = self._state(), self._epoch + 1
+
+    def close(self) -> None:
+        """Give up the engine's threads and processes; the next `take` starts them anew."""
+        self.drop()
+        self.engine.close()
+
+    @_whole
+    def switch(self, engine: Engine) -> None:
+        """Go on with another engine from the next batch on; what is under way is made again by it."""
+        if engine is self.engine:
+            return
+        self._forget_ahead()  # drawn under an expected state of the dataset, which the other engine has not heard of
+        self.engine.discard()
+        self._given, self._failed = 0, False
+        self._states[self.engine] = self._sent
+        self.engine = engine
+        self._sent = self._states.get(engine, self._sent)
+        self._began = self._state()
+        self._refresh(self._epoch)
+
+    def _forget_ahead(self) -> None:
+        if any(job.epoch != self._epoch for job in self._record):
+            self._record = deque(job for job in self._record if job.epoch == self._epoch)
+        self._ahead = None
+        if self._all_drawn:
+            self._source = iter(())
+
+    def _mend(self, handed: int | None = None) -> None:
+        """Put in order what an interruption left half done.
+
+        Args:
+            handed: number of the first batch that the loop has not got; None for the first in the record.
+        """
+        self._draws.mend()
+        if self._ahead is not None:
+            self._ahead.draws.mend()
+        if self._real is not None:
+            states, epoch = self._real
+            epochs.restore(self.loader, states)
+            if epoch is not None:
+                epochs.set_epoch(self.loader, epoch)
+            self._real = None
+        if self._drawing is not None:
+            epochs.restore_own(self.loader, self._drawing)
+            self._drawn, self._source, self._drawing = self._drawing, Lost(), None
+        for job, after in reversed(self._recent) if handed is not None else ():
+            if job.epoch == self._epoch and job.number >= handed:
+                if all(job is not other for other in self._record):
+                    self._record.appendleft(job)
+                self.served, self._after = job.number, after
+        self.engine.reset()
+        self._given, self._failed = 0, False
+        self._forget_ahead()
+        self._may_look_ahead = False
+        self._sent = self._began = self._state()
+        self._broken = False
+
+    # -- the epoch after ---------------------------------------------------------------------------------------------
+
+    @_whole
+    def resume(self) -> bool:
+        """Go on with the epoch drawn ahead, if it is what the loader would draw now; tell whether it is.
+
+        On success the random states are advanced exactly as beginning the plain loader's epoch would have.
+        """
+        ahead = self._ahead
+        current = bool(self._record) and self._record[0].epoch == self._epoch
+        if ahead is None or current or not (self._ended or same(self._drawn, self._after)):
+            # Nothing drawn ahead, or the loop left the epoch before its last batch; or with it, but without asking for
+            # one more, which is when the sampler would have drawn once more.
+            return False
+        undisturbed = same_draws(self.loader, ahead)
+        as_expected = epoch_of(self.loader) == ahead.epoch and ahead.foreseen.holds()
+        as_expected = as_expected and epochs.lengths(self.loader) == ahead.lengths
+        now = self._state()
+        if not (undisturbed and as_expected) or not now.whole or compare(self._sent, now):
+            self.failed_guesses += 1
+            # A loop that draws random numbers of its own between the two will do so again; epochs can be learnt.
+            self._wrong += 1 if undisturbed else _MOST_WRONG
+            return False
+        self._wrong = 0
+        self._note_epoch(0, now)
+        self._refresh(self._epoch + 1)
+        self._real = capture(self.loader), None
+        epochs.begin_ahead(self.loader, ahead)
+        ahead.foreseen.begin()
+        self._real = None
+        self._begin(ahead)
+        return True
+
+    def _begin(self, ahead: Ahead) -> None:
+        """Make the epoch drawn ahead the running one; its lists count once the first batch is asked for."""
+        self._epoch += 1
+        self._ahead, self._resumed, self._all_drawn = None, ahead, False
+        self.base_seed = self.engine.base_seed = ahead.base_seed
+        self._draws, self._ended, self.served = ahead.draws, False, 0
+        self._drawn, self._after = ahead.draws.generators(), ahead.began[1:]
+        self._may_look_ahead = True
+
+    def _start(self) -> None:
+        """Have the lists that were drawn ahead count, unless the loop drew something since the epoch began."""
+        ahead = self._resumed
+        if ahead is None:
+            return
+        if same(capture(self.loader), ahead.began):
+            self._real = ahead.began, None
+            ahead.draws.begin()
+            self._real = None
+        elif ahead.draws.drew(ahead.began):
+            self._wrong += _MOST_WRONG
+            self._may_look_ahead = False
+            self.failed_guesses += 1
+            self._redraw()
+        else:
+            ahead.draws.keep()
+        self._resumed = None
+
+    def _redraw(self) -> None:
+        """Throw the lists away that were drawn ahead, and draw them under the present random states."""
+        self.engine.discard()
+        self._record.clear()
+        self._given = 0
+        self._feed(iter(self.loader._index_sampler), self.base_seed)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        if self._record:
+            self._give()
+        while self._feeding and len(self._record) < self.engine.capacity:
+            if self._draw():
+                self._give()
+            elif not self._look_ahead():
+                return
+
+    def _give(self) -> None:
+        most = min(len(self._record), self.engine.capacity)
+        while self._given < most:
+            self.engine.submit(self._record[self._given])
+            self._given += 1
+
+    def _draw(self) -> bool:
+        """Take the next index list into the record; tell whether there was one."""
+        if self._all_drawn and self._ahead is None:
+            return False
+        if self._ahead is None:
+            self._drawing = self._drawn
+        job = next(self._source, None)
+        if job is not None:
+            self._record.append(job)
+            if self._ahead is None:
+                self._drawn = job.after
+        elif self._ahead is None:
+            self._drawn, self._all_drawn = self._draws.generators(), True
+        self._drawing = None
+        return job is not None
+
+    def _look_ahead(self) -> bool:
+        """Draw the next epoch's index lists, when this one's have all been given out."""
+        if self._ahead is not None or not self._may_look_ahead or self.engine.capacity < 2:
+            return False  # one epoch ahead is enough: the look-ahead is bounded in batches
+        self._may_look_ahead = False  # once in an epoch
+        if not self._sent.whole:
+            return False  # what can't be seen may change before the next epoch begins
+        expected = self._forecast.next(self._sent)
+        leaves = compare(self._sent, expected).leaves
+        view = self._forecast.view(self._fetch, expected) if leaves and not self.engine.copies else None
+        if leaves and not self.engine.copies and view is None:
+            return False  # made now, the batches would be those of this epoch's dataset
+        persistent = self._persistent
+        self._real = capture(self.loader), epoch_of(self.loader)
+        self._ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=self.base_seed if persistent else None)
+        self._real = None
+        if self._ahead is None:
+            return False
+        if leaves:
+            self.engine.update(leaves)
+        self._sent = expected
+        seed = self._ahead.base_seed if self._seeded else None
+        self._source = Jobs(self._ahead.draws, seed, self._epoch + 1, dataset=view)
+        return True
+
+    @property
+    def _persistent(self) -> bool:
+        return self.loader.num_workers > 0 and self.loader.persistent_workers
+
+    def _state(self) -> State:
+        self._fetch.collate = self.loader.collate_fn  # which the user may have changed
+        return state_of(self._fetch)
+
+    def _note_epoch(self, first: int, now: State) -> None:
+        """Learn how the sampler's epoch and the dataset move from one epoch to the next."""
+        epoch = epoch_of(self.loader)
+        if not first and self._began is not None:
+            self._forecast.saw(self._began, now)
+        # After an early break some samplers stay where they are: that tells nothing of the end of an epoch.
+        if not first and self._ended and epoch is not None and self._begun_at is not None:
+            self._epoch_step = epoch - self._begun_at
+        self._began, self._begun_at = now, epoch
+        told = self._renewals > _MOST_RENEWALS and not self._strict
+        self._glance = None if told else Glance(self.loader.dataset)
+
+    def _refresh(self, epoch: int) -> None:
+        """Bring the engine's copies of the dataset to its present state, as `epoch` begins or goes on."""
+        assert self._began is not None
+        change = compare(self._sent, self._began)
+        # What can't be seen may have changed: then workers last as long as those of a plain loader.
+        unseen = not self._began.whole and not self._persistent and self._made_in.get(self.engine) != epoch
+        if unseen or (change and not change.sendable):
+            self.engine.restart()
+            self._made_in[self.engine] = epoch
+        elif change:
+            self.engine.update(change.leaves)
+        self._sent = self._began

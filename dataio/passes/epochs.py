@@ -1,0 +1,332 @@
+"""Draw an epoch's index lists before the loop asks for the epoch, and tell later whether they were the right ones.
+
+The next epoch is drawn under a *copy* of the random state, in the order in which a `DataLoader` draws: the workers'
+base seed first, then the sampler at its first index. When the loop does begin the epoch, the copy is compared with the
+real state. If they are equal, the lists are exactly what the plain loader would have drawn, and the real state is
+advanced as it would have been, by the same draws.
+
+torch's own generator is one for all threads. So it is not written here for what torch's samplers draw: they draw from
+a copy of it. Only for a sampler that foresees its next pass, and was seen to draw from it while there was no other
+thread that could, it is put back.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from accel.dataio.engine.drawing import others_could_draw
+from accel.dataio.foreseen import Foreseen
+
+States = list[torch.Tensor]
+"""Of torch's own generator, and of the loader's."""
+
+
+class Draws:
+    """Index lists, and what drawing them does to the loader's own generators.
+
+    A sampler may draw as it goes; `RandomSampler` draws once more when it is exhausted. Lists of an epoch that has not
+    begun are drawn under states of their own, so that the loop finds its own as it left them.
+
+    Args:
+        loader: whose samplers yield `indices`.
+        indices: the index lists.
+        apart: random states to draw under until `begin`; None to draw under the loop's.
+        global_draws: numbers that the lists need of torch's own generator, drawn when the epoch begins; None if it is
+            drawn from list by list, and written.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], indices: Iterator[Any], apart: States | None = None, global_draws: int | None = 0
+    ) -> None:
+        self._loader, self._indices, self._apart = loader, indices, apart
+        self._global_draws = global_draws
+        self._own = _generators(loader)
+        self._real: States | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._apart is None:
+            return next(self._indices)
+        self._real = capture(self._loader)
+        self._restore(self._apart)
+        try:
+            return next(self._indices)
+        finally:
+            now = capture(self._loader)
+            self._apart = now if self._global_draws is None else [self._apart[0], *now[1:]]
+            self.mend()
+
+    def mend(self) -> None:
+        """Put the loop's random states back where Ctrl-C came while a list was drawn under others."""
+        if self._real is not None:
+            self._restore(self._real)
+            self._real = None
+
+    def _restore(self, states: States) -> None:
+        if self._global_draws is None:
+            torch.set_rng_state(states[0])
+        restore_own(self._loader, states[1:])
+
+    def begin(self) -> None:
+        """Begin the epoch: what it has drawn so far counts now."""
+        if self._apart is not None:
+            restore_own(self._loader, self._apart[1:])
+            _advance(self._apart[0], self._global_draws)
+            self._apart = None
+
+    def drew(self, since: States) -> bool:
+        """Tell whether these lists needed random numbers, apart from the loop's: they moved the states `since`."""
+        return self._apart is not None and not same(self._apart, since)
+
+    def keep(self) -> None:
+        """Begin the epoch and leave the random states alone: these lists needed none."""
+        self._apart = None
+
+    def generators(self) -> States:
+        """Return the states of the loader's own generators, as these draws left them."""
+        return [g.get_state() for g in self._own] if self._apart is None else self._apart[1:]
+
+
+@dataclass
+class Ahead:
+    """The next epoch's index lists, drawn ahead, with what must still hold when it begins."""
+
+    before: States
+    began: States
+    """Random states once the epoch has begun, before its first list is drawn."""
+    base_draws: int | None
+    """Numbers that the base seed needs of torch's own generator; None to write its state."""
+    lengths: tuple[int, ...]
+    """Of dataset and sampler, when the lists were drawn."""
+    draws: Draws
+    base_seed: int
+    epoch: int | None
+    foreseen: Foreseen
+
+
+def ordering(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that gives the order: the one inside a plain `BatchSampler`, else what yields the batches."""
+    outer: Any = loader._index_sampler
+    return outer.sampler if type(outer) is BatchSampler else outer
+
+
+def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    own = [loader.generator, getattr(ordering(loader), "generator", None)]
+    found: list[torch.Generator] = []
+    for generator in own:
+        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
+            found.append(generator)
+    return found
+
+
+def put_back(loader: DataLoader[Any], drawn: States, wanted: States) -> None:
+    """Set the loader's own generators to `wanted` if nobody but us has drawn from them since they were in `drawn`."""
+    for generator, left, state in zip(_generators(loader), drawn, wanted, strict=True):
+        if torch.equal(generator.get_state(), left):
+            generator.set_state(state)
+
+
+def capture(loader: DataLoader[Any]) -> States:
+    """Return the random states that a loader may draw from: torch's own, and those of its generators."""
+    return [torch.get_rng_state(), *(generator.get_state() for generator in _generators(loader))]
+
+
+def restore(loader: DataLoader[Any], state: States) -> None:
+    """Put back what `capture` returned."""
+    torch.set_rng_state(state[0])
+    restore_own(loader, state[1:])
+
+
+def restore_own(loader: DataLoader[Any], state: States) -> None:
+    """Set the loader's own generators, without torch's."""
+    for generator, saved in zip(_generators(loader), state, strict=True):
+        generator.set_state(saved)
+
+
+def begin_ahead(loader: DataLoader[Any], ahead: Ahead) -> None:
+    """Advance the random states to where an epoch drawn ahead has begun, before its first list."""
+    restore_own(loader, ahead.began[1:])
+    _advance(ahead.began[0], ahead.base_draws)
+
+
+def _advance(state: torch.Tensor, draws: int | None) -> None:
+    """Bring torch's own generator to `state`: by as many draws, which nobody else's are lost by, or by writing it."""
+    if draws is None:
+        torch.set_rng_state(state)
+    for _ in range(draws or 0):
+        _draw(None)
+
+
+def lengths(loader: DataLoader[Any]) -> tuple[int, ...]:
+    """Return what torch's samplers take as the length of the dataset now, and that of the dataset itself."""
+    sampler: Any = ordering(loader)
+    sources = [loader.dataset, sampler.data_source if type(sampler) in (RandomSampler, SequentialSampler) else ()]
+    return tuple(len(source) for source in sources)  # type: ignore[arg-type]
+
+
+def epoch_of(loader: DataLoader[Any]) -> int | None:
+    """Return the sampler's epoch, or None if it counts none."""
+    epoch = getattr(ordering(loader), "epoch", None)
+    return epoch if type(epoch) is int else None
+
+
+def set_epoch(loader: DataLoader[Any], epoch: int | None) -> None:
+    """Set the epoch that the sampler counts, if it counts any."""
+    if epoch is not None and epoch_of(loader) is not None:
+        ordering(loader).epoch = epoch
+
+
+def foreseeable(loader: DataLoader[Any]) -> bool:
+    """Tell whether the loader's next epoch can be drawn ahead: the sampler can, or is known to draw when it begins."""
+    sampler = ordering(loader)
+    if _foresees(loader):
+        return epoch_of(loader) is not None
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    return type(sampler) in (SequentialSampler, DistributedSampler)
+
+
+def of_torch(loader: DataLoader[Any]) -> bool:
+    """Tell whether the order is given by a sampler of torch's, of which it is known when they draw."""
+    return type(ordering(loader)) in (RandomSampler, SequentialSampler, DistributedSampler)
+
+
+def _foresees(loader: DataLoader[Any]) -> bool:
+    return hasattr(loader._index_sampler, "foresee")
+
+
+def base_seed(loader: DataLoader[Any]) -> int:
+    """Draw the base seed of the workers, as a `DataLoader` does when an epoch begins."""
+    return _draw(loader.generator)
+
+
+def _draw(generator: torch.Generator | None) -> int:
+    """Draw as a `DataLoader` draws a base seed, and a `RandomSampler` its own seed."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+def begin(loader: DataLoader[Any], *, seeded: int | None = None) -> tuple[Iterator[Any], int]:
+    """Begin an epoch as the plain loader would: return its index lists and the base seed.
+
+    Args:
+        loader: map-style loader.
+        seeded: the base seed, if it is not to be drawn: persistent workers keep theirs.
+    """
+    seed = base_seed(loader) if seeded is None else seeded
+    return iter(loader._index_sampler), seed
+
+
+def begin_apart(
+    loader: DataLoader[Any], state: torch.Tensor, *, seeded: int | None = None
+) -> tuple[Iterator[Any], int]:
+    """Begin an epoch as `begin` would with torch's own generator in `state`, and leave that alone.
+
+    Only for torch's samplers: what others draw is not known.
+    """
+    apart = torch.Generator()
+    apart.set_state(state)
+    seed = _draw(apart if loader.generator is None else loader.generator) if seeded is None else seeded
+    return iter(_seeded(loader, apart)[0]), seed
+
+
+def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = None) -> Ahead | None:
+    """Draw the next epoch's index lists under a copy of the random state; None if they can't be foreseen or are none.
+
+    Args:
+        loader: map-style loader.
+        step: by how much the sampler's epoch is expected to move on.
+        seeded: see `begin`.
+    """
+    if not foreseeable(loader):
+        return None
+    if _foresees(loader) and not others_could_draw():
+        return _foresee(loader, step, seeded)
+    before, epoch = capture(loader), epoch_of(loader)
+    following = None if epoch is None else epoch + step
+    apart = torch.Generator()
+    apart.set_state(before[0])
+    base_draws = int(seeded is None and loader.generator is None)
+    try:
+        if seeded is None:
+            seeded = _draw(apart if loader.generator is None else loader.generator)
+        if _foresees(loader):
+            foreseen = loader._index_sampler.foresee(following)
+        else:
+            set_epoch(loader, following)
+        began, global_draws = [apart.get_state(), *capture(loader)[1:]], 0
+        if not _foresees(loader):
+            sampler, global_draws = _seeded(loader, apart)
+            foreseen = Foreseen(iter(sampler))
+        first = None if foreseen is None else next(foreseen.lists, None)
+        after = [apart.get_state(), *capture(loader)[1:]]
+    finally:
+        restore_own(loader, before[1:])
+        set_epoch(loader, epoch)
+    if foreseen is None or first is None:
+        return None
+    draws = Draws(loader, itertools.chain([first], foreseen.lists), after, global_draws)
+    return Ahead(before, began, base_draws, lengths(loader), draws, seeded, following, foreseen)
+
+
+def _seeded(loader: DataLoader[Any], apart: torch.Generator) -> tuple[Any, int]:
+    """Return what yields the index lists, its seed drawn from `apart` and not from torch's own; and how many draws."""
+    outer, sampler = loader._index_sampler, ordering(loader)
+    if type(sampler) is not RandomSampler or sampler.generator is not None:
+        return outer, 0
+    seeded = copy.copy(sampler)
+    seeded.generator = torch.Generator().manual_seed(_draw(apart))
+    if outer is sampler:
+        return seeded, 1
+    outer = copy.copy(outer)
+    outer.sampler = seeded
+    return outer, 1
+
+
+def _foresee(loader: DataLoader[Any], step: int, seeded: int | None) -> Ahead | None:
+    """Draw ahead from a sampler that foresees; there is no other thread that torch's own generator could matter to."""
+    sampler: Any = loader._index_sampler
+    before, epoch = capture(loader), epoch_of(loader)
+    assert epoch is not None
+    try:
+        seed = base_seed(loader) if seeded is None else seeded
+        between = torch.get_rng_state()
+        foreseen: Foreseen | None = sampler.foresee(epoch + step)
+        began = capture(loader)
+        first = None if foreseen is None else next(foreseen.lists, None)
+        after = capture(loader)
+    finally:
+        restore(loader, before)
+        set_epoch(loader, epoch)
+    if foreseen is None or first is None:
+        return None
+    quiet = torch.equal(after[0], between)
+    base_draws = int(seeded is None and loader.generator is None) if quiet else None
+    draws = Draws(loader, itertools.chain([first], foreseen.lists), after, 0 if quiet else None)
+    return Ahead(before, began, base_draws, lengths(loader), draws, seed, epoch + step, foreseen)
+
+
+def draw_as_exhausted(loader: DataLoader[Any]) -> None:
+    """Draw what a `RandomSampler` with a generator of its own draws when it comes to its end, and yields nothing of."""
+    sampler = ordering(loader)
+    if type(sampler) is RandomSampler and sampler.generator is not None and not sampler.replacement:
+        torch.randperm(len(sampler.data_source), generator=sampler.generator)
+
+
+def same_draws(loader: DataLoader[Any], ahead: Ahead) -> bool:
+    """Tell whether the random states are those under which `ahead` was drawn."""
+    return same(capture(loader), ahead.before)
+
+
+def same(one: States, other: States) -> bool:
+    """Tell whether two lists of random states are equal."""
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

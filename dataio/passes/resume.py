@@ -1,0 +1,195 @@
+"""Where a loop stands in its data, as a state that another run can go on from.
+
+The state holds the random states under which the epoch's order was drawn and the number of batches handed over; not a
+list of indices. Going on draws the same order again and passes over the lists that were served, without fetching them.
+It does not depend on how batches are made: the number of workers may be another, and so may the batch size, unless a
+batch sampler of its own kind makes the batches. With a `DistributedSampler` the number of ranks may be another too, at
+each resumption: its order doesn't depend on it, so that the place in it, up to which all ranks together have taken
+samples, is enough to deal the rest anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from accel.dataio.passes import epochs
+
+VERSION = 2
+
+
+def begun(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return what it takes to draw the epoch again that begins now; nothing has been drawn yet."""
+    return {
+        "random": epochs.capture(loader),
+        "sampler_epoch": epochs.epoch_of(loader),
+        "sampler": {name: _begin_state(sampler) for name, sampler in _stateful(loader)},
+        "kind": _kind(loader),
+        "dealt": _dealt(loader, start=0, served=0),
+    }
+
+
+def begun_again(loader: DataLoader[Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `begun` for the run that goes on from `state`: with its own ranks, from where the old ones had come."""
+    saved: dict[str, Any] = dict(state["begun"])
+    old, served = saved["dealt"], state["served"]
+    if old is None:
+        return saved
+    start = old["start"] + (served - old["served"]) * old["ranks"] * old["batch_size"]
+    return saved | {"dealt": _dealt(loader, start, served)}
+
+
+def _begin_state(sampler: Any) -> Any:
+    """Return the state in which the sampler's next pass begins; that of the pass before may be what it has at hand."""
+    return getattr(sampler, "begin_state", sampler.state_dict)()
+
+
+def _stateful(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
+    for name in ("batch_sampler", "sampler"):
+        sampler = getattr(loader, name)
+        if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
+            yield name, sampler
+
+
+def _dealt(loader: DataLoader[Any], start: int, served: int) -> dict[str, int] | None:
+    """Return how the samples become the batches of each rank, None with a batch sampler that has its own way.
+
+    Args:
+        loader: whose sampler gives the order. A DistributedSampler deals that of all ranks; another gives this rank's.
+        start: place in the order from which on it does.
+        served: batches of this epoch that each rank had been handed before.
+    """
+    size = _batch_size(loader)
+    if size is None:
+        return None
+    sampler = epochs.ordering(loader)
+    ranks = sampler.num_replicas if type(sampler) is DistributedSampler else 1
+    return {"ranks": ranks, "batch_size": size, "start": start, "served": served}
+
+
+def _batch_size(loader: DataLoader[Any]) -> int | None:
+    """Return how many samples of its order a loader takes at once; None if a batch sampler decides that."""
+    if loader.batch_sampler is None:
+        return 1
+    return loader.batch_sampler.batch_size if type(loader.batch_sampler) is BatchSampler else None
+
+
+def _kind(loader: DataLoader[Any]) -> str:
+    return type(epochs.ordering(loader)).__name__
+
+
+def check(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
+    """Raise ValueError if `state` is not one that this loader can go on from."""
+    if not isinstance(state, Mapping) or state.get("version") != VERSION:
+        got = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(f"a loader's state must have version {VERSION}, got {got!r}; save it with state_dict()")
+    length = len(loader.dataset)  # type: ignore[arg-type]
+    if state["length"] != length:
+        raise ValueError(
+            f"a state continues the order of the dataset it was taken from, which had {state['length']} samples; this "
+            f"one has {length}. Load the state with the same dataset, or begin the epoch anew"
+        )
+    kind, own = state["begun"]["kind"], _kind(loader)
+    if kind != own and not state["finished"]:
+        raise ValueError(
+            f"in the middle of an epoch a state goes on only with the sampler it was taken with, a {kind}; this loader "
+            f"has a {own}. Use a {kind}, or begin the epoch anew. Where ranks come and go, use a DistributedSampler in "
+            "a single process too, with num_replicas=1 and rank=0"
+        )
+    old, now = len(state["begun"]["random"]), len(epochs.capture(loader))
+    if old != now:
+        raise ValueError(
+            f"a state holds one random state for torch and one for each generator: {old}, but this loader has {now}; "
+            "give the loader and its sampler generators as when the state was saved"
+        )
+    names = sorted(state["begun"]["sampler"])
+    if names != sorted(name for name, _ in _stateful(loader)):
+        raise ValueError(f"the state has states of {names or 'no samplers'}, unlike this loader; use the same samplers")
+
+
+def put_back(loader: DataLoader[Any], begun: Mapping[str, Any]) -> None:
+    """Put samplers and generators where they were when the epoch began.
+
+    torch's global random state is left as it is: a training script puts it back itself.
+    """
+    epochs.restore_own(loader, begun["random"][1:])
+    for name, sampler in _stateful(loader):
+        sampler.load_state_dict(begun["sampler"][name])
+    if begun["sampler_epoch"] is not None:
+        epochs.set_epoch(loader, begun["sampler_epoch"])
+
+
+def draw_again(
+    loader: DataLoader[Any], begun: Mapping[str, Any], state: Mapping[str, Any]
+) -> tuple[Iterator[Any], int]:
+    """Draw the epoch of `state` again and pass over what was served.
+
+    torch's global random state is left as it is. Those of the loader's own generators are left as the epoch's beginning
+    left them.
+
+    Args:
+        loader: whose samplers draw.
+        begun: what `begun_again` returned.
+        state: the loop's place.
+
+    Returns:
+        index lists that are left, and the epoch's base seed.
+    """
+    put_back(loader, begun)
+    seeded, dealt = state["base_seed"] if state["kept_seed"] else None, begun["dealt"]
+    if epochs.of_torch(loader) and dealt is None:
+        stream, seed = epochs.begin_apart(loader, begun["random"][0], seeded=seeded)
+        stream = itertools.islice(stream, state["served"], None)
+        first = list(itertools.islice(stream, 1))  # drawn here: it leaves the generators as the epoch's beginning did
+        return itertools.chain(first, stream), seed
+    now = torch.get_rng_state()
+    torch.set_rng_state(begun["random"][0])
+    try:
+        stream, seed = epochs.begin(loader, seeded=seeded)
+        sampler = epochs.ordering(loader)
+        if type(sampler) is DistributedSampler and dealt is not None:
+            return _batches(loader, _dealt_from(sampler, dealt["start"])), seed
+        if dealt is not None:
+            stream = _batches(loader, itertools.islice(sampler, dealt["start"], None))
+        else:
+            stream = itertools.islice(stream, state["served"], None)
+        first = list(itertools.islice(stream, 1))  # drawn here, under the saved random state
+    finally:
+        torch.set_rng_state(now)
+    return itertools.chain(first, stream), seed
+
+
+def _batches(loader: DataLoader[Any], samples: Iterator[int]) -> Iterator[Any]:
+    """Return what the loader's own batch sampler makes of these samples."""
+    own: Any = loader.batch_sampler
+    return samples if own is None else iter(BatchSampler(samples, own.batch_size, own.drop_last))
+
+
+def _dealt_from(sampler: DistributedSampler[Any], start: int) -> Iterator[int]:
+    """Deal the order from place `start` on to the ranks, each sample once.
+
+    Like DistributedSampler, ranks are evened out with repeats from the front, or with drop_last by leaving out. So they
+    get what it would have gone on with if they are as many as before.
+    """
+    order = _order(sampler)
+    left, ranks = order[start:], sampler.num_replicas
+    if sampler.drop_last:
+        left = left[: len(left) // ranks * ranks]
+    elif left:
+        left += itertools.islice(itertools.cycle(order), -len(left) % ranks)
+    return iter(left[sampler.rank :: ranks])
+
+
+def _order(sampler: DistributedSampler[Any]) -> list[int]:
+    """Return the order of all samples, before they are dealt to ranks."""
+    length = len(sampler.dataset)  # type: ignore[arg-type]
+    if not sampler.shuffle:
+        return list(range(length))
+    generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
+    order: list[int] = torch.randperm(length, generator=generator).tolist()
+    return order

@@ -1,0 +1,1 @@
+"""Arithmetic of the samplers: packs, deals, permutations."""

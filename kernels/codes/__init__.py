@@ -1,0 +1,1 @@
+"""Parts of the block codes: the layout of the bytes, and the Triton kernels."""

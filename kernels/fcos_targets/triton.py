@@ -1,0 +1,268 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""The kernels of FCOS and FCOS3D target assignment: a program owns a block of points of one image.
+
+It walks over the image's boxes with the cheapest one so far in registers, then reads that box once more and writes all
+targets of its points: every output element is written once, nothing else is. fp32 within (fp64 for fp64 boxes).
+Fused multiply-adds are off, and roots and divisions round as IEEE says, as torch's do on CUDA: so costs, and with them
+labels, have the bits of the published head there. (On a CPU torch's own root is one unit off in 18 % of all numbers.)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from accel.kernels.fcos_targets.inputs import FcosConfig, FcosGts, FcosPoints
+
+_BLOCK = 256
+
+
+@triton.jit
+def _root(x):
+    """Return √x to the last bit."""
+    return tl.sqrt_rn(x) if x.dtype == tl.float32 else tl.sqrt(x)
+
+
+@triton.jit
+def _quotient(a, b):
+    """Return a ÷ b to the last bit."""
+    return tl.div_rn(a, b) if a.dtype == tl.float32 else a / b
+
+
+@triton.jit
+def _point(xy, regress_range, stride, p, there, RADIUS: tl.constexpr, WORK: tl.constexpr):
+    """Return place, range, stride and reach of the points `p`."""
+    x = tl.load(xy + 2 * p, mask=there, other=0).to(WORK)
+    y = tl.load(xy + 2 * p + 1, mask=there, other=0).to(WORK)
+    low = tl.load(regress_range + 2 * p, mask=there, other=0).to(WORK)
+    high = tl.load(regress_range + 2 * p + 1, mask=there, other=0).to(WORK)
+    step = tl.load(stride + p, mask=there, other=1).to(WORK)
+    # Rounded once, from fp64: what a product of Python numbers is.
+    return x, y, low, high, step, (step.to(tl.float64) * RADIUS).to(WORK)
+
+
+@triton.jit
+def _in_range(x, y, low, high, left, top, right, bottom):
+    """Tell whether the largest distance to a side lies in the point's range."""
+    west, north, east, south = x - left, y - top, right - x, bottom - y
+    far = tl.maximum(tl.maximum(west, east), tl.maximum(north, south))
+    # A maximum may drop a NaN; the published heads' does not, and such a box fits nowhere.
+    number = (west == west) & (north == north) & (east == east) & (south == south)
+    return (far >= low) & (far <= high) & number
+
+
+@triton.jit
+def _fcos_kernel(
+    xy,  # [P, 2]
+    regress_range,  # [P, 2]
+    stride,  # [P]
+    boxes,  # [B, G, 4]
+    gt_labels,  # [B, G]
+    valid,  # [B, G]
+    labels,  # [B, P]
+    sides,  # [B, P, 4]
+    centerness,  # [B, P]
+    P,
+    G,
+    BACKGROUND: tl.constexpr,
+    RADIUS: tl.constexpr,
+    CENTER: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    WORK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    image = tl.program_id(1).to(tl.int64)
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = p < P
+    x, y, low, high, step, reach = _point(xy, regress_range, stride, p, there, RADIUS, WORK)
+    least = tl.full([BLOCK], float("inf"), WORK)
+    best = tl.zeros([BLOCK], tl.int32)
+    some = 0
+    for g in range(G):
+        here = tl.load(valid + image * G + g).to(tl.int32)
+        box = boxes + (image * G + g) * 4
+        left, top = tl.load(box).to(WORK), tl.load(box + 1).to(WORK)
+        right, bottom = tl.load(box + 2).to(WORK), tl.load(box + 3).to(WORK)
+        fits = _in_range(x, y, low, high, left, top, right, bottom)
+        if CENTER:
+            center_x, center_y = (left + right) * 0.5, (top + bottom) * 0.5
+            low_x = tl.where(center_x - reach > left, center_x - reach, left)
+            low_y = tl.where(center_y - reach > top, center_y - reach, top)
+            high_x = tl.where(center_x + reach > right, right, center_x + reach)
+            high_y = tl.where(center_y + reach > bottom, bottom, center_y + reach)
+            fits = fits & (x > low_x) & (y > low_y) & (x < high_x) & (y < high_y)
+        else:
+            fits = fits & (x > left) & (y > top) & (x < right) & (y < bottom)
+        cost = tl.where(fits, (right - left) * (bottom - top), 1e8)
+        cost = tl.where(here != 0, cost, float("inf"))
+        better = cost < least
+        least, best = tl.where(better, cost, least), tl.where(better, g, best)
+        some = tl.maximum(some, here)
+
+    found = there & (least != 1e8) & (best < tl.where(some != 0, G, 0))
+    shown = there & (best < tl.where(some != 0, G, 0))
+    row = image * G + best
+    label = tl.load(gt_labels + row, mask=found, other=BACKGROUND)
+    left = x - tl.load(boxes + row * 4, mask=shown, other=0).to(WORK)
+    top = y - tl.load(boxes + row * 4 + 1, mask=shown, other=0).to(WORK)
+    right = tl.load(boxes + row * 4 + 2, mask=shown, other=0).to(WORK) - x
+    bottom = tl.load(boxes + row * 4 + 3, mask=shown, other=0).to(WORK) - y
+    if NORMALIZE:
+        left, top = _quotient(left, step), _quotient(top, step)
+        right, bottom = _quotient(right, step), _quotient(bottom, step)
+    across = _quotient(tl.minimum(left, right), tl.where(found, tl.maximum(left, right), 1.0))
+    along = _quotient(tl.minimum(top, bottom), tl.where(found, tl.maximum(top, bottom), 1.0))
+    score = _root(tl.where(found, across * along, 0.0))
+    out = image * P + p
+    tl.store(labels + out, label, mask=there)
+    tl.store(sides + out * 4, tl.where(shown, left, 0.0), mask=there)
+    tl.store(sides + out * 4 + 1, tl.where(shown, top, 0.0), mask=there)
+    tl.store(sides + out * 4 + 2, tl.where(shown, right, 0.0), mask=there)
+    tl.store(sides + out * 4 + 3, tl.where(shown, bottom, 0.0), mask=there)
+    tl.store(centerness + out, score, mask=there)
+
+
+@triton.jit
+def _fcos3d_kernel(
+    xy,  # [P, 2]
+    regress_range,  # [P, 2]
+    stride,  # [P]
+    boxes,  # [B, G, 4]
+    code,  # [B, G, C]: centre, depth and what is regressed as it is
+    gt_labels,  # [B, G]
+    gt_attributes,  # [B, G]
+    valid,  # [B, G]
+    labels,  # [B, P]
+    targets,  # [B, P, C]
+    centerness,  # [B, P]
+    attributes,  # [B, P]
+    P,
+    G,
+    C: tl.constexpr,
+    BACKGROUND: tl.constexpr,
+    ATTR_BACKGROUND: tl.constexpr,
+    RADIUS: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    WORK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    image = tl.program_id(1).to(tl.int64)
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = p < P
+    x, y, low, high, step, reach = _point(xy, regress_range, stride, p, there, RADIUS, WORK)
+    least = tl.full([BLOCK], float("inf"), WORK)
+    best = tl.zeros([BLOCK], tl.int32)
+    some = 0
+    for g in range(G):
+        here = tl.load(valid + image * G + g).to(tl.int32)
+        box = boxes + (image * G + g) * 4
+        left, top = tl.load(box).to(WORK), tl.load(box + 1).to(WORK)
+        right, bottom = tl.load(box + 2).to(WORK), tl.load(box + 3).to(WORK)
+        center_x = tl.load(code + (image * G + g) * C).to(WORK)
+        center_y = tl.load(code + (image * G + g) * C + 1).to(WORK)
+        fits = _in_range(x, y, low, high, left, top, right, bottom)
+        fits = fits & (x > center_x - reach) & (x < center_x + reach)
+        fits = fits & (y > center_y - reach) & (y < center_y + reach)
+        distance = _root((x - center_x) * (x - center_x) + (y - center_y) * (y - center_y))
+        cost = tl.where(fits, distance, 1e8)
+        cost = tl.where(here != 0, cost, float("inf"))
+        better = cost < least
+        least, best = tl.where(better, cost, least), tl.where(better, g, best)
+        some = tl.maximum(some, here)
+
+    shown = there & (best < tl.where(some != 0, G, 0))
+    found = shown & (least != 1e8)
+    row = image * G + best
+    label = tl.load(gt_labels + row, mask=found, other=BACKGROUND)
+    attribute = tl.load(gt_attributes + row, mask=found, other=ATTR_BACKGROUND)
+    dx = x - tl.load(code + row * C, mask=shown, other=0).to(WORK)
+    dy = y - tl.load(code + row * C + 1, mask=shown, other=0).to(WORK)
+    relative = _quotient(_root(dx * dx + dy * dy), 1.414 * reach)
+    score = tl.where(shown, tl.exp(-ALPHA * relative), 0.0)
+    if NORMALIZE:
+        dx, dy = _quotient(dx, step), _quotient(dy, step)
+    out = image * P + p
+    tl.store(labels + out, label, mask=there)
+    tl.store(attributes + out, attribute, mask=there)
+    tl.store(centerness + out, score, mask=there)
+    tl.store(targets + out * C, tl.where(shown, dx, 0.0), mask=there)
+    tl.store(targets + out * C + 1, tl.where(shown, dy, 0.0), mask=there)
+    for column in tl.static_range(2, C):
+        value = tl.load(code + row * C + column, mask=shown, other=0)
+        tl.store(targets + out * C + column, value, mask=there)
+
+
+def _work(dtype: torch.dtype) -> tl.dtype:
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def _in_order(points: FcosPoints) -> tuple[Tensor, Tensor, Tensor]:
+    return points.xy.contiguous(), points.regress_range.contiguous(), points.stride.contiguous()
+
+
+def fcos(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the FCOS kernel."""
+    (images, count), total = gts.valid.shape, len(points.xy)
+    labels = gts.labels.new_empty(images, total)
+    sides, centerness = gts.boxes.new_empty(images, total, 4), gts.boxes.new_empty(images, total)
+    if labels.numel() == 0:
+        return labels, sides, centerness
+    with torch.cuda.device_of(sides):
+        _fcos_kernel[(triton.cdiv(total, _BLOCK), images)](
+            *_in_order(points),
+            gts.boxes.contiguous(),
+            gts.labels.contiguous(),
+            gts.valid.contiguous(),
+            labels,
+            sides,
+            centerness,
+            total,
+            count,
+            BACKGROUND=config.background,
+            RADIUS=config.radius,
+            CENTER=config.center_sampling,
+            NORMALIZE=config.normalize,
+            WORK=_work(sides.dtype),
+            BLOCK=_BLOCK,
+            enable_fp_fusion=False,
+        )
+    return labels, sides, centerness
+
+
+def fcos3d(
+    points: FcosPoints, gts: FcosGts, code: Tensor, attrs: Tensor, config: FcosConfig
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch the FCOS3D kernel."""
+    (images, count), total = gts.valid.shape, len(points.xy)
+    labels, attributes = gts.labels.new_empty(images, total), attrs.new_empty(images, total)
+    targets, centerness = code.new_empty(images, total, code.shape[-1]), code.new_empty(images, total)
+    if labels.numel() == 0:
+        return labels, targets, centerness, attributes
+    with torch.cuda.device_of(targets):
+        _fcos3d_kernel[(triton.cdiv(total, _BLOCK), images)](
+            *_in_order(points),
+            gts.boxes.contiguous(),
+            code.contiguous(),
+            gts.labels.contiguous(),
+            attrs.contiguous(),
+            gts.valid.contiguous(),
+            labels,
+            targets,
+            centerness,
+            attributes,
+            total,
+            count,
+            C=code.shape[-1],
+            BACKGROUND=config.background,
+            ATTR_BACKGROUND=config.attr_background,
+            RADIUS=config.radius,
+            NORMALIZE=config.normalize,
+            ALPHA=config.centerness_alpha,
+            WORK=_work(targets.dtype),
+            BLOCK=_BLOCK,
+            enable_fp_fusion=False,
+        )
+    return labels, targets, centerness, attributes

@@ -1,0 +1,1 @@
+"""Triton kernels of the ops that pick rows: `compact`, `gather_rows`, `threshold`."""

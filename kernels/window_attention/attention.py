@@ -1,0 +1,342 @@
+"""Swin's window attention with a learned relative position bias and shifted windows, as one op.
+
+    out = dropout(softmax(scale · q kᵀ + bias + mask)) v        per window and head
+    bias[h, i, j] = table[index(i, j), h]                       index: offset between tokens i and j
+    mask[i, j] = 0 if region(i) = region(j) else mask_value     after a cyclic shift only
+
+Legend: B images, Y × X tokens in a map, W windows of N = tall · wide tokens, H heads of D channels,
+T = (2·tall − 1)(2·wide − 1) rows of the bias table.
+
+Swin V2's cosine attention takes `head_scale`: q and k are then divided by their norms. On a GPU each of forward and
+backward is one launch (the backward adds a small one for the table), reads q, k, v in place, folds roll, partition and
+merge into addresses, keeps softmax in fp32 and saves only qkv. Elsewhere it is the plain torch below.
+
+Liu et al., Swin Transformer, https://arxiv.org/abs/2103.14030; V2, https://arxiv.org/abs/2111.09883.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from accel.kernels import support
+from accel.kernels.support import Cost
+from accel.kernels.window_attention.regions import mask_of_regions, merge, partition, relative_index, shift_regions
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MOST_TOKENS = 256
+_WIDEST_HEAD = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What is fixed for a layer."""
+
+    heads: int
+    window: tuple[int, int]
+    """Height and width, tokens."""
+    shift: tuple[int, int] = (0, 0)
+    """Roll of the map up and to the left, tokens."""
+    scale: float = 1.0
+    """Factor of q kᵀ; not used with a head scale."""
+    mask_value: float = -100.0
+    """Added between tokens of different regions."""
+    dropout: float = 0.0
+    """Share of attention weights set to zero."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a window."""
+        return self.window[0] * self.window[1]
+
+    @property
+    def entries(self) -> int:
+        """Rows of the bias table."""
+        return (2 * self.window[0] - 1) * (2 * self.window[1] - 1)
+
+
+def window_attention(
+    qkv: Tensor,
+    table: Tensor,
+    *,
+    heads: int,
+    window: tuple[int, int],
+    regions: Tensor | None = None,
+    scale: float | None = None,
+    head_scale: Tensor | None = None,
+    mask_value: float = -100.0,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attend within windows that have been cut out already.
+
+    Args:
+        qkv: [W, N, 3·H·D], as the linear layer before it returns it: q, then k, then v, each head by head.
+        table: relative position bias, [T, H].
+        heads: H.
+        window: height and width, tokens; N is their product, at most 256.
+        regions: uint8 [windows of one image, N]; window w belongs to row w modulo their number. None: one region.
+        scale: factor of q kᵀ; default D ** -0.5. Not to be given with `head_scale`.
+        head_scale: [H], factor of each head's cosines in Swin V2 (its clamped exponential, not its logarithm).
+        mask_value: added between regions; default -100, as all published versions have it.
+        dropout: share of attention weights set to zero, 0 ≤ dropout < 1; default 0.
+
+    Returns:
+        [W, N, H·D] in qkv's dtype.
+
+    Raises:
+        ValueError: if shapes, dtypes or devices don't fit; the message says which.
+
+    Example:
+        >>> qkv, table = torch.randn(8, 49, 3 * 64), torch.zeros(169, 2)
+        >>> window_attention(qkv, table, heads=2, window=(7, 7)).shape
+        torch.Size([8, 49, 64])
+
+    Source: https://arxiv.org/abs/2103.14030, section 3.2.
+    """
+    _check_pair("window", window)
+    if qkv.dim() != 3 or qkv.shape[1] != window[0] * window[1]:
+        raise ValueError(
+            f"window_attention: qkv must be [windows, {window[0] * window[1]}, 3·H·D] for windows of {window}. "
+            f"Found: {list(qkv.shape)}; a map goes to shifted_window_attention"
+        )
+    spec = _spec(qkv, heads, window, (0, 0), scale, head_scale, mask_value, dropout)
+    regions = _checked_regions(regions, qkv, spec)
+    tall, wide = spec.window
+    out = _attend(qkv.reshape(qkv.shape[0], tall, wide, qkv.shape[-1]), table, head_scale, regions, spec)
+    return out.reshape(*qkv.shape[:2], qkv.shape[-1] // 3)
+
+
+def shifted_window_attention(
+    qkv: Tensor,
+    table: Tensor,
+    *,
+    heads: int,
+    window: tuple[int, int],
+    shift: tuple[int, int] = (0, 0),
+    scale: float | None = None,
+    head_scale: Tensor | None = None,
+    mask_value: float = -100.0,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attend within the windows of a map, rolled by `shift`: no roll, partition or merge is made.
+
+    Equal to rolling the map by -shift, cutting it into windows, attending with the mask of the shift, putting the
+    windows together and rolling back.
+
+    Args:
+        qkv: [B, Y, X, 3·H·D]; Y and X are multiples of the window's height and width.
+        table: relative position bias, [T, H].
+        heads: H.
+        window: height and width, tokens; their product is at most 256.
+        shift: tokens by which the map is rolled up and to the left; default none.
+        scale: factor of q kᵀ; default D ** -0.5. Not to be given with `head_scale`.
+        head_scale: [H], factor of each head's cosines in Swin V2.
+        mask_value: added between regions; default -100.
+        dropout: share of attention weights set to zero, 0 ≤ dropout < 1; default 0.
+
+    Returns:
+        [B, Y, X, H·D] in qkv's dtype.
+
+    Raises:
+        ValueError: if shapes, dtypes or devices don't fit; the message says which.
+
+    Example:
+        >>> qkv, table = torch.randn(2, 14, 14, 3 * 64), torch.zeros(169, 2)
+        >>> shifted_window_attention(qkv, table, heads=2, window=(7, 7), shift=(3, 3)).shape
+        torch.Size([2, 14, 14, 64])
+
+    Source: https://arxiv.org/abs/2103.14030, section 3.2.
+    """
+    _check_pair("window", window)
+    _check_pair("shift", shift)
+    if qkv.dim() != 4 or qkv.shape[1] % window[0] or qkv.shape[2] % window[1]:
+        raise ValueError(
+            f"shifted_window_attention: qkv must be [B, Y, X, 3·H·D] with Y and X multiples of {window}. "
+            f"Found: {list(qkv.shape)}; pad the map first"
+        )
+    if not all(0 <= s < w for s, w in zip(shift, window, strict=True)):
+        raise ValueError(f"shifted_window_attention: shift must be in [0, window). Found: {shift} for {window}")
+    spec = _spec(qkv, heads, window, shift, scale, head_scale, mask_value, dropout)
+    regions = None
+    # A compiler would put the making of the table, on the CPU, into every step: the operator looks it up itself.
+    in_operator = torch.compiler.is_compiling() and _runs_kernels(qkv)
+    if any(spec.shift) and qkv.numel() > 0 and not in_operator:
+        regions = shift_regions((qkv.shape[1], qkv.shape[2]), spec.window, spec.shift, qkv.device)
+    return _attend(qkv, table, head_scale, regions, spec)
+
+
+def cost(windows: int, spec: Spec, head_channels: int, element_bytes: int, *, backward: bool = False) -> Cost:
+    """Return what the op must compute and move at least: qkv read, out written; backward qkv, dout and dqkv.
+
+    Args:
+        windows: W.
+        spec: the layer.
+        head_channels: D.
+        element_bytes: of qkv.
+        backward: the backward pass instead: five products for the forward's two, and seven tensors for its four.
+    """
+    product = 2.0 * windows * spec.heads * spec.tokens * spec.tokens * head_channels
+    tensor = float(windows * spec.heads * spec.tokens * head_channels * element_bytes)
+    return Cost(flops=5 * product, bytes=7 * tensor) if backward else Cost(flops=2 * product, bytes=4 * tensor)
+
+
+# -- the reference -----------------------------------------------------------------------------------------------------
+
+
+def window_attention_ref(
+    qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, spec: Spec
+) -> Tensor:
+    """Attend within windows in plain torch: what is run on a CPU, and what the kernels are compared with.
+
+    Args:
+        qkv: [W, N, 3·H·D].
+        table: [T, H].
+        head_scale: [H] or None.
+        regions: [windows of one image, N] or None.
+        spec: the layer.
+
+    Returns:
+        [W, N, H·D].
+    """
+    windows, tokens, channels = qkv.shape
+    wide = torch.promote_types(qkv.dtype, torch.float32)
+    q, k, v = qkv.to(wide).view(windows, tokens, 3, spec.heads, channels // (3 * spec.heads)).permute(2, 0, 3, 1, 4)
+    if head_scale is None:
+        scores = (q * spec.scale) @ k.transpose(-2, -1)
+    else:
+        cosines = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+        scores = cosines * head_scale.to(wide).view(-1, 1, 1)
+    index = relative_index(spec.window, qkv.device)
+    scores = scores + table.to(wide)[index.view(-1)].view(tokens, tokens, spec.heads).permute(2, 0, 1)
+    if regions is not None:
+        mask = mask_of_regions(regions, spec.mask_value, scores.dtype)[:, None]
+        scores = (scores.unflatten(0, (-1, regions.shape[0])) + mask).flatten(0, 1)
+    weights = F.dropout(scores.softmax(-1), spec.dropout)
+    out: Tensor = (weights @ v).transpose(1, 2).flatten(2).to(qkv.dtype)
+    return out
+
+
+def shifted_window_attention_ref(
+    qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, spec: Spec
+) -> Tensor:
+    """Attend within the windows of a rolled map in plain torch: roll, partition, attend, merge, roll back.
+
+    Args:
+        qkv: [B, Y, X, 3·H·D].
+        table: [T, H].
+        head_scale: [H] or None.
+        regions: [windows of one image, N] or None.
+        spec: the layer.
+
+    Returns:
+        [B, Y, X, H·D].
+    """
+    size = qkv.shape[1], qkv.shape[2]
+    rolled = qkv.roll((-spec.shift[0], -spec.shift[1]), (1, 2)) if any(spec.shift) else qkv
+    attended = window_attention_ref(partition(rolled, spec.window), table, head_scale, regions, spec)
+    out = merge(attended, spec.window, size)
+    return out.roll(spec.shift, (1, 2)) if any(spec.shift) else out
+
+
+# -- the choice of the path --------------------------------------------------------------------------------------------
+
+
+def _runs_kernels(qkv: Tensor) -> bool:
+    return support.runs_triton(qkv) and qkv.dtype != torch.float64
+
+
+def _attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, spec: Spec) -> Tensor:
+    """Attend within the windows of a map [B, Y, X, 3·H·D] by the path that its device calls for."""
+    _check(qkv, table, head_scale, spec)
+    kind = qkv.device.type
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if casts and qkv.dtype != torch.float64:
+        qkv = qkv.to(torch.get_autocast_dtype(kind))
+    if qkv.numel() == 0:  # the table still gets its gradient, which is zero
+        return qkv[..., : qkv.shape[-1] // 3] + 0 * table.sum().to(qkv.dtype)
+    if not _runs_kernels(qkv):
+        with torch.autocast(kind, enabled=False) if casts else nullcontext():
+            return shifted_window_attention_ref(qkv, table, head_scale, regions, spec)
+    from accel.kernels.window_attention import op as window_attention_op
+
+    return window_attention_op.attend(qkv.contiguous(), table, head_scale, regions, spec)
+
+
+def _spec(
+    qkv: Tensor,
+    heads: int,
+    window: tuple[int, int],
+    shift: tuple[int, int],
+    scale: float | None,
+    head_scale: Tensor | None,
+    mask_value: float,
+    dropout: float,
+) -> Spec:
+    if heads < 1 or qkv.shape[-1] % (3 * heads):
+        raise ValueError(
+            f"window_attention: the last dimension of qkv must be 3 · heads · D. Found: {qkv.shape[-1]} for "
+            f"{heads} heads"
+        )
+    if not 0 <= dropout < 1:
+        raise ValueError(f"window_attention: dropout must be in [0, 1). Found: {dropout}")
+    if scale is not None and head_scale is not None:
+        raise ValueError("window_attention: give scale or head_scale, not both")
+    if scale is None:
+        scale = (qkv.shape[-1] // (3 * heads)) ** -0.5 if qkv.shape[-1] else 1.0
+    tall, wide = (int(side) for side in window)
+    down, right = (int(side) for side in shift)
+    return Spec(
+        heads=heads, window=(tall, wide), shift=(down, right), scale=scale, mask_value=mask_value, dropout=dropout
+    )
+
+
+def _check_pair(name: str, pair: object) -> None:
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(side, int) for side in pair):
+        raise ValueError(f"window_attention: {name} must be two whole numbers, height and width. Found: {pair!r}")
+    if name == "window" and min(pair) < 1:
+        raise ValueError(f"window_attention: window must be at least 1 token each way. Found: {pair!r}")
+
+
+def _check(qkv: Tensor, table: Tensor, head_scale: Tensor | None, spec: Spec) -> None:
+    if qkv.dtype not in _DTYPES:
+        raise ValueError(f"window_attention: qkv must be floating point. Found: {qkv.dtype}")
+    if not 1 <= spec.tokens <= _MOST_TOKENS or qkv.shape[-1] // (3 * spec.heads) > _WIDEST_HEAD:
+        raise ValueError(
+            f"window_attention: windows may have 1 to {_MOST_TOKENS} tokens and heads up to {_WIDEST_HEAD} channels. "
+            f"Found: windows of {spec.window}, heads of {qkv.shape[-1] // (3 * spec.heads)}"
+        )
+    if tuple(table.shape) != (spec.entries, spec.heads):
+        raise ValueError(
+            f"window_attention: table must be [{spec.entries}, {spec.heads}] for windows of {spec.window}. "
+            f"Found: {list(table.shape)}"
+        )
+    if head_scale is not None and head_scale.numel() != spec.heads:
+        raise ValueError(f"window_attention: head_scale must be [{spec.heads}]. Found: {list(head_scale.shape)}")
+    for name, tensor in (("table", table), ("head_scale", head_scale)):
+        if tensor is not None and not tensor.is_floating_point():
+            raise ValueError(
+                f"window_attention: {name} must be floating point, it is learned. Found: {tensor.dtype}; convert it "
+                "with .float()"
+            )
+        if tensor is not None and tensor.device != qkv.device:
+            raise ValueError(
+                f"window_attention: {name} must be on qkv's device, {qkv.device}. Found: {tensor.device}; move it"
+            )
+
+
+def _checked_regions(regions: Tensor | None, qkv: Tensor, spec: Spec) -> Tensor | None:
+    if regions is None:
+        return None
+    fits = regions.dim() == 2 and regions.shape[1] == spec.tokens and regions.shape[0] > 0
+    if not fits or regions.dtype != torch.uint8 or qkv.shape[0] % regions.shape[0]:
+        raise ValueError(
+            f"window_attention: regions must be uint8 [n, {spec.tokens}] with n a divisor of {qkv.shape[0]} windows. "
+            f"Found: {regions.dtype} {list(regions.shape)}"
+        )
+    if regions.device != qkv.device:
+        raise ValueError(f"window_attention: regions must be on {qkv.device}. Found: {regions.device}; move them")
+    return regions.contiguous()

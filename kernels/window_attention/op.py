@@ -1,0 +1,157 @@
+"""Window attention's kernels with their gradient: as a function for eager calls, as an operator for torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.flop_counter import register_flop_formula
+
+from accel.kernels.window_attention.attention import Spec, cost
+from accel.kernels.window_attention.regions import shift_regions
+from accel.kernels.window_attention.triton import backward, forward
+
+
+class WindowAttentionFunction(torch.autograd.Function):
+    """Saves qkv and the small inputs; everything else is computed anew."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        table: Tensor,
+        head_scale: Tensor | None,
+        regions: Tensor | None,
+        seed: Tensor | None,
+        spec: Spec,
+    ) -> Tensor:
+        """Launch, and save."""
+        ctx.save_for_backward(qkv, table, head_scale, regions, seed)
+        ctx.spec = spec
+        return forward(qkv, table, head_scale, regions, seed, spec)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Launch."""
+        qkv, table, head_scale, regions, seed = ctx.saved_tensors
+        return (*backward(grads[0], qkv, table, head_scale, regions, seed, ctx.spec), None, None, None)
+
+
+def attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, spec: Spec) -> Tensor:
+    """Attend within the windows of a contiguous map, differentiably."""
+    seed = None
+    if spec.dropout > 0:
+        # torch's generator, so that manual_seed and captured graphs behave as they do with its own dropout.
+        seed = torch.randint(2**62, (1,), device=qkv.device)
+    table = table.contiguous()
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        fields = (spec.heads, list(spec.window), list(spec.shift), spec.scale, spec.mask_value, spec.dropout)
+        compiled: Tensor = _attend_op(qkv, table, head_scale, regions, seed, *fields)
+        return compiled
+    out: Tensor = WindowAttentionFunction.apply(qkv, table, head_scale, regions, seed, spec)  # type: ignore[no-untyped-call]
+    return out
+
+
+# torch.compile and dispatch modes (FLOP counters, fake tensors) see an opaque op. Other eager calls go round it: the
+# dispatcher and its Python wrappers cost more host time than both launches.
+
+
+@torch.library.custom_op("accel::window_attention", mutates_args=())
+def _attend_op(
+    qkv: Tensor,
+    table: Tensor,
+    head_scale: Tensor | None,
+    regions: Tensor | None,
+    seed: Tensor | None,
+    heads: int,
+    window: list[int],
+    shift: list[int],
+    scale: float,
+    mask_value: float,
+    dropout: float,
+) -> Tensor:
+    spec = _spec_of(heads, window, shift, scale, mask_value, dropout)
+    return forward(qkv, table, head_scale, _looked_up(regions, qkv, spec), seed, spec)
+
+
+@_attend_op.register_fake
+def _(qkv: Tensor, *_: Any) -> Tensor:
+    return qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
+
+
+@torch.library.custom_op("accel::window_attention_backward", mutates_args=())
+def _backward_op(
+    dout: Tensor,
+    qkv: Tensor,
+    table: Tensor,
+    head_scale: Tensor | None,
+    regions: Tensor | None,
+    seed: Tensor | None,
+    heads: int,
+    window: list[int],
+    shift: list[int],
+    scale: float,
+    mask_value: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    spec = _spec_of(heads, window, shift, scale, mask_value, dropout)
+    regions = _looked_up(regions, qkv, spec)
+    dqkv, dtable, dscale = backward(dout, qkv, table, head_scale, regions, seed, spec)
+    return dqkv, dtable, table.new_empty(0) if dscale is None else dscale
+
+
+@_backward_op.register_fake
+def _(dout: Tensor, qkv: Tensor, table: Tensor, head_scale: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dscale = table.new_empty(0) if head_scale is None else torch.empty_like(head_scale)
+    return torch.empty_like(qkv), torch.empty_like(table), dscale
+
+
+def _looked_up(regions: Tensor | None, qkv: Tensor, spec: Spec) -> Tensor | None:
+    """Return the regions of a shifted map, which compiled code leaves to the operator."""
+    if regions is not None or not any(spec.shift):
+        return regions
+    return shift_regions((qkv.shape[1], qkv.shape[2]), spec.window, spec.shift, qkv.device)
+
+
+def _spec_of(heads: int, window: list[int], shift: list[int], scale: float, mask_value: float, dropout: float) -> Spec:
+    return Spec(
+        heads=heads,
+        window=(window[0], window[1]),
+        shift=(shift[0], shift[1]),
+        scale=scale,
+        mask_value=mask_value,
+        dropout=dropout,
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.rest = inputs[5:]
+
+
+def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    dqkv, dtable, dscale = _backward_op(dout, *ctx.saved_tensors, *ctx.rest)
+    return dqkv, dtable, dscale if ctx.saved_tensors[2] is not None else None, *(None,) * 8
+
+
+_attend_op.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.accel.window_attention)
+def _(qkv: torch.Size, table: torch.Size, *rest: Any, **unused: Any) -> int:
+    return _flops(qkv, *rest[3:])
+
+
+@register_flop_formula(torch.ops.accel.window_attention_backward)
+def _(dout: torch.Size, qkv: torch.Size, table: torch.Size, *rest: Any, **unused: Any) -> int:
+    return _flops(qkv, *rest[3:], backward=True)
+
+
+def _flops(qkv: torch.Size, heads: int, window: list[int], *rest: Any, backward: bool = False) -> int:
+    spec = Spec(heads=heads, window=(window[0], window[1]))
+    windows = qkv[:-1].numel() // spec.tokens
+    return int(cost(windows, spec, qkv[-1] // (3 * heads), 1, backward=backward).flops)

@@ -1,0 +1,179 @@
+"""Marks on torch's own entry points, so that an unmodified loop tells where it is.
+
+    DataLoader.__iter__, its iterators' __next__      a batch is asked for and handed over
+    torch.autograd.backward, torch.autograd.grad      the backward pass
+    optimizer step hooks (torch's global ones)        the update
+    functions of torch.distributed                    collectives the loop calls itself
+    Tensor.to, Tensor.cuda (with a GPU only)          copies to the device
+    gc.callbacks                                      the garbage collector
+
+Everything is put back by `remove`. Calls from other threads than the training thread pass through unmarked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from accel.profiler.clocks.collector import Collector
+
+_COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+)
+
+
+Function = Callable[..., Any]
+Loaders = Sequence[tuple[type, type]]
+
+
+class Ear(Protocol):
+    """What listens: it makes the marked functions, and is told the rest."""
+
+    thread: int
+
+    def iterating(self, original: Function) -> Function:
+        """Return `DataLoader.__iter__`, marked."""
+
+    def fetching(self, original: Function) -> Function:
+        """Return `__next__` of a loader's iterator, marked."""
+
+    def differentiating(self, original: Function) -> Function:
+        """Return a function that runs a backward pass, marked."""
+
+    def communicating(self, original: Function) -> Function:
+        """Return a collective, marked."""
+
+    def copying(self, original: Function) -> Function:
+        """Return a method that may copy a tensor to the device, marked."""
+
+    def updating(self) -> tuple[Function, Function]:
+        """Return the hooks before and after an optimizer's step."""
+
+
+class Patches:
+    """Attributes replaced for a while."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Any, str, Any, bool]] = []
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace an attribute by what `make` makes of it."""
+        own = name in vars(owner)
+        found = vars(owner)[name] if own else getattr(owner, name)
+        self._found.append((owner, name, found, own))
+        setattr(owner, name, make(found))
+
+    def remove(self) -> None:
+        """Put everything back, the last first."""
+        while self._found:
+            owner, name, found, own = self._found.pop()
+            if own:
+                setattr(owner, name, found)
+            else:
+                delattr(owner, name)
+
+
+class BackwardProbe:
+    """Tell when a backward pass begins and ends.
+
+    Args:
+        begins: called before.
+        ended: called after, also if it raised.
+    """
+
+    def __init__(self, begins: Callable[[], None], ended: Callable[[], None]) -> None:
+        self._begins, self._ended = begins, ended
+        self._inside = False
+        self._patches = Patches()
+
+    def install(self) -> None:
+        """Begin to tell."""
+        for name in ("backward", "grad"):
+            self._patches.replace(torch.autograd, name, self._marked)
+
+    def remove(self) -> None:
+        """Tell no more."""
+        self._patches.remove()
+
+    def _marked(self, original: Function) -> Function:
+        @functools.wraps(original)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # a backward pass within one (checkpointing) belongs to it
+                return original(*args, **kwargs)
+            self._inside = True
+            self._begins()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._inside = False
+                self._ended()
+
+        return marked
+
+
+class Probes:
+    """All marks of an unmodified loop.
+
+    Args:
+        ear: what listens.
+        loaders: loaders that iterate in their own way, each with the class of its iterators.
+
+    Attributes:
+        collector: how long the garbage collector ran.
+    """
+
+    def __init__(self, ear: Ear, loaders: Loaders = ()) -> None:
+        self._ear, self._loaders = ear, ((DataLoader, _BaseDataLoaderIter), *loaders)
+        self._patches = Patches()
+        self._hooks: list[Any] = []
+        self.collector = Collector()
+
+    def install(self) -> None:
+        """Begin to listen."""
+        ear, replace = self._ear, self._patches.replace
+        for loader, iterator in self._loaders:
+            replace(loader, "__iter__", ear.iterating)
+            replace(iterator, "__next__", ear.fetching)
+        for name in ("backward", "grad"):
+            replace(torch.autograd, name, ear.differentiating)
+        before, after = ear.updating()
+        self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        if torch.distributed.is_available():
+            for name in _COLLECTIVES:
+                if hasattr(torch.distributed, name):
+                    replace(torch.distributed, name, ear.communicating)
+        if torch.cuda.is_available():
+            for name in ("to", "cuda"):
+                replace(torch.Tensor, name, ear.copying)
+        self.collector.install()
+
+    def remove(self) -> None:
+        """Put everything back."""
+        self._patches.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.collector.remove()

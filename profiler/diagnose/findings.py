@@ -1,0 +1,87 @@
+"""Make findings: shares, predictions with intervals, and the sentences they are told in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from accel.profiler.diagnose.anatomy import Anatomy
+from accel.profiler.diagnose.causes import CAUSES
+from accel.profiler.evidence import Evidence, LineTime, ThreadShare
+from accel.profiler.phases import Measurement
+from accel.profiler.report import Finding, Saving
+from accel.profiler.trial import interval
+
+WORTH = 0.10
+"""Share of the step from which on something is called a cause."""
+
+
+def finding(cause: str, share: float, why: list[str], predicted: Saving | None) -> Finding:
+    """Make a finding of a cause in the table."""
+    known = CAUSES[cause]
+    return Finding(
+        cause=cause,
+        bottleneck=known.bottleneck.value,
+        title=known.title,
+        why=why,
+        remedy=known.remedy,
+        strategy=known.strategy,
+        share=share,
+        predicted=predicted,
+    )
+
+
+def saving(steps: Sequence[Measurement], removable: Callable[[Measurement], float]) -> Saving:
+    """Return the share of the steps' time that is removable, with a 95 % interval over ten stretches of the run."""
+    value = sum(map(removable, steps)) / sum(m.seconds for m in steps)
+    size = max(1, len(steps) // 10)
+    stretches = [steps[i : i + size] for i in range(0, size * (len(steps) // size), size)]
+    shares = [sum(map(removable, part)) / sum(m.seconds for m in part) for part in stretches]
+    if len(shares) < 2:
+        return Saving(value=value, low=0.0, high=1.0)
+    low, high = interval(shares, 0.025)
+    half = (high - low) / 2
+    return Saving(value=value, low=max(0.0, value - half), high=min(1.0, value + half))
+
+
+def scaled(whole: Saving, factor: float) -> Saving:
+    """Return a part of a saving."""
+    return Saving(value=whole.value * factor, low=whole.low * factor, high=whole.high * factor)
+
+
+def of_phases(evidence: Evidence, *names: str) -> Saving:
+    return saving(evidence.steps, lambda m: sum(m.phases.get(name, 0.0) for name in names))
+
+
+def ms_of(found: Anatomy, share: float) -> str:
+    return f"{found.step_s * share * 1e3:.3g} of {found.step_s * 1e3:.3g} ms"
+
+
+def thread_text(share: ThreadShare | None) -> str:
+    if share is None:
+        return ""
+    return f"{share.run:.0%} on a core, {share.wait:.0%} waiting for one, {share.blocked:.0%} asleep"
+
+
+def where(line: LineTime) -> str:
+    """Return a line's place and text."""
+    text = f": {line.source[:60]}" if line.source else ""
+    return f"{os.path.basename(line.file)}:{line.line}{text}"
+
+
+def lines_in(evidence: Evidence, phases: Sequence[str]) -> list[LineTime]:
+    return [line for line in evidence.lines if line.phase in phases and line.file]
+
+
+def top_lines(evidence: Evidence, phases: Sequence[str], tag: str | None = None) -> list[str]:
+    """Say in which lines of the loop's source most of the time in some phases went."""
+    rows = [row for row in lines_in(evidence, phases) if tag is None or tag in row.tags]
+    total = sum(row.seconds for row in evidence.lines if row.phase in phases)
+    return [f"{row.seconds / total:.0%} of it in {where(row)}" for row in rows[:2] if row.seconds >= 0.15 * total]
+
+
+def tagged(evidence: Evidence, phases: Sequence[str], tag: str) -> float:
+    """Return the share of the sampled time in some phases that carries a tag."""
+    rows = [row for row in evidence.lines if row.phase in phases]
+    total = sum(row.seconds for row in rows)
+    return sum(row.seconds for row in rows if tag in row.tags) / total if total > 0 else 0.0

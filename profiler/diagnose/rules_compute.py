@@ -1,0 +1,135 @@
+"""Rules: the step computes, copies and launches, and something makes that longer than it has to be."""
+
+from __future__ import annotations
+
+import os
+
+from accel.profiler.diagnose.anatomy import Anatomy
+from accel.profiler.diagnose.findings import WORTH, finding, ms_of
+from accel.profiler.diagnose.inside import OVERHEAD
+from accel.profiler.evidence import Evidence
+from accel.profiler.report import Finding, Saving
+
+SMALL_BATCH_FACTOR = 8
+"""How much larger a batch the prediction for small operations assumes."""
+
+
+def transfer(evidence: Evidence, found: Anatomy) -> Finding | None:
+    trace = evidence.trace
+    share = max(found.shares["copy"], (trace.copy_share or 0.0) if trace else 0.0)
+    if evidence.device == "cpu" or share < WORTH:
+        return None
+    why = [f"copies from the host that nothing hides take {ms_of(found, share)}"]
+    why.append("the loader pins its memory" if evidence.loader.pinned else "the loader does not pin its memory")
+    return finding("transfer.pageable", share, why, Saving(value=share, low=0.5 * share, high=share))
+
+
+def sync(evidence: Evidence, found: Anatomy) -> Finding | None:
+    trace = evidence.trace
+    if trace is None or not trace.syncs or trace.device_busy is None:
+        return None
+    # A wait for a device that is busy anyway costs nothing: only what leaves the device idle can be won.
+    share = min(sum(point.ms for point in trace.syncs) / 1e3 / found.step_s, 1.0 - trace.device_busy)
+    if share < WORTH:
+        return None
+    top = max(trace.syncs, key=lambda point: point.ms)
+    why = [
+        f"the host waits {sum(p.ms for p in trace.syncs):.3g} ms a step for the device, which idles "
+        f"{1 - trace.device_busy:.0%} of the time",
+        f"most of it in {top.name} at {os.path.basename(top.file)}:{top.line}, {top.calls:.3g} times a step",
+    ]
+    return finding("sync.read", share, why, Saving(value=share, low=0.0, high=share))
+
+
+def anomaly(evidence: Evidence, found: Anatomy) -> Finding | None:
+    if not evidence.anomaly_mode:
+        return None
+    why = [
+        "torch.is_anomaly_enabled() is true: each operation records its stack and each gradient is searched for NaN",
+        f"forward and backward take {ms_of(found, found.computing)}",
+    ]
+    return finding("compute.anomaly", found.computing, why, None)
+
+
+def double(evidence: Evidence, found: Anatomy) -> Finding | None:
+    share = found.computing + found.shares["optimizer"]
+    if evidence.dtype != "float64" or share < WORTH:
+        return None
+    why = [f"most parameters are float64; forward, backward and update take {ms_of(found, share)}"]
+    ratio = 0.5
+    if evidence.roofline is not None and {"float32", "float64"} <= set(evidence.roofline.gflops):
+        limits = evidence.roofline.gflops
+        ratio = limits["float64"] / limits["float32"]
+        if evidence.device == "cpu":  # a vector and a cache line hold twice as many float32, and no more
+            ratio = max(ratio, 0.5)
+        why.append(
+            f"this device reaches {limits['float32']:.3g} GFLOP/s in float32, {limits['float64']:.3g} in float64"
+        )
+    value = share * (1 - ratio)
+    return finding("compute.float64", share, why, Saving(value=value, low=0.7 * value, high=min(share, 1.2 * value)))
+
+
+_IDLE = 0.4
+"""Share of the cores from which on they are worth a thread: one of two, less what the system itself takes."""
+
+
+def idle_cores(evidence: Evidence) -> float:
+    """Return the cores of this host that the run leaves idle."""
+    workers = sum(worker.share.run + worker.share.wait for worker in evidence.workers)
+    return evidence.cores - evidence.local_world_size * evidence.threads - workers - (evidence.foreign_cores or 0.0)
+
+
+def threads(evidence: Evidence, found: Anatomy) -> Finding | None:
+    small = evidence.trace is not None and evidence.trace.small_share >= 0.5
+    if evidence.device != "cpu" or small or found.computing < 0.5 or idle_cores(evidence) < _IDLE * evidence.cores:
+        return None
+    why = [f"{evidence.threads} of {evidence.cores} cores compute, {idle_cores(evidence):.2g} are idle"]
+    value = found.computing * (1 - evidence.threads / evidence.cores)
+    return finding("compute.threads", found.computing, why, Saving(value=0.8 * value, low=0.0, high=value))
+
+
+def small_ops(evidence: Evidence, found: Anatomy) -> Finding | None:
+    trace = evidence.trace
+    if trace is None or trace.small_share < 0.5:
+        return None
+    if trace.device_busy is not None and trace.device_busy > 0.8:
+        return None
+    # An update of many tensors at once costs the same for a batch of any size; one by one it is a cause of its own.
+    once = found.shares["optimizer"] if not evidence.optimizer.one_by_one else 0.0
+    share = found.computing * trace.small_share + once
+    if trace.operators_ms is not None:
+        share = min(share, OVERHEAD * trace.operators_ms / 1e3 / found.step_s)
+    if trace.device_busy is not None:  # a device that waits for a batch is idle too
+        share = min(1.0 - trace.device_busy, found.computing + found.shares["optimizer"])
+    if share < WORTH:
+        return None
+    why = [
+        f"{trace.ops_per_step:.0f} operations a step, {trace.small_share:.0%} of their time in calls too short for "
+        f"their launch",
+        f"the prediction is per sample, for a batch {SMALL_BATCH_FACTOR} times as large",
+    ]
+    if trace.device_busy is not None:
+        why.append(f"the device runs a kernel {trace.device_busy:.0%} of the time")
+    value = share * (1 - 1 / SMALL_BATCH_FACTOR)
+    return finding("launch.small_ops", share, why, Saving(value=value, low=0.7 * value, high=share))
+
+
+_MOSTLY = 0.5
+"""Share of the operators' time: 0.61 to 0.82 where element-wise work was the fault, up to 0.2 in healthy loops, on two
+cores; a trace of two steps tells it no better."""
+
+
+def bandwidth(evidence: Evidence, found: Anatomy) -> Finding | None:
+    trace = evidence.trace
+    if trace is None or trace.elementwise_share < _MOSTLY or trace.small_share >= 0.5:
+        return None
+    share = found.computing * trace.elementwise_share
+    if share < 0.3:
+        return None
+    why = [f"{trace.elementwise_share:.0%} of the operators' time is element-wise work on large tensors"]
+    limit = evidence.roofline.gb_per_s if evidence.roofline is not None else 0.0
+    # What is faster than a copy lies in a cache, and says nothing about memory.
+    top = next((op for op in trace.ops if op.kind == "elementwise" and op.gb_per_s and op.gb_per_s <= limit), None)
+    if top is not None:
+        why.append(f"{top.name} moves {top.gb_per_s:.3g} GB/s; a large copy here moves {limit:.3g}")
+    return finding("memory.bound", share, why, None)

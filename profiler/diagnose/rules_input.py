@@ -1,0 +1,102 @@
+"""Rules: the step waits for its batches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from accel.profiler.diagnose.anatomy import Anatomy
+from accel.profiler.diagnose.findings import WORTH, finding, ms_of, of_phases, scaled, thread_text, top_lines
+from accel.profiler.evidence import Evidence, ThreadShare
+from accel.profiler.report import Finding, Saving
+
+HANDOVER_S = 0.5e-3
+"""What a batch from a worker process takes to be handed over: a loop that needed 0.15 ms took 0.78 ms with one."""
+_ASLEEP = 0.4
+"""Share of the wait asleep from which on it is storage. Each of many short reads wakes the thread, which takes time on
+a core: with reads of 0.2 ms and nothing else it was 46 to 85 % asleep, by how the machine was that hour."""
+_WHERE = {
+    "loss": "between the forward and the backward pass, where the clock of the loss runs",
+    "host": "between the backward pass and the update",
+    "forward": "before the loss, where the clock of the forward pass runs: no call of the model was seen",
+}
+WHOLE_BATCHES = (
+    "take whole batches at once: a dataset with __getitems__, or its tensors indexed by the batch; worker processes "
+    "would cost more than they take over"
+)
+
+
+def epoch_start(evidence: Evidence, found: Anatomy) -> Finding | None:
+    anew = evidence.loader.workers > 0 and not evidence.loader.persistent
+    share = found.epoch_start + (found.epoch_slow if anew else 0.0)
+    if found.epoch_start < WORTH:
+        return None
+    firsts = sum(m.first for m in evidence.steps)
+    why = [
+        f"{firsts} of {found.steps} steps begin an epoch; beyond an ordinary wait they wait "
+        f"{ms_of(found, found.epoch_start)} of the mean step",
+        f"the loader has {evidence.loader.workers} workers"
+        + ("" if evidence.loader.persistent else ", started anew for each epoch"),
+    ]
+    if anew and found.epoch_slow >= 0.02:
+        why.append(f"the model's own phases are slower in these steps, by {ms_of(found, found.epoch_slow)}")
+    predicted = Saving(value=share, low=0.85 * share, high=min(1.0, 1.1 * share))
+    return finding("input.epoch_start", share, why, predicted)
+
+
+def loader(evidence: Evidence, found: Anatomy) -> Finding | None:
+    share = found.shares["data"] - found.epoch_start
+    if share < WORTH:
+        return None
+    whole = of_phases(evidence, "data")
+    predicted = scaled(whole, share / whole.value)
+    why = [f"the loop waits for its loader for {ms_of(found, share)}"]
+    if evidence.loader.workers:
+        return _from_workers(evidence, share, why, predicted)
+    thread = evidence.data_thread
+    if evidence.collate_share >= 0.5:
+        why.append(f"{evidence.collate_share:.0%} of that is the collate function")
+        return finding("input.collate", share, why, predicted)
+    if thread is not None:
+        why.append(f"meanwhile the training thread is {thread_text(thread)}")
+    why += top_lines(evidence, ["data"])
+    blocked = thread is not None and thread.blocked >= _ASLEEP
+    if not blocked and share * found.step_s < HANDOVER_S:
+        why.append(f"handing a batch over from a worker process takes some {HANDOVER_S * 1e3:.1g} ms, which is more")
+        return dataclasses.replace(finding("input.cpu", share, why, predicted), remedy=WHOLE_BATCHES, strategy="")
+    return finding("input.storage" if blocked else "input.cpu", share, why, predicted)
+
+
+def _from_workers(evidence: Evidence, share: float, why: list[str], predicted: Saving) -> Finding:
+    shares = [worker.share for worker in evidence.workers]
+    thread = evidence.data_thread
+    if thread is not None and thread.run >= 0.5:
+        why.append(f"meanwhile the training thread is {thread_text(thread)}: it does not wait for a worker")
+        return finding("input.handover", share, why, predicted)
+    if not shares:
+        why.append("what the workers do could not be seen")
+        return finding("input.workers", share, why, predicted)
+    mean = ThreadShare(
+        run=sum(s.run for s in shares) / len(shares),
+        wait=sum(s.wait for s in shares) / len(shares),
+        blocked=sum(s.blocked for s in shares) / len(shares),
+    )
+    why.append(f"{len(shares)} workers are {thread_text(mean)}")
+    # A loop that waits has handed out all the work there is, so a worker that sleeps sleeps in its work.
+    return finding("input.worker_storage" if mean.blocked >= 0.5 else "input.workers", share, why, predicted)
+
+
+def iterator(evidence: Evidence, found: Anatomy) -> Finding | None:
+    share, phases = sum(found.batches.values()), list(found.batches)
+    if share < WORTH:
+        return None
+    rows = [row for row in evidence.lines if row.phase in phases and "next batch" in row.tags]
+    seconds = sum(row.seconds for row in rows)
+    asleep = sum(row.seconds * row.blocked for row in rows) / seconds
+    most = max(phases, key=lambda phase: found.batches[phase])
+    why = [
+        f"the loop makes its batches itself, which takes {ms_of(found, share)}, {asleep:.0%} of it asleep",
+        *([f"it does so {_WHERE[most]}"] if most in _WHERE else []),
+        *top_lines(evidence, phases, "next batch"),
+    ]
+    whole = of_phases(evidence, *phases)
+    return finding("input.iterator", share, why, scaled(whole, share / whole.value))

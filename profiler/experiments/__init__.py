@@ -1,0 +1,1 @@
+"""Suspects switched off for a few real steps, interleaved with ordinary ones."""

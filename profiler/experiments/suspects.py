@@ -1,0 +1,61 @@
+"""Which suspects are tried, and how each is switched off."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.profiler.clocks.recorder import Recorder
+from accel.profiler.experiments.stale_reads import StaleReads
+from accel.profiler.experiments.whatif import (
+    AllThreads,
+    Counterfactual,
+    FetchedAhead,
+    NoAnomalyMode,
+    NoCollector,
+    NoExchange,
+    OneUpdate,
+    can_update_at_once,
+)
+from accel.profiler.gather import Exchange
+from accel.profiler.host import usable_cores
+
+MOST = 3
+"""Suspects tried in a run."""
+_AHEAD = ("input.cpu", "input.storage", "input.workers", "input.worker_storage", "input.handover", "input.collate")
+
+
+def counterfactual(cause: str, recorder: Recorder, local_ranks: int) -> Counterfactual | None:
+    """Return what switches a cause off in this run, None if nothing does."""
+    if cause in _AHEAD and recorder.loader is not None:
+        return FetchedAhead(recorder)
+    if cause == "sync.read":
+        return StaleReads()
+    if cause == "host.gc":
+        return NoCollector(lambda: recorder.probes.collector.seconds)
+    if cause == "compute.anomaly":
+        return NoAnomalyMode()
+    if cause == "compute.threads":
+        return AllThreads(max(1, usable_cores() // local_ranks))
+    if cause.startswith("optimizer.") and any(can_update_at_once(o) for o in recorder.optimizers):
+        return OneUpdate(recorder.optimizers)
+    ddp = [module for module in recorder.roots.modules if isinstance(module, DistributedDataParallel)]
+    return NoExchange(ddp) if cause == "communication.exposed" and ddp else None
+
+
+def agreed(mine: Sequence[str], exchange: Exchange) -> list[str]:
+    """Return the causes to try, the same on all ranks.
+
+    Raises:
+        OSError: if the ranks can't be asked.
+    """
+    if not exchange.launched:
+        return list(mine[:MOST])
+    exchange.post("suspects", list(mine))
+    everyone = exchange.collect("suspects") if exchange.rank == 0 else {}
+    # The rank that waits for the others names what the slow one can't see; every rank can switch what one can.
+    votes = Counter(cause for causes in everyone.values() for cause in causes)
+    shared = [cause for cause, _ in votes.most_common(MOST)] if len(everyone) == exchange.size else []
+    return [str(cause) for cause in exchange.decided("experiments", shared) or []]

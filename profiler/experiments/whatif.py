@@ -1,0 +1,322 @@
+"""Counterfactuals: run real steps without the suspected cause, interleaved with ordinary ones, and see what it gives.
+
+A share of the time says where the time is, not what would be won: work may overlap, and what is removed may uncover
+another wait. So a suspicion is tried. Each counterfactual switches one thing at a step boundary; blocks with and
+without it are interleaved and judged as a trial is.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from accel.profiler.clocks.probes import Patches
+from accel.profiler.clocks.recorder import Recorder
+from accel.profiler.experiments import update_path
+from accel.profiler.experiments.update_path import Paths
+from accel.profiler.phases import Measurement
+from accel.profiler.report import Experiment, Saving
+from accel.profiler.trial import Outcome, Trial, TrialConfig
+
+ALONE = TrialConfig(block_steps=4, looks=(6, 12), min_pairs=4)
+TOGETHER = TrialConfig(block_steps=4, looks=(8,), min_pairs=8)
+"""For several ranks: always eight pairs, since all must switch at the same steps."""
+
+
+class Counterfactual(Protocol):
+    """One thing that can be switched between two steps."""
+
+    name: str
+    what: str
+    changes_learning: bool
+
+    def enable(self) -> None:
+        """Remove the suspected cause."""
+
+    def disable(self) -> None:
+        """Put it back."""
+
+    def worked(self) -> bool:
+        """Tell, after the last `disable`, whether it has removed anything; the experiment is void if it has not."""
+
+
+class FetchedAhead:
+    """The batch is fetched while the step's clock stands: what a loader that is never late would give."""
+
+    name = "batch fetched ahead"
+    what = "each batch was fetched between two steps, off the clock"
+    changes_learning = False
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._before = self._fetched = 0
+
+    def enable(self) -> None:
+        """Fetch off the clock."""
+        self._recorder.ahead = True
+        self._before = self._recorder.fetched
+
+    def disable(self) -> None:
+        """Fetch on the clock."""
+        self._recorder.ahead = False
+        self._fetched += self._recorder.fetched - self._before
+
+    def worked(self) -> bool:
+        """Tell whether batches were fetched off the clock."""
+        return self._fetched > 0
+
+
+class NoCollector:
+    """`gc.collect` does nothing and the collector is off.
+
+    Args:
+        spent: returns the seconds that the collector has run for so far.
+    """
+
+    name = "no garbage collection"
+    what = "the garbage collector was off and gc.collect() did nothing"
+    changes_learning = False
+
+    def __init__(self, spent: Callable[[], float]) -> None:
+        self._spent = spent
+        self._at = spent()
+        self._ran = {True: 0.0, False: 0.0}
+        self._was_on = True
+        self._patches = Patches()
+
+    def enable(self) -> None:
+        """Switch it off."""
+        self._count(off=False)
+        self._was_on = gc.isenabled()
+        gc.disable()
+        self._patches.replace(gc, "collect", lambda original: lambda *args, **kwargs: 0)
+
+    def disable(self) -> None:
+        """Switch it on again."""
+        self._count(off=True)
+        self._patches.remove()
+        if self._was_on:
+            gc.enable()
+
+    def worked(self) -> bool:
+        """Tell whether it ran for less than half as long: a function that was imported by name goes on."""
+        return self._ran[True] < 0.5 * self._ran[False]
+
+    def _count(self, *, off: bool) -> None:
+        """Book the time since the last switch."""
+        now = self._spent()
+        self._ran[off] += now - self._at
+        self._at = now
+
+
+class NoAnomalyMode:
+    """Anomaly detection is off; what the script sets meanwhile holds afterwards."""
+
+    name = "no anomaly detection"
+    what = "autograd's anomaly detection was off, whatever the loop asked for"
+    changes_learning = False
+
+    def __init__(self) -> None:
+        self._asked = (False, True)
+        self._switched_off = 0
+        self._patches = Patches()
+
+    def enable(self) -> None:
+        """Switch it off."""
+        self._set(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        torch.set_anomaly_enabled(False)
+        self._patches.replace(torch, "set_anomaly_enabled", lambda original: self._set)
+
+    def disable(self) -> None:
+        """Set what the script asked for."""
+        self._patches.remove()
+        torch.set_anomaly_enabled(*self._asked)
+
+    def worked(self) -> bool:
+        """Tell whether it would have been on."""
+        return self._switched_off > 0
+
+    def _set(self, mode: bool, check_nan: bool = True) -> None:
+        self._asked = (mode, check_nan)
+        self._switched_off += mode
+
+
+class Unchanged:
+    """Nothing is switched: what a rank does while the others try something that it has not."""
+
+    name = "nothing"
+    what = "nothing"
+    changes_learning = False
+
+    def enable(self) -> None:
+        """Do nothing."""
+
+    def disable(self) -> None:
+        """Do nothing."""
+
+    def worked(self) -> bool:
+        """Return True: what is measured is what the other ranks do."""
+        return True
+
+
+class AllThreads:
+    """Computation uses all usable cores."""
+
+    changes_learning = False
+
+    def __init__(self, cores: int) -> None:
+        self.name = f"{cores} threads"
+        self.what = f"torch.set_num_threads({cores})"
+        self._cores = cores
+        self._found = torch.get_num_threads()
+        self._held = 0
+
+    def enable(self) -> None:
+        """Use all."""
+        torch.set_num_threads(self._cores)
+
+    def disable(self) -> None:
+        """Use as many as before."""
+        self._held += torch.get_num_threads() == self._cores != self._found
+        torch.set_num_threads(self._found)
+
+    def worked(self) -> bool:
+        """Tell whether the loop left the threads as they were set."""
+        return self._held > 0
+
+
+class OneUpdate:
+    """The optimizer updates all parameters in one fused or foreach call."""
+
+    name = "multi-tensor optimizer"
+    what = "the optimizer took its fused path, or foreach where it has none"
+    changes_learning = False
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = [optimizer for optimizer in optimizers if can_update_at_once(optimizer)]
+        self._paths = Paths()
+        self._switched = 0
+
+    def enable(self) -> None:
+        """Take the other path."""
+        for optimizer in self._optimizers:
+            self._paths.switch([optimizer], fused=update_path.has_fused(optimizer))
+
+    def disable(self) -> None:
+        """Take the loop's own path."""
+        self._switched += sum(update_path.updates_at_once(optimizer) for optimizer in self._optimizers)
+        self._paths.restore()
+
+    def worked(self) -> bool:
+        """Tell whether an optimizer took the other path."""
+        return self._switched > 0
+
+
+def can_update_at_once(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer has another path, and is not on it."""
+    return not update_path.refusal(optimizer) and not update_path.updates_at_once(optimizer)
+
+
+class NoExchange:
+    """Gradients are not exchanged between ranks; the state from before is put back afterwards."""
+
+    name = "no gradient exchange"
+    what = "the ranks did not exchange gradients (no_sync)"
+    changes_learning = True
+
+    def __init__(self, models: Sequence[DistributedDataParallel]) -> None:
+        self._models = list(models)
+        self._held = 0
+
+    def enable(self) -> None:
+        """Exchange nothing."""
+        for model in self._models:
+            model.require_backward_grad_sync = False
+
+    def disable(self) -> None:
+        """Exchange."""
+        for model in self._models:
+            self._held += not model.require_backward_grad_sync
+            model.require_backward_grad_sync = True
+
+    def worked(self) -> bool:
+        """Tell whether the loop left the exchange off: one that sets it itself has gone on."""
+        return self._held > 0
+
+
+class Snapshot:
+    """Parameters, buffers and optimizer state, to put back in place.
+
+    Args:
+        models: what is trained.
+        optimizers: their state comes back too.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+        tensors += [v for o in optimizers for state in o.state.values() for v in state.values() if _is_tensor(v)]
+        self._pairs = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        with torch.no_grad():
+            for tensor, saved in self._pairs:
+                tensor.copy_(saved)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def experiment(
+    counterfactual: Counterfactual, *, config: TrialConfig, snapshot: Callable[[], Snapshot]
+) -> Generator[None, Measurement, Experiment]:
+    """Run one counterfactual; each `yield` lets one step pass.
+
+    Args:
+        counterfactual: what is switched.
+        config: statistics of the trial.
+        snapshot: saves what is put back afterwards; asked only of one that changes what the model learns.
+    """
+    before = snapshot() if counterfactual.changes_learning else None
+    # The mean of a block, not its median: workers deliver in bursts, and a burst is time too.
+    trial = Trial(config, reduce=statistics.fmean)
+    on = False
+    try:
+        while trial.verdict is None:
+            wanted = trial.arm == "B"
+            if wanted != on:
+                counterfactual.enable() if wanted else counterfactual.disable()
+                on = wanted
+                yield  # the first step after a switch finds what the one before it left
+            block: list[float] = []
+            while len(block) < config.block_steps:
+                measured = yield
+                block.append(measured.seconds)
+            trial.record(block)
+    finally:
+        if on:
+            counterfactual.disable()
+        if before is not None:
+            before.restore()
+    return _told(counterfactual, trial.outcome(), void=not counterfactual.worked())
+
+
+def _told(counterfactual: Counterfactual, outcome: Outcome, *, void: bool) -> Experiment:
+    return Experiment(
+        name=counterfactual.name,
+        what=counterfactual.what,
+        before_ms=outcome.before_ms,
+        after_ms=outcome.after_ms,
+        saving=Saving(value=1 - 1 / outcome.gain, low=1 - 1 / outcome.low, high=1 - 1 / outcome.high),
+        pairs=outcome.pairs,
+        verdict="void" if void else outcome.verdict,
+        changes_learning=counterfactual.changes_learning,
+    )

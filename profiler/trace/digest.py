@@ -1,0 +1,170 @@
+"""The summary of a traced window: which operators, how short, how fast, and what the device waited for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from accel.profiler.evidence import OpTime, SyncPoint, TraceSummary
+from accel.profiler.trace import intervals
+from accel.profiler.trace.events import Call, Trace, Wait, Work
+from accel.profiler.trace.groups import Group, call_groups, callers, kernel_groups
+from accel.profiler.trace.operators import base
+
+LARGEST = 12
+_ENGINE = "autograd::engine::evaluate_function"
+_RATED_US = 1.0
+"""Time of a call from which on it has a rate: below, what tracing takes is as large, and any byte makes GB/s of it."""
+
+
+def digest(trace: Trace, steps: int) -> TraceSummary:
+    """Return the summary of a window that held `steps` steps."""
+    parents = callers(trace.calls)
+    groups = call_groups(trace.calls, parents) if trace.works is None else kernel_groups(trace.calls, trace.works)
+    total = sum(group.us for group in groups) or 1.0
+    model = (
+        groups if trace.works is not None or not trace.updates else call_groups(_outside(trace.calls, trace.updates))
+    )
+    computing = sum(group.us for group in model) or 1.0
+    # Autocast's own call of an operator has the dtype before the cast; what it calls computes.
+    products = [group for group in groups if group.kind == "matmul" and group.dtype and group.computing]
+    summary = TraceSummary(
+        steps=steps,
+        ops=_rows(groups, total, steps)[:LARGEST],
+        ops_per_step=_operations(trace, parents) / steps,
+        small_share=sum(group.us for group in model if group.small) / computing,
+        matmul_share=sum(group.us for group in model if group.kind == "matmul") / computing,
+        elementwise_share=sum(group.us for group in model if group.kind == "elementwise") / computing,
+        operators_ms=None if trace.works is not None else sum(group.us for group in groups) / 1e3 / steps,
+        dtypes=_shares((group.dtype, group.us) for group in products),
+        kinds=_kinds(trace, parents) if trace.works is None else {},
+    )
+    if trace.works is not None:
+        _add_device(summary, trace.works, trace.window)
+        summary.syncs = _syncs(trace, parents, steps)
+    return summary
+
+
+def _outside(calls: Sequence[Call], updates: Sequence[tuple[float, float]]) -> list[Call]:
+    """Return the calls that no optimizer's step made."""
+    return [call for call in calls if not any(start <= call.start < end for start, end in updates)]
+
+
+def _kinds(trace: Trace, parents: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Return the kinds of the operators that autograd's engine calls, and of the others."""
+    in_engine: dict[int, bool] = {}
+    sides: dict[str, list[Call]] = {"forward": [], "backward": []}
+    for index in sorted(range(len(trace.calls)), key=lambda i: (trace.calls[i].start, -trace.calls[i].end)):
+        call = trace.calls[index]
+        within = call.name.startswith(_ENGINE) or in_engine.get(parents[index], False)
+        in_engine[index] = within
+        if not any(start <= call.start < end for start, end in trace.updates):
+            sides["backward" if within else "forward"].append(call)
+    return {
+        side: _shares((group.kind, group.us) for group in call_groups(calls)) for side, calls in sides.items() if calls
+    }
+
+
+def _rows(groups: Sequence[Group], total: float, steps: int) -> list[OpTime]:
+    by_name: dict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        by_name[_shown(group.name)].append(group)
+    rows = [_row(name, members, total, steps) for name, members in by_name.items()]
+    return sorted(rows, key=lambda row: row.ms, reverse=True)
+
+
+def _shown(name: str) -> str:
+    """Return a name for people: the engine's call of a gradient function and that function are one."""
+    return base(name.removeprefix("autograd::engine::evaluate_function: "))
+
+
+def _row(name: str, groups: Sequence[Group], total: float, steps: int) -> OpTime:
+    us = sum(group.us for group in groups)
+    row = OpTime(
+        name=name,
+        calls=sum(len(group.times) for group in groups) / steps,
+        ms=us / 1e3 / steps,
+        share=us / total,
+        kind=max(groups, key=lambda group: group.us).kind,
+        small=2 * sum(group.us for group in groups if group.small) > us,
+    )
+    counted = [(g.flops, g.bytes, g.us) for g in groups if g.us >= _RATED_US * len(g.times)]
+    if row.kind == "matmul":
+        row.gflops = _rate((flops, us) for flops, _, us in counted)
+        row.intensity = _rate((flops, moved) for flops, moved, _ in counted if moved)
+        if row.intensity is not None:
+            row.intensity *= 1e3  # a plain ratio, not FLOP per µs
+    if row.kind == "elementwise":
+        row.gb_per_s = _rate((moved, us) for _, moved, us in counted)
+    return row
+
+
+def _rate(pairs: Iterable[tuple[float | None, float | None]]) -> float | None:
+    """Return Σ first ÷ Σ second ÷ 1,000 over the pairs that have both: per µs becomes 10⁹ per second."""
+    known = [(amount, per) for amount, per in pairs if amount is not None and per is not None]
+    per = sum(per for _, per in known)
+    return sum(amount for amount, _ in known) / per / 1e3 if per > 0 else None
+
+
+def _operations(trace: Trace, parents: Sequence[int]) -> int:
+    """Count the kernels; without a GPU, the operators that no other operator called."""
+    if trace.works is not None:
+        return sum(piece.kind == "kernel" for piece in trace.works)
+    outer = 0
+    for index, call in enumerate(trace.calls):
+        parent = parents[index]
+        # Gradient functions and the engine around them have no namespace of operators.
+        while parent >= 0 and not _is_operator(trace.calls[parent].name):
+            parent = parents[parent]
+        outer += parent < 0 and _is_operator(call.name)
+    return outer
+
+
+def _is_operator(name: str) -> bool:
+    return "::" in name and not name.startswith(("autograd::", "torch::autograd::"))
+
+
+def _shares(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    for name, amount in pairs:
+        sums[name] += amount
+    total = sum(sums.values())
+    return {name: amount / total for name, amount in sums.items()} if total > 0 else {}
+
+
+# -- the device --------------------------------------------------------------------------------------------------------
+
+
+def _add_device(summary: TraceSummary, works: Sequence[Work], window: intervals.Interval) -> None:
+    long = max(window[1] - window[0], 1e-9)
+    running = intervals.clip(((w.start, w.end) for w in works if w.kind in ("kernel", "memory")), window)
+    copies = intervals.clip(((w.start, w.end) for w in works if w.kind == "copy in"), window)
+    summary.device_busy = intervals.length(running) / long
+    summary.launch_gap = intervals.starved(works, window) / long
+    summary.copy_share = intervals.length(intervals.minus(copies, running)) / long
+
+
+def _syncs(trace: Trace, parents: Sequence[int], steps: int) -> list[SyncPoint]:
+    """Return the waits, those of one operator at one line together, the longest first."""
+    index_of = {call.id: index for index, call in enumerate(trace.calls) if call.id}
+    points: dict[tuple[str, str, int], SyncPoint] = {}
+    for group in _by_operator(trace.waits):
+        first = group[0]
+        name = first.name
+        index = index_of.get(first.operator, -1)
+        while index >= 0:  # the outermost operator is the one that the line calls
+            name = base(trace.calls[index].name) if _is_operator(trace.calls[index].name) else name
+            index = parents[index]
+        key = (name, first.file, first.line)
+        point = points.setdefault(key, SyncPoint(name=name, file=first.file, line=first.line, calls=0.0, ms=0.0))
+        point.calls += 1 / steps
+        point.ms += intervals.length((wait.start, wait.end) for wait in group) / 1e3 / steps
+    return sorted(points.values(), key=lambda point: point.ms, reverse=True)
+
+
+def _by_operator(waits: Sequence[Wait]) -> list[list[Wait]]:
+    """Return the waits operator by operator: `item` copies and then synchronises, which is one wait."""
+    groups: dict[tuple[int, int], list[Wait]] = defaultdict(list)
+    for index, wait in enumerate(waits):
+        groups[wait.operator, 0 if wait.operator else index].append(wait)
+    return list(groups.values())

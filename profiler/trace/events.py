@@ -1,0 +1,65 @@
+"""A traced window as plain events: what the host called, what the device did, where the host waited for it.
+
+Times are in µs on one clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from accel.profiler.trace import intervals
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One operator call on the host."""
+
+    name: str
+    start: float
+    end: float
+    thread: int = 0
+    id: int = 0
+    """What device work and waits name as their operator."""
+    shapes: Sequence[Sequence[int]] = ()
+    dtypes: Sequence[str] = ()
+    scalars: Sequence[Any] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Work(intervals.Run):
+    """One piece of device work."""
+
+    name: str
+    kind: Literal["kernel", "memory", "copy in", "copy out"] = "kernel"
+    """`memory` is a memset or a copy on the device."""
+    operator: int = 0
+    """The call that launched it, 0 if none did."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Wait:
+    """One runtime call in which the host waited for the device."""
+
+    name: str
+    start: float
+    end: float
+    operator: int = 0
+    call: int = 0
+    """The runtime call's own number."""
+    file: str = ""
+    line: int = 0
+
+
+@dataclass(kw_only=True)
+class Trace:
+    """Everything seen in a window."""
+
+    window: intervals.Interval
+    calls: list[Call]
+    works: list[Work] | None = None
+    """None without a GPU."""
+    waits: list[Wait] = field(default_factory=list)
+    updates: list[intervals.Interval] = field(default_factory=list)
+    """When the host was in an optimizer's step."""
