@@ -49,7 +49,7 @@ class _LeftOut(Enum):
 class _Optimized:
     """What belongs to one optimized model."""
 
-    def __init__(self, session: Session, journal: Journal, settings: Settings) -> None:
+    def __init__(self, session: Session, journal: Journal, settings: OptimizeSettings) -> None:
         self.session = session
         self.journal = journal
         self.settings = settings
@@ -73,7 +73,7 @@ class _Optimized:
 
 
 @dataclass(frozen=True)
-class Settings:
+class OptimizeSettings:
     """What a call asks for, beside its objects."""
 
     level: Exactness
@@ -183,7 +183,7 @@ def optimize(
 
 def _check_settings(
     model: nn.Module, allow: Any, enable: Any, disable: Any, plan: Any, budget: Any, report: Any
-) -> Settings:
+) -> OptimizeSettings:
     level = _check_allow(allow)
     chosen, refused = strategies.check_names("enable", enable), strategies.check_names("disable", disable)
     if chosen & refused:
@@ -191,7 +191,9 @@ def _check_settings(
     wanted = _check_plan(plan, model)
     if wanted is not None:  # whoever passes a plan has chosen what is in it
         chosen |= frozenset(wanted.strategies) - refused
-    return Settings(level, chosen, refused, wanted, Budget.parse(budget), None if report is None else os.fspath(report))
+    return OptimizeSettings(
+        level, chosen, refused, wanted, Budget.parse(budget), None if report is None else os.fspath(report)
+    )
 
 
 def _proxy_of(loader: Any) -> LoaderProxy:
@@ -201,7 +203,11 @@ def _proxy_of(loader: Any) -> LoaderProxy:
 
 
 def _start(
-    model: nn.Module, proxy: LoaderProxy, optimizer: Optimizer | None, settings: Settings, before: _Optimized | None
+    model: nn.Module,
+    proxy: LoaderProxy,
+    optimizer: Optimizer | None,
+    settings: OptimizeSettings,
+    before: _Optimized | None,
 ) -> _Optimized:
     """Begin a search; what was `before`, under other settings, ends, and its loaders are the new one's."""
     earlier = [] if before is None else before.proxies
@@ -236,7 +242,7 @@ def _start(
     return optimized
 
 
-def _candidate(strategy: Strategy, run: Run, settings: Settings, taken: bool) -> Candidate:
+def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, taken: bool) -> Candidate:
     return Candidate(
         name=strategy.name,
         summary=strategy.summary,
@@ -259,7 +265,7 @@ def _refusal(strategy: Strategy, run: Run) -> str:
     return strategy.refusal(run) or run.refused_elsewhere.get(strategy.name, "")
 
 
-def _ruled_out(strategy: Strategy, settings: Settings, taken: bool) -> tuple[str, str] | None:
+def _ruled_out(strategy: Strategy, settings: OptimizeSettings, taken: bool) -> tuple[str, str] | None:
     if strategy.name in settings.disable:
         return "disabled", "left out by disable="
     if taken and strategy.touches == {"input"}:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.catalogue import Way, allowed
+from accel.comm.catalogue import Scheme, allowed
 from accel.comm.cost_model.choice import describe
 from accel.comm.engine.switch import Switch, hook
 from accel.comm.selector import AutoComm
@@ -214,7 +214,7 @@ def work(setting: Setting, rounds: int) -> None:
     dist.destroy_process_group()
 
 
-def turn(trainee: Trainee, way: Way | None) -> float:
+def turn(trainee: Trainee, way: Scheme | None) -> float:
     """Return the length of a method's step in its turn, after one to get its buffers and connections going again.
 
     That of one step; of as many as take `_ENOUGH_S`, or `_MOST`, where it is short.

@@ -16,7 +16,7 @@ from typing import Any
 import click
 import torch
 
-from accel.comm.catalogue import CATALOGUE, Way, register
+from accel.comm.catalogue import CATALOGUE, Scheme, register
 from accel.comm.compressor import RESIDUAL, Compressor
 from accel.comm.cost_model.dry_run import dry_run
 from accel.comm.dgc import DGC
@@ -42,7 +42,7 @@ def bucket() -> Layout:
 
 def once(name: str, layout: Layout) -> tuple[float, float]:
     """Return processor milliseconds and bytes sent by a rank."""
-    stages = dry_run(Way(name), layout, TWO, torch.device("cpu"), runs=1)
+    stages = dry_run(Scheme(name), layout, TWO, torch.device("cpu"), runs=1)
     parts = [part for stage in stages for part in stage]
     calls = [part.call for part in parts if part.call is not None]
     # A ring of two sends each byte once; an exchange sends what it notes.

@@ -26,7 +26,7 @@ from accel.comm.powersgd import PowerSGD
 LEVELS = ("exact", "reordered", "reduced", "lossy")
 
 
-class Way(NamedTuple):
+class Scheme(NamedTuple):
     """How a bucket is averaged: by which compressor of the catalogue, and by hosts or not."""
 
     compressor: str
@@ -90,7 +90,7 @@ def check_level(allow: str) -> str:
     return allow
 
 
-def allowed(allow: str, *, by_hosts: bool) -> list[Way]:
+def allowed(allow: str, *, by_hosts: bool) -> list[Scheme]:
     """Return the ways to average a bucket, beside DDP's own, that a level permits.
 
     Args:
@@ -99,8 +99,8 @@ def allowed(allow: str, *, by_hosts: bool) -> list[Way]:
     """
     level = LEVELS.index(check_level(allow))
     names = [name for name, one in CATALOGUE.items() if LEVELS.index(one.level) <= level]
-    flat = [Way(name) for name in names if name != "exact"]  # flat and exact is what DDP does by itself
-    return flat + [Way(name, hierarchical=True) for name in names if by_hosts]
+    flat = [Scheme(name) for name in names if name != "exact"]  # flat and exact is what DDP does by itself
+    return flat + [Scheme(name, hierarchical=True) for name in names if by_hosts]
 
 
 def error_feedback(compressor: Compressor, level: str) -> bool:

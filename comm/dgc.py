@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from accel.comm.compression.dgc_pack import Pack, Part
+from accel.comm.compression.dgc_pack import Pack, ParameterRange
 from accel.comm.compression.momentum import VELOCITY, Corrected, MomentumSource
 from accel.comm.compression.top_k import largest
 from accel.comm.compression.unused import any_nonzero, stand_still
@@ -171,10 +171,10 @@ class DGC(Corrected):
         piece.carry.update(parts=parts, pack=pack, used=used, gathered=gathered, scale=scale)
         piece.carry["raw"] = None if pack is None else pack.raw  # a tensor by itself: the next stage's stream holds it
 
-    def _parts(self, piece: Piece, ratio: float) -> Iterator[Part]:
+    def _parts(self, piece: Piece, ratio: float) -> Iterator[ParameterRange]:
         for one, shape in piece.parameters():
             count = 0 if self.is_dense(shape) else math.ceil(ratio * one.length)
-            yield Part(one.name, one.begin, one.begin + one.length, count)
+            yield ParameterRange(one.name, one.begin, one.begin + one.length, count)
 
     def _gather(self, piece: Piece, channel: Channel) -> None:
         """Add up what all ranks sent."""
@@ -193,7 +193,7 @@ class DGC(Corrected):
             told = torch.stack([used[number] for number in chosen])
             stand_still(piece, spans, told, (VELOCITY, RESIDUAL))
 
-    def _sum_all(self, piece: Piece, channel: Channel, parts: list[Part], gathered: Tensor) -> Tensor:
+    def _sum_all(self, piece: Piece, channel: Channel, parts: list[ParameterRange], gathered: Tensor) -> Tensor:
         """Leave the sum of all in `piece.values` and nothing in `gathered`; tell which parameters were used."""
         for part in parts:
             if part.sent:

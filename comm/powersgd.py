@@ -27,8 +27,8 @@ from torch import Tensor
 
 from accel.comm.compression.low_rank import add_product, noise, orthonormal
 from accel.comm.compression.low_rank_plan import (
-    Group,
-    Plan,
+    FactorPlan,
+    MatrixGroup,
     Side,
     make_plan,
     matrix_of,
@@ -249,7 +249,7 @@ class PowerSGD(Compressor):
     def _basis(self, factors: Tensor) -> Tensor:
         return orthonormal(factors, noise(self.seed, *factors.shape[1:], factors.dtype, factors.device))
 
-    def _warm(self, piece: Piece, group: Group, side: Side) -> Tensor:
+    def _warm(self, piece: Piece, group: MatrixGroup, side: Side) -> Tensor:
         """Return the factors that the last finite step left, (matrices, rank, length); noise where there are none."""
         first = noise(self.seed, group.rank, group.length(side), piece.values.dtype, piece.values.device)
         found = first.repeat(len(group.names), 1, 1)
@@ -261,7 +261,7 @@ class PowerSGD(Compressor):
         return found
 
 
-def _agree(plan: Plan, piece: Piece, channel: Channel) -> None:
+def _agree(plan: FactorPlan, piece: Piece, channel: Channel) -> None:
     """Forget factors of the steps before that are not the same on all ranks of the channel.
 
     Those of a loaded state may differ: where hosts reduce first, each rank had but some. A step with unlike bases would

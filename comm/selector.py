@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.catalogue import Way, allowed, check_level
+from accel.comm.catalogue import Scheme, allowed, check_level
 from accel.comm.cost_model.bucket_size import Size, better_size
 from accel.comm.cost_model.choice import (
     WORTH,
-    Observed,
+    ObservedStep,
     Option,
     Plan,
     calibrated,
@@ -73,7 +73,7 @@ class Choice:
     network: Network
     plain_s: float
     """DDP's own step, measured."""
-    sizes: dict[Way | None, Size]
+    sizes: dict[Scheme | None, Size]
     """Sizes of buckets predicted to be better, by the way that all buckets go."""
     measured: dict[Plan, float] = field(default_factory=dict)
     """Steps of the options that were tried."""
@@ -98,10 +98,10 @@ def _same(one: Plan, other: Plan) -> bool:
     return one == other if any(one) or any(other) else True
 
 
-Costs = dict[Way, tuple[Stages, ...]]
+Costs = dict[Scheme, tuple[Stages, ...]]
 
 
-def costs_of(switch: Switch, ways: list[Way]) -> list[Costs]:
+def costs_of(switch: Switch, ways: list[Scheme]) -> list[Costs]:
     """Return on rank 0 what buckets cost on each way, as each rank has timed it; all ranks call this together.
 
     All ranks at once, since they share memory, caches and cores in earnest too.
@@ -139,7 +139,7 @@ def choose(switch: Switch, network: Network, told: list[Costs]) -> Choice:
     mine = (switch.times.observed(), float(torch.get_num_threads()))
     copying = 0.0 if switch.gradients_are_views else copy_byte_s(_layouts(switch), switch.device)
 
-    def decision(seen: list[tuple[Observed, float]]) -> Choice:
+    def decision(seen: list[tuple[ObservedStep, float]]) -> Choice:
         mean = mean_of([one for one, _ in seen])
         known = calibrated(mean, network, seen[0][1], copying)
         return _decide(mean, known, shared_out(told), switch.cap_mb)
@@ -147,7 +147,7 @@ def choose(switch: Switch, network: Network, told: list[Costs]) -> Choice:
     return switch.talk.decide(mine, decision)
 
 
-def _decide(seen: Observed, known: tuple[Profile, Network], cost: Costs, cap_mb: float) -> Choice:
+def _decide(seen: ObservedStep, known: tuple[Profile, Network], cost: Costs, cap_mb: float) -> Choice:
     profile, fitted = known
     sizes = {way: better_size(way, profile, fitted, cost, cap_mb) for way in (None, *cost)}
     better = {way: size for way, size in sizes.items() if size is not None}

@@ -30,7 +30,7 @@ _VERSION = 1
 _BLOCK = 4096  # indices computed at once: 109 ns each in batches of 32; one batch at a time it was 1,314 ns
 
 
-class _Step(NamedTuple):
+class _DealtStep(NamedTuple):
     """One step as dealt: where it ends, and how many samples of it are no repeats, here and on all ranks."""
 
     stop: int
@@ -103,8 +103,8 @@ class ElasticSampler(Sampler[list[int]]):
         self._position = 0
         self._taken = 0  # steps since the sampler was made, over all epochs: what changes of batch size count in
         self._deals = [(0, self._deal(batch_size))]  # from which step on which batch sizes hold, in order
-        self._under_way: deque[_Step] = deque()  # dealt, but not taken by the loop
-        self._held: _Step | None = None
+        self._under_way: deque[_DealtStep] = deque()  # dealt, but not taken by the loop
+        self._held: _DealtStep | None = None
         self._counting = False
 
     def consumed(self, batches: Iterable[T]) -> Iterator[T]:
@@ -130,7 +130,7 @@ class ElasticSampler(Sampler[list[int]]):
         return self._count(batches)
 
     def _count(self, batches: Iterable[T]) -> Iterator[T]:
-        dealt: deque[_Step] | None = None
+        dealt: deque[_DealtStep] | None = None
         try:
             for batch in batches:
                 self.advance()
@@ -276,7 +276,7 @@ class ElasticSampler(Sampler[list[int]]):
         """
         if not self._counting:
             return None
-        under_way: deque[_Step] = deque()
+        under_way: deque[_DealtStep] = deque()
         step, deals = self._taken + len(self), self._deals
 
         def holds() -> bool:
@@ -287,14 +287,16 @@ class ElasticSampler(Sampler[list[int]]):
 
         return Foreseen(self._batches(under_way, 0, step, epoch), holds, begin)
 
-    def _batches(self, under_way: deque[_Step], position: int, step: int, epoch: int) -> Iterator[list[int]]:
+    def _batches(self, under_way: deque[_DealtStep], position: int, step: int, epoch: int) -> Iterator[list[int]]:
         order, dealer = self._order(epoch), None
         ready: deque[list[int]] = deque()
         while width := (deal := self._deal_at(step)).width(left := self.length - position):
             if deal is not dealer or not ready:
                 places = position + deal.ahead(left, _BLOCK)
                 dealer, ready = deal, deque(order(places % self.length).tolist())
-            under_way.append(_Step(min(position + width, self.length), deal.count(min(width, left)), min(width, left)))
+            under_way.append(
+                _DealtStep(min(position + width, self.length), deal.count(min(width, left)), min(width, left))
+            )
             position, step = under_way[-1].stop, step + 1
             yield ready.popleft()
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes import epochs, resume
 from accel.dataio.passes.passes import Pass, Through
-from accel.dataio.passes.way import MODES, Mode, Options, Way, not_movable
+from accel.dataio.passes.way import MODES, LoaderCore, Mode, Options, not_movable
 
 # Attributes of a `DataLoader` that may be set, and that batches depend on.
 _FETCHES_BY = frozenset(
@@ -87,9 +87,9 @@ class ContinuousLoader(DataLoader[Any]):
             raise ValueError(f"mode={mode!r} needs a map-style loader, but {reason}; use mode='auto'")
         # A DataLoader with the very objects of the wrapped one: attributes, len() and isinstance() are its own.
         self.__dict__.update(loader.__dict__)
-        self.__dict__["_way"] = Way(loader, Options(mode, workers, prefetch, thread_safe, device))
+        self.__dict__["_way"] = LoaderCore(loader, Options(mode, workers, prefetch, thread_safe, device))
 
-    _way: Way
+    _way: LoaderCore
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

@@ -154,7 +154,7 @@ class PackCollate:
         return pack([sample[self.tokens] for sample in mapped], labels, **self.options)
 
 
-class Piece(NamedTuple):
+class SequencePiece(NamedTuple):
     """Tokens `start` to `stop` of a sequence; the whole of it unless it was split."""
 
     sequence: int
@@ -166,7 +166,7 @@ class Piece(NamedTuple):
 class Rows:
     """Which piece goes into which row of `capacity` tokens."""
 
-    rows: list[list[Piece]]
+    rows: list[list[SequencePiece]]
     capacity: int
 
     @property
@@ -206,14 +206,14 @@ def plan_rows(
     if long == "error":
         check_longest(whole, capacity, "capacity", "or pass long='split'")
     pieces = [
-        Piece(i, start, min(start + capacity, length))
+        SequencePiece(i, start, min(start + capacity, length))
         for i, length in enumerate(whole.tolist())
         for start in range(0, max(length, 1), capacity)
     ]
     sizes = np.array([piece.stop - piece.start for piece in pieces], dtype=np.int64)
     order = np.argsort(-sizes, kind="stable")
     bins = best_fit(sizes[order], capacity)
-    rows: list[list[Piece]] = [[] for _ in range(int(bins.max(initial=-1)) + 1)]
+    rows: list[list[SequencePiece]] = [[] for _ in range(int(bins.max(initial=-1)) + 1)]
     for piece, row in zip(order.tolist(), bins.tolist(), strict=True):
         rows[row].append(pieces[piece])
     return Rows(rows, capacity)

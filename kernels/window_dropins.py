@@ -129,7 +129,7 @@ _TIMM_BLOCK = Known(
 
 
 @dataclass
-class Fused:
+class FusedModules:
     """The modules of a model that run on the fused op."""
 
     names: list[str] = field(default_factory=list)
@@ -172,7 +172,7 @@ def candidates(model: nn.Module) -> list[tuple[str, nn.Module, Known]]:
     return found
 
 
-def fuse_window_attention(model: nn.Module) -> Fused:
+def fuse_window_attention(model: nn.Module) -> FusedModules:
     """Let the window attention of a Swin model run on the fused op; parameters and `state_dict` stay.
 
     Args:
@@ -188,7 +188,7 @@ def fuse_window_attention(model: nn.Module) -> Fused:
         >>> fused.names
         []
     """
-    fused = Fused()
+    fused = FusedModules()
     for name, module, known in candidates(model):
         fused.take(name, module, known)
     for name, module in model.named_modules():

@@ -23,7 +23,7 @@ from accel.profiler import naming
 from accel.profiler.clocks import facts, roots
 from accel.profiler.clocks.probes import Loaders
 from accel.profiler.clocks.recorder import Recorder, kept_steps
-from accel.profiler.clocks.settings import Settings
+from accel.profiler.clocks.settings import TorchSettings
 from accel.profiler.diagnose import judging
 from accel.profiler.diagnose.causes import CROWDS
 from accel.profiler.evidence import Evidence, TraceSummary
@@ -82,7 +82,7 @@ class ProfileSession:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         self._nvml = Nvml([local] if exchange.launched else None)
         self._workers, self._exposed, self._gc = Workers(), Exposed(), Span()
-        self._settings = Settings()
+        self._settings = TorchSettings()
         self._suspected: list[Finding] = []
         self._model_lines: set[tuple[str, int]] = set()
         self._updates: set[tuple[tuple[str, int], ...]] = set()

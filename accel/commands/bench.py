@@ -257,7 +257,7 @@ def _measured(request: Request, rank: int, ranks: int, backend: str) -> int:
     import torch
     import torch.distributed as dist
 
-    from accel.comm.bandwidth import Lost, Settings, measure
+    from accel.comm.bandwidth import PeerLost, Settings, measure
 
     torch.set_num_threads(1)
     table = _Table(request, backend, ranks) if rank == 0 else None
@@ -291,7 +291,7 @@ def _measured(request: Request, rank: int, ranks: int, backend: str) -> int:
         dist.destroy_process_group()
     except ValueError as error:
         raise InvalidArgument(str(error)) from None
-    except Lost as error:
+    except PeerLost as error:
         problem = str(error)
     if table:
         table.end(rows, result, problem)

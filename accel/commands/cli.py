@@ -12,7 +12,7 @@ import click
 from accel import __version__
 from accel.commands.bench import bench
 from accel.commands.doctor import doctor
-from accel.commands.profile import Job, profile
+from accel.commands.profile import ProfileJob, profile
 from accel.errors import AccelError, ReportError
 from accel.files import check_folder, write_atomic
 from accel.profiler.report import ProfileReport
@@ -34,9 +34,9 @@ class _Group(click.Group):
             click.echo(f"error: {clean(error)}", err=True)
             ctx.exit(UNUSABLE)
 
-    def prepared(self, *args: Any, **kwargs: Any) -> Job | None:
+    def prepared(self, *args: Any, **kwargs: Any) -> ProfileJob | None:
         """Carry out a command; if that is to run a script, return it instead, ready to run without click's frames."""
-        jobs: list[Job] = []
+        jobs: list[ProfileJob] = []
         try:
             self.main(*args, obj=jobs, **kwargs)
         except SystemExit:

@@ -16,8 +16,8 @@ from accel.files import check_folder, write_atomic
 from accel.report.terminal import Page
 
 if TYPE_CHECKING:
-    from accel.comm.doctor import Diagnosis
-    from accel.comm.doctor.checks import Finding
+    from accel.comm.doctor import Examination
+    from accel.comm.doctor.checks import CheckFinding
     from accel.comm.doctor.nccl_log import NcclLog
 
 FOUND = 1
@@ -97,7 +97,7 @@ def _read_log(log: Path) -> NcclLog:
         raise InvalidArgument(f"--log {log} is not an NCCL log: {error}") from None
 
 
-def render_network(diagnosis: Diagnosis, width: int | None = None, color: bool | None = None) -> str:
+def render_network(diagnosis: Examination, width: int | None = None, color: bool | None = None) -> str:
     """Render what the network doctor found, the worst first.
 
     Args:
@@ -123,11 +123,11 @@ def render_network(diagnosis: Diagnosis, width: int | None = None, color: bool |
     return page.text()
 
 
-def _looked(diagnosis: Diagnosis) -> int:
+def _looked(diagnosis: Examination) -> int:
     return len(diagnosis.passed) + len({finding.check for finding in diagnosis.findings})
 
 
-def _say(page: Page, finding: Finding) -> None:
+def _say(page: Page, finding: CheckFinding) -> None:
     page.say("")
     page.say(f"{finding.level}: {finding.title} ({finding.check})", _STYLES[finding.level])
     page.say(f"seen: {finding.evidence}", indent=2)

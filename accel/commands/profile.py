@@ -77,7 +77,7 @@ def profile(
     if confirm and exchange.rank == 0:
         click.echo(_DIAGNOSING, err=True)
     line = shlex.join(["accel", "profile", *(["-m"] if module else []), script, *given])
-    job = Job(Script(script, given, module=module), session, exchange, target, line)
+    job = ProfileJob(Script(script, given, module=module), session, exchange, target, line)
     session.start()
     if isinstance(context.obj, list):  # who called click runs it, below click's frames
         context.obj.append(job)
@@ -87,7 +87,7 @@ def profile(
     context.exit(job.script.ending.status)
 
 
-class Job:
+class ProfileJob:
     """A script ready to be profiled; once it has run, the report is made.
 
         with job:

@@ -16,7 +16,7 @@ from accel.profiler.report import Finding, ProfileReport, RankRow, Saving, StepR
 from accel.report import profile_words as words
 from accel.report.roofline_picture import picture as roofline_picture
 from accel.report.terminal import finite, ms_text
-from accel.report.webpage import SHADES, Axis, Segment, Tick, environment
+from accel.report.webpage import SHADES, Axis, BarSegment, Tick, environment
 
 TIMELINE_HEIGHT = 180
 """Pixels."""
@@ -135,7 +135,7 @@ def _anatomy(report: ProfileReport, names: list[str]) -> dict[str, Any] | None:
         at = axis.place(start)
         width = round(axis.place(end) - at, 3)
         text = f"{ms_text(child.ms)} ms, {percent}"
-        segments.append(Segment(number=names.index(child.name) + 1, name=child.name, text=text, at=at, width=width))
+        segments.append(BarSegment(number=names.index(child.name) + 1, name=child.name, text=text, at=at, width=width))
     return {"segments": segments, "ticks": axis.ticks(" ms"), "total": f"{ms_text(root.ms)} ms"}
 
 
@@ -205,20 +205,20 @@ def _step_ticks(rows: list[StepRow]) -> list[Tick]:
     return ticks
 
 
-def _ranks(rows: list[RankRow], names: list[str]) -> list[tuple[RankRow, list[Segment]]]:
+def _ranks(rows: list[RankRow], names: list[str]) -> list[tuple[RankRow, list[BarSegment]]]:
     """Pair each rank with its step as a stacked bar, all on one scale."""
     axis = Axis(low=0.0, high=max((sum(map(_length, row.phases_ms.values())) for row in rows), default=0.0))
     return [(row, _bar(row, names, axis)) for row in rows]
 
 
-def _bar(row: RankRow, names: list[str], axis: Axis) -> list[Segment]:
+def _bar(row: RankRow, names: list[str], axis: Axis) -> list[BarSegment]:
     segments, end = [], 0.0
     for name in words.phase_names([row.phases_ms]):
         start, end = end, end + _length(row.phases_ms[name])
         at = axis.place(start)
         text = f"{ms_text(row.phases_ms[name])} ms"
         width = round(axis.place(end) - at, 3)
-        segments.append(Segment(number=names.index(name) + 1, name=name, text=text, at=at, width=width))
+        segments.append(BarSegment(number=names.index(name) + 1, name=name, text=text, at=at, width=width))
     return segments
 
 

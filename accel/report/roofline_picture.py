@@ -60,7 +60,7 @@ class LogAxis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class Roof:
     """A roof, from left to right, in percent."""
 
     x1: float
@@ -73,7 +73,7 @@ class Line:
 class Level:
     """A level roof with its name, whose text stands `text_y` pixels from the top."""
 
-    line: Line
+    line: Roof
     text: str
     text_y: float
 
@@ -145,10 +145,10 @@ def _down(percent: float) -> float:
     return round(100 - percent, 3)
 
 
-def _slope(peak: float, gb_per_s: float, x: LogAxis, y: LogAxis) -> Line:
+def _slope(peak: float, gb_per_s: float, x: LogAxis, y: LogAxis) -> Roof:
     """Return the roof that the copied bytes set, as far as it lies in the picture."""
     left, right = max(x.low, y.low / gb_per_s), min(x.high, peak / gb_per_s)
-    return Line(
+    return Roof(
         x1=x.place(left),
         y1=_down(y.place(left * gb_per_s)),
         x2=x.place(right),
@@ -163,12 +163,12 @@ def _levels(peaks: dict[str, float], gb_per_s: float, x: LogAxis, y: LogAxis) ->
     for dtype, peak in sorted(peaks.items(), key=lambda item: item[1]):
         at = _down(y.place(peak))
         last = min(HEIGHT * at / 100 - 5, last - _LINE)
-        line = Line(x1=x.place(max(peak / gb_per_s, x.low)), y1=at, x2=100.0, y2=at)
+        line = Roof(x1=x.place(max(peak / gb_per_s, x.low)), y1=at, x2=100.0, y2=at)
         levels.append(Level(line=line, text=f"{label(dtype)} {ms_text(peak)}", text_y=round(last, 2)))
     return levels
 
 
-def _dots(placed: list[tuple[int, OpTime]], x: LogAxis, y: LogAxis, slope: Line, levels: Sequence[Level]) -> list[Dot]:
+def _dots(placed: list[tuple[int, OpTime]], x: LogAxis, y: LogAxis, slope: Roof, levels: Sequence[Level]) -> list[Dot]:
     points = [(x.place(op.intensity or 0.0), _down(y.place(op.gflops or 0.0))) for _, op in placed]
     taken = [_obstacles(points, slope, levels, width) for width in _WIDTHS]
     dots = []
@@ -200,7 +200,7 @@ def _dots(placed: list[tuple[int, OpTime]], x: LogAxis, y: LogAxis, slope: Line,
     return dots
 
 
-def _obstacles(points: Sequence[tuple[float, float]], slope: Line, levels: Sequence[Level], width: float) -> list[_Box]:
+def _obstacles(points: Sequence[tuple[float, float]], slope: Roof, levels: Sequence[Level], width: float) -> list[_Box]:
     """List what a number must not cover: every dot, the roofs and their names."""
     lines = [point for line in (slope, *(level.line for level in levels)) for point in _along(line)]
     places = [(at * width / 100, down * HEIGHT / 100, 5.0) for at, down in points]
@@ -209,7 +209,7 @@ def _obstacles(points: Sequence[tuple[float, float]], slope: Line, levels: Seque
     return boxes + [_Box(width - 7 * len(level.text), level.text_y - 10, width, level.text_y + 3) for level in levels]
 
 
-def _along(line: Line) -> list[tuple[float, float]]:
+def _along(line: Roof) -> list[tuple[float, float]]:
     """Return places on a line, near enough to one another that a number can't slip between them."""
     parts = [n / 60 for n in range(61)]
     return [(line.x1 + part * (line.x2 - line.x1), line.y1 + part * (line.y2 - line.y1)) for part in parts]

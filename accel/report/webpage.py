@@ -48,7 +48,7 @@ class Bar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class BarSegment:
     """One phase in a stacked bar."""
 
     number: int
@@ -64,7 +64,7 @@ class Stack:
 
     label: str
     text: str
-    segments: tuple[Segment, ...]
+    segments: tuple[BarSegment, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ def _stack(label: str, part: dict[str, float], names: list[str], axis: Axis) -> 
         at, width = axis.place(start), axis.place(end) - axis.place(start)
         number = names.index(name) + 1
         text = f"{terminal.ms_text(ms)} ms"
-        segments.append(Segment(number=number, name=name, text=text, at=at, width=round(width, 3)))
+        segments.append(BarSegment(number=number, name=name, text=text, at=at, width=round(width, 3)))
     return Stack(label=label, text=f"{terminal.ms_text(end)} ms", segments=tuple(segments))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class Listener(Protocol):
+class BackwardListener(Protocol):
     """What listens."""
 
     def backward_begins(self) -> None:
@@ -26,19 +26,19 @@ class Listener(Protocol):
 
 class _Mark:
     def __init__(self) -> None:
-        self.listeners: list[Listener] = []
+        self.listeners: list[BackwardListener] = []
         self._marked: Any = None
         self._found: Any = None
         self._inside = False
 
-    def add(self, listener: Listener) -> None:
+    def add(self, listener: BackwardListener) -> None:
         if not any(listener is known for known in self.listeners):
             self.listeners.append(listener)
         if not self._is_in_place():
             self._found = torch.autograd.backward
             self._marked = torch.autograd.backward = self._mark(self._found)
 
-    def remove(self, listener: Listener) -> None:
+    def remove(self, listener: BackwardListener) -> None:
         self.listeners = [known for known in self.listeners if known is not listener]
         # Under a mark of someone else ours stays, and passes everything on.
         if not self.listeners and torch.autograd.backward is self._marked:

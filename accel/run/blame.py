@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from accel.dataio.batches import tensors
 from accel.run.backward import leads_past
-from accel.run.guard import Finding, Recording, Replayed
+from accel.run.guard import Comparison, Recording, Replayed
 
 # Micro-batches beyond these are not kept, and nobody is blamed for their gradients.
 _CALLS = 4
 
-Repeat = Callable[[Recording], tuple[Replayed, Finding]]
+Repeat = Callable[[Recording], tuple[Replayed, Comparison]]
 
 
 class KeptCall(Recording):

@@ -64,7 +64,7 @@ class Tolerance:
 
 
 @dataclass
-class Finding:
+class Comparison:
     """What the guard found: '' in `problem` if all is well."""
 
     problem: str = ""
@@ -76,9 +76,9 @@ class Finding:
     unsure: str = ""
     """Why nothing could be compared; '' if something was."""
 
-    def merge(self, other: Finding) -> Finding:
+    def merge(self, other: Comparison) -> Comparison:
         """Return the worse of two findings; one that could compare is enough."""
-        return Finding(
+        return Comparison(
             self.problem or other.problem,
             max(self.output_error, other.output_error),
             max(self.gradient_error, other.gradient_error),
@@ -228,63 +228,65 @@ def _cotangent(recording: Recording, number: int, output: Tensor) -> Tensor:
     return torch.randn(output.shape, generator=generator, dtype=torch.float32).to(output.device, output.dtype)
 
 
-def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Finding:
+def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
     """Compare a candidate's replay with the plain one under the tolerance of its exactness."""
     if len(plain.outputs) != len(candidate.outputs):
-        return Finding(f"it returns {len(candidate.outputs)} tensors, the plain path {len(plain.outputs)}")
+        return Comparison(f"it returns {len(candidate.outputs)} tensors, the plain path {len(plain.outputs)}")
     if exactness != Exactness.EXACT and not all(map(_is_finite, plain.outputs)):
-        return Finding(unsure="the plain call's own output is not finite")
-    finding = Finding()
+        return Comparison(unsure="the plain call's own output is not finite")
+    finding = Comparison()
     for one, other in zip(plain.outputs, candidate.outputs, strict=True):
         finding = finding.merge(_compare_output(one, other, exactness))
     return finding if finding.problem else finding.merge(_compare_gradients(plain, candidate, exactness))
 
 
-def _compare_output(plain: Tensor, candidate: Tensor, exactness: Exactness) -> Finding:
+def _compare_output(plain: Tensor, candidate: Tensor, exactness: Exactness) -> Comparison:
     if plain.shape != candidate.shape or plain.dtype != candidate.dtype:
         was, now = f"{tuple(plain.shape)} {plain.dtype}", f"{tuple(candidate.shape)} {candidate.dtype}"
-        return Finding(f"its output is {now}, the plain one {was}")
+        return Comparison(f"its output is {now}, the plain one {was}")
     if exactness == Exactness.EXACT or not plain.is_floating_point():
-        return Finding() if _same_bits(plain, candidate) else Finding("its output has other bits", math.nan)
+        return Comparison() if _same_bits(plain, candidate) else Comparison("its output has other bits", math.nan)
     tolerance = Tolerance.of(exactness, plain.dtype).output
     if not _is_finite(candidate):
-        return Finding("its output is not finite, unlike the plain one", math.inf)
+        return Comparison("its output is not finite, unlike the plain one", math.inf)
     error, size = _norm(candidate.double() - plain.double()), _norm(plain.double())
     relative = error / size if size > 0 else error
     if relative > tolerance:
-        return Finding(f"its output is off by {relative:.1e}, allowed {tolerance:.1e}", relative)
-    return Finding(output_error=relative)
+        return Comparison(f"its output is off by {relative:.1e}, allowed {tolerance:.1e}", relative)
+    return Comparison(output_error=relative)
 
 
-def _compare_gradients(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Finding:
+def _compare_gradients(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
     pairs = list(zip(plain.names, plain.gradients, candidate.gradients, strict=True))
     for name, one, other in pairs:
         if (one is None) != (other is None):
-            return Finding(
+            return Comparison(
                 f"it gives {'no' if other is None else 'a'} gradient for {name}, unlike the plain path", 0.0, 1.0
             )
         if one is not None and other is not None and one.shape != other.shape:
-            return Finding(f"its gradient for {name} has shape {tuple(other.shape)}, the plain one {tuple(one.shape)}")
+            return Comparison(
+                f"its gradient for {name} has shape {tuple(other.shape)}, the plain one {tuple(one.shape)}"
+            )
     known = [(name, one, other) for name, one, other in pairs if one is not None and other is not None]
     if exactness == Exactness.EXACT:
         wrong = [name for name, one, other in known if not _same_bits(one, other)]
-        return Finding(f"its gradient for {wrong[0]} has other bits", 0.0, math.nan) if wrong else Finding()
-    return _compare_sizes(known, exactness) if known else Finding()
+        return Comparison(f"its gradient for {wrong[0]} has other bits", 0.0, math.nan) if wrong else Comparison()
+    return _compare_sizes(known, exactness) if known else Comparison()
 
 
-def _compare_sizes(known: list[tuple[str, Tensor, Tensor]], exactness: Exactness) -> Finding:
+def _compare_sizes(known: list[tuple[str, Tensor, Tensor]], exactness: Exactness) -> Comparison:
     tolerance = Tolerance.of(exactness, known[0][1].dtype)
     errors = [_norm(other.double() - one.double()) for _, one, other in known]
     sizes = [_norm(one.double()) for _, one, _ in known]
     if not all(map(math.isfinite, sizes)):
-        return Finding()  # the plain gradients are not finite: the loop's own affair, nothing to compare with
+        return Comparison()  # the plain gradients are not finite: the loop's own affair, nothing to compare with
     total = math.hypot(*sizes)
     overall = math.hypot(*errors) / total if total > 0 else math.hypot(*errors)
     floor = 0.05 * tolerance.gradient * total
     for (name, _, _), error, size in zip(known, errors, sizes, strict=True):
         if not error <= max(tolerance.gradient * size, floor):
             off = error / size if size > 0 else math.inf
-            return Finding(
+            return Comparison(
                 f"its gradient for {name} is off by {off:.1e}, allowed {tolerance.gradient:.1e}",
                 0.0,
                 off,
@@ -293,13 +295,13 @@ def _compare_sizes(known: list[tuple[str, Tensor, Tensor]], exactness: Exactness
     product = math.fsum(float((one.double() * other.double()).sum()) for _, one, other in known)
     scale = product / total**2 if total > 0 else 1.0
     if abs(scale - 1) > tolerance.scale:
-        return Finding(
+        return Comparison(
             f"its gradients are {scale:.3f} times as long, allowed 1 ± {tolerance.scale:.1e}",
             0.0,
             overall,
             tolerance.gradient,
         )
-    return Finding("", 0.0, overall, tolerance.gradient)
+    return Comparison("", 0.0, overall, tolerance.gradient)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -38,7 +38,7 @@ from accel.run import parts as parts_called
 from accel.run.blame import Blame
 from accel.run.context import Run
 from accel.run.gate import Call
-from accel.run.guard import Finding, Recording
+from accel.run.guard import Comparison, Recording
 from accel.run.listeners import free_fetching
 from accel.run.observation import Observation
 from accel.run.parts import PartsCalled
@@ -334,7 +334,7 @@ class Session:
         self._leaves_out = self._ranks is None or not self._ranks.distributed
         self._trip(why + ("; that update was left out" if self._leaves_out else ""))
 
-    def _repeated(self, call: Recording) -> tuple[guard.Replayed, Finding]:
+    def _repeated(self, call: Recording) -> tuple[guard.Replayed, Comparison]:
         """Make a call again, plainly and under the strategies that are on."""
         on, gate, model = dict(self._active), self.run.gate, self.run.model
         exactness = max(self.strategies[name].exactness for name in on)
@@ -402,7 +402,7 @@ class Session:
         try:
             recording = guard.record(self.run.model, self.run.device, args, kwargs)
         except Exception as error:  # inputs that can't be copied; what can't be compared is not tried
-            self._note_finding(Finding(f"the call can't be recorded: {type(error).__name__}: {error}"))
+            self._note_finding(Comparison(f"the call can't be recorded: {type(error).__name__}: {error}"))
         outputs = self.run.gate.plain(*args, **kwargs)
         if recording is not None:
             recording.listen(outputs)
@@ -695,17 +695,17 @@ class Session:
             if "model" in touched and recording is not None:
                 self._note_finding(self._check_model(plan, recording, exactness))
             elif "model" in touched:
-                self._note_finding(Finding(unsure="the model was not called in the steps it looked at"))
+                self._note_finding(Comparison(unsure="the model was not called in the steps it looked at"))
             if "optimizer" in touched:
                 self._note_finding(self._check_update(plan, exactness))
             if touched <= {"input"}:
                 self._switch(plan)  # switching it on compares a batch with a plain fetch; see the strategy
         except Exception as error:
-            self._note_finding(Finding(f"{type(error).__name__}: {error}"))
+            self._note_finding(Comparison(f"{type(error).__name__}: {error}"))
         finally:
             self._switch(before)
 
-    def _check_model(self, plan: Choices, recording: Recording, exactness: Exactness) -> Finding:
+    def _check_model(self, plan: Choices, recording: Recording, exactness: Exactness) -> Comparison:
         gate, model = self.run.gate, self.run.model
         with guard.untouched(model, self.run.device), self._without_watch():
             self._switch({})
@@ -725,8 +725,8 @@ class Session:
         finally:
             self._suspended = False
 
-    def _check_update(self, plan: Choices, exactness: Exactness) -> Finding:
-        finding = Finding()
+    def _check_update(self, plan: Choices, exactness: Exactness) -> Comparison:
+        finding = Comparison()
         with self._without_watch():
             for optimizer in self.run.optimizers:
                 self._switch({})
@@ -737,7 +737,7 @@ class Session:
                 finding = finding.merge(update_guard.compare(plain, candidate, start, exactness))
         return finding
 
-    def _note_finding(self, finding: Finding) -> None:
+    def _note_finding(self, finding: Comparison) -> None:
         self._result.finding = finding if self._result.finding is None else self._result.finding.merge(finding)
 
     # -- life ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accel.run.guard import Finding, Tolerance
+from accel.run.guard import Comparison, Tolerance
 from accel.strategies.base import Exactness
 
 # Enough to show a wrong formula, little enough to copy: the first parameters of each group up to this many elements.
@@ -75,13 +75,13 @@ def _unhooked_step(optimizer: Optimizer) -> None:
     inner(optimizer)
 
 
-def compare(plain: list[Tensor], candidate: list[Tensor], before: list[Tensor], exactness: Exactness) -> Finding:
+def compare(plain: list[Tensor], candidate: list[Tensor], before: list[Tensor], exactness: Exactness) -> Comparison:
     """Compare two updates, relative to the size of the plain one: ‖Δ_c − Δ_r‖ ≤ tolerance · ‖Δ_r‖."""
-    worst = Finding()
+    worst = Comparison()
     for one, other, start in zip(plain, candidate, before, strict=True):
         update = float(torch.linalg.vector_norm(one.double() - start.double()))
         if not math.isfinite(update):  # the gradients are not finite, or the weights: the run's own affair
-            return Finding(unsure="the plain update itself is not finite")
+            return Comparison(unsure="the plain update itself is not finite")
         error = float(torch.linalg.vector_norm(other.double() - one.double()))
         # A parameter is stored to eps relative to itself, so an update can't be told finer than that.
         eps = torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0
@@ -89,8 +89,8 @@ def compare(plain: list[Tensor], candidate: list[Tensor], before: list[Tensor], 
         tolerance = Tolerance.of(exactness, one.dtype).output
         if not error <= tolerance * update + grain:
             off = error / update if update > 0 else float("inf")
-            return Finding(f"its update is off by {off:.1e}, allowed {tolerance:.1e}", 0.0, off, tolerance)
-        worst = worst.merge(Finding("", 0.0, error / update if update > 0 else 0.0, tolerance))
+            return Comparison(f"its update is off by {off:.1e}, allowed {tolerance:.1e}", 0.0, off, tolerance)
+        worst = worst.merge(Comparison("", 0.0, error / update if update > 0 else 0.0, tolerance))
     return worst
 
 

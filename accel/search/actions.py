@@ -9,7 +9,7 @@ from typing import Any
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.evidence import Evidence
 from accel.profiler.phases import Measurement
-from accel.run.guard import Finding
+from accel.run.guard import Comparison
 from accel.search.plan import Choices
 from accel.strategies.base import Exactness
 
@@ -51,7 +51,7 @@ class Result:
     """Strategy → why it was switched off in the middle of the action."""
     evidence: Evidence | None = None
     """What the profiler saw of the counted steps, if it was asked to look."""
-    finding: Finding | None = None
+    finding: Comparison | None = None
     """What the guard found, if it was asked and could look."""
     refusals: dict[str, str] = field(default_factory=dict)
     """Strategy → why another rank can't have it; of those that all ranks must switch at the same step."""

@@ -39,7 +39,7 @@ _MOST = 3
 """Ways that are tried, of those about as fast as the best."""
 
 
-class Candidate(NamedTuple):
+class SchemeOption(NamedTuple):
     """A way to average gradients, perhaps in buckets of another size."""
 
     option: Option
@@ -53,14 +53,14 @@ class Candidate(NamedTuple):
         return way if self.cap_mb is None else f"{way} in buckets of {self.cap_mb:g} MB"
 
 
-def candidates(choice: Choice) -> list[Candidate]:
+def candidates(choice: Choice) -> list[SchemeOption]:
     """Return what is predicted to beat DDP's own all-reduce in buckets as they are, best first."""
-    found = [Candidate(one, None, one.step_s) for one in worthwhile(choice.options)]
+    found = [SchemeOption(one, None, one.step_s) for one in worthwhile(choice.options)]
     limit_s = (1 - WORTH) * next(one.step_s for one in choice.options if not any(one.plan))
     for option in choice.options:
         size = choice.sizes.get(option.plan[0]) if len(set(option.plan)) == 1 else None
         if size is not None and size.step_s < limit_s:
-            found.append(Candidate(option, size.cap_mb, size.step_s))
+            found.append(SchemeOption(option, size.cap_mb, size.step_s))
     return sorted(found, key=lambda one: one.step_s)
 
 
@@ -229,7 +229,7 @@ class GradientChoice(Strategy):
         self._gradients.enable(self.level, setting)
         self._settings += list(range(len(self._settings), len(self._about_as_fast())))
 
-    def _about_as_fast(self) -> list[Candidate]:
+    def _about_as_fast(self) -> list[SchemeOption]:
         """Return the ways that the model can't tell from the best."""
         choice = None if self._gradients is None else self._gradients.choices.get(self.level)
         found = [] if choice is None else candidates(choice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accel.kernels import support
-from accel.kernels.window_dropins import Fused, candidates, fuse_window_attention
+from accel.kernels.window_dropins import FusedModules, candidates, fuse_window_attention
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
@@ -24,7 +24,7 @@ class WindowAttention(Strategy):
     one_off_s = 10.0  # the kernels are compiled; 1 to 2 s for each kind of layer
 
     def __init__(self) -> None:
-        self._fused: Fused | None = None
+        self._fused: FusedModules | None = None
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no GPU, no triton, or no window attention that is known."""

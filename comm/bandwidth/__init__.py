@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from accel.comm.bandwidth.table import Bandwidth, Lost, Row, Settings, measure
+from accel.comm.bandwidth.table import Bandwidth, PeerLost, Row, Settings, measure
 
-__all__ = ["Bandwidth", "Lost", "Row", "Settings", "measure"]
+__all__ = ["Bandwidth", "PeerLost", "Row", "Settings", "measure"]

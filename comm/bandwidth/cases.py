@@ -47,7 +47,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """A rank's place in the group that is measured."""
 
     group: Any
@@ -90,7 +90,7 @@ class Operation:
 
     name: str
     factor: Callable[[int], float]
-    make: Callable[[Place, int, torch.dtype, str, bool], Case]
+    make: Callable[[RankPlace, int, torch.dtype, str, bool], Case]
     """(place, elements of S, type, reduction, in place) → buffers."""
     places: tuple[bool, ...]
     """In place (True), out of place (False), in the order they are measured."""
@@ -143,11 +143,11 @@ def _reduced(m: int, ranks: int, reduction: str, dtype: torch.dtype) -> Tensor:
     return reduced.to(dtype)
 
 
-def _empty(place: Place, count: int, dtype: torch.dtype) -> Tensor:
+def _empty(place: RankPlace, count: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(count, dtype=dtype, device=place.device)
 
 
-def _all_reduce(place: Place, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
+def _all_reduce(place: RankPlace, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
     m = modulus(dtype, place.size, reduction == "sum")
     buffer, table = _empty(place, count, dtype), _reduced(m, place.size, reduction, dtype)
     op = REDUCTIONS[reduction]
@@ -160,7 +160,7 @@ def _all_reduce(place: Place, count: int, dtype: torch.dtype, reduction: str, in
     )
 
 
-def _reduce_scatter(place: Place, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
+def _reduce_scatter(place: RankPlace, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
     m, block = modulus(dtype, place.size, reduction == "sum"), count // place.size
     source, table = _empty(place, count, dtype), _reduced(m, place.size, reduction, dtype)
     first = place.index * block
@@ -180,7 +180,7 @@ def _reduce_scatter(place: Place, count: int, dtype: torch.dtype, reduction: str
     )
 
 
-def _all_gather(place: Place, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
+def _all_gather(place: RankPlace, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
     block = count // place.size
     output = _empty(place, count, dtype)
     gather = _collective("all_gather_single", "all_gather_into_tensor")
@@ -204,7 +204,7 @@ def _all_gather(place: Place, count: int, dtype: torch.dtype, reduction: str, in
     )
 
 
-def _all_to_all(place: Place, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
+def _all_to_all(place: RankPlace, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
     block = count // place.size
     source, output = _empty(place, count, dtype), _empty(place, count, dtype)
     first = place.index * block
@@ -227,7 +227,7 @@ def _all_to_all(place: Place, count: int, dtype: torch.dtype, reduction: str, in
     )
 
 
-def _broadcast(place: Place, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
+def _broadcast(place: RankPlace, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
     buffer = _empty(place, count, dtype)
 
     def fill() -> None:
@@ -245,7 +245,7 @@ def _broadcast(place: Place, count: int, dtype: torch.dtype, reduction: str, in_
     )
 
 
-def _send_recv(place: Place, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
+def _send_recv(place: RankPlace, count: int, dtype: torch.dtype, reduction: str, in_place: bool) -> Case:
     """Send to the next rank and receive from the one before, as nccl-tests does."""
     source, output = _empty(place, count, dtype), _empty(place, count, dtype)
     after, before = (place.index + 1) % place.size, (place.index - 1) % place.size

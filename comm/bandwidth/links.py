@@ -28,7 +28,7 @@ LINKS = ("intra", "inter", "world")
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkClass:
     """A link class: the sets of ranks that communicate at the same time."""
 
     name: str
@@ -78,7 +78,7 @@ def nodes_of(keys: list[str]) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in found.values()]
 
 
-def links_of(nodes: list[tuple[int, ...]], ranks: tuple[int, ...] | None = None) -> list[Link]:
+def links_of(nodes: list[tuple[int, ...]], ranks: tuple[int, ...] | None = None) -> list[LinkClass]:
     """List the link classes that differ.
 
     Args:
@@ -92,15 +92,15 @@ def links_of(nodes: list[tuple[int, ...]], ranks: tuple[int, ...] | None = None)
     names = ranks if ranks is not None else tuple(range(total))
     nodes = [tuple(names[rank] for rank in node) for node in nodes]
     if len(nodes) == 1:
-        return [Link("intra", tuple(nodes))]
-    inter = Link("inter", (tuple(node[0] for node in nodes),))
+        return [LinkClass("intra", tuple(nodes))]
+    inter = LinkClass("inter", (tuple(node[0] for node in nodes),))
     if total == len(nodes):
         return [inter]
-    intra = Link("intra", tuple(node for node in nodes if len(node) > 1))
-    return [intra, inter, Link("world", (tuple(sorted(names)),))]
+    intra = LinkClass("intra", tuple(node for node in nodes if len(node) > 1))
+    return [intra, inter, LinkClass("world", (tuple(sorted(names)),))]
 
 
-def groups_of(links: list[Link], backend: str, timeout: timedelta) -> dict[str, Any]:
+def groups_of(links: list[LinkClass], backend: str, timeout: timedelta) -> dict[str, Any]:
     """Make the process groups of `links`; every rank of the job calls this together.
 
     Returns:

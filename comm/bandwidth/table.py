@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 from accel.comm.bandwidth import links as bandwidth_links
-from accel.comm.bandwidth.cases import OPERATIONS, REDUCTIONS, Case, Operation, Place, elements
+from accel.comm.bandwidth.cases import OPERATIONS, REDUCTIONS, Case, Operation, RankPlace, elements
 from accel.comm.bandwidth.fit import Fit, fit_line
-from accel.comm.bandwidth.links import Link
+from accel.comm.bandwidth.links import LinkClass
 
 PROBE_SIZES = (1 << 12, 1 << 19, 1 << 21)
 PROBE_OPERATIONS = ("all_reduce", "all_gather", "all_to_all")
@@ -40,7 +40,7 @@ _ROOM = 1024  # bytes of a rank's words; a pickled float takes 9 more
 _FEWEST = 2  # runs of a row; sizes of a fit
 
 
-class Lost(RuntimeError):
+class PeerLost(RuntimeError):
     """A rank has gone, or an operation failed on some ranks only: the group can't be used any more."""
 
 
@@ -231,22 +231,22 @@ def _device(backend: str, device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
-class _Step(NamedTuple):
-    link: Link
+class _SweepStep(NamedTuple):
+    link: LinkClass
     operation: Operation
     size_bytes: int
     in_place: bool
 
 
 def _plan(
-    links: Sequence[Link], operations: Sequence[str], sizes: Sequence[int], by_size: bool, out_of_place_only: bool
-) -> list[_Step]:
+    links: Sequence[LinkClass], operations: Sequence[str], sizes: Sequence[int], by_size: bool, out_of_place_only: bool
+) -> list[_SweepStep]:
     steps = []
     for link in links:
         for name in operations:
             operation = OPERATIONS[name]
             places = operation.places[:1] if out_of_place_only else operation.places
-            steps += [_Step(link, operation, size, place) for place in places for size in sizes]
+            steps += [_SweepStep(link, operation, size, place) for place in places for size in sizes]
     return sorted(steps, key=lambda step: step.size_bytes) if by_size else steps
 
 
@@ -274,7 +274,7 @@ class _Talk:
             dist.all_gather(box, own, group=self._group)
         except RuntimeError as error:
             self._lost = True
-            raise Lost(f"a rank no longer answers ({_brief(error)})") from None
+            raise PeerLost(f"a rank no longer answers ({_brief(error)})") from None
         return [pickle.loads(bytes(each.numpy())) for each in box]
 
     def slowest(self, seconds: float) -> float:
@@ -305,7 +305,7 @@ class _Sweep:
     spent_s: float = 0.0
     """What the slowest rank has spent so far: the same on all ranks."""
 
-    def all(self, steps: Iterable[_Step], on_row: Callable[[Row], None]) -> list[Row]:
+    def all(self, steps: Iterable[_SweepStep], on_row: Callable[[Row], None]) -> list[Row]:
         rows: list[Row] = []
         kept: dict[tuple[str, str, bool], list[Row]] = {}
         for step in steps:
@@ -317,22 +317,22 @@ class _Sweep:
                 continue
             try:
                 row = self._row(step, before)
-            except Lost as error:
-                raise Lost(f"{step.operation.name} of {step.size_bytes} bytes was cut off: {error}") from None
+            except PeerLost as error:
+                raise PeerLost(f"{step.operation.name} of {step.size_bytes} bytes was cut off: {error}") from None
             before.append(row)
             rows.append(row)
             on_row(row)
             if row.problem and not _supported(row.problem):
-                raise Lost(f"{row.operation} of {row.size_bytes} bytes failed: {row.problem}")
+                raise PeerLost(f"{row.operation} of {row.size_bytes} bytes failed: {row.problem}")
         return rows
 
-    def _too_late(self, step: _Step, before: list[Row]) -> bool:
+    def _too_late(self, step: _SweepStep, before: list[Row]) -> bool:
         if len(before) < _FEWEST:
             return False
         guess = _expected(before, step.size_bytes) * (self.settings.warmup + _FEWEST)
         return self.spent_s + guess > self.settings.budget_s
 
-    def _row(self, step: _Step, before: list[Row]) -> Row:
+    def _row(self, step: _SweepStep, before: list[Row]) -> Row:
         rank, name = dist.get_rank(), step.link.name
         ranks, place, case = step.link.own(rank), None, None
         count = elements(step.operation, step.size_bytes, self.settings.dtype, step.link.size)
@@ -350,7 +350,7 @@ class _Sweep:
             return _without(row, "not supported: it needs two ranks")
         first = _Timed()
         if ranks:
-            place = Place(self.groups[name], ranks, ranks.index(rank), self.device)
+            place = RankPlace(self.groups[name], ranks, ranks.index(rank), self.device)
             # Nodes may have different numbers of ranks; blocks are those of each node's own.
             own = elements(step.operation, step.size_bytes, self.settings.dtype, place.size)
             try:

@@ -16,7 +16,7 @@ from accel.comm.engine import small_sums
 from accel.comm.engine.channel import Channel
 
 
-class Part(NamedTuple):
+class ParameterRange(NamedTuple):
     """Elements [begin, end) of a piece that belong to one parameter."""
 
     name: str
@@ -35,7 +35,7 @@ class Pack:
     Where fewer are found than there is room for, the rest adds 0 to the first element.
     """
 
-    def __init__(self, raw: Tensor, like: Tensor, parts: Sequence[Part]) -> None:
+    def __init__(self, raw: Tensor, like: Tensor, parts: Sequence[ParameterRange]) -> None:
         entries = sum(part.sent for part in parts)
         words = _words(entries, parts)
         self.raw = raw
@@ -46,7 +46,7 @@ class Pack:
         self.values, self.dense = floats[:entries], floats[entries:]
 
     @classmethod
-    def empty(cls, like: Tensor, parts: Sequence[Part], ranks: int) -> Pack:
+    def empty(cls, like: Tensor, parts: Sequence[ParameterRange], ranks: int) -> Pack:
         """Return one of zeros for a piece with values `like`, of one of so many ranks."""
         entries = sum(part.sent for part in parts)
         rides = _dense_elements(parts) if _rides(like, parts, ranks) else 0
@@ -60,12 +60,12 @@ class Pack:
         self.values[filled:end] = source[found]
         return end
 
-    def put_dense(self, values: Tensor, parts: Sequence[Part]) -> None:
+    def put_dense(self, values: Tensor, parts: Sequence[ParameterRange]) -> None:
         """Take dense parameters along where there is room for them."""
         if self.dense.numel():
             torch.cat([values[part.begin : part.end] for part in parts if not part.sent], out=self.dense)
 
-    def gather(self, values: Tensor, parts: Sequence[Part], channel: Channel) -> Tensor:
+    def gather(self, values: Tensor, parts: Sequence[ParameterRange], channel: Channel) -> Tensor:
         """Set `values` to the sum of all ranks' packs; return which parameters any rank used, (parts,)."""
         raws = [torch.empty_like(self.raw) for _ in range(channel.size)]
         channel.all_gather(self.raw, raws)
@@ -82,7 +82,9 @@ class Pack:
             values.index_add_(0, one.positions, one.values)  # but for zeros, no position twice in a pack
         return torch.stack([one.used for one in packs]).amax(0)
 
-    def _dense_sum(self, values: Tensor, parts: Sequence[Part], packs: Sequence[Pack], channel: Channel) -> Tensor:
+    def _dense_sum(
+        self, values: Tensor, parts: Sequence[ParameterRange], packs: Sequence[Pack], channel: Channel
+    ) -> Tensor:
         if self.dense.numel() or not _dense_elements(parts):
             total = packs[0].dense.clone()
             for one in packs[1:]:
@@ -93,16 +95,16 @@ class Pack:
         return total
 
 
-def _words(entries: int, parts: Sequence[Part]) -> int:
+def _words(entries: int, parts: Sequence[ParameterRange]) -> int:
     """Return the int32 words of a pack, even: float64 begins at a multiple of 8 bytes."""
     return (len(parts) + entries + 1) // 2 * 2
 
 
-def _dense_elements(parts: Sequence[Part]) -> int:
+def _dense_elements(parts: Sequence[ParameterRange]) -> int:
     return sum(part.end - part.begin for part in parts if not part.sent)
 
 
-def _rides(like: Tensor, parts: Sequence[Part], ranks: int) -> bool:
+def _rides(like: Tensor, parts: Sequence[ParameterRange], ranks: int) -> bool:
     """Tell whether dense parameters are so few that all ranks hear those of all; more are summed on their way."""
     nbytes = _dense_elements(parts) * like.element_size()
     return nbytes < small_sums.TINY_BYTES and small_sums.best_way(ranks, nbytes) == "direct"

@@ -30,7 +30,7 @@ from accel.comm.engine.channel import Channel
 from accel.comm.layout import Piece
 
 
-class Part(NamedTuple):
+class ParameterPart(NamedTuple):
     """What of a piece belongs to one parameter."""
 
     name: str
@@ -92,13 +92,13 @@ class Gathered(Corrected, Fused):
     def is_dense(self, shape: torch.Size) -> bool:
         return len(shape) < 2 or shape.numel() < self.exact_below
 
-    def _by_parameter(self, piece: Piece) -> list[Part]:
+    def _by_parameter(self, piece: Piece) -> list[ParameterPart]:
         return [
-            Part(one.name, slice(one.begin, one.begin + one.length), not self.is_dense(shape))
+            ParameterPart(one.name, slice(one.begin, one.begin + one.length), not self.is_dense(shape))
             for one, shape in piece.parameters()
         ]
 
-    def _correct(self, piece: Piece, parts: list[Part]) -> Tensor:
+    def _correct(self, piece: Piece, parts: list[ParameterPart]) -> Tensor:
         """Apply momentum to what will be encoded; return which of it this rank used, (coarse parts,) 0 or 1."""
         used = [any_nonzero(piece.values[part.span]) for part in parts if part.coarse]
         if self.momentum:
@@ -113,7 +113,7 @@ class Gathered(Corrected, Fused):
             piece.carry["scale"] = scale
         return torch.stack(used).to(piece.values.dtype) if used else piece.values.new_empty(0)
 
-    def _set_aside(self, piece: Piece, parts: list[Part]) -> Tensor:
+    def _set_aside(self, piece: Piece, parts: list[ParameterPart]) -> Tensor:
         """Return what goes as it is, with what was withheld of it before, and leave nothing of it to be encoded."""
         residual = piece.slot.read(RESIDUAL) if piece.slot.has(RESIDUAL) else None
         taken = []

@@ -18,7 +18,7 @@ from accel.comm.layout import Piece
 Side = Literal["left", "right"]
 
 
-class Group(NamedTuple):
+class MatrixGroup(NamedTuple):
     """Matrices of one shape in a piece; tensors of more dimensions count as (first, all others)."""
 
     rows: int
@@ -38,10 +38,10 @@ class Group(NamedTuple):
         return [values[begin : begin + size].view(self.rows, self.columns) for begin in self.begins]
 
 
-class Plan(NamedTuple):
+class FactorPlan(NamedTuple):
     """What of a piece is sent as factors, and what as it is."""
 
-    groups: list[Group]
+    groups: list[MatrixGroup]
     plain: list[tuple[int, int]]
     """(begin, length) in the piece."""
 
@@ -66,34 +66,34 @@ class Plan(NamedTuple):
         return sum(len(one.begins) * one.rank * one.length(side) for one in self.groups)
 
 
-def make_plan(piece: Piece, rank_of: Callable[[torch.Size], int]) -> Plan:
+def make_plan(piece: Piece, rank_of: Callable[[torch.Size], int]) -> FactorPlan:
     """Return the plan of a piece.
 
     Args:
         piece: holds parameters as a whole.
         rank_of: rank by shape of the parameter, 0 for what is sent as it is; no more than the smaller side.
     """
-    groups: dict[tuple[int, int, int], Group] = {}
+    groups: dict[tuple[int, int, int], MatrixGroup] = {}
     plain: list[tuple[int, int]] = []
     for one, (_, tensor) in zip(piece.layout.extents(piece.low, piece.high), piece.tensors(), strict=True):
         if rank := rank_of(tensor.shape):
             rows, columns = matrix_of(tensor.shape)
-            group = groups.setdefault((rows, columns, rank), Group(rows, columns, rank, [], []))
+            group = groups.setdefault((rows, columns, rank), MatrixGroup(rows, columns, rank, [], []))
             group.names.append(one.name)
             group.begins.append(one.begin)
         else:
             plain.append((one.begin, one.length))
-    return Plan(list(groups.values()), plain)
+    return FactorPlan(list(groups.values()), plain)
 
 
-def project(plan: Plan, values: Tensor, bases: Sequence[Tensor], known: Side, wire: Tensor) -> None:
+def project(plan: FactorPlan, values: Tensor, bases: Sequence[Tensor], known: Side, wire: Tensor) -> None:
     """Write basisᵀ M, or basisᵀ Mᵀ where the basis is a right one, of each matrix in `values` into `wire`."""
     for group, basis, out in zip(plan.groups, bases, plan.factors(wire, other(known)), strict=True):
         for i, matrix in enumerate(group.matrices(values)):
             torch.mm(basis[i], matrix if known == "left" else matrix.T, out=out[i])
 
 
-def note_used(plan: Plan, values: Tensor, out: Tensor) -> None:
+def note_used(plan: FactorPlan, values: Tensor, out: Tensor) -> None:
     """Write 1 into `out` (matrices,) for each matrix in `values` that holds anything but zeros, else 0."""
     matrices = [matrix.view(-1) for group in plan.groups for matrix in group.matrices(values)]
     for i, matrix in enumerate(matrices):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from accel.comm.catalogue import CATALOGUE, Way
+from accel.comm.catalogue import CATALOGUE, Scheme
 from accel.comm.cost_model.choice import WORTH
 from accel.comm.cost_model.cost import Network, Profile, Stages, between, plain, simulate
 
@@ -58,7 +58,11 @@ def rebucketed(profile: Profile, cap_bytes: float) -> tuple[Profile, list[float]
 
 
 def better_size(
-    way: Way | None, profile: Profile, network: Network, costs: Mapping[Way, Sequence[Stages]], cap_mb: float = 25.0
+    way: Scheme | None,
+    profile: Profile,
+    network: Network,
+    costs: Mapping[Scheme, Sequence[Stages]],
+    cap_mb: float = 25.0,
 ) -> Size | None:
     """Return the size of buckets under which a way is predicted to be fastest.
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
-from accel.comm.catalogue import CATALOGUE, Way
+from accel.comm.catalogue import CATALOGUE, Scheme
 from accel.comm.cost_model.cost import Network, Profile, Stages, core_seconds, plain, simulate
 
 WORTH = 0.02
@@ -26,7 +26,7 @@ _BUSY = 0.92
 (2 hosts of 2 ranks on 2 cores, PowerSGD and DGC at 1 Gbit). Plain steps may show that it is more."""
 _ROUNDS = 12
 
-Plan = tuple[Way | None, ...]
+Plan = tuple[Scheme | None, ...]
 """The way of each bucket; None is DDP's own all-reduce."""
 
 
@@ -42,7 +42,7 @@ class Option(NamedTuple):
         return describe(self.plan)
 
 
-class Observed(NamedTuple):
+class ObservedStep(NamedTuple):
     """What plain steps have shown: medians of seconds since the first bucket was ready, means over ranks."""
 
     bytes: tuple[int, ...]
@@ -78,7 +78,9 @@ def _numbers(indices: Sequence[int]) -> str:
     return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def calibrated(seen: Observed, network: Network, threads: float, copy_byte_s: float = 0.0) -> tuple[Profile, Network]:
+def calibrated(
+    seen: ObservedStep, network: Network, threads: float, copy_byte_s: float = 0.0
+) -> tuple[Profile, Network]:
     """Return the profile and the network under which the model gives the plain steps that were seen.
 
     Two unknowns, two observations: the backward pass alone is faster than under communication that takes cores; and
@@ -104,7 +106,7 @@ def calibrated(seen: Observed, network: Network, threads: float, copy_byte_s: fl
     return profile._replace(rest_s=rest, core_s=core_s, busy=busy), fitted
 
 
-def _known_work(seen: Observed, network: Network, threads: float, ways: Sequence[Stages]) -> tuple[Network, float]:
+def _known_work(seen: ObservedStep, network: Network, threads: float, ways: Sequence[Stages]) -> tuple[Network, float]:
     """Return the network with what its transfers take of the cores, and what the rest of a plain step takes of them."""
     moved = sum(core_seconds(one, network, threads) for one in ways)
     if threads == 1 and moved > 0 and seen.core_s > 0:
@@ -118,7 +120,7 @@ def _within(value: float, bounds: tuple[float, float]) -> float:
     return min(max(value, bounds[0]), bounds[1])
 
 
-def predict(plan: Plan, profile: Profile, network: Network, costs: Mapping[Way, Sequence[Stages]]) -> Option:
+def predict(plan: Plan, profile: Profile, network: Network, costs: Mapping[Scheme, Sequence[Stages]]) -> Option:
     """Return what the model says of a plan.
 
     Args:
@@ -132,7 +134,9 @@ def predict(plan: Plan, profile: Profile, network: Network, costs: Mapping[Way, 
     return Option(plan, found.step_s, found.exposed_s)
 
 
-def options(profile: Profile, network: Network, costs: Mapping[Way, Sequence[Stages]], *, mix: int = 3) -> list[Option]:
+def options(
+    profile: Profile, network: Network, costs: Mapping[Scheme, Sequence[Stages]], *, mix: int = 3
+) -> list[Option]:
     """Return every candidate, the best first: the shortest predicted step, or about as short and nearer to exact.
 
     Args:
@@ -157,7 +161,7 @@ def options(profile: Profile, network: Network, costs: Mapping[Way, Sequence[Sta
     return found
 
 
-def _fidelity(way: Way | None) -> int:
+def _fidelity(way: Scheme | None) -> int:
     return -1 if way is None else list(CATALOGUE).index(way.compressor)
 
 
@@ -168,7 +172,7 @@ def preferred(plans: Sequence[Plan], steps: Mapping[Plan, float]) -> Plan:
     return min(alike, key=lambda plan: (max(map(_fidelity, plan)), steps[plan]))
 
 
-def _refined(best: Option, ways: Sequence[Way | None], say: Callable[[Plan], Option]) -> Option:
+def _refined(best: Option, ways: Sequence[Scheme | None], say: Callable[[Plan], Option]) -> Option:
     """Give single buckets other ways, the last ones first, as long as that pays."""
     # The last buckets are those that nothing hides.
     for index in reversed(range(len(best.plan))):
@@ -187,9 +191,9 @@ def worthwhile(found: Sequence[Option]) -> list[Option]:
     return [one for one in found if one.step_s < plainly * (1 - WORTH)]
 
 
-def mean_of(seen: Sequence[Observed]) -> Observed:
+def mean_of(seen: Sequence[ObservedStep]) -> ObservedStep:
     """Return the mean over ranks of what each has seen; all have seen the same buckets."""
-    return Observed(
+    return ObservedStep(
         seen[0].bytes,
         tuple(fmean(times) for times in zip(*(one.ready_s for one in seen), strict=True)),
         fmean(one.done_s for one in seen),

@@ -86,7 +86,7 @@ class Network:
         return replace(self, world=ring, **{name: own._replace(byte_s=byte_s)})
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """One call of a collective, as one rank makes it."""
 
     kind: str
@@ -101,22 +101,22 @@ class Call(NamedTuple):
     """Largest single message."""
 
 
-class Segment(NamedTuple):
+class StageSegment(NamedTuple):
     """A piece of a stage: work, then perhaps a call."""
 
     core_s: float
-    call: Call | None = None
+    call: CollectiveCall | None = None
 
-    def times(self, factor: float) -> Segment:
+    def times(self, factor: float) -> StageSegment:
         """Return the segment for a bucket `factor` times as large."""
         call = self.call
         if call is not None:
             sizes = (call.near_bytes * factor, call.far_bytes * factor, call.largest_bytes * factor)
-            call = Call(call.kind, call.scope, *sizes)
-        return Segment(self.core_s * factor, call)
+            call = CollectiveCall(call.kind, call.scope, *sizes)
+        return StageSegment(self.core_s * factor, call)
 
 
-Stages = tuple[tuple[Segment, ...], ...]
+Stages = tuple[tuple[StageSegment, ...], ...]
 """What one bucket costs on one way: a series of segments for each stage."""
 
 
@@ -141,7 +141,7 @@ def between(small: tuple[float, Stages], large: tuple[float, Stages], size: floa
     share = (size - low) / (high - low)
     return tuple(
         tuple(
-            Segment(max(a.core_s + share * (b.core_s - a.core_s), 0.0), b.times(size / high).call)
+            StageSegment(max(a.core_s + share * (b.core_s - a.core_s), 0.0), b.times(size / high).call)
             for a, b in zip(less, more, strict=True)
         )
         for less, more in zip(few, many, strict=True)
@@ -150,7 +150,7 @@ def between(small: tuple[float, Stages], large: tuple[float, Stages], size: floa
 
 def plain(bucket_bytes: float) -> Stages:
     """Return the cost of DDP's own all-reduce."""
-    return ((Segment(0.0, Call("ring", "world", bucket_bytes)),),)
+    return ((StageSegment(0.0, CollectiveCall("ring", "world", bucket_bytes)),),)
 
 
 class Transfer(NamedTuple):
@@ -163,7 +163,7 @@ class Transfer(NamedTuple):
     core_s: float
 
 
-def transfer(call: Call, network: Network) -> Transfer:
+def transfer(call: CollectiveCall, network: Network) -> Transfer:
     """Return what a call takes."""
     hosts, ranks, size = network.hosts, network.ranks, network.size
     outer = "inter" if hosts > 1 else "intra"
@@ -269,7 +269,7 @@ class _Need(NamedTuple):
     link: str = ""
 
 
-def _needs(segments: Sequence[Segment], network: Network, threads: float, saved: dict[str, float]) -> list[_Need]:
+def _needs(segments: Sequence[StageSegment], network: Network, threads: float, saved: dict[str, float]) -> list[_Need]:
     """Return what a stage takes, and take off `saved` the seconds of each link that it is spared."""
     found = []
     for one in segments:

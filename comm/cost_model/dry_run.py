@@ -14,9 +14,9 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
-from accel.comm.catalogue import CATALOGUE, Way, error_feedback
+from accel.comm.catalogue import CATALOGUE, Scheme, error_feedback
 from accel.comm.compressor import RESIDUAL
-from accel.comm.cost_model.cost import Call, Segment, Stages, between, scaled
+from accel.comm.cost_model.cost import CollectiveCall, Stages, StageSegment, between, scaled
 from accel.comm.engine import small_sums
 from accel.comm.engine.reduction import BucketJob, Reduction
 from accel.comm.hooks import pipeline_stages
@@ -40,15 +40,15 @@ class DryChannel:
         hosts = {topology.host_of(rank) for rank in ranks}
         self._scope = "within" if len(hosts) == 1 else "world" if len(ranks) == topology.size else "across"
         self._clock, self._since = clock, clock()
-        self.segments: list[Segment] = []
+        self.segments: list[StageSegment] = []
 
     def begin(self) -> None:
         """Begin a stage."""
         self.segments, self._since = [], self._clock()
 
-    def end(self) -> tuple[Segment, ...]:
+    def end(self) -> tuple[StageSegment, ...]:
         """Return what the stage took."""
-        return (*self.segments, Segment(self._clock() - self._since))
+        return (*self.segments, StageSegment(self._clock() - self._since))
 
     def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
         """Note an exchange; what comes is what goes."""
@@ -93,11 +93,11 @@ class DryChannel:
 
     def _note(self, kind: str, near: float, far: float, largest: float) -> None:
         worked = self._clock() - self._since
-        call = Call(kind, self._scope, near, far, largest) if near + far else None
-        self.segments.append(Segment(worked, call))
+        call = CollectiveCall(kind, self._scope, near, far, largest) if near + far else None
+        self.segments.append(StageSegment(worked, call))
 
 
-def dry_run(way: Way, layout: Layout, topology: Topology, device: torch.device, *, runs: int = 2) -> Stages:
+def dry_run(way: Scheme, layout: Layout, topology: Topology, device: torch.device, *, runs: int = 2) -> Stages:
     """Return what a bucket costs.
 
     Args:
@@ -154,14 +154,22 @@ def _fastest(found: Sequence[Stages], factor: float) -> Stages:
     last = found[-1]
     alike = [one for one in found if [len(stage) for stage in one] == [len(stage) for stage in last]]
     return tuple(
-        tuple(Segment(factor * min(one[s][i].core_s for one in alike), segment.call) for i, segment in enumerate(stage))
+        tuple(
+            StageSegment(factor * min(one[s][i].core_s for one in alike), segment.call)
+            for i, segment in enumerate(stage)
+        )
         for s, stage in enumerate(last)
     )
 
 
 def costs(
-    ways: Iterable[Way], layouts: Sequence[Layout], topology: Topology, device: torch.device, *, budget_s: float = 2.0
-) -> dict[Way, tuple[Stages, ...]]:
+    ways: Iterable[Scheme],
+    layouts: Sequence[Layout],
+    topology: Topology,
+    device: torch.device,
+    *,
+    budget_s: float = 2.0,
+) -> dict[Scheme, tuple[Stages, ...]]:
     """Return what each bucket costs on each way; a way that can't handle a bucket, say by its dtype, is left out.
 
     Args:
@@ -172,7 +180,7 @@ def costs(
         budget_s: seconds for everything; each way gets one bucket all the same.
     """
     deadline = time.perf_counter() + budget_s
-    found: dict[Way, tuple[Stages, ...]] = {}
+    found: dict[Scheme, tuple[Stages, ...]] = {}
     for way in ways:
         if not _fits(way, layouts):
             continue
@@ -183,7 +191,7 @@ def costs(
     return found
 
 
-def _fits(way: Way, layouts: Sequence[Layout]) -> bool:
+def _fits(way: Scheme, layouts: Sequence[Layout]) -> bool:
     compressor = CATALOGUE[way.compressor].make()
     try:
         for layout in layouts:
@@ -224,7 +232,7 @@ def copy_byte_s(layouts: Sequence[Layout], device: torch.device, *, runs: int = 
     return median(times) / (_size(largest) * source.element_size())
 
 
-def shared_out(told: Sequence[Mapping[Way, Sequence[Stages]]]) -> dict[Way, tuple[Stages, ...]]:
+def shared_out(told: Sequence[Mapping[Scheme, Sequence[Stages]]]) -> dict[Scheme, tuple[Stages, ...]]:
     """Return the costs that rank 0 found, with the work of each way as it is in the mean over the ranks.
 
     Args:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from accel.comm.doctor.examination import NO_LOG, Diagnosis, examine
+from accel.comm.doctor.examination import NO_LOG, Examination, examine
 
-__all__ = ["NO_LOG", "Diagnosis", "examine"]
+__all__ = ["NO_LOG", "Examination", "examine"]

@@ -30,7 +30,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckFinding:
     """One thing that is wrong or costs time."""
 
     check: str
@@ -55,9 +55,9 @@ class Check:
     """Takes a Host, or an NcclLog if `of_log`."""
     of_log: bool = False
 
-    def finding(self, found: Found) -> Finding:
+    def finding(self, found: Found) -> CheckFinding:
         """Add the registry's words to what was seen."""
-        return Finding(self.name, found.level or self.level, self.title, self.costs, found.evidence, found.change)
+        return CheckFinding(self.name, found.level or self.level, self.title, self.costs, found.evidence, found.change)
 
 
 CHECKS: dict[str, Check] = {}

@@ -24,7 +24,7 @@ from accel.comm.doctor import (
 from accel.comm.doctor import (
     system as doctor_system,
 )
-from accel.comm.doctor.checks import CHECKS, LEVELS, WARN, Check, Finding, Found
+from accel.comm.doctor.checks import CHECKS, LEVELS, WARN, Check, CheckFinding, Found
 from accel.comm.doctor.host import Host, NotSeen
 from accel.comm.doctor.nccl_log import NcclLog
 
@@ -37,10 +37,10 @@ NO_LOG = "no log was given (--log FILE takes what NCCL_DEBUG=INFO prints)"
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Examination:
     """What the checks found."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
     """The worst first."""
     passed: tuple[str, ...]
     """Checks that looked and found nothing."""
@@ -53,7 +53,7 @@ class Diagnosis:
         return any(LEVELS.index(finding.level) >= LEVELS.index(WARN) for finding in self.findings)
 
 
-def examine(host: Host, log: NcclLog | None = None) -> Diagnosis:
+def examine(host: Host, log: NcclLog | None = None) -> Examination:
     """Run every check.
 
     Args:
@@ -75,7 +75,7 @@ def examine(host: Host, log: NcclLog | None = None) -> Diagnosis:
         elif not found:
             passed.append(check.name)
     findings.sort(key=lambda finding: -LEVELS.index(finding.level))
-    return Diagnosis(tuple(findings), tuple(passed), tuple(unseen))
+    return Examination(tuple(findings), tuple(passed), tuple(unseen))
 
 
 def look(check: Check, host: Host, log: NcclLog | None) -> tuple[list[Found], str]:

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from accel.comm.engine.channel import Channel, ConnectionBroken
-from accel.comm.engine.post_mortem import CommError, PostMortem, Report, verdict
+from accel.comm.engine.post_mortem import CommError, PostMortem, RankReport, verdict
 from accel.comm.layout import Layout
 
 PATIENCE_S = 5.0
 
 
-class Job(Protocol):
+class PipelineJob(Protocol):
     """One bucket on its way."""
 
     step: int
@@ -84,7 +84,7 @@ class Pipeline:
         self.failed: Callable[[], bool] = self._line.failed
         """Tell whether a job has failed; then all others do."""
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: PipelineJob) -> None:
         """Take a job on; its future gets the buffer, or the error."""
         self._line.begin(job)
         if self._in_line:
@@ -100,17 +100,17 @@ class _Line:
         self, stages: list[PipelineStage], rank: int, post_mortem: PostMortem | None, device: torch.device
     ) -> None:
         self.stages, self.rank, self.post_mortem = stages, rank, post_mortem
-        self.queues: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in stages]
+        self.queues: list[queue.SimpleQueue[PipelineJob | None]] = [queue.SimpleQueue() for _ in stages]
         self.error: CommError | None = None
         self.agreed: list[set[Layout]] = [set() for _ in stages]
-        self.under_way: dict[int, Job] = {}
+        self.under_way: dict[int, PipelineJob] = {}
         self.idle = threading.Condition()
         self.failing = threading.Lock()
         self.closing = False
         cuda: Any = torch.cuda
         self.streams = [cuda.Stream(device) for _ in stages] if device.type == "cuda" else []
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: PipelineJob) -> None:
         with self.idle:
             self.under_way[id(job)] = job
         if self.streams:
@@ -137,13 +137,13 @@ class _Line:
                 del job  # while this thread waits for the next one, it must not keep the state alive
 
     @torch.no_grad()
-    def issue(self, job: Job) -> None:
+    def issue(self, job: PipelineJob) -> None:
         """Carry out all stages of a job."""
         for number in range(len(self.stages)):
             self.carry_out(number, job)
         self.finish(job)
 
-    def carry_out(self, number: int, job: Job) -> None:
+    def carry_out(self, number: int, job: PipelineJob) -> None:
         if self.error is not None:
             return
         stage = self.stages[number]
@@ -157,7 +157,7 @@ class _Line:
             self.fail(stage, job, error)
 
     @contextlib.contextmanager
-    def stream(self, number: int, job: Job) -> Iterator[None]:
+    def stream(self, number: int, job: PipelineJob) -> Iterator[None]:
         """Queue what follows on the stage's stream, after the stage before."""
         if not self.streams:
             yield
@@ -170,7 +170,7 @@ class _Line:
         with torch.cuda.stream(stream):
             yield
 
-    def finish(self, job: Job) -> None:
+    def finish(self, job: PipelineJob) -> None:
         with self.idle:
             if self.under_way.pop(id(job), None) is None:
                 return  # failed with all others
@@ -193,13 +193,13 @@ class _Line:
         for job in jobs:
             job.future.set_exception(error)  # type: ignore[arg-type]
 
-    def fail(self, stage: PipelineStage, job: Job, error: Exception) -> None:
+    def fail(self, stage: PipelineStage, job: PipelineJob, error: Exception) -> None:
         with self.failing:
             if self.error is not None:
                 return
             place = f"step {job.step}, {job.layout}, stage {stage.name!r}"
             kind = "" if isinstance(error, (ValueError, ConnectionBroken, CommError)) else f"{type(error).__name__}: "
-            own = Report(place, f"{kind}{error}", primary=not isinstance(error, ConnectionBroken))
+            own = RankReport(place, f"{kind}{error}", primary=not isinstance(error, ConnectionBroken))
             # Peers that wait for this rank wake up, here other stages do.
             for other in self.stages:
                 other.channel.abort()
@@ -226,7 +226,7 @@ def _close(line: _Line, threads: Sequence[threading.Thread]) -> None:
         line.post_mortem.close()
 
 
-def _agree(job: Job, channel: Channel) -> None:
+def _agree(job: PipelineJob, channel: Channel) -> None:
     """Raise ValueError unless all ranks of the channel have the same bucket; done once for each layout."""
     layout = job.layout
     content = zlib.crc32(repr((layout.names, layout.shapes, str(layout.dtype))).encode())

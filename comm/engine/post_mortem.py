@@ -33,7 +33,7 @@ class CommError(RuntimeError):
     """Communication failed; the message names the rank and the cause."""
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """What a rank said when it stopped."""
 
     place: str
@@ -84,9 +84,9 @@ class Inquiry:
         own: why it stopped.
     """
 
-    def __init__(self, rank: int, size: int, peers: Sequence[int], own: Report) -> None:
+    def __init__(self, rank: int, size: int, peers: Sequence[int], own: RankReport) -> None:
         self._rank, self._size, self._peers, self._own = rank, size, peers, own
-        self._known: dict[int, Report | str] = {}
+        self._known: dict[int, RankReport | str] = {}
         self._told: list[Any] = []
         self._untold = set(peers)
 
@@ -106,7 +106,7 @@ class Inquiry:
         items: list[Any] = [[self._rank, *self._own._replace(cause=_short(self._own.cause))]]
         for kind, most in (("report", 2), ("ended", 4), ("silent", 2)):
             found = [r for r, said in sorted(self._known.items()) if _is_cause(said, kind)]
-            items += [[r, *said] if isinstance(said := self._known[r], Report) else [r, said] for r in found[:most]]
+            items += [[r, *said] if isinstance(said := self._known[r], RankReport) else [r, said] for r in found[:most]]
         return items
 
     def addressees(self) -> set[int]:
@@ -121,7 +121,7 @@ class Inquiry:
     def take(self, items: Sequence[Sequence[Any]]) -> None:
         """Take in what another rank tells."""
         for rank, *said in items:
-            word = Report(*said) if len(said) == len(Report._fields) else str(said[0])
+            word = RankReport(*said) if len(said) == len(RankReport._fields) else str(said[0])
             self._learn(int(rank), word)
 
     def ended(self, rank: int) -> None:
@@ -133,23 +133,23 @@ class Inquiry:
         for rank in self.missing:
             self._learn(rank, "silent")
 
-    def _learn(self, rank: int, word: Report | str) -> None:
+    def _learn(self, rank: int, word: RankReport | str) -> None:
         if rank != self._rank and _weight(word) > _weight(self._known.get(rank)):
             self._known[rank] = word
 
-    def found(self) -> dict[int, Report | str]:
+    def found(self) -> dict[int, RankReport | str]:
         """Return what is known of each rank, by rank; "silent" for those near that said nothing."""
         return {**dict.fromkeys(self.missing, "silent"), **self._known}
 
 
-def _weight(word: Report | str | None) -> int:
-    return 3 if isinstance(word, Report) else {None: 0, "silent": 1, "ended": 2}.get(word, 0)
+def _weight(word: RankReport | str | None) -> int:
+    return 3 if isinstance(word, RankReport) else {None: 0, "silent": 1, "ended": 2}.get(word, 0)
 
 
-def _is_cause(said: Report | str, kind: str = "") -> bool:
+def _is_cause(said: RankReport | str, kind: str = "") -> bool:
     """Tell whether this may be why others stopped: a fault found, or a rank that has ended or is silent."""
-    own = "report" if isinstance(said, Report) else said
-    return (own == kind or (not kind and own != "silent")) and (not isinstance(said, Report) or said.primary)
+    own = "report" if isinstance(said, RankReport) else said
+    return (own == kind or (not kind and own != "silent")) and (not isinstance(said, RankReport) or said.primary)
 
 
 class PostMortem:
@@ -191,7 +191,7 @@ class PostMortem:
             return False
         return True
 
-    def ask(self, own: Report, patience_s: float) -> dict[int, Report | str]:
+    def ask(self, own: RankReport, patience_s: float) -> dict[int, RankReport | str]:
         """Tell why this rank stopped, pass on what others tell, and return what is known of each rank.
 
         A rank near this one that says nothing within `patience_s` gets "ended" or "silent".
@@ -260,7 +260,7 @@ def _short(text: str) -> str:
     return text.encode("ascii", "replace").decode()[:600]
 
 
-def verdict(rank: int, own: Report, others: dict[int, Report | str]) -> str:
+def verdict(rank: int, own: RankReport, others: dict[int, RankReport | str]) -> str:
     """Return one sentence on who failed and why, as far as the reports tell.
 
     Args:
@@ -272,7 +272,7 @@ def verdict(rank: int, own: Report, others: dict[int, Report | str]) -> str:
     if own.primary:
         return f"{here}: {own.cause}"
     for other, said in sorted(others.items()):
-        if isinstance(said, Report) and said.primary:
+        if isinstance(said, RankReport) and said.primary:
             return f"{here} because rank {other} failed at {said.place}: {said.cause}"
     for word, meaning in (
         ("ended", "has ended (its port is closed); look at its own log"),

@@ -33,7 +33,7 @@ _MESSAGE_S = 3e-5
 _BYTE_S = 8e-9
 
 
-class Line(Protocol):
+class SumChannel(Protocol):
     """What a small all-reduce needs of a channel."""
 
     rank: int
@@ -75,20 +75,20 @@ def best_way(size: int, nbytes: int) -> str:
     return min(("direct", "shares", "doubling"), key=lambda way: seconds(way, size, nbytes))
 
 
-def all_reduce(line: Line, values: Tensor) -> None:
+def all_reduce(line: SumChannel, values: Tensor) -> None:
     """Replace `values`, contiguous, by their sum over the ranks, the same bits on each."""
     flat = values.view(-1)
     {"direct": _direct, "shares": _by_shares, "doubling": _doubling}[best_way(line.size, flat.nbytes)](line, flat)
 
 
-def _direct(line: Line, flat: Tensor) -> None:
+def _direct(line: SumChannel, flat: Tensor) -> None:
     parts = list(flat.new_empty(line.size, flat.numel()))
     parts[line.rank].copy_(flat)
     line.exchange([flat] * line.size, parts)
     flat.copy_(_sum(parts))
 
 
-def _by_shares(line: Line, flat: Tensor) -> None:
+def _by_shares(line: SumChannel, flat: Tensor) -> None:
     cuts = equal_cuts(flat.numel(), line.size)
     shares = [flat[low:high] for low, high in pairwise(cuts)]
     own = shares[line.rank]
@@ -99,7 +99,7 @@ def _by_shares(line: Line, flat: Tensor) -> None:
     line.exchange([own] * line.size, shares)
 
 
-def _doubling(line: Line, flat: Tensor) -> None:
+def _doubling(line: SumChannel, flat: Tensor) -> None:
     """Sum over pairs of ever larger sets; ranks beyond a power of two give theirs to a partner, and get the sum."""
     within = 1 << (line.size.bit_length() - 1)
     total = flat.to(_wide(flat.dtype), copy=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.catalogue import CATALOGUE, Way, error_feedback
+from accel.comm.catalogue import CATALOGUE, Scheme, error_feedback
 from accel.comm.cost_model.choice import Plan
 from accel.comm.engine.channel import GlooChannel
 from accel.comm.engine.post_mortem import CommError
@@ -73,7 +73,7 @@ class Switch:
         self.step = 0
         self.memory = Memory()
         self._talk: Talk | None = None
-        self._states: dict[Way, CommState] = {}
+        self._states: dict[Scheme, CommState] = {}
         self.bind(ddp)
 
     # -- groups ------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class Switch:
             self._filled = self._wanted
         self.plan = self._wanted
 
-    def _state(self, way: Way) -> CommState:
+    def _state(self, way: Scheme) -> CommState:
         ddp = self._ddp()
         assert ddp is not None, "its own hook outlives a module only within a step"
         compressor = CATALOGUE[way.compressor].make()
@@ -316,7 +316,7 @@ class Switch:
         future: torch.futures.Future[Any] = work.get_future()
         return future.then(lambda done: done.value()[0])
 
-    def _is_silent(self, way: Way | None) -> bool:
+    def _is_silent(self, way: Scheme | None) -> bool:
         """Tell whether nobody tells the memory that this bucket is finite, while other buckets have a residual."""
         if way is not None and (state := self._states[way]) and (state.fields or not state.compressor.lossless):
             return False

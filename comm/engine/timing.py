@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from accel.comm.cost_model.choice import Observed
+from accel.comm.cost_model.choice import ObservedStep
 
 Work = tuple[float, float]
 
@@ -22,7 +22,7 @@ def unknown() -> Work:
     return 0.0, 0.0
 
 
-class _Step(NamedTuple):
+class _TimedStep(NamedTuple):
     began: float
     worked: Work
     bytes: list[int]
@@ -41,8 +41,8 @@ class Times:
 
     def __init__(self, clock: Callable[[], float], work: Callable[[], Work] = unknown) -> None:
         self._clock, self._work = clock, work
-        self._now: _Step | None = None
-        self._steps: list[tuple[_Step, float, Work]] = []
+        self._now: _TimedStep | None = None
+        self._steps: list[tuple[_TimedStep, float, Work]] = []
 
     def __len__(self) -> int:
         """Return the number of whole steps recorded."""
@@ -54,7 +54,7 @@ class Times:
 
     def open(self) -> None:
         """Begin a step: its first bucket is ready."""
-        self._now = _Step(self._clock(), self._work(), [], [], [], [])
+        self._now = _TimedStep(self._clock(), self._work(), [], [], [], [])
 
     def close(self) -> None:
         """End the step that was begun, if there is one."""
@@ -77,12 +77,12 @@ class Times:
         if self._now is not None:
             self._now.extra.append(seconds)
 
-    def observed(self) -> Observed:
+    def observed(self) -> ObservedStep:
         """Return the medians over the steps that had the buckets of the last one."""
         last = self._steps[-1][0]
         alike = [one for one in self._steps if one[0].bytes == last.bytes]
         ready = [statistics.median(times) for times in zip(*(step.ready for step, *_ in alike), strict=True)]
-        return Observed(
+        return ObservedStep(
             tuple(last.bytes),
             tuple(one - ready[0] for one in ready),
             statistics.median(max(step.done) for step, *_ in alike) - ready[0],

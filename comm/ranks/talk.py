@@ -21,7 +21,7 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 
-class Line(Protocol):
+class TalkChannel(Protocol):
     """What it needs of a channel: see `accel.comm.engine.channel.GlooChannel`."""
 
     rank: int
@@ -40,7 +40,7 @@ class Talk:
     All raise `accel.comm.engine.post_mortem.CommError` if a rank has gone, or does not come in time.
     """
 
-    def __init__(self, channel: Line) -> None:
+    def __init__(self, channel: TalkChannel) -> None:
         self._channel = channel
         self.rank, self.size = channel.rank, channel.size
         lowest = self.rank & -self.rank if self.rank else 1 << (self.size - 1).bit_length()

@@ -202,13 +202,13 @@ def _library(package: str) -> bool:
     return found is not None and any(found.startswith(path) for path in paths if path)
 
 
-class _Plain:
+class _PlainObject:
     pass
 
 
 def native(kind: type) -> bool:
     """Tell whether instances of a class have room for more than Python objects."""
-    return (kind.__basicsize__ > _Plain.__basicsize__ and not _only_slots(kind)) or kind.__itemsize__ != 0
+    return (kind.__basicsize__ > _PlainObject.__basicsize__ and not _only_slots(kind)) or kind.__itemsize__ != 0
 
 
 def _only_slots(kind: type) -> bool:
@@ -218,7 +218,7 @@ def _only_slots(kind: type) -> bool:
 
 def _is_python(kind: type) -> bool:
     base = kind.__base__
-    return base is None or kind.__basicsize__ - base.__basicsize__ <= _Plain.__basicsize__ - object.__basicsize__
+    return base is None or kind.__basicsize__ - base.__basicsize__ <= _PlainObject.__basicsize__ - object.__basicsize__
 
 
 def native_base(kind: type) -> type:

@@ -89,7 +89,7 @@ def _parts(thing: Any) -> list[tuple[str, Any]] | None:
     return [(f".{name}", value) for name, value in attributes.items()]
 
 
-class _Plain:
+class _PlainClass:
     pass
 
 
@@ -98,4 +98,4 @@ def _written_in_python(kind: type) -> bool:
 
     A class of C code, and one with `__slots__`, has room for more in its instances.
     """
-    return kind.__basicsize__ <= _Plain.__basicsize__ and kind.__itemsize__ == 0
+    return kind.__basicsize__ <= _PlainClass.__basicsize__ and kind.__itemsize__ == 0

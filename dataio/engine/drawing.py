@@ -9,7 +9,7 @@ thread that draws would draw from these, and what it drew before would come agai
 | others could draw | the generators from which fetching was seen to draw, and put back; no other |
 
 Whether fetching draws shows in the states before and after. Where others could have drawn too, it must be heard as well
-(`Listener`): then that batch is made again, from its own states.
+(`DrawListener`): then that batch is made again, from its own states.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TRIED = 16
 _NEVER = 1 << 62
 
 
-class Apart:
+class SeparateStates:
     """Makes calls from random states of their own."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Apart:
         """
         before = [(stream, stream.read()) for stream in streams()]
         self._before = [(stream, state) for stream, state in before if stream in seeded]
-        listener, drawn, began = Listener(), list[Stream](), before
+        listener, drawn, began = DrawListener(), list[Stream](), before
         try:
             for stream in seeded:
                 stream.seed(seed)
@@ -75,7 +75,7 @@ class Drawing:
     """Knows from which generators fetching draws, as far as was seen."""
 
     def __init__(self) -> None:
-        self._apart = Apart()
+        self._apart = SeparateStates()
         self._drawn: list[Stream] = []
         self._quiet = 0
 
@@ -120,7 +120,7 @@ def others_could_draw(waiting: Collection[int] = ()) -> bool:
     return unnamed or any(each.ident not in mine and not each.name.startswith("accel-") for each in named)
 
 
-class Listener:
+class DrawListener:
     """Hears which global generators this thread draws from while it makes a call.
 
     Operators of torch say so themselves. Python's functions are heard by a profiling hook. Those of numpy are not: for

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio.dataset.mirror import Path
-from accel.dataio.engine.drawing import Apart, Drawing, others_could_draw
+from accel.dataio.engine.drawing import Drawing, SeparateStates, others_could_draw
 from accel.dataio.engine.fetch import blame, fetch_of
 from accel.dataio.engine.thread_pool import ThreadPool
 
@@ -42,7 +42,7 @@ class ThreadsDraw(RuntimeError):
     """Fetching draws random numbers, which threads have in common with each other and with the loop."""
 
 
-class Job(NamedTuple):
+class BatchJob(NamedTuple):
     """One batch to be made.
 
     Attributes:
@@ -75,7 +75,7 @@ class Engine(Protocol):
     def start(self) -> None:
         """Start threads and processes, if there are none; raises what keeps them from starting."""
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: BatchJob) -> None:
         """Take a job."""
 
     def collect(self) -> Any:
@@ -118,7 +118,7 @@ class _Oldest(Generic[_T]):
             self._jobs.popleft()
 
 
-def _tell(error: Exception, where: str, job: Job) -> None:
+def _tell(error: Exception, where: str, job: BatchJob) -> None:
     """Have an error say where it was raised, and at which sample."""
     text = f"in {where} while fetching {blame(error, job.indices)}"
     try:
@@ -153,7 +153,7 @@ class InlineEngine:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._fetch = fetch_of(loader)
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[BatchJob] = deque()
         self._drawing = Drawing()
 
     @property
@@ -164,7 +164,7 @@ class InlineEngine:
     def start(self) -> None:
         """Do nothing."""
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: BatchJob) -> None:
         """Take a job."""
         self._jobs.append(job)
 
@@ -173,7 +173,7 @@ class InlineEngine:
         with _Oldest(self._jobs) as job:
             return self._make(job)
 
-    def _make(self, job: Job) -> Any:
+    def _make(self, job: BatchJob) -> Any:
         try:
             return self._drawing.make(self._fetch, job.indices, job.seed)
         except Exception as error:
@@ -230,11 +230,11 @@ class ThreadEngine:
         self.workers, self.capacity = workers, workers * prefetch
         self._timeout_s = loader.timeout or None
         self._pool: ThreadPool | None = None
-        self._futures: deque[tuple[Job, Future[Any]]] = deque()
+        self._futures: deque[tuple[BatchJob, Future[Any]]] = deque()
         # Until a batch was seen not to draw, jobs are held back. It is made once all before it are there, while the
         # loop waits for it: what others draw meanwhile would be taken for its own, and be undone.
         self._quiet = False
-        self._held: deque[Job] = deque()
+        self._held: deque[BatchJob] = deque()
         self._looking: Future[Any] | None = None
         self._owner = os.getpid()
 
@@ -247,7 +247,7 @@ class ThreadEngine:
         if self._pool is None:
             self._pool = ThreadPool(self.workers, "accel-loader")
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: BatchJob) -> None:
         """Hand a job to the threads."""
         self.start()
         self._held.append(job)
@@ -282,7 +282,7 @@ class ThreadEngine:
             self._hand_out()
         return batch
 
-    def _make(self, job: Job, waiting: int | None) -> Any:
+    def _make(self, job: BatchJob, waiting: int | None) -> Any:
         """Make a batch, in a thread; look whether it draws while the loop's thread is `waiting` for it."""
         thread = f"thread {threading.current_thread().name.rpartition('_')[2]}"
         fetch = self._fetch if job.dataset is None else self._fetch.of(job.dataset)
@@ -325,8 +325,8 @@ class ThreadEngine:
         self.reset()
 
 
-def _looked_at(fetch: Callable[[Any], Any], job: Job, waiting: int) -> Any:
-    batch, drawn = Apart().call(fetch, job.indices, (), 0, listen=others_could_draw([waiting]))
+def _looked_at(fetch: Callable[[Any], Any], job: BatchJob, waiting: int) -> Any:
+    batch, drawn = SeparateStates().call(fetch, job.indices, (), 0, listen=others_could_draw([waiting]))
     if drawn:
         raise ThreadsDraw("fetching a sample draws random numbers, which threads can't keep apart")
     return batch

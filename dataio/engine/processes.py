@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.dataset.mirror import Path
 from accel.dataio.engine import wire, worker
-from accel.dataio.engine.engine import FetchTimeout, Job, WorkerDied, WorkersStuck, as_raised
+from accel.dataio.engine.engine import BatchJob, FetchTimeout, WorkerDied, WorkersStuck, as_raised
 from accel.dataio.engine.fetch import blame, fetch_of
 from accel.dataio.engine.slots import MOST_HELD, SlotReader
 from accel.dataio.engine.thread_pool import at_rest
@@ -41,7 +41,7 @@ class _Result(NamedTuple):
     number: int
     slots: SlotReader
     message: Any
-    job: Job
+    job: BatchJob
 
 
 class _Change(NamedTuple):
@@ -104,7 +104,7 @@ class ProcessEngine:
         self._order: deque[int] = deque()
         self._results: dict[int, _Result] = {}
         # Jobs that no worker has: their workers were ended by a failure, or left behind in the process forked from.
-        self._waiting: dict[int, Job] = {}
+        self._waiting: dict[int, BatchJob] = {}
         self._tries: dict[int, int] = {}
         self._failed_starts = 0
         # What the workers' copies of the dataset were told: for all jobs there are, and from a certain job on.
@@ -119,7 +119,7 @@ class ProcessEngine:
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: BatchJob) -> None:
         """Hand a job to the worker that has the fewest."""
         self.start()
         self._least_busy().give(self._next, job)
@@ -263,7 +263,7 @@ class ProcessEngine:
                 )
             handle.start(self._context, task)
 
-    def _hand_out(self, handles: list[WorkerHandle], jobs: dict[int, Job]) -> None:
+    def _hand_out(self, handles: list[WorkerHandle], jobs: dict[int, BatchJob]) -> None:
         """Give jobs to workers that were just started, each under the state of the dataset that it was meant for."""
         for serial in sorted(jobs):
             handle = min(handles, key=lambda each: len(each.jobs))
@@ -418,7 +418,7 @@ class ProcessEngine:
         return f"no worker has the batch after {waited:.0f} s ({limit})"
 
 
-def _samples(job: Job) -> str:
+def _samples(job: BatchJob) -> str:
     return blame(RuntimeError(), job.indices)
 
 

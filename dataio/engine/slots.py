@@ -43,7 +43,7 @@ def map_memory(file: int, size: int) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-class Slot:
+class SharedSlot:
     """One piece of shared memory, as the worker sees it."""
 
     def __init__(self, number: int, size: int) -> None:
@@ -73,13 +73,13 @@ class SlotWriter:
 
     def __init__(self, most_free: int) -> None:
         self._most_free = max(1, most_free)
-        self._free: list[Slot] = []
-        self._held: dict[int, Slot] = {}
+        self._free: list[SharedSlot] = []
+        self._held: dict[int, SharedSlot] = {}
         self._made = 0
         self.dropped: list[int] = []
         """Numbers of slots given up since the loop was last told."""
 
-    def acquire(self, size: int) -> tuple[Slot, bool]:
+    def acquire(self, size: int) -> tuple[SharedSlot, bool]:
         """Return a slot of at least `size` bytes and whether it is new; raises OSError when there is no memory."""
         fitting = [slot for slot in self._free if slot.size >= size]
         if fitting:
@@ -89,7 +89,7 @@ class SlotWriter:
             while self._free:  # all too small: batches have grown
                 self._drop(self._free.pop())
             # An eighth more than asked for, so that batches of varying length settle on a size.
-            slot = Slot(self._made, -(-(size + size // 8) // _PAGE) * _PAGE)
+            slot = SharedSlot(self._made, -(-(size + size // 8) // _PAGE) * _PAGE)
             self._made += 1
         self._held[slot.number] = slot
         return slot, slot.file >= 0
@@ -108,7 +108,7 @@ class SlotWriter:
             self._free.remove(smallest)
             self._drop(smallest)
 
-    def _drop(self, slot: Slot) -> None:
+    def _drop(self, slot: SharedSlot) -> None:
         slot.close_file()
         self.dropped.append(slot.number)
 

@@ -25,7 +25,7 @@ _Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 _Queue = queue.SimpleQueue["_Task | None"]
 
 
-class _Rest:
+class _PoolRest:
     """Counts the tasks that run in all pools, and can keep further ones from beginning."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _Rest:
             self.changed.notify_all()
 
 
-_rest = _Rest()
+_rest = _PoolRest()
 _pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 
@@ -68,7 +68,7 @@ def at_rest(timeout_s: float) -> Iterator[bool]:
 
 def _begin_in_child() -> None:
     global _rest
-    _rest = _Rest()
+    _rest = _PoolRest()
 
 
 os.register_at_fork(after_in_child=_begin_in_child)
@@ -125,7 +125,7 @@ def _end(tasks: _Queue, workers: int) -> None:
 
 
 def _work(tasks: _Queue, rests: bool) -> None:
-    rest = _rest if rests else _Rest()
+    rest = _rest if rests else _PoolRest()
     while (task := tasks.get()) is not None:
         future, function, arguments = task
         del task

@@ -35,7 +35,7 @@ _DTYPES = frozenset(
 )
 
 
-class Place(NamedTuple):
+class ArrayPlace(NamedTuple):
     """Where in the memory an array lies."""
 
     kind: str
@@ -46,19 +46,19 @@ class Place(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class WirePiece(NamedTuple):
     """What is written at one place of the memory: a dense tensor."""
 
     offset: int
     array: Tensor
 
 
-class Packed(NamedTuple):
+class WireBatch(NamedTuple):
     """A batch, ready to be written: its message, the places of its arrays, and what to write where."""
 
     payload: bytes
-    places: list[Place]
-    pieces: list[Piece]
+    places: list[ArrayPlace]
+    pieces: list[WirePiece]
     size: int
 
 
@@ -89,8 +89,8 @@ class _Layout:
     """Finds places for arrays; those that lie over each other here do so there."""
 
     def __init__(self, arrays: list[Any]) -> None:
-        self.places: list[Place] = [_NOWHERE] * len(arrays)
-        self.pieces: list[Piece] = []
+        self.places: list[ArrayPlace] = [_NOWHERE] * len(arrays)
+        self.pieces: list[WirePiece] = []
         self.size = 0
         for group in _overlapping(arrays):
             things = {number: arrays[number] for number in group}
@@ -104,11 +104,11 @@ class _Layout:
         if isinstance(thing, Tensor):
             array = thing.detach()
             array = array if dense(array) else array.contiguous()
-            place = Place("tensor", 0, _nbytes(array), array.dtype, tuple(array.shape), tuple(array.stride()))
+            place = ArrayPlace("tensor", 0, _nbytes(array), array.dtype, tuple(array.shape), tuple(array.stride()))
         else:
             array = _bytes_of(thing)
             kind = "fortran" if _fortran(thing) else "array"
-            place = Place(kind, 0, _nbytes(array), thing.dtype.str, thing.shape, ())
+            place = ArrayPlace(kind, 0, _nbytes(array), thing.dtype.str, thing.shape, ())
         self.places[number] = place._replace(offset=self._take(array))
 
     def _shared(self, group: dict[int, Any]) -> None:
@@ -120,20 +120,20 @@ class _Layout:
         for number, thing in group.items():
             at, nbytes = offset + _address(thing) - low, spans[number][1] - spans[number][0]
             if isinstance(thing, Tensor):
-                place = Place("tensor", at, nbytes, thing.dtype, tuple(thing.shape), tuple(thing.stride()))
+                place = ArrayPlace("tensor", at, nbytes, thing.dtype, tuple(thing.shape), tuple(thing.stride()))
             else:
-                place = Place("view", at, nbytes, thing.dtype.str, thing.shape, thing.strides)
+                place = ArrayPlace("view", at, nbytes, thing.dtype.str, thing.shape, thing.strides)
             self.places[number] = place
 
     def _take(self, array: Tensor, beyond: int = 0) -> int:
         offset, nbytes = self.size + beyond, _nbytes(array)
         if nbytes:
-            self.pieces.append(Piece(offset, array))
+            self.pieces.append(WirePiece(offset, array))
             self.size = -(-(offset + nbytes) // _ALIGN) * _ALIGN
         return offset if nbytes else self.size
 
 
-_NOWHERE = Place("", 0, 0, None, (), ())
+_NOWHERE = ArrayPlace("", 0, 0, None, (), ())
 
 
 def _nbytes(array: Tensor) -> int:
@@ -247,16 +247,16 @@ def dense(tensor: Tensor) -> bool:
     return True
 
 
-def pack(batch: Any) -> Packed:
+def pack(batch: Any) -> WireBatch:
     """Return `batch` ready to be written; raises what pickle raises for a thing that can't travel."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(batch)
     layout = _Layout(pickler.arrays)
-    return Packed(file.getvalue(), layout.places, layout.pieces, layout.size)
+    return WireBatch(file.getvalue(), layout.places, layout.pieces, layout.size)
 
 
-def write(packed: Packed, memory: Any) -> None:
+def write(packed: WireBatch, memory: Any) -> None:
     """Copy the arrays to their places in `memory`, a writable buffer of at least `packed.size` bytes."""
     for offset, array in packed.pieces:
         target = torch.frombuffer(memory, dtype=array.dtype, count=array.numel(), offset=offset)
@@ -264,7 +264,7 @@ def write(packed: Packed, memory: Any) -> None:
         target.as_strided(array.shape, array.stride()).copy_(array)
 
 
-def load(payload: bytes, places: list[Place], memory: memoryview | bytearray | None) -> Any:
+def load(payload: bytes, places: list[ArrayPlace], memory: memoryview | bytearray | None) -> Any:
     """Return the batch; its tensors lie in `memory` and keep it alive."""
     unpickler = pickle.Unpickler(io.BytesIO(payload))
     arrays: dict[int, Any] = {}
@@ -278,12 +278,12 @@ def load(payload: bytes, places: list[Place], memory: memoryview | bytearray | N
     return unpickler.load()
 
 
-def _view(place: Place, memory: Any) -> Any:
+def _view(place: ArrayPlace, memory: Any) -> Any:
     make = _VIEWS[place.kind]
     return make(place, memory)
 
 
-def _tensor(place: Place, memory: Any) -> Tensor:
+def _tensor(place: ArrayPlace, memory: Any) -> Tensor:
     if not place.nbytes:
         return torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
     count = place.nbytes // place.dtype.itemsize
@@ -291,7 +291,7 @@ def _tensor(place: Place, memory: Any) -> Tensor:
     return flat.as_strided(place.shape, place.stride)
 
 
-def _array(place: Place, memory: Any) -> np.ndarray[Any, Any]:
+def _array(place: ArrayPlace, memory: Any) -> np.ndarray[Any, Any]:
     dtype = np.dtype(place.dtype)
     if not place.nbytes:
         return np.empty(place.shape, dtype)
@@ -301,18 +301,18 @@ def _array(place: Place, memory: Any) -> np.ndarray[Any, Any]:
     return array.reshape(place.shape)
 
 
-def _array_view(place: Place, memory: Any) -> np.ndarray[Any, Any]:
+def _array_view(place: ArrayPlace, memory: Any) -> np.ndarray[Any, Any]:
     dtype = np.dtype(place.dtype)
     below = -sum((size - 1) * stride for size, stride in zip(place.shape, place.stride, strict=True) if stride < 0)
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=place.nbytes, offset=place.offset - below).numpy()
     return np.ndarray(place.shape, dtype, flat, below, place.stride)
 
 
-def _fortran_array(place: Place, memory: Any) -> np.ndarray[Any, Any]:
+def _fortran_array(place: ArrayPlace, memory: Any) -> np.ndarray[Any, Any]:
     return _array(place._replace(shape=place.shape[::-1]), memory).T
 
 
-_VIEWS: dict[str, Callable[[Place, Any], Any]] = {
+_VIEWS: dict[str, Callable[[ArrayPlace, Any], Any]] = {
     "tensor": _tensor,
     "array": _array,
     "fortran": _fortran_array,

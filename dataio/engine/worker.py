@@ -69,7 +69,7 @@ class Done(NamedTuple):
 
     serial: int
     payload: bytes
-    places: list[wire.Place]
+    places: list[wire.ArrayPlace]
     slot: int | None
     new_file: bool
     dropped: list[int]
@@ -237,7 +237,7 @@ class _Worker:
             for number in order.spent:
                 self._slots.release(number, again=False)
 
-    def _deliver(self, serial: int, packed: wire.Packed, began: float) -> None:
+    def _deliver(self, serial: int, packed: wire.WireBatch, began: float) -> None:
         slot, fresh, data = None, False, None
         if packed.size and self._slots is not None:
             try:

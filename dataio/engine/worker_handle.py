@@ -17,7 +17,7 @@ from typing import Any
 
 from accel.dataio.dataset.mirror import Path
 from accel.dataio.engine import worker
-from accel.dataio.engine.engine import Job
+from accel.dataio.engine.engine import BatchJob
 from accel.dataio.engine.inbox import Inbox
 from accel.dataio.engine.slots import SlotReader
 
@@ -54,7 +54,7 @@ class WorkerHandle:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, BatchJob] = {}
         self.process: Any = None
         self.connection: Connection | None = None
         self._channel: socket | None = None
@@ -99,7 +99,7 @@ class WorkerHandle:
         except OSError:
             return
 
-    def give(self, serial: int, job: Job) -> None:
+    def give(self, serial: int, job: BatchJob) -> None:
         """Hand over a job; raises what pickle raises for indices that can't travel."""
         indices = pickle.dumps(job.indices, protocol=pickle.HIGHEST_PROTOCOL)
         self.jobs[serial] = job

@@ -44,7 +44,7 @@ _WAITS = 0.1
 _MOST_WORKERS = 16
 
 
-class Cost(NamedTuple):
+class InlineCost(NamedTuple):
     """What batches made in the loop's thread showed: seconds per batch."""
 
     fetch_s: float
@@ -55,7 +55,7 @@ class Cost(NamedTuple):
     step_s: float
 
 
-def most_workers(cost: Cost, cores: int) -> int:
+def most_workers(cost: InlineCost, cores: int) -> int:
     """Return how many workers can be of use: as many as keep all cores busy, had they these for themselves."""
     alone_s = cost.fetch_s - cost.line_s
     if cost.run_s > (1 - _ASLEEP) * alone_s:
@@ -64,7 +64,7 @@ def most_workers(cost: Cost, cores: int) -> int:
 
 
 def candidates(
-    cost: Cost, cores: int, process_mode: str, threads: bool, limit: int | None = None, own: int = 0
+    cost: InlineCost, cores: int, process_mode: str, threads: bool, limit: int | None = None, own: int = 0
 ) -> list[Setting]:
     """Return the settings worth trying beside `inline`, simplest first.
 
@@ -116,7 +116,7 @@ class Busy(NamedTuple):
         return Busy(self.run_s - before.run_s, self.line_s - before.line_s)
 
 
-class Choice:
+class Tuner:
     """Decide on a setting from the times of the running loop.
 
     Ask `wanted` before each batch and fetch it so; report each with `served`.
@@ -233,10 +233,10 @@ class Choice:
 
     # -- deciding ----------------------------------------------------------------------------------------------------
 
-    def _cost(self) -> Cost:
+    def _cost(self) -> InlineCost:
         fetch = statistics.median(self._waits)
         run, line = (min(fetch, max(0.0, statistics.median(each))) for each in zip(*self._busy, strict=True))
-        return Cost(fetch, run, line, statistics.median(self._steps))
+        return InlineCost(fetch, run, line, statistics.median(self._steps))
 
     def _after_first(self) -> None:
         count = len(self._waits)
@@ -274,7 +274,7 @@ class Choice:
         self._rounds.record(*self._measured())
         self._next_block(capacity)
 
-    def _drop_idle(self, cost: Cost) -> None:
+    def _drop_idle(self, cost: InlineCost) -> None:
         """Leave settings with more workers than are of use: the first batches may have waited for a cold cache."""
         most = most_workers(cost, usable_cores())
         idle = [each for each in self._usable() if each.setting.workers > most]

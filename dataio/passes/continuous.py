@@ -23,7 +23,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from torch.utils.data import DataLoader
 
 from accel.dataio.dataset.mirror import Forecast, Glance, State, compare, state_of
-from accel.dataio.engine.engine import Engine, Job
+from accel.dataio.engine.engine import BatchJob, Engine
 from accel.dataio.engine.fetch import fetch_of
 from accel.dataio.passes import epochs
 from accel.dataio.passes.epochs import (
@@ -37,7 +37,7 @@ from accel.dataio.passes.epochs import (
     same,
     same_draws,
 )
-from accel.dataio.passes.jobs import AsDrawn, Jobs, Lost
+from accel.dataio.passes.jobs import AsDrawn, Jobs, LostIndices
 
 # Wrong guesses in a row, after which the next epoch is not guessed any more.
 _MOST_WRONG = 3
@@ -100,10 +100,10 @@ class Continuous:
         self._wrong = 0
         self._ended = False
         self._draws = Draws(loader, iter(()))
-        self._source: Iterator[Job] = iter(())
+        self._source: Iterator[BatchJob] = iter(())
         self._feeding = False
         # Jobs that were drawn and not served, oldest first; of the running epoch, then of the next one.
-        self._record: deque[Job] = deque()
+        self._record: deque[BatchJob] = deque()
         self._given = 0  # so many of them the engine has
         self._failed = False  # the oldest could not be made
         self._epoch = 0
@@ -128,7 +128,7 @@ class Continuous:
         self._made_in: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # epoch
         # For mending: what is under way, and what it has to be undone with.
         self._broken = False
-        self._recent: deque[tuple[Job, States]] = deque(maxlen=_RECENT)
+        self._recent: deque[tuple[BatchJob, States]] = deque(maxlen=_RECENT)
         self._drawing: States | None = None
         self._real: tuple[States, int | None] | None = None
 
@@ -247,7 +247,7 @@ class Continuous:
         return map(attrgetter("indices"), self.jobs_left())
 
     @_whole
-    def jobs_left(self) -> Iterator[Job]:
+    def jobs_left(self) -> Iterator[BatchJob]:
         """Return `left` with the seeds."""
         if self._resumed is not None:
             self._redraw()
@@ -327,7 +327,7 @@ class Continuous:
             self._real = None
         if self._drawing is not None:
             epochs.restore_own(self.loader, self._drawing)
-            self._drawn, self._source, self._drawing = self._drawing, Lost(), None
+            self._drawn, self._source, self._drawing = self._drawing, LostIndices(), None
         for job, after in reversed(self._recent) if handed is not None else ():
             if job.epoch == self._epoch and job.number >= handed:
                 if all(job is not other for other in self._record):

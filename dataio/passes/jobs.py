@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from accel.dataio.engine.engine import Job
+from accel.dataio.engine.engine import BatchJob
 from accel.dataio.engine.randomness import derived_seed
 from accel.dataio.passes import epochs
 from accel.dataio.passes.epochs import Draws, States, same
@@ -24,22 +24,22 @@ class Jobs:
         base_seed: of the epoch's random numbers; None to leave them alone.
         epoch: which of the epochs that were drawn it is.
         first: number of the first list in its epoch.
-        dataset: what the batches are made from, see `Job`.
+        dataset: what the batches are made from, see `BatchJob`.
     """
 
     def __init__(self, draws: Draws, base_seed: int | None, epoch: int, first: int = 0, dataset: Any = None) -> None:
         self._draws, self._base_seed, self._epoch, self._dataset = draws, base_seed, epoch, dataset
         self._number = first
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[BatchJob]:
         return self
 
-    def __next__(self) -> Job:
+    def __next__(self) -> BatchJob:
         indices = _kept(next(self._draws))
         number = self._number
         self._number += 1
         seed = None if self._base_seed is None else derived_seed(self._base_seed, number)
-        return Job(indices, seed, self._draws.generators(), self._dataset, self._epoch, number)
+        return BatchJob(indices, seed, self._draws.generators(), self._dataset, self._epoch, number)
 
 
 def _kept(indices: Any) -> Any:
@@ -55,13 +55,13 @@ class ListLost(RuntimeError):
     """An interruption came while the sampler drew an index list."""
 
 
-class Lost:
+class LostIndices:
     """In place of index lists of which one was lost."""
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[BatchJob]:
         return self
 
-    def __next__(self) -> Job:
+    def __next__(self) -> BatchJob:
         raise ListLost(
             "this pass can't go on: it was interrupted while the sampler drew an index list, which is lost; begin a "
             "new pass over the loader"
@@ -77,13 +77,13 @@ class AsDrawn:
         before, after: states of the loader's own generators before the first was drawn, and after the last.
     """
 
-    def __init__(self, loader: DataLoader[Any], jobs: list[Job], before: States, after: States) -> None:
+    def __init__(self, loader: DataLoader[Any], jobs: list[BatchJob], before: States, after: States) -> None:
         self._loader, self._jobs, self._at, self._after = loader, deque(jobs), before, after
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[BatchJob]:
         return self
 
-    def __next__(self) -> Job:
+    def __next__(self) -> BatchJob:
         state = self._jobs[0].after if self._jobs else self._after
         if not same(state, self._at):
             self._at = state

@@ -16,16 +16,16 @@ import torch
 from accel.dataio.dataset.witness import Witness
 from accel.dataio.engine import transfer
 from accel.dataio.engine.engine import (
+    BatchJob,
     FetchTimeout,
     InlineEngine,
-    Job,
     ThreadsDraw,
     WorkerDied,
     WorkersStuck,
 )
-from accel.dataio.passes.choice import Choice
+from accel.dataio.passes.choice import Tuner
 from accel.dataio.passes.continuous import Continuous
-from accel.dataio.passes.way import INLINE, Way
+from accel.dataio.passes.way import INLINE, LoaderCore
 
 log = logging.getLogger("accel.dataio")
 
@@ -36,7 +36,7 @@ _WATCHED = 3
 class _Handing(ABC):
     """An iterator that hands batches over: copied to the device one ahead, counted."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: LoaderCore) -> None:
         self._way = way
         self._copier = None if way.device is None else transfer.AheadCopier(way.device)
         self._late: Exception | None = None
@@ -89,7 +89,7 @@ class Pass(_Handing):
         loader: what the loop iterates.
     """
 
-    def __init__(self, way: Way, loader: Any) -> None:
+    def __init__(self, way: LoaderCore, loader: Any) -> None:
         super().__init__(way)
         self._accel_loader = loader  # the profiler asks for it, as it does for `_workers`
         self._continuous: Continuous | None = way.begin(self)
@@ -109,7 +109,7 @@ class Pass(_Handing):
     def detach(self) -> None:
         """Go on without the engine: another pass has begun, or the loader was closed."""
         if self._continuous is not None:
-            self._rest = _Rest(InlineEngine(self._way.loader), self._continuous.jobs_left())
+            self._rest = _RestOfPass(InlineEngine(self._way.loader), self._continuous.jobs_left())
             self._continuous = None
 
     def __next__(self) -> Any:
@@ -162,7 +162,7 @@ class Pass(_Handing):
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
-    def _measured(self, choice: Choice) -> Any:
+    def _measured(self, choice: Tuner) -> Any:
         """Fetch the next batch as the choice wants it, and tell it what that took."""
         continuous, way = self._continuous, self._way
         assert continuous is not None
@@ -189,7 +189,7 @@ class Pass(_Handing):
             log.info("%s", choice.explain())
         return batch
 
-    def _otherwise(self, choice: Choice, error: Exception) -> Any:
+    def _otherwise(self, choice: Tuner, error: Exception) -> Any:
         """Make the batch that a setting failed at in the loop's own thread, as a plain loader would.
 
         If that raises too, it is the dataset's own error and no fault of the setting.
@@ -211,7 +211,7 @@ class Pass(_Handing):
             choice.failed(error)
         return batch
 
-    def _watched(self, witness: Witness, choice: Choice) -> Any:
+    def _watched(self, witness: Witness, choice: Tuner) -> Any:
         """Fetch one of the first batches under a witness: may threads read this dataset?"""
         continuous, way = self._continuous, self._way
         assert continuous is not None
@@ -226,12 +226,12 @@ class Pass(_Handing):
         return batch
 
 
-class _Rest:
+class _RestOfPass:
     """What is left of a pass, made in the loop's own thread."""
 
-    def __init__(self, engine: InlineEngine, jobs: Iterator[Job]) -> None:
+    def __init__(self, engine: InlineEngine, jobs: Iterator[BatchJob]) -> None:
         self._engine, self._jobs = engine, jobs
-        self._job: Job | None = None
+        self._job: BatchJob | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -255,7 +255,7 @@ class _Rest:
 class Through(_Handing):
     """One pass over a loader that is left as it is; passes over the batches that were served before."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: LoaderCore) -> None:
         super().__init__(way)
         loaded, way.loaded = way.loaded, None
         self._batches = iter(way.loader)

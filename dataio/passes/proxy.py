@@ -20,7 +20,7 @@ from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.stand_in import StandIn
 
 
-class Listener(Protocol):
+class LoaderListener(Protocol):
     """What a loader proxy tells."""
 
     def epoch_begins(self) -> None:
@@ -66,7 +66,7 @@ class LoaderProxy(StandIn):
 
     __slots__ = ("_accel_fetching", "_accel_listener")
 
-    def __init__(self, loader: Any, listener: Listener | None = None) -> None:
+    def __init__(self, loader: Any, listener: LoaderListener | None = None) -> None:
         super().__init__(loader)
         object.__setattr__(self, "_accel_listener", listener)
         object.__setattr__(self, "_accel_fetching", Fetching())
@@ -103,7 +103,7 @@ def movable(loader: Any) -> str:
 class _Epoch:
     """One pass over the loader, as an iterator."""
 
-    def __init__(self, loader: Any, fetching: Fetching, listener: Listener) -> None:
+    def __init__(self, loader: Any, fetching: Fetching, listener: LoaderListener) -> None:
         self._fetching = fetching
         self._listener = listener
         listener.epoch_begins()

@@ -20,7 +20,7 @@ from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.engine.engine import Engine, InlineEngine, ThreadEngine
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.passes import epochs, resume
-from accel.dataio.passes.choice import Choice
+from accel.dataio.passes.choice import Tuner
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.look_ahead import LookAhead
 from accel.dataio.passes.rounds import Setting
@@ -61,7 +61,7 @@ class Running(Protocol):
         """Go on without the engine."""
 
 
-class Way:
+class LoaderCore:
     """How a loader's batches are made, and where its loop stands."""
 
     def __init__(self, loader: DataLoader[Any], options: Options) -> None:
@@ -69,7 +69,7 @@ class Way:
         self.passed_through = not_movable(loader)
         self.device = None if options.device is None else torch.device(options.device)
         self.counts: bool | None = None
-        self.choice: Choice | None = None
+        self.choice: Tuner | None = None
         self.setting = self._first_setting()
         self.reason = "as told"
         # Draws are seen by the engine: around a fetch the sampler draws too. Whoever says that threads may read a
@@ -112,7 +112,7 @@ class Way:
             reason = unsafe(loader.dataset) if told is None else "" if told else "as told (thread_safe=False)"
             ahead = LookAhead(self._prefetch, fixed=self.options.prefetch is not None)
             init, limit = self.calls_init, self.options.workers
-            self.choice = Choice(
+            self.choice = Tuner(
                 _start_method(loader, self._asked),
                 no_threads=reason,
                 ahead=ahead,
@@ -175,7 +175,7 @@ class Way:
         except Exception as error:
             log.info("%s can't be started: %s", setting, error)
 
-    def follow(self, choice: Choice) -> None:
+    def follow(self, choice: Tuner) -> None:
         """Make batches as `choice` wants from the next one on; a setting that can't be had is not tried again."""
         assert self._continuous is not None
         while choice.current != self.setting:

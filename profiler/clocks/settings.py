@@ -9,7 +9,7 @@ import torch
 from accel.profiler.clocks.probes import Patches
 
 
-class Settings:
+class TorchSettings:
     """Anomaly mode and number of threads, as most steps had them."""
 
     def __init__(self) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from accel.profiler.evidence import OpTime, SyncPoint, TraceSummary
 from accel.profiler.trace import intervals
-from accel.profiler.trace.events import Call, Trace, Wait, Work
-from accel.profiler.trace.groups import Group, call_groups, callers, kernel_groups
+from accel.profiler.trace.events import OperatorCall, Trace, Wait, Work
+from accel.profiler.trace.groups import CallGroup, call_groups, callers, kernel_groups
 from accel.profiler.trace.operators import base
 
 LARGEST = 12
@@ -45,7 +45,7 @@ def digest(trace: Trace, steps: int) -> TraceSummary:
     return summary
 
 
-def _outside(calls: Sequence[Call], updates: Sequence[tuple[float, float]]) -> list[Call]:
+def _outside(calls: Sequence[OperatorCall], updates: Sequence[tuple[float, float]]) -> list[OperatorCall]:
     """Return the calls that no optimizer's step made."""
     return [call for call in calls if not any(start <= call.start < end for start, end in updates)]
 
@@ -53,7 +53,7 @@ def _outside(calls: Sequence[Call], updates: Sequence[tuple[float, float]]) -> l
 def _kinds(trace: Trace, parents: Sequence[int]) -> dict[str, dict[str, float]]:
     """Return the kinds of the operators that autograd's engine calls, and of the others."""
     in_engine: dict[int, bool] = {}
-    sides: dict[str, list[Call]] = {"forward": [], "backward": []}
+    sides: dict[str, list[OperatorCall]] = {"forward": [], "backward": []}
     for index in sorted(range(len(trace.calls)), key=lambda i: (trace.calls[i].start, -trace.calls[i].end)):
         call = trace.calls[index]
         within = call.name.startswith(_ENGINE) or in_engine.get(parents[index], False)
@@ -65,8 +65,8 @@ def _kinds(trace: Trace, parents: Sequence[int]) -> dict[str, dict[str, float]]:
     }
 
 
-def _rows(groups: Sequence[Group], total: float, steps: int) -> list[OpTime]:
-    by_name: dict[str, list[Group]] = defaultdict(list)
+def _rows(groups: Sequence[CallGroup], total: float, steps: int) -> list[OpTime]:
+    by_name: dict[str, list[CallGroup]] = defaultdict(list)
     for group in groups:
         by_name[_shown(group.name)].append(group)
     rows = [_row(name, members, total, steps) for name, members in by_name.items()]
@@ -78,7 +78,7 @@ def _shown(name: str) -> str:
     return base(name.removeprefix("autograd::engine::evaluate_function: "))
 
 
-def _row(name: str, groups: Sequence[Group], total: float, steps: int) -> OpTime:
+def _row(name: str, groups: Sequence[CallGroup], total: float, steps: int) -> OpTime:
     us = sum(group.us for group in groups)
     row = OpTime(
         name=name,

@@ -13,7 +13,7 @@ from accel.profiler.trace import intervals
 
 
 @dataclass(slots=True, kw_only=True)
-class Call:
+class OperatorCall:
     """One operator call on the host."""
 
     name: str
@@ -28,7 +28,7 @@ class Call:
 
 
 @dataclass(slots=True, kw_only=True)
-class Work(intervals.Run):
+class Work(intervals.DeviceRun):
     """One piece of device work."""
 
     name: str
@@ -57,7 +57,7 @@ class Trace:
     """Everything seen in a window."""
 
     window: intervals.Interval
-    calls: list[Call]
+    calls: list[OperatorCall]
     works: list[Work] | None = None
     """None without a GPU."""
     waits: list[Wait] = field(default_factory=list)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel.profiler.trace import intervals, work
-from accel.profiler.trace.events import Call, Work
+from accel.profiler.trace.events import OperatorCall, Work
 from accel.profiler.trace.operators import Kind, kernel_kind, kind
 
 # A call this short costs about as much to launch. On the host: operators on 8×32 elements take 1 to 5 µs (torch 2.13,
@@ -30,13 +30,13 @@ _PROFILER_US = 0.25
 
 
 @dataclass(slots=True, kw_only=True)
-class Group:
+class CallGroup:
     """Calls or kernels of one name with the same inputs."""
 
     name: str
     kind: Kind
     dtype: str
-    call: Call | None
+    call: OperatorCall | None
     times: list[float] = field(default_factory=list)
     computing: int = 0
     """How many of them did the operator's work themselves, and did not leave it to what they called or launched."""
@@ -57,7 +57,7 @@ class Group:
         return None if each is None or not self.computing else each * self.computing
 
 
-def callers(calls: Sequence[Call]) -> list[int]:
+def callers(calls: Sequence[OperatorCall]) -> list[int]:
     """Return the index of each call's caller, -1 for none; calls of other threads call nothing here."""
     found = [-1] * len(calls)
     threads: dict[int, list[int]] = defaultdict(list)
@@ -70,7 +70,7 @@ def callers(calls: Sequence[Call]) -> list[int]:
     return found
 
 
-def call_groups(calls: Sequence[Call], parents: Sequence[int] | None = None) -> list[Group]:
+def call_groups(calls: Sequence[OperatorCall], parents: Sequence[int] | None = None) -> list[CallGroup]:
     """Return the calls on the host in groups; `parents` as from `callers`, if they are known already."""
     parents = callers(calls) if parents is None else parents
     own = [call.end - call.start for call in calls]
@@ -82,7 +82,7 @@ def call_groups(calls: Sequence[Call], parents: Sequence[int] | None = None) -> 
             while parent >= 0 and not delegated[parent]:
                 delegated[parent] = True
                 parent = parents[parent]
-    groups: dict[Any, Group] = {}
+    groups: dict[Any, CallGroup] = {}
     for call, us, passed_on in zip(calls, own, delegated, strict=True):
         group = _group(groups, call.name, kind(call.name), call)
         group.times.append(max(us, 0.0))
@@ -91,12 +91,12 @@ def call_groups(calls: Sequence[Call], parents: Sequence[int] | None = None) -> 
     return _settled(groups.values(), lambda group, us: us < _HOST_LAUNCH_US or _is_tiny(group))
 
 
-def kernel_groups(calls: Sequence[Call], works: Sequence[Work]) -> list[Group]:
+def kernel_groups(calls: Sequence[OperatorCall], works: Sequence[Work]) -> list[CallGroup]:
     """Return the device's work in groups, by its name and by what the operator that launched it was given."""
     by_id = {call.id: call for call in calls if call.id}
     kinds = [_work_kind(piece, by_id.get(piece.operator)) for piece in works]
     main = _main(works, kinds, by_id)
-    groups: dict[Any, Group] = {}
+    groups: dict[Any, CallGroup] = {}
     for index, piece in enumerate(works):
         group = _group(groups, piece.name, kinds[index], by_id.get(piece.operator))
         group.times.append(piece.end - piece.start)
@@ -104,7 +104,7 @@ def kernel_groups(calls: Sequence[Call], works: Sequence[Work]) -> list[Group]:
     return _settled(groups.values(), lambda group, us: us < _DEVICE_LAUNCH_US)
 
 
-def _main(works: Sequence[Work], kinds: Sequence[Kind], by_id: dict[int, Call]) -> set[int]:
+def _main(works: Sequence[Work], kinds: Sequence[Kind], by_id: dict[int, OperatorCall]) -> set[int]:
     """Return the index of each operator's longest piece of its own kind: the one that its FLOPs and bytes count for."""
     longest: dict[int, int] = {}
     for index, piece in enumerate(works):
@@ -116,23 +116,23 @@ def _main(works: Sequence[Work], kinds: Sequence[Kind], by_id: dict[int, Call]) 
     return set(longest.values())
 
 
-def _work_kind(piece: Work, call: Call | None) -> Kind:
+def _work_kind(piece: Work, call: OperatorCall | None) -> Kind:
     if piece.kind == "kernel":
         return kernel_kind(piece.name, call.name if call else "")
     return "elementwise" if piece.kind == "memory" else "other"
 
 
-def _group(groups: dict[Any, Group], name: str, of_kind: Kind, call: Call | None) -> Group:
+def _group(groups: dict[Any, CallGroup], name: str, of_kind: Kind, call: OperatorCall | None) -> CallGroup:
     """Return the group that a call or a kernel belongs to, a new one if it is the first."""
     inputs = call and (call.name, tuple(map(tuple, call.shapes)), tuple(call.dtypes))
     group = groups.get((name, inputs))
     if group is None:
         dtype = work.dtype(call.dtypes) if call else ""
-        group = groups[name, inputs] = Group(name=name, kind=of_kind, dtype=dtype, call=call)
+        group = groups[name, inputs] = CallGroup(name=name, kind=of_kind, dtype=dtype, call=call)
     return group
 
 
-def _settled(groups: Iterable[Group], is_small: Callable[[Group, float], bool]) -> list[Group]:
+def _settled(groups: Iterable[CallGroup], is_small: Callable[[CallGroup, float], bool]) -> list[CallGroup]:
     settled = list(groups)
     for group in settled:
         typical = statistics.median(group.times)
@@ -141,7 +141,7 @@ def _settled(groups: Iterable[Group], is_small: Callable[[Group, float], bool]) 
     return settled
 
 
-def _is_tiny(group: Group) -> bool:
+def _is_tiny(group: CallGroup) -> bool:
     """Tell from the inputs whether a call of a known operator has next to nothing to do."""
     call = group.call
     if group.kind == "other" or call is None:

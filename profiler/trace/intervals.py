@@ -12,7 +12,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class DeviceRun:
     """Something the device did."""
 
     start: float
@@ -63,7 +63,7 @@ def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
     return [(start, end) for start, end in parts if start < end]
 
 
-def starved(runs: Iterable[Run], window: Interval) -> float:
+def starved(runs: Iterable[DeviceRun], window: Interval) -> float:
     """Return for how long the idle device waited for a launch inside the window.
 
     A gap counts if what ends it was launched after the gap began: the queue was empty and the host was late. A gap

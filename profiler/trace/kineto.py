@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch._C._autograd import DeviceType
 
-from accel.profiler.trace.events import Call, Trace, Wait, Work
+from accel.profiler.trace.events import OperatorCall, Trace, Wait, Work
 from accel.profiler.trace.stacks import NOWHERE, users_lines
 from accel.profiler.trace.work import needs_scalars
 
@@ -72,9 +72,9 @@ def read(results: Any, *, window_ns: tuple[int, int], closing_ns: int, gpu: int 
     return trace
 
 
-def _call(event: Any, name: str, zero: int) -> Call:
+def _call(event: Any, name: str, zero: int) -> OperatorCall:
     start = (event.start_ns() - zero) / 1e3
-    return Call(
+    return OperatorCall(
         name=name,
         start=start,
         end=start + event.duration_ns() / 1e3,

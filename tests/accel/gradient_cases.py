@@ -22,7 +22,7 @@ from accel.comm.engine.reducer import cap_mb
 from accel.search import controller
 from accel.strategies import gradient_choice
 from accel.strategies.base import NothingHelps
-from accel.strategies.gradient_choice import Candidate
+from accel.strategies.gradient_choice import SchemeOption
 from accel.strategies.gradient_compression import GradientCompression
 from accel.strategies.gradient_half import GradientHalf
 from tests.comm.cases import same_everywhere
@@ -178,7 +178,7 @@ def resized(rank: int, world: int) -> dict[str, Any]:
     """Switch a strategy on and off whose best candidates are DDP's own all-reduce, and a way, in small buckets."""
     _play({"quick": (0.0, "reduced")}, slow=False)
     gradient_choice.candidates = lambda choice: [  # type: ignore[assignment]
-        Candidate(one, 0.01, 0.0) for one in sorted(choice.options, key=lambda one: any(one.plan))
+        SchemeOption(one, 0.01, 0.0) for one in sorted(choice.options, key=lambda one: any(one.plan))
     ]
     loop, twin = Loop(rank), Loop(rank)
     run: Any = type("Run", (), {"model": loop.model, "world_size": world, "cuda": False})()

@@ -11,7 +11,7 @@ from typing import Any
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.phases import Measurement
-from accel.run.guard import Finding
+from accel.run.guard import Comparison
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
 from accel.search.controller import Controller, Pace
@@ -70,7 +70,7 @@ class Machine:
                 result.trips[name] = "its output is not finite"
         if action.check is not None:
             bad = [name for name in action.check if name in self.wrong]
-            result.finding = Finding("its output is off", 1.0) if bad else Finding()
+            result.finding = Comparison("its output is off", 1.0) if bad else Comparison()
         return result
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel import strategies
-from accel.comm.catalogue import Way
+from accel.comm.catalogue import Scheme
 from accel.comm.cost_model.bucket_size import Size
 from accel.comm.cost_model.choice import Option
 from accel.comm.cost_model.cost import Link, Network, Profile
@@ -69,9 +69,9 @@ def test_buckets_of_another_size_are_a_candidate_and_go_back_to_what_they_were()
 def test_candidates_are_what_beats_plain_ddp_in_its_own_buckets() -> None:
     network = Network(2, 1, *[Link(0.0, 0.0, 1e-9)] * 3, cores=1.0)
     plain, half, other = (
-        Option((way,), step_s, 0.0) for way, step_s in ((None, 1.0), (Way("half"), 0.9), (Way("x"), 2.0))
+        Option((way,), step_s, 0.0) for way, step_s in ((None, 1.0), (Scheme("half"), 0.9), (Scheme("x"), 2.0))
     )
-    sizes = {None: Size(5.0, 0.8), Way("half"): Size(50.0, 0.95), Way("x"): Size(1.0, 0.99)}
+    sizes = {None: Size(5.0, 0.8), Scheme("half"): Size(50.0, 0.95), Scheme("x"): Size(1.0, 0.99)}
     profile = Profile((1,), (0.0,), 0.0)
     found = candidates(Choice([half, plain, other], profile, network, 1.0, sizes))
     assert [(one.option, one.cap_mb, one.step_s) for one in found] == [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.run import guard, update_guard
-from accel.run.guard import Finding, Tolerance
+from accel.run.guard import Comparison, Tolerance
 from accel.strategies.base import Exactness
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 def checked(
     wrap: Callable[[Any], Any], exactness: Exactness = Exactness.REORDERED, model: nn.Module | None = None
-) -> Finding:
+) -> Comparison:
     """Record one real step, then compare the plain call with a wrapped one."""
     torch.manual_seed(0)
     model = model or Net()

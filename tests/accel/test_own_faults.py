@@ -205,7 +205,7 @@ def test_updates_and_outputs_that_are_not_finite_prove_nothing_against_a_candida
     plain, other = (guard.Replayed([t], [], []) for t in (bad, torch.tensor([math.inf, 0.0, 1.0])))
     found = guard.compare(plain, other, Exactness.REORDERED)
     assert (found.problem, found.unsure) == ("", "the plain call's own output is not finite")
-    assert found.merge(guard.Finding()).unsure == ""
+    assert found.merge(guard.Comparison()).unsure == ""
     assert guard.compare(guard.Replayed([torch.ones(3)], [], []), other, Exactness.REORDERED).problem
 
 

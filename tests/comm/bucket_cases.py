@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from accel.comm import selector as selecting
-from accel.comm.catalogue import Way
+from accel.comm.catalogue import Scheme
 from accel.comm.cost_model.bucket_size import Size
 from accel.comm.cost_model.choice import describe
 from accel.comm.engine import switch as switching
@@ -33,7 +33,7 @@ def resized(rank: int, world: int) -> dict[str, Any]:
         "static": {"static_graph": True},
     }.items():
         ddp, switch = switched(bucket_cap_mb=25, **options)
-        switch.use((Way("int8"),))
+        switch.use((Scheme("int8"),))
         applied, wanted = torch.zeros(()).double(), torch.zeros(()).double()
         counts, sizes, can = [], [], True
         for step in range(12):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.catalogue import Way
+from accel.comm.catalogue import Scheme
 from accel.comm.compressor import Compressor
 from accel.comm.dgc import DGC
 from accel.comm.engine.switch import Switch
@@ -118,7 +118,7 @@ def _state(ddp: DistributedDataParallel, kind: str, hierarchical: bool, scaler: 
     """Return the state of a hook on `ddp`."""
     if kind == "switch":
         switch = Switch(ddp, timeout=SECONDS, scaler=scaler)
-        switch.use((Way("int8"), Way("1-bit")))
+        switch.use((Scheme("int8"), Scheme("1-bit")))
         ddp.register_comm_hook(switch, switch_hook)
         return switch
     compressor = COMPRESSORS[kind]()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.catalogue import Way
+from accel.comm.catalogue import Scheme
 from accel.comm.engine import pipeline
 from accel.comm.engine.channel import GlooChannel
 from accel.comm.engine.switch import Switch, hook
@@ -60,7 +60,7 @@ def order(rank: int, world: int) -> dict[str, Any]:
         ddp = DistributedDataParallel(Given(), bucket_cap_mb=0.004, find_unused_parameters=True)
         switch = Switch(ddp, timeout=SECONDS)
         ddp.register_comm_hook(switch, noting_hook)
-        switch.use((None, Way("int8"), None, Way("half"), Way("powersgd 4")))
+        switch.use((None, Scheme("int8"), None, Scheme("half"), Scheme("powersgd 4")))
         backward(ddp, gradients(rank, 0))
         Int8.encode = slowly  # type: ignore[method-assign]
         GlooChannel.exchange = noting(GlooChannel.exchange, "exchange")  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.catalogue import CATALOGUE, Entry, Way, allowed, error_feedback
+from accel.comm.catalogue import CATALOGUE, Entry, Scheme, allowed, error_feedback
 from accel.comm.cost_model import probe as probing
 from accel.comm.cost_model.choice import describe
 from accel.comm.cost_model.cost import Link, Network
@@ -56,7 +56,7 @@ def off_is_ddps_own(rank: int, world: int) -> dict[str, bool]:
         ddp, switch = switched(**options)
         same = []
         for step in range(6):
-            switch.use((Way("int8"),) if step in (2, 3) else ())
+            switch.use((Scheme("int8"),) if step in (2, 3) else ())
             got, want = backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step))
             same.append(torch.equal(got, want))
         found[name] = same == [True, True, False, False, True, True]
@@ -90,10 +90,15 @@ def every_way(rank: int, world: int) -> dict[str, dict[str, Any]]:
 def back_and_forth(rank: int, world: int) -> dict[str, Any]:
     """Switch ways between steps, bucket by bucket, and look at the law of error feedback and at the replicas."""
     ddp, switch = switched()
-    plans: list[Any] = [(), (Way("int8"),), (Way("1-bit"), None, Way("half")), (Way("powersgd 16"), Way("int8"))]
+    plans: list[Any] = [
+        (),
+        (Scheme("int8"),),
+        (Scheme("1-bit"), None, Scheme("half")),
+        (Scheme("powersgd 16"), Scheme("int8")),
+    ]
     if world > 2:
-        plans += [(Way("int8", True), Way("1-bit")), (Way("exact", True),)]
-    plans += [(), (Way("1-bit"),), (None, Way("int8"))]
+        plans += [(Scheme("int8", True), Scheme("1-bit")), (Scheme("exact", True),)]
+    plans += [(), (Scheme("1-bit"),), (None, Scheme("int8"))]
     applied, wanted, same = 0.0, 0.0, True
     for step, plan in enumerate(plan for plan in plans for _ in range(2)):
         switch.use(plan)
@@ -118,7 +123,7 @@ def back_and_forth(rank: int, world: int) -> dict[str, Any]:
 def void_under_a_mixture(rank: int, world: int) -> dict[str, bool]:
     """Give a bucket that goes DDP's way an infinity: what others withhold must stay as it was."""
     ddp, switch = switched(find_unused_parameters=True)
-    switch.use((Way("int8"), None, Way("int8")))
+    switch.use((Scheme("int8"), None, Scheme("int8")))
     switch.recording = True
     for step in range(2):
         backward(ddp, gradients(rank, step))
@@ -138,7 +143,7 @@ def saved_and_moved(rank: int, world: int) -> dict[str, Any]:
     """Save a switch, pickle it, and deal its memory out to two ranks."""
     options = {"find_unused_parameters": True}
     ddp, switch = switched(**options)
-    switch.use((Way("int8"),))
+    switch.use((Scheme("int8"),))
     for step in range(3):
         backward(ddp, gradients(rank, step))
     saved, copy = switch.state_dict(), pickle.loads(pickle.dumps(switch))
@@ -146,13 +151,13 @@ def saved_and_moved(rank: int, world: int) -> dict[str, Any]:
     again = module(**options)
     copy.bind(again)
     again.register_comm_hook(copy, hook)
-    copy.use((Way("int8"),))
+    copy.use((Scheme("int8"),))
     found = {"pickled": torch.equal(backward(again, gradients(rank, 3)), want), "steps": copy.step}
     states: list[Any] = [None] * world
     dist.all_gather_object(states, saved)
     ddp2, fresh = switched(**options)
     fresh.load_state_dict(reshard(states, world)[rank])
-    fresh.use((Way("int8"),))
+    fresh.use((Scheme("int8"),))
     found["loaded"] = torch.equal(backward(ddp2, gradients(rank, 3)), want)
     for one in (switch, copy, fresh):
         one.close()
@@ -169,7 +174,7 @@ def taken_off(rank: int, world: int) -> dict[str, Any]:
     }.items():
         bare, (ddp, switch) = module(**options), switched(**options)
         for step in range(2):
-            switch.use((Way("int8"),))
+            switch.use((Scheme("int8"),))
             backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step))
         withheld = residual(switch)  # type: ignore[arg-type]
         off = switch.take_off()
@@ -180,7 +185,7 @@ def taken_off(rank: int, world: int) -> dict[str, Any]:
         steps, hooks = switch.step, len(ddp._comm_hooks)
         switch.put_on()
         switch.put_on()
-        switch.use((Way("int8"),))
+        switch.use((Scheme("int8"),))
         got = backward(ddp, gradients(rank, 6)).double()
         law = got + residual(switch) - withheld - mean_gradient(world, 6)  # type: ignore[arg-type]
         found[name] = {
@@ -201,9 +206,9 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     ddp.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[misc]
     found["hooked"] = message(lambda: Switch(ddp))
     ddp, switch = switched()
-    found["unknown way"] = message(lambda: switch.use((Way("int9"),)))
+    found["unknown way"] = message(lambda: switch.use((Scheme("int9"),)))
     switch.close()
-    found["closed"] = message(lambda: switch.use((Way("int8"),)))
+    found["closed"] = message(lambda: switch.use((Scheme("int8"),)))
     other = module()
     other.register_comm_hook(None, hook)
     found["no state"] = message(lambda: backward(other, gradients(rank, 0)))

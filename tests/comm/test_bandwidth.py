@@ -17,10 +17,10 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.comm.bandwidth import Bandwidth, Lost, Row, Settings
-from accel.comm.bandwidth.cases import DTYPES, OPERATIONS, Place, elements, modulus
+from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings
+from accel.comm.bandwidth.cases import DTYPES, OPERATIONS, RankPlace, elements, modulus
 from accel.comm.bandwidth.fit import fit_line
-from accel.comm.bandwidth.links import Link, links_of, node_key, nodes_of, sent_bytes
+from accel.comm.bandwidth.links import LinkClass, links_of, node_key, nodes_of, sent_bytes
 from accel.commands.bench import Request, _Table, size_text
 from accel.commands.cli import main
 from benchmarks.lab import Lab
@@ -92,7 +92,7 @@ def test_a_sum_that_can_not_be_exact_is_refused() -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_wrong_elements_are_counted(name: str) -> None:
-    place = Place(None, (0, 1, 2), 1, torch.device("cpu"))
+    place = RankPlace(None, (0, 1, 2), 1, torch.device("cpu"))
     count = elements(OPERATIONS[name], 4000, torch.float32, 3)
     case = OPERATIONS[name].make(place, count, torch.float32, "sum", OPERATIONS[name].places[0])
     right = case.expected(0, case.output.numel())
@@ -166,7 +166,7 @@ def test_links_follow_from_nodes(keys: str, expected: dict[str, Any]) -> None:
 
 
 def test_a_rank_outside_a_link_stands_aside() -> None:
-    assert Link("inter", ((0, 2),)).own(1) == ()
+    assert LinkClass("inter", ((0, 2),)).own(1) == ()
 
 
 def test_network_namespaces_are_nodes(tmp_path: Path) -> None:
@@ -274,14 +274,14 @@ def test_a_rank_that_dies_is_one_sentence_and_no_hang() -> None:
     start = time.monotonic()
     alive, dead = spawn(bandwidth_ranks.dying, 2)
     assert dead is None
-    assert isinstance(alive, Lost)
+    assert isinstance(alive, PeerLost)
     assert "all_reduce of 65536 bytes was cut off: a rank no longer answers" in str(alive)
     assert time.monotonic() - start < 60
 
 
 def test_an_operation_that_fails_on_one_rank_ends_on_all() -> None:
     results = spawn(bandwidth_ranks.failing_alone, 2)
-    assert [type(result) for result in results] == [Lost, Lost]
+    assert [type(result) for result in results] == [PeerLost, PeerLost]
     assert "failed: rank" in str(results[0])
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.comm.catalogue import Way
+from accel.comm.catalogue import Scheme
 from accel.comm.cost_model.bucket_size import CAPS_MB, better_size, rebucketed
-from accel.comm.cost_model.cost import Call, Link, Network, Profile, Segment, Stages
+from accel.comm.cost_model.cost import CollectiveCall, Link, Network, Profile, Stages, StageSegment
 from tests.comm import bucket_cases
 from tests.comm.ranks import run_ranks
 
@@ -57,9 +57,11 @@ def test_a_late_last_bucket_asks_for_small_ones() -> None:
 
 def test_a_compressor_that_leaves_little_to_send_and_starts_slowly_wants_larger_ones() -> None:
     def cost(nbytes: float) -> Stages:
-        return ((Segment(0.05 + nbytes * 1e-11, Call("exchange", "world", 0.0, nbytes / 32, nbytes / 32)),),)
+        return (
+            (StageSegment(0.05 + nbytes * 1e-11, CollectiveCall("exchange", "world", 0.0, nbytes / 32, nbytes / 32)),),
+        )
 
-    way = Way("1-bit")
+    way = Scheme("1-bit")
     found = better_size(way, PROFILE, NETWORK, {way: [cost(one) for one in PROFILE.bytes]})
     assert found is not None
     assert found.cap_mb > 25
@@ -72,7 +74,7 @@ def test_nothing_is_said_of_a_compressor_that_looks_at_shapes() -> None:
     before = dict(catalogue.CATALOGUE)
     try:
         catalogue.register("shapely", Half, "reduced")
-        assert better_size(Way("shapely"), PROFILE, NETWORK, {}) is None
+        assert better_size(Scheme("shapely"), PROFILE, NETWORK, {}) is None
     finally:
         catalogue.CATALOGUE.clear()
         catalogue.CATALOGUE.update(before)

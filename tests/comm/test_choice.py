@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.comm import catalogue
-from accel.comm.catalogue import CATALOGUE, LEVELS, Way, allowed, register
+from accel.comm.catalogue import CATALOGUE, LEVELS, Scheme, allowed, register
 from accel.comm.cost_model.choice import (
     WORTH,
-    Observed,
+    ObservedStep,
     calibrated,
     describe,
     mean_of,
@@ -21,11 +21,11 @@ from accel.comm.cost_model.choice import (
     predict,
     worthwhile,
 )
-from accel.comm.cost_model.cost import Call, Link, Network, Profile, Segment, Stages, plain, simulate
+from accel.comm.cost_model.cost import CollectiveCall, Link, Network, Profile, Stages, StageSegment, plain, simulate
 from accel.comm.dgc import DGC
 from accel.comm.half import Half
 
-EXACT, HALF, INT8, ONE_BIT = Way("exact", True), Way("half"), Way("int8"), Way("1-bit")
+EXACT, HALF, INT8, ONE_BIT = Scheme("exact", True), Scheme("half"), Scheme("int8"), Scheme("1-bit")
 SHARE = {HALF: 1 / 2, INT8: 1 / 4, ONE_BIT: 1 / 32}
 WORK = {HALF: 1e-10, INT8: 5e-10, ONE_BIT: 1e-9}
 """Seconds of a core per byte of gradient."""
@@ -40,12 +40,12 @@ def profile(count: int = 4, backward_s: float = 0.2) -> Profile:
     return Profile((25_000_000,) * count, tuple(backward_s * i / count for i in range(count)), rest_s=0.05)
 
 
-def cost(way: Way, nbytes: float) -> Stages:
-    call = Call("exchange", "world", 0.0, nbytes * SHARE[way], nbytes * SHARE[way])
-    return ((Segment(nbytes * WORK[way], call), Segment(nbytes * WORK[way])),)
+def cost(way: Scheme, nbytes: float) -> Stages:
+    call = CollectiveCall("exchange", "world", 0.0, nbytes * SHARE[way], nbytes * SHARE[way])
+    return ((StageSegment(nbytes * WORK[way], call), StageSegment(nbytes * WORK[way])),)
 
 
-def costs(of: Profile) -> dict[Way, list[Stages]]:
+def costs(of: Profile) -> dict[Scheme, list[Stages]]:
     return {way: [cost(way, one) for one in of.bytes] for way in SHARE}
 
 
@@ -64,7 +64,7 @@ def test_each_level_permits_what_the_one_before_does_and_more() -> None:
     found = [set(allowed(level, by_hosts=True)) for level in LEVELS]
     assert found[0] == set() or all(CATALOGUE[way.compressor].level == "exact" for way in found[0])
     assert found[1] == {EXACT}
-    assert found[2] == {EXACT, HALF, Way("half", True)}
+    assert found[2] == {EXACT, HALF, Scheme("half", True)}
     assert found[0] < found[1] < found[2] < found[3]
 
 
@@ -89,8 +89,8 @@ def test_a_wrong_level_is_named() -> None:
 
 def test_own_compressors_join(catalogue_put_back: None) -> None:
     register("fp16", lambda: Half(), "reduced", linear=True)
-    assert Way("fp16") in allowed("reduced", by_hosts=False)
-    assert Way("fp16") not in allowed("reordered", by_hosts=True)
+    assert Scheme("fp16") in allowed("reduced", by_hosts=False)
+    assert Scheme("fp16") not in allowed("reordered", by_hosts=True)
     with pytest.raises(ValueError, match="name must be new, got 'fp16'"):
         register("fp16", Half, "reduced")
     with pytest.raises(ValueError, match="level must be 'reduced' or 'lossy', got 'exact'"):
@@ -114,7 +114,7 @@ def test_own_compressors_join(catalogue_put_back: None) -> None:
         (10_000, None),
     ],
 )
-def test_the_less_is_sent_the_slower_the_network(mb_s: float, way: Way | None) -> None:
+def test_the_less_is_sent_the_slower_the_network(mb_s: float, way: Scheme | None) -> None:
     given_ = profile()
     best = options(given_, network(mb_s), costs(given_))[0]
     assert best.plan == (way,) * 4
@@ -165,7 +165,7 @@ def test_the_first_option_is_never_predicted_slower_than_ddp_by_more_than_the_mo
 
 def test_plans_in_words() -> None:
     assert describe((None, None)) == "plain"
-    assert describe((Way("int8", True),)) == "int8 by hosts"
+    assert describe((Scheme("int8", True),)) == "int8 by hosts"
     assert describe((INT8, None, INT8, INT8)) == "int8 (0 2-3), plain (1)"
 
 
@@ -178,7 +178,7 @@ def test_a_network_under_load_is_recognised_by_plain_steps(factor: float, cores:
     truth, probed = profile(), replace(network(60), cores=cores, core_byte_s=2e-9)
     ways = [plain(one) for one in truth.bytes]
     real = simulate(truth, ways, probed.slower(factor))
-    seen = Observed(truth.bytes, real.ready_s, max(real.done_s), real.step_s)
+    seen = ObservedStep(truth.bytes, real.ready_s, max(real.done_s), real.step_s)
     found, fitted = calibrated(seen, probed, 1.0)
     assert simulate(found, ways, fitted).step_s == pytest.approx(real.step_s, rel=0.01)
     assert fitted.inter.byte_s == pytest.approx(probed.inter.byte_s * factor, rel=0.05)
@@ -186,7 +186,7 @@ def test_a_network_under_load_is_recognised_by_plain_steps(factor: float, cores:
 
 
 def test_a_network_that_backward_hides_stays_as_it_was_probed() -> None:
-    seen = Observed((1000, 1000), (0.0, 1.0), 1.001, 1.2)
+    seen = ObservedStep((1000, 1000), (0.0, 1.0), 1.001, 1.2)
     found, fitted = calibrated(seen, network(60), 1.0)
     assert fitted == network(60)
     assert found.rest_s == pytest.approx(0.199, abs=1e-4)
@@ -194,7 +194,7 @@ def test_a_network_that_backward_hides_stays_as_it_was_probed() -> None:
 
 def test_work_of_plain_steps_counts_without_their_communication() -> None:
     probed = replace(network(60), core_byte_s=2e-9)
-    seen = Observed((10**8, 10**8), (0.0, 1.0), 1.001, 1.2, extra_s=0.1, core_s=1.5, own_s=1.0)
+    seen = ObservedStep((10**8, 10**8), (0.0, 1.0), 1.001, 1.2, extra_s=0.1, core_s=1.5, own_s=1.0)
     found, fitted = calibrated(seen, probed, 2.0)
     assert (found.core_s, fitted.core_byte_s) == (pytest.approx(1.4 - 0.4), 2e-9)
     for own_s, core_s, byte_s in ((1.2, 1.1, 1.5e-9), (1.0, 1.0, 2e-9), (1.5, 1.4, 0.0)):
@@ -207,14 +207,14 @@ def test_work_of_plain_steps_counts_without_their_communication() -> None:
 def test_cores_that_bound_a_step_are_not_in_use_all_the_time(core_s: float, busy: float) -> None:
     """Unless plain steps show that they are."""
     probed = replace(network(1000), cores=0.5)
-    seen = Observed((1_000_000,), (0.0,), 0.01, 2.0, 0.0, core_s, core_s)
+    seen = ObservedStep((1_000_000,), (0.0,), 0.01, 2.0, 0.0, core_s, core_s)
     found, fitted = calibrated(seen, probed, 1.0)
     assert found.busy == pytest.approx(busy)
-    heavy: Stages = ((Segment(2.0),),)
+    heavy: Stages = ((StageSegment(2.0),),)
     bound = simulate(found._replace(rest_s=0.0), [heavy], fitted).step_s
     assert bound == pytest.approx((found.core_s + 2.0) / 0.5 / busy)
 
 
 def test_ranks_are_averaged() -> None:
-    one, other = Observed((5,), (0.0,), 1.0, 2.0), Observed((5,), (0.0,), 3.0, 2.5)
-    assert mean_of([one, other]) == Observed((5,), (0.0,), 2.0, 2.25)
+    one, other = ObservedStep((5,), (0.0,), 1.0, 2.0), ObservedStep((5,), (0.0,), 3.0, 2.5)
+    assert mean_of([one, other]) == ObservedStep((5,), (0.0,), 2.0, 2.25)

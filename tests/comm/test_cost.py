@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.comm.cost_model.cost import (
-    Call,
+    CollectiveCall,
     Link,
     Network,
     Profile,
-    Segment,
     Stages,
+    StageSegment,
     between,
     core_seconds,
     fair_shares,
@@ -34,8 +34,8 @@ def two_by_two(**changes: float) -> Network:
     return replace(Network(2, 2, INTRA, INTER, WORLD, cores=1.0), **changes)
 
 
-def wire(nbytes: float) -> Segment:
-    return Segment(0.0, Call("exchange", "world", 0.0, nbytes, 1.0))
+def wire(nbytes: float) -> StageSegment:
+    return StageSegment(0.0, CollectiveCall("exchange", "world", 0.0, nbytes, 1.0))
 
 
 # Calls
@@ -45,20 +45,20 @@ def wire(nbytes: float) -> Segment:
     ("call", "link", "latency_s", "busy_s"),
     [
         # 2 (n - 1)/n of S: 2 · 3/4 over all four, 2 · 1/2 over two.
-        (Call("ring", "world", 1000), "inter", 0.004, 1.5 * 1000 * 2e-8),
-        (Call("ring", "within", 1000), "intra", 0.001, 1000 * 1e-9),
+        (CollectiveCall("ring", "world", 1000), "inter", 0.004, 1.5 * 1000 * 2e-8),
+        (CollectiveCall("ring", "within", 1000), "intra", 0.001, 1000 * 1e-9),
         # Both ranks of a host use its uplink at once, each for its own slice.
-        (Call("ring", "across", 1000), "inter", 0.002, 2 * 1000 * 1e-8),
-        (Call("exchange", "across", 0, 1000, 1000), "inter", 0.0002, 2 * 1000 * 1e-8),
-        (Call("exchange", "within", 1000, 0, 1000), "intra", 0.0001, 1000 * 1e-9),
+        (CollectiveCall("ring", "across", 1000), "inter", 0.002, 2 * 1000 * 1e-8),
+        (CollectiveCall("exchange", "across", 0, 1000, 1000), "inter", 0.0002, 2 * 1000 * 1e-8),
+        (CollectiveCall("exchange", "within", 1000, 0, 1000), "intra", 0.0001, 1000 * 1e-9),
         # To one rank beside, and to two on the other host, from two ranks.
-        (Call("exchange", "world", 1000, 2000, 1000), "inter", 0.0002, 1000 * 1e-9 + 2 * 2000 * 1e-8),
+        (CollectiveCall("exchange", "world", 1000, 2000, 1000), "inter", 0.0002, 1000 * 1e-9 + 2 * 2000 * 1e-8),
         # Three rounds of 1 MB.
-        (Call("exchange", "within", 2_600_000, 0, 2_600_000), "intra", 0.0003, 2_600_000 * 1e-9),
-        (Call("exchange", "within", 0), "intra", 0.0, 0.0),
+        (CollectiveCall("exchange", "within", 2_600_000, 0, 2_600_000), "intra", 0.0003, 2_600_000 * 1e-9),
+        (CollectiveCall("exchange", "within", 0), "intra", 0.0, 0.0),
     ],
 )
-def test_a_call_takes_what_the_formula_says(call: Call, link: str, latency_s: float, busy_s: float) -> None:
+def test_a_call_takes_what_the_formula_says(call: CollectiveCall, link: str, latency_s: float, busy_s: float) -> None:
     found = transfer(call, two_by_two())
     assert found.link == link
     assert found.latency_s == pytest.approx(latency_s)
@@ -66,13 +66,13 @@ def test_a_call_takes_what_the_formula_says(call: Call, link: str, latency_s: fl
 
 
 def test_copying_takes_cores_by_the_bytes_that_a_rank_sends() -> None:
-    found = transfer(Call("ring", "world", 1000), two_by_two(core_byte_s=1e-9))
+    found = transfer(CollectiveCall("ring", "world", 1000), two_by_two(core_byte_s=1e-9))
     assert found.core_s == pytest.approx(1500 * 1e-9)
 
 
 def test_one_host_has_no_uplink() -> None:
     alone = Network(1, 4, INTRA, INTER, INTRA, cores=1.0)
-    assert transfer(Call("ring", "world", 1000), alone).link == "intra"
+    assert transfer(CollectiveCall("ring", "world", 1000), alone).link == "intra"
     assert alone.slower(3.0).intra.byte_s == 3 * INTRA.byte_s
     assert two_by_two().slower(3.0).intra.byte_s == INTRA.byte_s
     assert two_by_two().slower(3.0).world.byte_s == 3 * WORLD.byte_s
@@ -90,7 +90,7 @@ def test_a_ring_that_was_probed_too_slow_does_not_make_other_calls_fast(factor: 
 
 
 def test_without_communication_a_step_is_its_backward_pass_and_the_rest() -> None:
-    found = simulate(Profile((0, 0), (0.0, 0.5), 0.25), [((Segment(0.0),),)] * 2, PAIR)
+    found = simulate(Profile((0, 0), (0.0, 0.5), 0.25), [((StageSegment(0.0),),)] * 2, PAIR)
     assert found.step_s == pytest.approx(0.75)
     assert found.exposed_s == pytest.approx(0.0, abs=1e-9)
 
@@ -114,12 +114,12 @@ def test_buckets_are_copied_out_in_turn_while_later_ones_are_under_way() -> None
     # Averaged at 0.3, 0.6 and 0.9: each is copied while the next one is under way, the last one after.
     assert simulate(profile, [plain(300_000)] * 3, PAIR).step_s == pytest.approx(1.2)
     # Without transfers nothing hides the copies.
-    assert simulate(profile, [((Segment(0.0),),)] * 3, PAIR).step_s == pytest.approx(0.9)
+    assert simulate(profile, [((StageSegment(0.0),),)] * 3, PAIR).step_s == pytest.approx(0.9)
 
 
 def test_stages_of_different_buckets_overlap() -> None:
     # Two stages of 0.2 s of a core for each of three buckets, a core for each stage: (3 + 1) · 0.2.
-    stages: Stages = ((Segment(0.2),), (Segment(0.2),))
+    stages: Stages = ((StageSegment(0.2),), (StageSegment(0.2),))
     assert simulate(Profile((0,) * 3, (0.0,) * 3, 0.0), [stages] * 3, PAIR).step_s == pytest.approx(0.8)
 
 
@@ -133,7 +133,7 @@ def test_two_pipelines_share_a_link() -> None:
 
 
 def test_work_of_a_compressor_takes_cores_from_backward_unless_one_is_free() -> None:
-    profile, ways = Profile((0, 0), (0.0, 1.0), 0.0), [((Segment(0.5),),), ((Segment(0.0),),)]
+    profile, ways = Profile((0, 0), (0.0, 1.0), 0.0), [((StageSegment(0.5),),), ((StageSegment(0.0),),)]
     # One core: 0.5 s of encoding at half speed, so that backward takes 1.5 s.
     assert simulate(profile, ways, replace(PAIR, cores=1.0)).ready_s[1] == pytest.approx(1.5)
     assert simulate(profile, ways, replace(PAIR, cores=2.0)).ready_s[1] == pytest.approx(1.0)
@@ -141,13 +141,13 @@ def test_work_of_a_compressor_takes_cores_from_backward_unless_one_is_free() -> 
 
 def test_copying_that_takes_a_whole_core_slows_backward_down_and_is_slowed() -> None:
     busy = replace(PAIR, cores=1.0, core_byte_s=1e-6)  # a core for all of the time on the wire
-    found = simulate(Profile((1_000_000, 0), (0.0, 1.0), 0.0), [plain(1_000_000), ((Segment(0.0),),)], busy)
+    found = simulate(Profile((1_000_000, 0), (0.0, 1.0), 0.0), [plain(1_000_000), ((StageSegment(0.0),),)], busy)
     assert found.done_s[0] == pytest.approx(2.0)
     assert found.ready_s[1] == pytest.approx(2.0)
 
 
 def test_no_step_is_shorter_than_all_that_it_does_on_the_cores() -> None:
-    ways: list[Stages] = [((Segment(0.1, Call("exchange", "across", 0, 1_000_000)), Segment(0.2)),)]
+    ways: list[Stages] = [((StageSegment(0.1, CollectiveCall("exchange", "across", 0, 1_000_000)), StageSegment(0.2)),)]
     profile = Profile((0,), (0.0,), 0.25, core_s=1.0)
     network = replace(PAIR, core_byte_s=1e-7)
     assert core_seconds(ways[0], network, 2.0) == pytest.approx(0.7)
@@ -177,7 +177,7 @@ def steps(draw: st.DrawFn) -> tuple[Profile, list[Stages], Network]:
     ready = [sum(gaps[:i]) for i in range(count)]
     work = draw(st.lists(st.floats(0, 0.05), min_size=count, max_size=count))
     ways: list[Stages] = [
-        ((Segment(core, Call("exchange", "across", 0.0, size / 4, size / 4)),), (Segment(core),))
+        ((StageSegment(core, CollectiveCall("exchange", "across", 0.0, size / 4, size / 4)),), (StageSegment(core),))
         for core, size in zip(work, sizes, strict=True)
     ]
     cores = draw(st.floats(0.3, 4))
@@ -225,18 +225,18 @@ def test_shares_are_fair(wanted: list[float], capacity: float) -> None:
 
 
 def test_costs_lie_on_the_line_through_two_sizes() -> None:
-    small: Stages = ((Segment(0.1, Call("exchange", "world", 0, 10, 10)),),)
-    large: Stages = ((Segment(0.3, Call("exchange", "world", 0, 100, 100)),),)
+    small: Stages = ((StageSegment(0.1, CollectiveCall("exchange", "world", 0, 10, 10)),),)
+    large: Stages = ((StageSegment(0.3, CollectiveCall("exchange", "world", 0, 100, 100)),),)
     ((middle,),) = between((10, small), (100, large), 55)
     assert middle.core_s == pytest.approx(0.2)
     assert middle.call is not None
     assert middle.call[2:] == pytest.approx((0, 55, 55))
-    assert scaled(large, 0.5)[0][0] == Segment(0.15, Call("exchange", "world", 0, 50, 50))
+    assert scaled(large, 0.5)[0][0] == StageSegment(0.15, CollectiveCall("exchange", "world", 0, 50, 50))
 
 
 def test_where_a_small_bucket_makes_other_calls_the_large_one_counts_in_proportion() -> None:
-    small: Stages = ((Segment(0.1, Call("exchange", "world", 0, 10, 10)),),)
-    large: Stages = ((Segment(0.3, Call("ring", "world", 100)),),)
+    small: Stages = ((StageSegment(0.1, CollectiveCall("exchange", "world", 0, 10, 10)),),)
+    large: Stages = ((StageSegment(0.3, CollectiveCall("ring", "world", 100)),),)
     assert between((10, small), (100, large), 50) == scaled(large, 0.5)
 
 

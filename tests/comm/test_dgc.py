@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel.comm.compression.dgc_pack import Pack, Part
+from accel.comm.compression.dgc_pack import Pack, ParameterRange
 from accel.comm.dgc import DGC
 from accel.comm.engine.small_sums import TINY_BYTES
 from tests.comm import dgc_cases
@@ -174,7 +174,11 @@ class Peers:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dense", [0, 1, 7, TINY_BYTES])
 def test_packs_add_up_by_position(dtype: torch.dtype, dense: int) -> None:
-    parts = [Part("a", 0, 50, 3), Part("b", 50, 50 + dense, 0), Part("c", 50 + dense, 61 + dense, 2)]
+    parts = [
+        ParameterRange("a", 0, 50, 3),
+        ParameterRange("b", 50, 50 + dense, 0),
+        ParameterRange("c", 50 + dense, 61 + dense, 2),
+    ]
     values = torch.randn(61 + dense, dtype=dtype)
     packs = []
     for rank in (0, 1):

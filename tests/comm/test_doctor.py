@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel.comm.doctor import Diagnosis, examine
+from accel.comm.doctor import Examination, examine
 from accel.comm.doctor import examination as doctor
 from accel.comm.doctor.checks import CHECKS, ERROR, INFO, WARN, Check, Found
 from accel.comm.doctor.devices import acs_bits
@@ -120,7 +120,7 @@ BLIND: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def level_of(diagnosis: Diagnosis, name: str) -> list[str]:
+def level_of(diagnosis: Examination, name: str) -> list[str]:
     return [finding.level for finding in diagnosis.findings if finding.check == name]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.comm.doctor import NO_LOG, Diagnosis, examine, nccl_log
+from accel.comm.doctor import NO_LOG, Examination, examine, nccl_log
 from accel.comm.doctor.checks import CHECKS, ERROR, INFO, WARN
 from accel.comm.doctor.nccl_log import NotALog, parse
 from tests.comm.fake_host import host
@@ -122,7 +122,7 @@ FIRES = [
 ]
 
 
-def diagnose(text: str, tmp_path: Path) -> Diagnosis:
+def diagnose(text: str, tmp_path: Path) -> Examination:
     return examine(host(tmp_path), parse(text.splitlines()))
 
 

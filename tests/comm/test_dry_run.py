@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from accel.comm.catalogue import CATALOGUE, Way, allowed
-from accel.comm.cost_model.cost import Call, Stages
+from accel.comm.catalogue import CATALOGUE, Scheme, allowed
+from accel.comm.cost_model.cost import CollectiveCall, Stages
 from accel.comm.cost_model.dry_run import copy_byte_s, costs, dry_run
 from accel.comm.engine.channel import PIECE_BYTES
 from accel.comm.layout import Layout
@@ -24,20 +24,20 @@ def bucket(*shapes: tuple[int, ...], index: int = 0, dtype: torch.dtype = torch.
     return Layout(index, names, tuple(map(torch.Size, shapes)), dtype, True)
 
 
-def calls(found: Stages) -> list[Call]:
+def calls(found: Stages) -> list[CollectiveCall]:
     return [one.call for stage in found for one in stage if one.call is not None]
 
 
 def test_half_sends_two_bytes_twice_for_each_element_of_the_others_chunks() -> None:
-    found = dry_run(Way("half"), bucket((1 << 20,)), PAIR, CPU)
+    found = dry_run(Scheme("half"), bucket((1 << 20,)), PAIR, CPU)
     half = 1 << 20  # of the elements, two bytes each
-    assert calls(found) == [Call("exchange", "world", 0, half, half)] * 2
+    assert calls(found) == [CollectiveCall("exchange", "world", 0, half, half)] * 2
     assert len(found) == 2
 
 
 @pytest.mark.parametrize(("name", "parts"), [("int8", 2), ("1-bit", 1)])
 def test_what_is_sent_is_what_the_encoding_says(name: str, parts: int) -> None:
-    found = dry_run(Way(name), bucket((1024, 1024)), PAIR, CPU)
+    found = dry_run(Scheme(name), bucket((1024, 1024)), PAIR, CPU)
     chunk = CATALOGUE[name].make().encoded_bytes((1 << 20) // parts)  # type: ignore[attr-defined]
     # Signs go to everyone at once. With the last codes goes a byte for each parameter that says whether it was used.
     assert [one.far_bytes for one in calls(found)] == [chunk] * (parts - 1) + [chunk + 1]
@@ -46,7 +46,7 @@ def test_what_is_sent_is_what_the_encoding_says(name: str, parts: int) -> None:
 
 def test_by_hosts_slices_cross_and_the_rest_stays_within() -> None:
     whole = 4 * (1 << 20)
-    found = dry_run(Way("exact", True), bucket((1 << 20,)), FOUR, CPU)
+    found = dry_run(Scheme("exact", True), bucket((1 << 20,)), FOUR, CPU)
     assert [(one.kind, one.scope, one.near_bytes, one.far_bytes) for one in calls(found)] == [
         ("exchange", "within", whole / 2, 0),
         ("ring", "across", whole / 2, 0),
@@ -55,20 +55,20 @@ def test_by_hosts_slices_cross_and_the_rest_stays_within() -> None:
 
 
 def test_a_flat_exchange_of_four_goes_near_and_far() -> None:
-    found = dry_run(Way("half"), bucket((1 << 20,)), FOUR, CPU)
+    found = dry_run(Scheme("half"), bucket((1 << 20,)), FOUR, CPU)
     quarter = 2 * (1 << 18)
     assert [(one.near_bytes, one.far_bytes) for one in calls(found)] == [(quarter, 2 * quarter)] * 2
 
 
 def test_powersgd_sends_its_factors() -> None:
     layout = bucket((1024, 1024), (1024,), (512, 2048))
-    found = dry_run(Way("powersgd 4"), layout, PAIR, CPU)
+    found = dry_run(Scheme("powersgd 4"), layout, PAIR, CPU)
     sent = sum(one.near_bytes + one.far_bytes for one in calls(found))
     assert sent == pytest.approx(4 * PowerSGD(rank=4).sent(layout.shapes))
 
 
 def test_more_elements_than_a_message_take_more_rounds() -> None:
-    small, large = (calls(dry_run(Way("half"), bucket((n,)), PAIR, CPU))[0] for n in (1000, 1 << 22))
+    small, large = (calls(dry_run(Scheme("half"), bucket((n,)), PAIR, CPU))[0] for n in (1000, 1 << 22))
     assert small.largest_bytes < PIECE_BYTES < large.largest_bytes
 
 
@@ -86,15 +86,15 @@ def test_all_ways_and_all_buckets_have_a_cost() -> None:
 
 def test_costs_between_sizes_are_near_those_that_were_run() -> None:
     layouts = [bucket((1 << 20,), index=0), bucket((1 << 18,), index=1)]
-    given = costs([Way("int8")], layouts, PAIR, CPU)[Way("int8")][1]
-    run = dry_run(Way("int8"), layouts[1], PAIR, CPU)
+    given = costs([Scheme("int8")], layouts, PAIR, CPU)[Scheme("int8")][1]
+    run = dry_run(Scheme("int8"), layouts[1], PAIR, CPU)
     for one, other in zip(calls(given), calls(run), strict=True):
         assert one[2:] == pytest.approx(other[2:], rel=0.01)
 
 
 def test_without_time_left_the_largest_bucket_stands_for_the_others() -> None:
     layouts = [bucket((128, 128), index=0), bucket((512, 512), index=1), bucket((256, 256), index=2)]
-    found = costs([Way("powersgd 4")], layouts, PAIR, CPU, budget_s=0.0)[Way("powersgd 4")]
+    found = costs([Scheme("powersgd 4")], layouts, PAIR, CPU, budget_s=0.0)[Scheme("powersgd 4")]
     sizes = [sum(one.far_bytes + one.near_bytes for one in calls(stages)) for stages in found]
     for (one, size), (other, larger) in itertools.pairwise([(128, sizes[0]), (256, sizes[2]), (512, sizes[1])]):
         assert larger / size == pytest.approx((other / one) ** 2)
@@ -107,10 +107,10 @@ def test_a_way_that_cannot_handle_a_bucket_is_left_out() -> None:
 
     CATALOGUE["picky"] = CATALOGUE["int8"]._replace(make=Picky)
     try:
-        found = costs([Way("picky"), Way("half")], [bucket((10, 10))], PAIR, CPU)
+        found = costs([Scheme("picky"), Scheme("half")], [bucket((10, 10))], PAIR, CPU)
     finally:
         del CATALOGUE["picky"]
-    assert list(found) == [Way("half")]
+    assert list(found) == [Scheme("half")]
 
 
 @pytest.mark.parametrize("topology", [PAIR, FOUR], ids=["flat", "by hosts"])

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from accel.comm.engine.post_mortem import Inquiry, PostMortem, Report, neighbours, verdict
+from accel.comm.engine.post_mortem import Inquiry, PostMortem, RankReport, neighbours, verdict
 
-OWN = Report("step 3, bucket 1", "Connection closed", False)
+OWN = RankReport("step 3, bucket 1", "Connection closed", False)
 
 
 @pytest.mark.parametrize(
     ("others", "text"),
     [
-        ({1: Report("x", "no memory", True), 2: "ended"}, "because rank 1 failed at x: no memory"),
+        ({1: RankReport("x", "no memory", True), 2: "ended"}, "because rank 1 failed at x: no memory"),
         ({1: "silent", 2: "ended"}, "because rank 2 has ended (its port is closed); look at its own log"),
         ({1: "ended", 2: "ended"}, "because each of rank 1, rank 2 has ended (its port is closed)"),
         ({1: "silent", 2: OWN}, "because rank 1 sends nothing: it hangs outside of communication"),
-        ({1: Report("step 2, bucket 0", "late", False)}, "Connection closed; rank 1 was at step 2, bucket 0"),
+        ({1: RankReport("step 2, bucket 0", "late", False)}, "Connection closed; rank 1 was at step 2, bucket 0"),
         ({1: OWN}, "rank 0 stopped at step 3, bucket 1: Connection closed"),
         ({}, "rank 0 stopped at step 3, bucket 1: Connection closed"),
     ],
@@ -32,7 +32,7 @@ def test_cause_is_the_nearest_to_the_fault(others: dict[int, Any], text: str) ->
 
 
 def test_own_fault_comes_first() -> None:
-    found = verdict(0, Report("p", "bad bucket", True), {1: Report("q", "other", True)})
+    found = verdict(0, RankReport("p", "bad bucket", True), {1: RankReport("q", "other", True)})
     assert found == "rank 0 stopped at p: bad bucket"
 
 
@@ -56,7 +56,7 @@ def connected(count: int, monkeypatch: pytest.MonkeyPatch) -> list[PostMortem]:
 def test_reports_wait_in_the_port_and_a_closed_one_means_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     ports = connected(3, monkeypatch)
     try:
-        said = ports[1].ask(Report("here", "broke " + "é" * 2000, True), 0.2)
+        said = ports[1].ask(RankReport("here", "broke " + "é" * 2000, True), 0.2)
         assert said == {0: "silent", 2: "silent"}
         ports[2].close()
         found = ports[0].ask(OWN, 0.3)
@@ -64,7 +64,7 @@ def test_reports_wait_in_the_port_and_a_closed_one_means_ended(monkeypatch: pyte
         for one in ports:
             one.close()
     assert found[2] == "ended"
-    assert isinstance(found[1], Report)
+    assert isinstance(found[1], RankReport)
     assert found[1].cause.startswith("broke ??")
     assert found[1].primary
 
@@ -117,7 +117,7 @@ def inquire(
     size: int, ended: set[int], silent: set[int], primary: int | None, most: int = 40
 ) -> tuple[dict[int, str], Counter[int], int]:
     """Let all others inquire, round by round; return their verdicts, the datagrams of each, and the rounds."""
-    cause = Report("step 3", "no memory", True)
+    cause = RankReport("step 3", "no memory", True)
     asking = {
         rank: Inquiry(rank, size, neighbours(rank, size), cause if rank == primary else OWN)
         for rank in range(size)

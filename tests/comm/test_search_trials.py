@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from accel.comm.catalogue import Way
+from accel.comm.catalogue import Scheme
 from accel.comm.cost_model.choice import Option, Plan, preferred
 from accel.comm.cost_model.cost import Network, Profile
 from accel.comm.selector import AutoComm, Choice
 
 PLAIN: Plan = (None, None)
-HALF, INT8, ONE_BIT, POWER = ((Way(name, hierarchical=False),) * 2 for name in ("half", "int8", "1-bit", "powersgd 4"))
+HALF, INT8, ONE_BIT, POWER = (
+    (Scheme(name, hierarchical=False),) * 2 for name in ("half", "int8", "1-bit", "powersgd 4")
+)
 
 
 class Played(AutoComm):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.comm.cost_model.choice import Observed
+from accel.comm.cost_model.choice import ObservedStep
 from accel.comm.engine.timing import Times
 
 
@@ -38,7 +38,7 @@ def test_medians_over_steps_count_from_the_first_bucket() -> None:
     clock.now = 29.0
     times.close()
     assert len(times) == 3
-    assert times.observed() == Observed((100, 50), (0.0, 2.0), 5.0, 10.0)
+    assert times.observed() == ObservedStep((100, 50), (0.0, 2.0), 5.0, 10.0)
 
 
 def test_steps_with_other_buckets_do_not_count() -> None:
@@ -48,7 +48,7 @@ def test_steps_with_other_buckets_do_not_count() -> None:
     play(times, clock, 100.0, [0.0, 1.0], [1.0, 2.0], [60, 40])
     clock.now = 107.0
     times.close()
-    assert times.observed() == Observed((60, 40), (0.0, 1.0), 2.0, 7.0)
+    assert times.observed() == ObservedStep((60, 40), (0.0, 1.0), 2.0, 7.0)
 
 
 def test_the_hooks_own_work_is_known_apart() -> None:
@@ -60,7 +60,7 @@ def test_the_hooks_own_work_is_known_apart() -> None:
     times.extra(0.5)
     clock.now = 4.0
     times.close()
-    assert times.observed() == Observed((100,), (0.0,), 1.0, 4.0, 0.75)
+    assert times.observed() == ObservedStep((100,), (0.0,), 1.0, 4.0, 0.75)
 
 
 def test_work_of_a_step_goes_to_the_next_steps_first_bucket() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from accel.dataio.engine.engine import Job
+from accel.dataio.engine.engine import BatchJob
 from accel.dataio.engine.processes import ProcessEngine
 
 
@@ -90,7 +90,7 @@ def engine_of(dataset: Any = None, workers: int = 2, loader: Any = None, **optio
 
 def run(engine: Any, indices: list[Any] | None = None, seeds: Callable[[int], int | None] = lambda n: None) -> Any:
     """Return what the engine makes of all index lists, or the exception where it raises."""
-    jobs = [Job(each, seeds(number)) for number, each in enumerate(lists() if indices is None else indices)]
+    jobs = [BatchJob(each, seeds(number)) for number, each in enumerate(lists() if indices is None else indices)]
     made: list[Any] = []
     submitted = 0
     while len(made) < len(jobs):

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel.dataio.passes.choice import Busy, Choice
+from accel.dataio.passes.choice import Busy, Tuner
 from accel.dataio.passes.rounds import Setting
 
 
@@ -85,7 +85,7 @@ class Machine:
             rates.append(1 / (wait + step))
         return len(rates) / sum(rates)
 
-    def play(self, choice: Choice, clock: Clock, batches: int) -> None:
+    def play(self, choice: Tuner, clock: Clock, batches: int) -> None:
         """Let the loop run."""
         for number in range(batches):
             setting = choice.current

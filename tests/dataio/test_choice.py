@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from accel.dataio.passes import choice as module
-from accel.dataio.passes.choice import Busy, Choice, Cost, candidates
+from accel.dataio.passes.choice import Busy, InlineCost, Tuner, candidates
 from accel.dataio.passes.rounds import Setting
 
 
@@ -33,7 +33,7 @@ Times = Callable[[Setting], tuple[float, float]]
 """Setting → seconds waited for a batch, and of the step itself."""
 
 
-def play(choice: Choice, clock: Clock, times: Times, batches: int, noise: float = 0.05, seed: int = 0) -> None:
+def play(choice: Tuner, clock: Clock, times: Times, batches: int, noise: float = 0.05, seed: int = 0) -> None:
     chance = random.Random(seed)
     for number in range(batches):
         wait, step = (value * chance.uniform(1 - noise, 1 + noise) for value in times(choice.current))
@@ -56,7 +56,7 @@ def overlapped(fetch: float, step: float, *, ipc: float = 0.0, gil: float = 0.0)
 
 
 def test_a_fetch_that_costs_next_to_nothing_stays_inline_without_a_trial(clock: Clock) -> None:
-    choice = Choice("fork")
+    choice = Tuner("fork")
     play(choice, clock, overlapped(1e-5, 0.01), 20)
 
     assert choice.decided
@@ -75,7 +75,7 @@ def test_a_fetch_that_costs_next_to_nothing_stays_inline_without_a_trial(clock: 
     ids=["threads", "no_threads", "the_lock_of_the_interpreter", "sending_costs_more"],
 )
 def test_the_fastest_is_chosen(clock: Clock, times: Times, no_threads: str, expected: str) -> None:
-    choice = Choice("fork", no_threads)
+    choice = Tuner("fork", no_threads)
     play(choice, clock, times, 3000)
 
     assert choice.decided
@@ -84,14 +84,14 @@ def test_the_fastest_is_chosen(clock: Clock, times: Times, no_threads: str, expe
 
 
 def test_of_two_that_are_equally_fast_the_simpler_one_is_chosen(clock: Clock) -> None:
-    choice = Choice("fork")
+    choice = Tuner("fork")
     play(choice, clock, overlapped(0.001, 0.003), 3000, noise=0.01)
 
     assert choice.current == Setting("threads", 1)
 
 
 def test_the_search_is_over_in_about_a_second(clock: Clock) -> None:
-    choice = Choice("fork")
+    choice = Tuner("fork")
     while not choice.decided:
         play(choice, clock, overlapped(0.001, 0.003), 1)
 
@@ -99,7 +99,7 @@ def test_the_search_is_over_in_about_a_second(clock: Clock) -> None:
 
 
 def test_a_setting_that_fails_is_left_and_told(clock: Clock) -> None:
-    choice = Choice("spawn", "no")
+    choice = Tuner("spawn", "no")
     for _ in range(3000):
         if choice.current.mode == "spawn":
             choice.failed(TypeError("cannot pickle 'lambda'\nat length"))
@@ -111,7 +111,7 @@ def test_a_setting_that_fails_is_left_and_told(clock: Clock) -> None:
 
 
 def test_what_was_chosen_may_fail_later(clock: Clock) -> None:
-    choice = Choice("fork", "no")
+    choice = Tuner("fork", "no")
     play(choice, clock, overlapped(0.001, 0.003), 3000)
     assert choice.current.mode == "fork"
     choice.failed(OSError("no memory"))
@@ -121,7 +121,7 @@ def test_what_was_chosen_may_fail_later(clock: Clock) -> None:
 
 
 def test_a_loop_that_waits_longer_than_before_chooses_anew(clock: Clock) -> None:
-    choice = Choice("fork")
+    choice = Tuner("fork")
     play(choice, clock, overlapped(1e-5, 0.01), 100)
     assert str(choice.current) == "inline"
     play(choice, clock, overlapped(0.02, 0.01), 4000)
@@ -131,24 +131,24 @@ def test_a_loop_that_waits_longer_than_before_chooses_anew(clock: Clock) -> None
 
 
 def test_a_steady_loop_keeps_its_choice(clock: Clock) -> None:
-    choice = Choice("fork")
+    choice = Tuner("fork")
     play(choice, clock, overlapped(0.004, 0.003), 30000, noise=0.3)
 
     assert choice.changes == 1
 
 
 def test_waiting_for_storage_is_worth_more_workers_than_there_are_cores() -> None:
-    waiting = candidates(Cost(fetch_s=0.03, run_s=0.001, line_s=0.0, step_s=0.003), 2, "fork", True)
-    busy = candidates(Cost(fetch_s=0.03, run_s=0.03, line_s=0.0, step_s=0.003), 2, "fork", True)
+    waiting = candidates(InlineCost(fetch_s=0.03, run_s=0.001, line_s=0.0, step_s=0.003), 2, "fork", True)
+    busy = candidates(InlineCost(fetch_s=0.03, run_s=0.03, line_s=0.0, step_s=0.003), 2, "fork", True)
 
     assert max(setting.workers for setting in waiting) == 16
     assert Setting("fork", 12) in waiting
     assert [str(setting) for setting in busy] == ["threads(1)", "threads(2)", "fork(1)", "fork(2)"]
-    assert candidates(Cost(1.0, 1.0, 0.0, 0.0), 1, "spawn", False) == [Setting("spawn", 1)]
+    assert candidates(InlineCost(1.0, 1.0, 0.0, 0.0), 1, "spawn", False) == [Setting("spawn", 1)]
 
 
 def test_a_dataset_that_draws_is_not_read_by_threads(clock: Clock) -> None:
-    choice = Choice("fork")
+    choice = Tuner("fork")
     choice.forbid_threads("fetching a sample draws random numbers")
     play(choice, clock, overlapped(0.02, 0.01), 3000)
 
@@ -157,7 +157,7 @@ def test_a_dataset_that_draws_is_not_read_by_threads(clock: Clock) -> None:
 
 
 def test_the_look_ahead_follows_the_wait_of_the_chosen_setting(clock: Clock) -> None:
-    choice = Choice("fork", "no")
+    choice = Tuner("fork", "no")
 
     def bursts(setting: Setting) -> tuple[float, float]:
         if setting.mode == "inline":
@@ -172,7 +172,7 @@ def test_the_look_ahead_follows_the_wait_of_the_chosen_setting(clock: Clock) -> 
 
 @pytest.mark.parametrize(("limit", "most"), [(1, 1), (3, 3), (None, 4), (64, 4)])
 def test_no_more_workers_than_allowed_are_tried(clock: Clock, limit: int | None, most: int) -> None:
-    choice = Choice("fork", limit=limit)
+    choice = Tuner("fork", limit=limit)
     play(choice, clock, overlapped(0.020, 0.003), 3000)
 
     assert choice.decided
@@ -181,7 +181,7 @@ def test_no_more_workers_than_allowed_are_tried(clock: Clock, limit: int | None,
 
 
 def test_where_only_processes_will_do_nothing_else_is_tried(clock: Clock) -> None:
-    choice = Choice("fork", processes_only="a worker_init_fn")
+    choice = Tuner("fork", processes_only="a worker_init_fn")
     assert choice.current == Setting("fork", 1)
     play(choice, clock, overlapped(0.020, 0.003), 3000)
 
@@ -192,7 +192,7 @@ def test_where_only_processes_will_do_nothing_else_is_tried(clock: Clock) -> Non
 
 
 def test_a_choice_without_anything_left_says_so() -> None:
-    choice = Choice("spawn", processes_only="a worker_init_fn", limit=2)
+    choice = Tuner("spawn", processes_only="a worker_init_fn", limit=2)
     choice.failed(TypeError("cannot pickle"))
     assert not choice.exhausted
     choice.failed(TypeError("cannot pickle"))

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from accel.dataio.passes import choice as module
-from accel.dataio.passes.choice import Busy, Choice, Cost, candidates, most_workers
+from accel.dataio.passes.choice import Busy, InlineCost, Tuner, candidates, most_workers
 from accel.dataio.passes.rounds import Setting
 from accel.profiler.host import ThreadMeter
 from tests.dataio.machines import Clock, Machine
@@ -18,18 +18,18 @@ from tests.dataio.machines import Clock, Machine
 COUNTS = (1, 2, 4, 8, 16)
 
 
-def decide(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Choice:
+def decide(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Tuner:
     """Return the choice once it is made."""
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(module, "usable_cores", lambda: machine.cores)
-    choice = Choice("fork")
+    choice = Tuner("fork")
     while not choice.decided:
         machine.play(choice, clock, 20)
     return choice
 
 
-def regret(machine: Machine, choice: Choice, most: int) -> float:
+def regret(machine: Machine, choice: Tuner, most: int) -> float:
     """Return how much slower the chosen setting is than the fastest: plain, or any number of persistent workers."""
     rivals = [Setting(mode, n) for mode in ("threads", "fork") for n in COUNTS if n <= most]
     best = min(machine.cost(setting) for setting in [Setting("inline"), *rivals])
@@ -98,7 +98,7 @@ def test_where_storage_is_waited_for_more_workers_than_cores_are_found(monkeypat
 
 def test_waiting_for_a_core_is_no_waiting_for_storage() -> None:
     # A tenth of the time on a core: the same clocks, told apart by the line for a core.
-    crowd, storage = Cost(0.03, 0.003, 0.027, 0.002), Cost(0.03, 0.003, 0.0, 0.002)
+    crowd, storage = InlineCost(0.03, 0.003, 0.027, 0.002), InlineCost(0.03, 0.003, 0.0, 0.002)
 
     assert most_workers(crowd, 2) == 2
     assert most_workers(storage, 2) == 16
@@ -107,14 +107,14 @@ def test_waiting_for_a_core_is_no_waiting_for_storage() -> None:
 
 @pytest.mark.parametrize(("asleep", "most"), [(0.0, 4), (0.2, 4), (0.5, 8), (0.7, 14), (0.9, 16)])
 def test_as_many_workers_as_keep_the_cores_busy_are_of_use(asleep: float, most: int) -> None:
-    assert most_workers(Cost(0.01, 0.01 * (1 - asleep), 0.0, 0.002), 4) == most
+    assert most_workers(InlineCost(0.01, 0.01 * (1 - asleep), 0.0, 0.002), 4) == most
 
 
 def test_first_batches_from_a_cold_cache_are_no_slow_storage_later(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, clock = Machine(cores=2, run_s=0.004, asleep_s=0.03, step_s=0.002), Clock()
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(module, "usable_cores", lambda: 2)
-    choice = Choice("fork")
+    choice = Tuner("fork")
     while len(choice.tried) == 1:
         machine.play(choice, clock, 1)
     assert max(each.setting.workers for each in choice.tried) > 2
@@ -130,7 +130,7 @@ def test_a_crowd_that_has_gone_is_noticed_while_the_loop_waits(monkeypatch: pyte
     machine, clock = Machine(cores=2, crowd=0, run_s=0.004, step_s=0.002, send_s=0.0001, lock=1.0), Clock()
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(module, "usable_cores", lambda: 2)
-    choice = Choice("fork")
+    choice = Tuner("fork")
     # As if a crowd had made processes look no better.
     choice.current, choice._phase, choice._expected, choice._took_s = Setting("inline"), "decided", (0.008, 0.01), 1.0
     choice._decided_at = clock.now
@@ -144,7 +144,7 @@ def test_a_choice_that_comes_to_the_same_is_made_ever_less_often(monkeypatch: py
     machine, clock = Machine(cores=1, run_s=0.004, step_s=0.002, lock=1.0), Clock()
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(module, "usable_cores", lambda: 1)
-    choice = Choice("fork", "no threads")
+    choice = Tuner("fork", "no threads")
     made, trial_s = [], 0.0
     while clock.now < 600:
         before, decided = clock.now, choice.decided

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from accel.dataio.engine.drawing import Apart, Drawing, others_could_draw
+from accel.dataio.engine.drawing import Drawing, SeparateStates, others_could_draw
 from accel.dataio.engine.engine import InlineEngine, ThreadEngine, ThreadsDraw
 from accel.dataio.engine.randomness import random_state, seed_everything, streams
 from accel.dataio.loader import ContinuousLoader
@@ -313,7 +313,7 @@ def test_a_profilers_hook_is_left_in_place() -> None:
         before = random_state()
         sys.setprofile(hook)
         try:
-            _, drawn = Apart().call(lambda _: random.random(), None, (), 0, listen=True)
+            _, drawn = SeparateStates().call(lambda _: random.random(), None, (), 0, listen=True)
             assert sys.getprofile() is hook
         finally:
             sys.setprofile(None)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accel.dataio.engine.engine import Engine, InlineEngine, Job, ThreadEngine
+from accel.dataio.engine.engine import BatchJob, Engine, InlineEngine, ThreadEngine
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.engine.randomness import derived_seed, random_state
 from tests.dataio.engines import Draws, Squares, assert_made, expected, lists, loader_of, run
@@ -124,14 +124,14 @@ def test_discarded_jobs_never_come(make: Any) -> None:
     engine = make()
     for _ in range(5):
         for n in range(engine.capacity):
-            engine.submit(Job([n], None))
+            engine.submit(BatchJob([n], None))
         engine.discard()
         assert_made(run(engine, [[9]]), expected(indices=[[9]]))
 
 
 def test_closed_engines_begin_again(make: Any) -> None:
     engine = make()
-    engine.submit(Job([1], None))
+    engine.submit(BatchJob([1], None))
     for _ in range(2):
         engine.close()
         engine.close()
@@ -144,7 +144,7 @@ def test_an_interrupt_takes_no_job(make: Any, monkeypatch: pytest.MonkeyPatch) -
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    engine.submit(Job([1], None))
+    engine.submit(BatchJob([1], None))
     with monkeypatch.context() as patch:
         if isinstance(engine, ProcessEngine):
             patch.setattr(engine, "_hear", interrupt)
@@ -161,7 +161,7 @@ def test_an_interrupt_takes_no_job(make: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_a_forked_process_makes_the_batches_itself(make: Any) -> None:
     engine = make()
     for n in range(engine.capacity):
-        engine.submit(Job([n], None))
+        engine.submit(BatchJob([n], None))
     here, there = os.pipe()
     child = os.fork()
     if not child:

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accel.dataio.dataset.mirror import compare, state_of
-from accel.dataio.engine.engine import InlineEngine, Job
+from accel.dataio.engine.engine import BatchJob, InlineEngine
 from accel.dataio.engine.fetch import fetch_of
 from accel.dataio.engine.randomness import derived_seed
 from tests.dataio.engines import (
@@ -136,7 +136,7 @@ def test_parts_and_arrays_are_kept_while_slots_go_round() -> None:
     with engine_of(workers=1) as engine:
         kept: list[tuple[int, Any]] = []
         for n in range(60):
-            engine.submit(Job([n % 40, 3], None))
+            engine.submit(BatchJob([n % 40, 3], None))
             batch = engine.collect()
             kept.append((n % 40, batch[0] if n % 3 else batch.numpy()[0]))
             kept = kept[-20:]
@@ -160,7 +160,7 @@ def test_nothing_is_left_after_many_engines() -> None:
     for cycle in range(50):
         with engine_of(workers=1 + cycle % 2) as engine:
             for index in ([0, 1], [2]):
-                engine.submit(Job(index, None))
+                engine.submit(BatchJob(index, None))
             if cycle % 3:
                 engine.collect()
         del engine
@@ -177,7 +177,7 @@ def test_nothing_piles_up_over_epochs() -> None:
         ready(engine)
         before = held()
         for n in range(400):
-            engine.submit(Job([n % 40], None))
+            engine.submit(BatchJob([n % 40], None))
             assert engine.collect().shape == (1, 1 + n % 40 * 500)
         after = held()
 
@@ -189,7 +189,7 @@ def test_an_engine_that_is_forgotten_ends_its_workers() -> None:
     with engine_of() as engine:
         ready(engine)
         workers = pids(engine)
-        engine.submit(Job([1], None))
+        engine.submit(BatchJob([1], None))
         engine._finalizer()
         assert all(gone(pid) for pid in workers)
 
@@ -241,7 +241,7 @@ def test_changes_hold_from_the_next_job_on() -> None:
             data.offset = step * 1000
             engine.update(compare(old, state_of(fetch)).leaves)
             for at in ([step], [step + 1]):
-                engine.submit(Job(at, None))
+                engine.submit(BatchJob(at, None))
                 wanted.append(expected(data, [at])[0])
             if step % 2:
                 assert_made([engine.collect() for _ in range(4)], wanted[-4:])
@@ -251,7 +251,7 @@ def test_discarded_batches_never_come() -> None:
     with engine_of(workers=2, prefetch=4) as engine:
         for round_ in range(20):
             for n in range(8):
-                engine.submit(Job([n], None))
+                engine.submit(BatchJob([n], None))
             for _ in range(round_ % 4):
                 engine.collect()
             engine.discard()
@@ -269,10 +269,10 @@ def test_indices_of_any_kind() -> None:
 
 def test_indices_that_can_not_be_sent_harm_nothing() -> None:
     with engine_of(workers=1) as engine:
-        engine.submit(Job([1], None))
+        engine.submit(BatchJob([1], None))
         with pytest.raises(TypeError, match="generator"):
-            engine.submit(Job((n for n in range(2)), None))
-        engine.submit(Job([2], None))
+            engine.submit(BatchJob((n for n in range(2)), None))
+        engine.submit(BatchJob([2], None))
         assert_made([engine.collect(), engine.collect()], expected(indices=[[1], [2]]))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio.engine import slots
-from accel.dataio.engine.engine import Job, WorkerDied, as_raised
+from accel.dataio.engine.engine import BatchJob, WorkerDied, as_raised
 from tests.dataio.engines import (
     Squares,
     assert_made,
@@ -124,7 +124,7 @@ def test_starting_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fork", refuse)
     with engine_of() as engine:
         with pytest.raises(BlockingIOError):
-            engine.submit(Job([1], None))
+            engine.submit(BatchJob([1], None))
         assert not engine._handles
         assert_made(run(engine))
 
@@ -191,7 +191,7 @@ def test_killed_at_any_moment(seed: int) -> None:
         made, submitted, kills = [], 0, 0
         for number in range(len(batches)):
             while submitted < len(batches) and submitted - number < engine.capacity:
-                engine.submit(Job(batches[submitted], None))
+                engine.submit(BatchJob(batches[submitted], None))
                 submitted += 1
             if number % 25 == 24:  # seldom enough that no batch meets two
                 victim = engine._handles[int(torch.randint(2, (), generator=chance))]
@@ -208,11 +208,11 @@ def test_a_dead_worker_lets_go_of_its_changes_in_order() -> None:
     with engine_of(data, workers=1, prefetch=8) as engine:
         ready(engine)
         os.kill(pids(engine)[0], signal.SIGSTOP)
-        engine.submit(Job([1], None))
+        engine.submit(BatchJob([1], None))
         engine.update({(("attribute", "dataset"), ("attribute", "offset")): 100})
-        engine.submit(Job([1], None))
+        engine.submit(BatchJob([1], None))
         engine.update({(("attribute", "dataset"), ("attribute", "offset")): 200})
-        engine.submit(Job([1], None))
+        engine.submit(BatchJob([1], None))
         os.kill(pids(engine)[0], signal.SIGKILL)
         made = [int(engine.collect()[0, 1]) for _ in range(3)]
 
@@ -238,7 +238,7 @@ def test_a_worker_that_stops_in_the_middle_of_a_message_is_late_and_no_more(monk
     monkeypatch.setattr(slots, "supported", lambda: False)
     loader = DataLoader(Squares(), batch_size=4, collate_fn=lambda _: torch.zeros(1 << 20), timeout=0.5, num_workers=1)
     with engine_of(loader=loader, workers=1) as engine:
-        engine.submit(Job([1], None))
+        engine.submit(BatchJob([1], None))
         deadline = time.monotonic() + 30
         while not engine._handles[0].connection.poll() and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -289,7 +289,7 @@ def test_a_stopped_worker_can_be_closed() -> None:
 def test_closing_while_fetching() -> None:
     with engine_of(Squares(at=1, act=lambda: time.sleep(60)), workers=2) as engine:
         for indices in ([1], [1], [2]):
-            engine.submit(Job(indices, None))
+            engine.submit(BatchJob(indices, None))
         workers = pids(engine)
         engine.close()
         assert all(gone(pid) for pid in workers)
@@ -299,7 +299,7 @@ def test_closing_while_fetching() -> None:
 def test_an_interrupt_loses_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of(workers=1) as engine:
         for indices in ([1], [2]):
-            engine.submit(Job(indices, None))
+            engine.submit(BatchJob(indices, None))
         with monkeypatch.context() as patch:
             patch.setattr(engine, "_hear", lambda _: throw(KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio.engine import processes
-from accel.dataio.engine.engine import Job, WorkersStuck
+from accel.dataio.engine.engine import BatchJob, WorkersStuck
 from accel.dataio.loader import ContinuousLoader
 from tests.dataio.engines import Squares, assert_made, engine_of, expected, gone, pids, ready, run
 
@@ -85,7 +85,7 @@ def test_start_methods_that_pickle_say_what_they_can_not() -> None:
     with engine_of(Local(), start_method="spawn") as engine:
         for _ in range(2):
             with pytest.raises((AttributeError, pickle.PicklingError), match="Local"):
-                engine.submit(Job([1], None))
+                engine.submit(BatchJob([1], None))
         assert not engine._handles
 
 
@@ -164,7 +164,7 @@ def test_a_forked_process_makes_the_batches_by_workers_of_its_own() -> None:
     with engine_of(workers=2) as engine:
         ready(engine)
         for indices in ([1], [2], [3], [4]):
-            engine.submit(Job(indices, None))
+            engine.submit(BatchJob(indices, None))
         first = engine.collect()
         while len(engine._results) < 1:
             engine._await(engine._order[0])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from accel.dataio.engine import processes
-from accel.dataio.engine.engine import Job, ThreadEngine
+from accel.dataio.engine.engine import BatchJob, ThreadEngine
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes import choice, way
 from tests.dataio.numbers import Numbers, indices
@@ -133,7 +133,7 @@ def test_a_thread_that_hangs_keeps_processes_from_being_forked(monkeypatch: pyte
     threads = ThreadEngine(DataLoader(Hangs(), 4), 1)
     threads.restart()
     threads._quiet = True
-    threads.submit(Job([1], None))
+    threads.submit(BatchJob([1], None))
     engine = processes.ProcessEngine(DataLoader(Numbers(), 4), 1, start_method="fork")
     deadline = time.monotonic() + 30
     while not threads._futures[0][1].running() and time.monotonic() < deadline:

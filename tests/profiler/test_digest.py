@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from accel.profiler.trace.digest import digest
-from accel.profiler.trace.events import Call, Trace, Wait, Work
+from accel.profiler.trace.events import OperatorCall, Trace, Wait, Work
 from accel.profiler.trace.groups import call_groups
 
 GEMM = "ampere_sgemm_128x64_nn"
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
 
 
-def mm(id: int, start: float, end: float, **more: object) -> Call:
+def mm(id: int, start: float, end: float, **more: object) -> OperatorCall:
     shapes, dtypes = [[512, 512], [512, 512]], ["float", "float"]
-    return Call(name="aten::mm", id=id, start=start, end=end, shapes=shapes, dtypes=dtypes, **more)  # type: ignore[arg-type]
+    return OperatorCall(name="aten::mm", id=id, start=start, end=end, shapes=shapes, dtypes=dtypes, **more)  # type: ignore[arg-type]
 
 
 def test_a_gpus_window() -> None:
     """Two products, an addition that the host launched late, a copy half hidden by the second product."""
-    calls = [mm(1, 0, 10), mm(2, 10, 20), Call(name="aten::add", id=3, start=290, end=300)]
+    calls = [mm(1, 0, 10), mm(2, 10, 20), OperatorCall(name="aten::add", id=3, start=290, end=300)]
     works = [
         Work(name=GEMM, start=20, end=120, launch=5, operator=1),
         Work(name=GEMM, start=130, end=230, launch=15, operator=2),
@@ -63,9 +63,9 @@ def test_work_is_clipped_to_the_window() -> None:
 def test_waits_are_named_by_the_operator_that_the_line_calls() -> None:
     """`item` calls _local_scalar_dense, which copies and then synchronises: one wait of one call."""
     calls = [
-        Call(name="aten::item", id=1, start=0, end=100),
-        Call(name="aten::_local_scalar_dense", id=2, start=1, end=99),
-        Call(name="aten::nonzero", id=3, start=200, end=300),
+        OperatorCall(name="aten::item", id=1, start=0, end=100),
+        OperatorCall(name="aten::_local_scalar_dense", id=2, start=1, end=99),
+        OperatorCall(name="aten::nonzero", id=3, start=200, end=300),
     ]
     waits = [
         Wait(name="cudaMemcpyAsync", start=10, end=20, operator=2, file="train.py", line=7),
@@ -92,19 +92,19 @@ def test_a_call_that_was_interrupted_does_not_count_as_slow() -> None:
 
 
 def test_what_does_little_work_is_small_on_a_slow_host_too() -> None:
-    relu = Call(name="aten::clamp_min", start=0, end=500, shapes=[[8, 32]], dtypes=["float"])
-    large = Call(name="aten::clamp_min", start=1000, end=1500, shapes=[[512, 512]], dtypes=["float"])
-    unknown = Call(name="mine::op", start=2000, end=2500, shapes=[[8, 32]], dtypes=["float"])
+    relu = OperatorCall(name="aten::clamp_min", start=0, end=500, shapes=[[8, 32]], dtypes=["float"])
+    large = OperatorCall(name="aten::clamp_min", start=1000, end=1500, shapes=[[512, 512]], dtypes=["float"])
+    unknown = OperatorCall(name="mine::op", start=2000, end=2500, shapes=[[8, 32]], dtypes=["float"])
 
     assert [group.small for group in call_groups([relu, large, unknown])] == [True, False, False]
 
 
 def test_an_operators_time_is_its_own() -> None:
     calls = [
-        Call(name="aten::linear", start=0, end=100),
-        Call(name="aten::addmm", start=10, end=90, shapes=[[4], [8, 2], [2, 4]], dtypes=["float"] * 3),
-        Call(name="aten::copy_", start=20, end=25, shapes=[[8, 4], [4]], dtypes=["float"] * 2),
-        Call(name="aten::linear", start=0, end=100, thread=2),  # of another thread, and nobody's child
+        OperatorCall(name="aten::linear", start=0, end=100),
+        OperatorCall(name="aten::addmm", start=10, end=90, shapes=[[4], [8, 2], [2, 4]], dtypes=["float"] * 3),
+        OperatorCall(name="aten::copy_", start=20, end=25, shapes=[[8, 4], [4]], dtypes=["float"] * 2),
+        OperatorCall(name="aten::linear", start=0, end=100, thread=2),  # of another thread, and nobody's child
     ]
     ms = {row.name: row.ms * 1e3 for row in digest(Trace(window=(0.0, 100.0), calls=calls), steps=1).ops}
 
@@ -115,9 +115,9 @@ def test_an_operators_time_is_its_own() -> None:
 def test_flops_count_where_the_product_is_done() -> None:
     shapes, dtypes = [[8, 2], [4, 2], [4]], ["float"] * 3
     calls = [
-        Call(name="aten::linear", start=0, end=100, shapes=shapes, dtypes=dtypes),
-        Call(name="aten::addmm", start=10, end=90, shapes=[[4], [8, 2], [2, 4]], dtypes=dtypes),
-        Call(name="aten::linear", start=200, end=300, shapes=shapes, dtypes=dtypes),  # one that does it itself
+        OperatorCall(name="aten::linear", start=0, end=100, shapes=shapes, dtypes=dtypes),
+        OperatorCall(name="aten::addmm", start=10, end=90, shapes=[[4], [8, 2], [2, 4]], dtypes=dtypes),
+        OperatorCall(name="aten::linear", start=200, end=300, shapes=shapes, dtypes=dtypes),  # one that does it itself
     ]
     flops = [group.flops for group in call_groups(calls)]
 
@@ -127,10 +127,10 @@ def test_flops_count_where_the_product_is_done() -> None:
 def test_bytes_count_where_the_work_is_done() -> None:
     inputs = {"shapes": [[512, 512]], "dtypes": ["float"]}
     calls = [
-        Call(name="aten::relu", start=0, end=100, **inputs),  # type: ignore[arg-type]
-        Call(name="aten::clamp_min", start=1, end=99, **inputs),  # type: ignore[arg-type]
-        Call(name="aten::sum", start=200, end=300, **inputs),  # type: ignore[arg-type]
-        Call(name="aten::fill_", start=201, end=202, shapes=[[1]], dtypes=["float"]),
+        OperatorCall(name="aten::relu", start=0, end=100, **inputs),  # type: ignore[arg-type]
+        OperatorCall(name="aten::clamp_min", start=1, end=99, **inputs),  # type: ignore[arg-type]
+        OperatorCall(name="aten::sum", start=200, end=300, **inputs),  # type: ignore[arg-type]
+        OperatorCall(name="aten::fill_", start=201, end=202, shapes=[[1]], dtypes=["float"]),
     ]
     bytes = {group.name: group.bytes for group in call_groups(calls)}
 
@@ -144,7 +144,10 @@ def test_what_a_product_launches_beside_it_moves_none_of_its_bytes() -> None:
         Work(name=ADD, start=120, end=125, operator=2),
         Work(name=ADD, start=125, end=145, operator=2),
     ]
-    calls = [mm(1, 0, 10), Call(name="aten::add", id=2, start=10, end=20, shapes=[[1000]] * 2, dtypes=["float"] * 2)]
+    calls = [
+        mm(1, 0, 10),
+        OperatorCall(name="aten::add", id=2, start=10, end=20, shapes=[[1000]] * 2, dtypes=["float"] * 2),
+    ]
     rows = {row.name: row for row in digest(Trace(window=(0.0, 200.0), calls=calls, works=works), steps=1).ops}
 
     assert rows["splitKreduce_kernel"].gb_per_s is None
@@ -154,9 +157,9 @@ def test_what_a_product_launches_beside_it_moves_none_of_its_bytes() -> None:
 
 def test_the_engines_call_and_its_gradient_function_are_one_row() -> None:
     calls = [
-        Call(name="autograd::engine::evaluate_function: ReluBackward0", start=0, end=10),
-        Call(name="ReluBackward0", start=1, end=9),
-        Call(name="aten::threshold_backward", start=2, end=8),
+        OperatorCall(name="autograd::engine::evaluate_function: ReluBackward0", start=0, end=10),
+        OperatorCall(name="ReluBackward0", start=1, end=9),
+        OperatorCall(name="aten::threshold_backward", start=2, end=8),
     ]
     summary = digest(Trace(window=(0.0, 10.0), calls=calls), steps=1)
 
@@ -166,8 +169,8 @@ def test_the_engines_call_and_its_gradient_function_are_one_row() -> None:
 
 def test_each_pass_has_operators_of_its_own() -> None:
     """A product forward, an addition backward, and an update that belongs to neither."""
-    engine = Call(name="autograd::engine::evaluate_function: AddBackward0", start=200, end=260)
-    calls = [mm(1, 0, 100), engine, Call(name="aten::add", start=201, end=259), mm(2, 300, 400)]
+    engine = OperatorCall(name="autograd::engine::evaluate_function: AddBackward0", start=200, end=260)
+    calls = [mm(1, 0, 100), engine, OperatorCall(name="aten::add", start=201, end=259), mm(2, 300, 400)]
     window = Trace(window=(0.0, 400.0), calls=calls, updates=[(290.0, 400.0)])
 
     kinds = digest(window, steps=1).kinds

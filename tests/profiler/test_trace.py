@@ -18,7 +18,7 @@ from torch import nn
 
 from accel.profiler.evidence import TraceSummary
 from accel.profiler.trace import window as trace
-from accel.profiler.trace.events import Call, Trace
+from accel.profiler.trace.events import OperatorCall, Trace
 from accel.profiler.trace.window import Window, WindowTaken
 
 CPU = torch.device("cpu")
@@ -163,7 +163,7 @@ def test_an_empty_window_has_nothing() -> None:
 
 
 def test_a_device_whose_work_is_not_seen_gets_no_numbers_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = Call(name="aten::mm", start=0, end=10)
+    call = OperatorCall(name="aten::mm", start=0, end=10)
     monkeypatch.setattr(trace, "read", lambda *_, **__: Trace(window=(0.0, 10.0), calls=[call], works=[]))
     window = Window(CPU)
     window.start()
