@@ -12,6 +12,9 @@ else
   ready := .venv/.installed
 endif
 
+# Tests in a process per core, where pytest-xdist is installed; each takes from the other's end when it has run its own.
+workers = $(shell $(run) -c 'import xdist' 2>/dev/null && echo "-n auto --dist worksteal")
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test slow lint bench gpu versions clean
 
@@ -23,7 +26,7 @@ demo: $(ready) ## speed up a training loop on this machine and show the report
 	$(run) -m benchmarks.demo
 
 test: $(ready) ## the tests that need neither a GPU nor patience
-	$(run) -m pytest -q -m "not slow and not gpu"
+	$(run) -m pytest -q -m "not slow and not gpu" $(workers)
 
 slow: $(ready) ## the slow suites: several processes, shaped networks, long runs
 	$(run) -m pytest -m slow

@@ -7,11 +7,15 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+
+from accel.profiler.host import usable_cores
+from tests.durations import Durations
 
 # Triton reads it when a kernel is defined. With a GPU the kernels are compiled, without one they are interpreted.
 if not torch.cuda.is_available():
@@ -25,6 +29,23 @@ settings.load_profile("accel")
 _RUN_WITH = {"gpu": "pytest -m gpu, on a machine with a CUDA device", "slow": "make slow"}
 
 _left_out: Counter[str] = Counter()
+
+# Beyond that, tests of several ranks and worker processes get into each other's way.
+_MOST_WORKERS = 4
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-slowest", action="store_true", help="write tests/slowest_ten.json from this run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # one process hears of all tests: the only one, or xdist's controller
+        config.pluginmanager.register(Durations(config.getoption("--record-slowest")), "durations")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    return min(usable_cores(), _MOST_WORKERS)
 
 
 def _why_no_gpu() -> str:
@@ -50,6 +71,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     # A GPU test that is slow too is counted once, as what it needs first.
     _left_out.update(next((name for name in _RUN_WITH if item.get_closest_marker(name)), "") for item in items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(_left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    # Each worker collects all tests: what one has left out, all have.
+    _left_out.update(Counter(getattr(node, "workeroutput", {}).get("left_out", {})) - _left_out)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
