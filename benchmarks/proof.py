@@ -147,7 +147,7 @@ def _hooks(result: Result) -> Iterator[Line]:
         for row in (rows[shape, rate, method] for method in methods if (shape, rate, method) in rows):
             figure = _times(row["speedup"], row["speedup_low"], row["speedup_high"])
             what = f"gradients by `{row['method']}`, {shape} hosts x ranks, {rate}, 100 MB: time of a step"
-            yield Line(what, "DDP", figure, "docs/comm.md")
+            yield Line(what, "DDP", figure, "docs/comm_figures.md")
 
 
 def _choice(result: Result) -> Iterator[Line]:
@@ -156,7 +156,7 @@ def _choice(result: Result) -> Iterator[Line]:
         if row["model"] in names and row["method"] == "auto lossy":
             figure = _times(row["speedup"], row["speedup_low"], row["speedup_high"])
             what = f"gradients of {names[row['model']]}, {row['shape']} hosts x ranks, {row['rate']}, chosen by itself"
-            yield Line(f"{what}: time of a step", "DDP", figure, "docs/comm.md")
+            yield Line(f"{what}: time of a step", "DDP", figure, "docs/comm_figures.md")
 
 
 SOURCES: tuple[tuple[str, Callable[[Result], Iterator[Line]]], ...] = (

@@ -50,7 +50,7 @@ BLOCKS: dict[str, dict[str, Make]] = {
     "docs/loader.md": {"loaders": _from("loaders-cpu-*.json", tables_loading.loaders_block)},
     "docs/samplers.md": {"lengths": _from("length-balance-cpu-*.json", tables_loading.lengths_block)},
     "docs/images.md": {"jpeg": _from("jpeg-cpu-*.json", tables_loading.jpeg_block)},
-    "docs/comm.md": {
+    "docs/comm_figures.md": {
         "hooks": _from("comm-hooks-cpu-*.json", tables_comm.hooks_block),
         "launches": _from("comm-launches-cpu-*.json", tables_comm.launches_block),
         "costs": _from("compressor-costs-cpu-*.json", tables_comm.costs_block),
