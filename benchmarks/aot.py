@@ -27,7 +27,7 @@ import click
 
 from accel.files import write_atomic
 from accel.profiler.host import usable_cores
-from benchmarks.aot_spills import KNOWN_SPILLS, TOO_LARGE
+from benchmarks.kernels.aot_spills import KNOWN_SPILLS, TOO_LARGE
 
 TABLE = Path(__file__).with_name("aot.csv")
 ARCHITECTURES = (80, 90, 100)
@@ -59,7 +59,7 @@ def compiled(name: str, architecture: int) -> Row:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from benchmarks.aot_variants import variants
+    from benchmarks.kernels.aot_variants import variants
 
     variant = next(v for v in variants() if v.name == name)
     signature = variant.signature()
@@ -104,14 +104,14 @@ def _compiling() -> None:
 
 def names(only: str = "") -> list[str]:
     """Return the names of the variants that contain `only`."""
-    from benchmarks.aot_variants import variants
+    from benchmarks.kernels.aot_variants import variants
 
     return [variant.name for variant in variants() if only in variant.name]
 
 
 def held(recorded: Iterable[Row]) -> dict[str, list[Row]]:
     """Return variant → its recorded rows, where these were made of what the variant is now."""
-    from benchmarks.aot_variants import variants
+    from benchmarks.kernels.aot_variants import variants
 
     known: dict[tuple[str, str], list[Row]] = {}
     for row in recorded:

@@ -4,7 +4,7 @@
 
 FCOS at nuScenes size: 8 images, 30,929 points, 10 and 50 boxes; against the head's algorithm with a range index and
 with a tensor index, as on a CPU (benchmarks/fcos_targets.py). SimOTA: 640 x 640, 100 boxes an image, over batch sizes
-(benchmarks/simota_gpu.py). The target's number is the device's time: replays over inputs that no cache holds.
+(benchmarks/gpu/simota.py). The target's number is the device's time: replays over inputs that no cache holds.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from accel.kernels.fcos_targets import targets as ops
 from accel.kernels.fcos_targets.inputs import FcosPoints
-from benchmarks import fcos_targets, simota_gpu
-from benchmarks.device_times import launched, replayed, sets
+from benchmarks import fcos_targets
+from benchmarks.gpu import simota
+from benchmarks.gpu.device_times import launched, replayed, sets
 from tests.kernels.fcos_oracle import fcos3d_batch, fcos_batch
 
 
@@ -75,7 +76,7 @@ def _copied(held: Any) -> Any:
 
 def everything(bytes_per_s: float) -> Iterator[tuple[str, Any]]:
     """Measure; yield the rows so far of each kind."""
-    for name, rows in (("fcos", fcos_rows(bytes_per_s)), ("simota", simota_gpu.rows(bytes_per_s))):
+    for name, rows in (("fcos", fcos_rows(bytes_per_s)), ("simota", simota.rows(bytes_per_s))):
         found = []
         for row in rows:
             found.append(row)

@@ -5,7 +5,7 @@
 Every rank is a process of its own, on gloo over loopback; what is measured is accuracy, not time. For one seed,
 weights, batches and learning rates are the same in all trainings, so differences are those of pairs. "exact" is dense.
 SGD with Nesterov momentum 0.9 throughout; DGC and 1-bit take the momentum over. For data and models see
-`benchmarks.comm_accuracy_tasks`.
+`benchmarks.comm.accuracy_tasks`.
 
 With --record each seed is written as soon as it is done and replaces what stood for it: a run that was stopped goes on
 with --missing, which leaves out what is recorded for the same task, compressor and seed.
@@ -38,7 +38,7 @@ from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
 from accel.comm.sgd_momentum import take_momentum
 from benchmarks import recording
-from benchmarks.comm_accuracy_tasks import TASKS, Source, Task, judge, learning_rate
+from benchmarks.comm.accuracy_tasks import TASKS, Source, Task, judge, learning_rate
 
 DENSE = "exact"
 # By the number of steps: DGC warms up over the first fifth of them, in four stages.

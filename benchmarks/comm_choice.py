@@ -7,7 +7,7 @@ every way of the catalogue for all buckets alike share one model and take turns,
 a shaped link lets pass at once what it has saved up while others sent less. A step's time is that of its slowest rank;
 short steps are repeated within a turn, without a barrier between them, as in training. Each `AutoComm` searches first,
 on steps of its own. "mlp" is layers of 1024 x 1024 in DDP's buckets of 25 MB, "small" a model of 1 MB whose step is all
-arithmetic; "resnet", "vgg" and "bert" see `benchmarks.gradient_profiles`.
+arithmetic; "resnet", "vgg" and "bert" see `benchmarks.comm.gradient_profiles`.
 Hosts are network namespaces on shaped links (root and iproute2), backend gloo, one thread to a rank.
 """
 
@@ -33,9 +33,9 @@ from accel.comm.cost_model.choice import describe
 from accel.comm.engine.switch import Switch, hook
 from accel.comm.selector import AutoComm
 from benchmarks import recording
+from benchmarks.comm.gradient_profiles import PROFILES, Replayed
+from benchmarks.comm.lab import Lab, why_not
 from benchmarks.comm_hooks import mlp, replicas_equal
-from benchmarks.gradient_profiles import PROFILES, Replayed
-from benchmarks.lab import Lab, why_not
 
 _ENOUGH_S, _MOST = 1.0, 7
 AGAIN = "ddp again"

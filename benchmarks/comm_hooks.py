@@ -37,7 +37,7 @@ from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
 from accel.comm.sgd_momentum import take_momentum
 from benchmarks import recording
-from benchmarks.lab import Lab, why_not
+from benchmarks.comm.lab import Lab, why_not
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "exact": Exact,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from benchmarks.data import load
+from benchmarks.loading.data import load
 
 
 def network(classes: int, width: int = 32) -> nn.Module:

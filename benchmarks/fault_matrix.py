@@ -24,10 +24,10 @@ from rich.table import Table
 from accel.files import write_atomic
 from accel.profiler.diagnose.causes import OVERSUBSCRIBED
 from accel.profiler.report import Saving
-from benchmarks.fault_rows import TOLERANCE, Answer, Row, merged, summarise
-from benchmarks.fault_runs import PAIRS, Plan
+from benchmarks.faults.rivals import RIVALS, RivalAnswer
+from benchmarks.faults.rows import TOLERANCE, Answer, Row, merged, summarise
+from benchmarks.faults.runs import PAIRS, Plan
 from benchmarks.faults.table import CASES, Case
-from benchmarks.rivals_profile import RIVALS, RivalAnswer
 
 WIDTH = 200
 """Columns of the table, whatever the terminal has: a row cut into pieces can't be read."""

@@ -27,7 +27,7 @@ from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.kernels import quantise, sign_pack, threshold
 from accel.kernels.support import Cost
-from benchmarks.device_times import launched, replayed_flushed
+from benchmarks.gpu.device_times import launched, replayed_flushed
 
 ELEMENTS = 25_000_000  # 100 MB of float32, no multiple of a block
 RANKS = 8

@@ -26,9 +26,9 @@ import click
 import torch
 
 from benchmarks import recording
-from benchmarks.jpeg_rivals import HEIGHT, RIVALS, THREADS, WIDTH, missing
+from benchmarks.loading.jpeg_rivals import HEIGHT, RIVALS, THREADS, WIDTH, missing
+from benchmarks.loading.photos import jpegs
 from benchmarks.pairs import Ratio, racers, ratio
-from benchmarks.photos import jpegs
 
 DISTRIBUTIONS = ("torch", "pillow", "simplejpeg", "opencv-python-headless", "spdl-core", "nvidia-dali-cuda130")
 

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.loader import ContinuousLoader
 from benchmarks import recording
-from benchmarks.loader_jobs import BURSTS, FAR, LARGE, LARGE_OURS, PHOTOS, SMALL, STARTS, TINY, Job
+from benchmarks.loading.jobs import BURSTS, FAR, LARGE, LARGE_OURS, PHOTOS, SMALL, STARTS, TINY, Job
 
 RESULTS = Path(__file__).parent / "results"
 # Of warming up an automatic choice.

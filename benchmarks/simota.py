@@ -1,4 +1,4 @@
-"""SimOTA for a whole batch against the published loop over images, on a CPU; benchmarks/simota_gpu.py has the GPU's.
+"""SimOTA for a whole batch against the published loop over images, on a CPU; benchmarks/gpu/simota.py has the GPU's.
 
     python -m benchmarks.simota [--rounds 12] [--record]
 

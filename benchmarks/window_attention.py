@@ -25,8 +25,8 @@ from torch import Tensor
 from accel.files import write_atomic
 from accel.kernels.window_attention import Spec, cost, shifted_window_attention_ref
 from accel.kernels.window_attention.regions import shift_regions
-from benchmarks.device_times import launched, replayed, sets
-from benchmarks.window_rivals import Op, Rivals
+from benchmarks.gpu.device_times import launched, replayed, sets
+from benchmarks.kernels.window_rivals import Op, Rivals
 
 BATCHES = (32, 1, 128, 8)
 """Those first that a target is about."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks import recording
+from benchmarks.comm.gradient_profiles import PROFILES, Layer, Replayed
 from benchmarks.comm_choice import SETTINGS, Setting, rows_of, told, write
-from benchmarks.gradient_profiles import PROFILES, Layer, Replayed
 
 SETTING = Setting(2, 1, "1gbit", "mlp", 24)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import recording
+from benchmarks.comm.accuracy_tasks import TASKS, learning_rate
 from benchmarks.comm_accuracy import METHODS, Row, compare, launch, recorded, write
-from benchmarks.comm_accuracy_tasks import TASKS, learning_rate
 from benchmarks.comm_hooks import merged
 
 

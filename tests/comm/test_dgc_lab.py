@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.comm.lab import why_not
 from benchmarks.comm_hooks import Row, Setting, measure
-from benchmarks.lab import why_not
 
 pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 

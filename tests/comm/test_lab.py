@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import lab as lab_module
+from benchmarks.comm import lab as lab_module
+from benchmarks.comm.lab import Lab, why_not
 from benchmarks.comm_hooks import COMPRESSORS, Setting, launch_all, measure
-from benchmarks.lab import Lab, why_not
 
 pytestmark = [pytest.mark.net, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
@@ -129,7 +129,7 @@ def test_every_hook_ends_well_in_each_of_five_launches() -> None:
 
 def test_a_lab_that_is_asked_to_end_cleans_up() -> None:
     code = (
-        "import time\nfrom benchmarks.lab import Lab\n"
+        "import time\nfrom benchmarks.comm.lab import Lab\n"
         "with Lab(1) as lab:\n    print(lab._prefix, flush=True)\n    time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:

@@ -17,7 +17,7 @@ from torch import Tensor
 from accel.kernels.simota import assign as op
 from accel.kernels.simota import cost
 from accel.kernels.simota.inputs import VARIANTS, Assignment, anchors_of, cells_of, truths_of
-from benchmarks.device_times import launched, replayed, sets
+from benchmarks.gpu.device_times import launched, replayed, sets
 from benchmarks.simota import CLASSES, Batch, batch_of
 from tests.kernels import simota_oracle
 

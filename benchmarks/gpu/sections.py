@@ -1,6 +1,6 @@
 """The sections of the GPU suite, and one of them in a process of its own.
 
-    python3 -m benchmarks.gpu_sections NAME FILE
+    python3 -m benchmarks.gpu.sections NAME FILE
 
 A section yields its figures as it finds them, and FILE holds all so far. So one that hangs, or that leaves the device
 in an error, costs what it had not found yet and nothing else.
@@ -77,8 +77,8 @@ def search() -> Found:
 
 def faults() -> Found:
     """Ask the profiler about scripts with one fault each that only a GPU shows."""
-    from benchmarks.fault_rows import summarise
-    from benchmarks.fault_runs import Plan
+    from benchmarks.faults.rows import summarise
+    from benchmarks.faults.runs import Plan
     from benchmarks.faults.table import CUDA_CASES
 
     rows = []

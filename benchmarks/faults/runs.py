@@ -15,11 +15,11 @@ from pathlib import Path
 
 from accel.profiler.host import CrowdMeter, usable_cores
 from accel.profiler.report import from_json
-from benchmarks.fault_rows import Answer, Remedy, Row, Timing, answer_of, error_of, is_right, remedy_of
+from benchmarks.faults.rivals import RIVALS, RivalAnswer, ask
+from benchmarks.faults.rows import Answer, Remedy, Row, Timing, answer_of, error_of, is_right, remedy_of
 from benchmarks.faults.table import Case
-from benchmarks.rivals_profile import RIVALS, RivalAnswer, ask
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAIRS = 2
 LIMIT_S = 300
 """A script that runs longer is ended."""

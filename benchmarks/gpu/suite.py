@@ -2,9 +2,9 @@
 
     python3 -m benchmarks.gpu [--out benchmarks/results/gpu-<device>-<date>.json] [--limit 570] [--only SECTION ...]
 
-Runs `pytest -m gpu` first, then the sections of benchmarks/gpu_sections.py, each in a process of its own, the most
+Runs `pytest -m gpu` first, then the sections of benchmarks/gpu/sections.py, each in a process of its own, the most
 important ones first. The file is written anew after each: one that fails, or for which the time runs out, is recorded
-as that, and the next is run. At the end the figures are held to the targets (benchmarks/gpu_targets.py); if a test
+as that, and the next is run. At the end the figures are held to the targets (benchmarks/gpu/targets.py); if a test
 failed they stay in the file, and nothing is claimed of them. The exit status is 0 if all tests passed and every section
 ran to its end, whatever the targets.
 """
@@ -30,9 +30,9 @@ import click
 import torch
 
 from accel.files import write_atomic
-from benchmarks import gpu_targets
+from benchmarks.gpu import targets
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 _RESULTS = ROOT / "benchmarks" / "results"
 
 BUDGETS_S = {
@@ -96,7 +96,7 @@ def section(name: str, limit_s: float) -> Figures:
     """Run a section; return its figures, with `failed` if it did not run to its end."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{name}.json"
-        code, output = run([sys.executable, "-m", "benchmarks.gpu_sections", name, str(file)], limit_s)
+        code, output = run([sys.executable, "-m", "benchmarks.gpu.sections", name, str(file)], limit_s)
         found: Figures = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     print(output[-4000:], flush=True)
     if code is None:
@@ -134,7 +134,7 @@ def suite(
             figures[name]["seconds"] = round(clock() - at, 1)
         complete = complete and "failed" not in figures[name]
         figures["seconds"] = round(clock() - began, 1)
-        figures["targets"] = gpu_targets.judged(figures)
+        figures["targets"] = targets.judged(figures)
         write(figures)
     return complete
 
@@ -179,7 +179,7 @@ def main(out: Path | None, limit: int, only: tuple[str, ...]) -> None:
     for part in parts:
         if "failed" in figures[part]:
             print(f"{part}: {figures[part]['failed']}")
-    print(gpu_targets.table(figures["targets"]))
+    print(targets.table(figures["targets"]))
     print(f"wrote {target.name} after {figures['seconds']:.0f} s")
     sys.exit(0 if complete else 1)
 

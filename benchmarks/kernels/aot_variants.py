@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from accel.kernels.window_attention import Spec
-from benchmarks.aot_key import digest
+from benchmarks.kernels.aot_key import digest
 
 _EXACT = {"enable_fp_fusion": False}
 """Of kernels whose results have the bits of plain torch."""

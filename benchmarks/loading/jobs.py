@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from accel.dataio.image_geometry import Resize
 from accel.dataio.images import ImageDataset, collate
-from benchmarks import data, photos
+from benchmarks.loading import data, photos
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What the GPU suite's figures are held to: each line of the targets, what was asked, what was found, and if it is met.
 
 Kernels are judged by what the device takes: the median of replays of a graph over inputs that no cache holds
-(benchmarks/device_times.py). What a caller waits for, launched, stands beside it in the results.
+(benchmarks/gpu/device_times.py). What a caller waits for, launched, stands beside it in the results.
 """
 
 from __future__ import annotations

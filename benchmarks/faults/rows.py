@@ -9,8 +9,8 @@ from typing import Any
 
 from accel.profiler.diagnose.causes import OVERSUBSCRIBED
 from accel.profiler.report import ProfileReport, Saving
+from benchmarks.faults.rivals import RIVALS, RivalAnswer
 from benchmarks.faults.table import HEALTHY, Case, Compare
-from benchmarks.rivals_profile import RIVALS, RivalAnswer
 
 TOLERANCE = 0.10
 """How far a predicted saving may lie from the remedy's, as a share of the step."""
