@@ -26,9 +26,9 @@ from rich.table import Table
 from accel.files import write_atomic
 from accel.profiler.host import usable_cores
 from accel.report import Report
-from benchmarks.demo_loop import train
 from benchmarks.demo_promise import Promise, elsewhere, kept, multiplies_bf16, promise, wanted_text
 from benchmarks.loading.data import load
+from benchmarks.loops.demo import train
 from benchmarks.pairs import Racer, Ratio, racers, ratio
 
 TURN = 10
