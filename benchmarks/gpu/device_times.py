@@ -11,10 +11,11 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from benchmarks.spread import Spread, fifths
 
 Call = Callable[[], Any]
 
@@ -26,29 +27,12 @@ REPLAYS = 20
 _FLUSHED_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one call."""
-
-    median: float
-    low: float
-    """20 % quantile."""
-    high: float
-    """80 % quantile."""
-
-    @classmethod
-    def of(cls, times_ms: Sequence[float]) -> Timing:
-        """Return median and quantiles of at least two times."""
-        cuts = statistics.quantiles(times_ms, n=5, method="inclusive")
-        return cls(statistics.median(times_ms), cuts[0], cuts[-1])
-
-
-def launched(call: Call) -> Timing:
-    """Time a call as a caller sees it, the caches emptied before each."""
+def launched(call: Call) -> Spread:
+    """Time a call as a caller sees it, the caches emptied before each; ms, 20 and 80 %."""
     from triton import testing
 
     median, low, high = testing.do_bench(call, quantiles=[0.5, 0.2, 0.8])
-    return Timing(median, low, high)
+    return Spread(median, low, high)
 
 
 def sets(bytes_each: float, cache_bytes: int | None = None) -> int:
@@ -58,13 +42,13 @@ def sets(bytes_each: float, cache_bytes: int | None = None) -> int:
     return max(2, -int(-CACHES * cache_bytes // bytes_each))
 
 
-def replayed(calls: Sequence[Call]) -> Timing:
+def replayed(calls: Sequence[Call]) -> Spread:
     """Time the replays of a graph that makes all calls, one for each set of inputs; ms of one call."""
     turns = -(-LEAST_CALLS // len(calls))
-    return Timing.of([time / (turns * len(calls)) for time in _replays(list(calls) * turns)])
+    return fifths([time / (turns * len(calls)) for time in _replays(list(calls) * turns)])
 
 
-def replayed_flushed(call: Call) -> Timing:
+def replayed_flushed(call: Call) -> Spread:
     """Time a call whose inputs come only once: a flush before each, whose own time is taken off.
 
     The flush reads: one that writes leaves what the next call must wait for, until it is in memory.
@@ -72,7 +56,7 @@ def replayed_flushed(call: Call) -> Timing:
     words = torch.ones(_FLUSHED_BYTES // 4, dtype=torch.int32, device="cuda")
     both = [words.amax, call] * LEAST_CALLS
     alone = statistics.median(_replays([words.amax] * LEAST_CALLS))
-    return Timing.of([(time - alone) / LEAST_CALLS for time in _replays(both)])
+    return fifths([(time - alone) / LEAST_CALLS for time in _replays(both)])
 
 
 def _replays(calls: Sequence[Call]) -> list[float]:

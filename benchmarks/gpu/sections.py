@@ -8,11 +8,13 @@ in an error, costs what it had not found yet and nothing else.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,61 +23,21 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.files import write_atomic
-
-Found = Iterator[tuple[str, Any]]
-
-
-def _gb_per_s() -> float:
-    from accel.profiler.trace import roofline
-
-    return roofline.measure(torch.device("cuda"), []).gb_per_s
+from benchmarks.gpu.rows import Figures
 
 
-def window_attention() -> Found:
-    """Time the op against its rivals."""
-    from benchmarks import window_attention
-
-    yield from window_attention.everything()
+def _of(module: str) -> Figures:
+    """Run a benchmark that has a command of its own."""
+    yield from importlib.import_module(f"benchmarks.{module}").everything()
 
 
-def assignment() -> Found:
-    """Time the targets of FCOS and FCOS3D, and SimOTA."""
-    from benchmarks import assignment
-
-    yield from assignment.everything(_gb_per_s() * 1e9)
-
-
-def training() -> Found:
-    """Train Swin-T."""
-    from benchmarks import swin_training
-
-    yield from swin_training.everything()
-
-
-def copy_overlap() -> Found:
-    """Time the copy of batches beside the step."""
-    from benchmarks import copy_overlap
-
-    yield from copy_overlap.overlap().items()
-
-
-def gradient_kernels() -> Found:
-    """Time the kernels of gradient compressors."""
-    from benchmarks import gradient_kernels
-
-    rows = []
-    for row in gradient_kernels.rows(_gb_per_s() * 1e9):
-        rows.append(row)
-        yield "rows", rows
-
-
-def search() -> Found:
+def search() -> Figures:
     """Train one network under `accel.optimize`; each strategy's figure stands in the report."""
     for batch_size in (64, 256):
         yield f"batch {batch_size}", searched(batch_size, 1500, 30)
 
 
-def faults() -> Found:
+def faults() -> Figures:
     """Ask the profiler about scripts with one fault each that only a GPU shows."""
     from benchmarks.faults.rows import summarise
     from benchmarks.faults.runs import Plan
@@ -88,9 +50,14 @@ def faults() -> Found:
         yield "summary", summarise(rows)
 
 
-SECTIONS: dict[str, Callable[[], Found]] = {
-    section.__name__: section
-    for section in (window_attention, assignment, training, copy_overlap, gradient_kernels, search, faults)
+SECTIONS: dict[str, Callable[[], Figures]] = {
+    "window_attention": partial(_of, "window_attention"),
+    "assignment": partial(_of, "assignment"),
+    "training": partial(_of, "swin_training"),
+    "copy_overlap": partial(_of, "copy_overlap"),
+    "gradient_kernels": partial(_of, "gradient_kernels"),
+    "search": search,
+    "faults": faults,
 }
 """In the order in which they are worth the time."""
 
@@ -126,7 +93,7 @@ def searched(batch_size: int, steps: int, budget_s: float) -> dict[str, Any]:
     return report
 
 
-def written(section: Callable[[], Found], file: Path) -> bool:
+def written(section: Callable[[], Figures], file: Path) -> bool:
     """Run a section, its figures so far always in a file, and return whether it ran to its end."""
     found: dict[str, Any] = {}
     try:

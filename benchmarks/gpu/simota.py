@@ -8,7 +8,8 @@ hangs on less than fp32 rounds may go either way; such an image must show it in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from accel.kernels.simota import assign as op
 from accel.kernels.simota import cost
 from accel.kernels.simota.inputs import VARIANTS, Assignment, anchors_of, cells_of, truths_of
 from benchmarks.gpu.device_times import launched, replayed, sets
+from benchmarks.gpu.rows import tried
+from benchmarks.render import Row
 from benchmarks.simota import CLASSES, Batch, batch_of
 from tests.kernels import simota_oracle
 
@@ -66,12 +69,7 @@ def plain(batch: Batch) -> Assignment:
 def rows(bytes_per_s: float) -> Iterator[dict[str, Any]]:
     """Yield a row for each batch size, its rivals with it where there are any."""
     for images in BATCHES:
-        row: dict[str, Any] = {"images": images, "boxes": BOXES}
-        try:
-            row |= measured(images, bytes_per_s)
-        except Exception as failed:  # the other sizes are measured all the same
-            row["failed"] = f"{type(failed).__name__}: {str(failed)[:200]}"
-        yield row
+        yield tried({"images": images, "boxes": BOXES}, partial(measured, images, bytes_per_s))
         torch.cuda.empty_cache()
 
 
@@ -86,8 +84,8 @@ def measured(images: int, bytes_per_s: float) -> dict[str, Any]:
     given = [on(batch, lambda t: t.clone()) for _ in range(sets(least.bytes))]
     device = replayed([one.assign for one in given])
     found: dict[str, Any] = {
-        "ms": asdict(launched(batch.assign)),
-        "device_ms": asdict(device),
+        "ms": launched(batch.assign)._asdict(),
+        "device_ms": device._asdict(),
         "roofline": least.bytes / bytes_per_s * 1e3 / device.median,
     }
     if images in RIVALS_AT:
@@ -105,10 +103,11 @@ def rivals(batch: Batch) -> dict[str, Callable[[], Any]]:
 
 def rival(call: Callable[[], Any], batch: Batch) -> dict[str, Any]:
     """Time one that assigns alike, or say why not."""
-    try:
-        found = call()
-        if isinstance(found, Assignment) and (wrong := disagreement(found, batch, 1)):
+
+    def measure() -> Row:
+        assigned = call()
+        if isinstance(assigned, Assignment) and (wrong := disagreement(assigned, batch, 1)):
             return {"failed": wrong}
-        return asdict(launched(call))
-    except Exception as failed:  # what doesn't compile, or has no memory, is a result
-        return {"failed": f"{type(failed).__name__}: {str(failed)[:200]}"}
+        return launched(call)._asdict()
+
+    return tried({}, measure)

@@ -69,7 +69,7 @@ def train(
         for images, labels in loader:
             loss = functional.cross_entropy(model(images), labels)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             scheduler.step()
             losses.append(loss.detach())

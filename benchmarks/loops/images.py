@@ -1,8 +1,5 @@
 """Loops over images: convolutions, augmentation, workers, frozen layers, a moving average."""
 
-# mypy: allow-untyped-calls
-# (torch declares no types for `Tensor.backward`.)
-
 from __future__ import annotations
 
 import copy

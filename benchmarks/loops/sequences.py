@@ -1,8 +1,5 @@
 """Loops over sequences: recurrent, attention, tied weights, dictionaries of changing width."""
 
-# mypy: allow-untyped-calls
-# (torch declares no types for `Tensor.backward`.)
-
 from __future__ import annotations
 
 import torch

@@ -74,7 +74,7 @@ class Job:
             for x, y in loader:
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(x), y)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 optimizer.step()
                 yield loss, (x, y)
 

@@ -1,8 +1,5 @@
 """Loops of perceptrons, each with its own way to get batches or to update the weights."""
 
-# mypy: allow-untyped-calls
-# (torch declares no types for `Tensor.backward`.)
-
 from __future__ import annotations
 
 import torch

@@ -1,7 +1,5 @@
 """Train a recurrent cell written by hand, with autograd's anomaly detection left on."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import torch

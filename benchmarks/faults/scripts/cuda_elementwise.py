@@ -1,7 +1,5 @@
 """Train with a hand-written activation of many passes over large tensors on a GPU: memory bandwidth is the limit."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import math

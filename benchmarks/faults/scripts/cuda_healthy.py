@@ -1,7 +1,5 @@
 """Train large matrix products on a GPU that is busy all the time; a loss read in each step costs nothing then."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import torch

@@ -1,7 +1,5 @@
 """Train on a GPU and read a value back from each layer in every step: the queue runs dry each time."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import torch

@@ -1,7 +1,5 @@
 """Train on a GPU with large batches copied from pageable memory, each while the model waits."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,7 +1,5 @@
 """Train a narrow and deep network on a GPU: launching a kernel takes longer than running it."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import torch

@@ -1,7 +1,5 @@
 """Train on NumPy's double precision, with the model converted to match."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Train with a full garbage collection after each step, next to a large index of Python objects."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import gc

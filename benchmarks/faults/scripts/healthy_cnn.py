@@ -1,7 +1,5 @@
 """A healthy control: convolutions, data in memory."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import torch

@@ -1,7 +1,5 @@
 """A healthy control: two ranks, much arithmetic for few parameters."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import torch

@@ -1,7 +1,5 @@
 """A healthy control: reads the loss of every step and logs its mean every 50."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import logging

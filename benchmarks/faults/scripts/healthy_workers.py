@@ -1,7 +1,5 @@
 """A healthy control: two workers whose work hides behind the step."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import torch

@@ -1,7 +1,5 @@
 """Classify sentences that the collate function pads token by token."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import random

@@ -1,7 +1,5 @@
 """Classify small pictures that are prepared one by one in the training process."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Train on a small data set whose workers are started anew for each short epoch."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import torch

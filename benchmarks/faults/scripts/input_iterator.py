@@ -1,7 +1,5 @@
 """Train on word counts that a generator of the script makes batch by batch, without a DataLoader."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import random

@@ -1,7 +1,5 @@
 """Train on samples that are read one by one from slow storage."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import time

@@ -1,7 +1,5 @@
 """Train on samples that two worker processes read from slow storage."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import time

@@ -1,7 +1,5 @@
 """Train on readings of sensors that a single worker process smooths sample by sample."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Train a wide layer with an activation function written out operation by operation."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import math

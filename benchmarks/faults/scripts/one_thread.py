@@ -1,7 +1,5 @@
 """Train wide layers on one thread, as left over from a shared machine."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import os

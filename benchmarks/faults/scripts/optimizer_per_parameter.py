@@ -1,7 +1,5 @@
 """Train a recommender with one small parameter per user and an AdamW that updates them one by one."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import torch

@@ -1,7 +1,5 @@
 """Train word vectors with an Adam written by hand, one tensor operation after the other."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable

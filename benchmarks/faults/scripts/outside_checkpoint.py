@@ -1,7 +1,5 @@
 """Fine-tune on top of a large frozen table of word vectors, with a checkpoint every 20 steps."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import tempfile

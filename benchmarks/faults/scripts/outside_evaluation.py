@@ -1,7 +1,5 @@
 """Train and evaluate on the whole validation set every 20 steps."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 from typing import Any

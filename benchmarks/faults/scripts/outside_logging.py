@@ -1,7 +1,5 @@
 """Train and write the quantiles of every weight to a log after each step."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import tempfile

@@ -1,7 +1,5 @@
 """Train and report the area under the ROC curve, with its bootstrap interval, every 25 steps."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import random

@@ -1,7 +1,5 @@
 """Train a network of many parameters and little arithmetic on two ranks whose link is slow for its gradients."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 from contextlib import nullcontext

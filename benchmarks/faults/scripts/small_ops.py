@@ -1,7 +1,5 @@
 """Train a deep network of tiny layers on tiny batches."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import torch

@@ -1,7 +1,5 @@
 """Classify pictures that the loop shifts, mirrors and masks one by one before the forward pass."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 import random

@@ -1,7 +1,5 @@
 """Train on two ranks, the last of which also watches the distribution of its activations."""
 
-# mypy: allow-untyped-calls, disable-error-code="import-not-found"
-
 from __future__ import annotations
 
 from typing import Any
