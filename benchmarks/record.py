@@ -134,13 +134,15 @@ def command_line() -> str:
         if not value or option.name == "record" or getattr(option, "hidden", False):
             continue
         values = value if isinstance(value, tuple) else (value,)
-        words = [shlex.quote(each.name if isinstance(each, Path) else str(each)) for each in values]
+        if isinstance(option.type, click.Path):
+            values = () if value == option.default else (Path(value).name,)
+        words = [shlex.quote(str(each)) for each in values]
         flag = max(option.opts, key=len)
         if isinstance(option, click.Argument):
             parts += words
         elif getattr(option, "is_flag", False):
             parts.append(flag)
-        elif not (isinstance(value, Path) and value == option.default):
+        else:
             parts += [f"{flag} {word}" for word in words]
     return " ".join(parts)
 

@@ -97,10 +97,3 @@ def test_rows_of_an_earlier_day_are_kept_and_say_which(tmp_path: Path, monkeypat
     made.write([{"a": 2}], "command")
     assert made.rows() == [{"a": 2}]
     assert Record("other", "a test").rows() == []
-
-
-def test_a_column_that_is_not_declared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "FOLDER", tmp_path)
-    with pytest.raises(ValueError, match=r"columns of made must be declared\. Found: b"):
-        Record("made", "a test", {"a": Column("a figure")}).write([{"a": 1, "b": 2}], "command")
-    assert not list(tmp_path.iterdir())
