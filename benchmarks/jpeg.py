@@ -35,6 +35,11 @@ from benchmarks.spread import Ratio, ratio
 DISTRIBUTIONS = ("torch", "pillow", "simplejpeg", "opencv-python-headless", "spdl-core", "nvidia-dali-cuda130")
 TITLES = {"resize": "The whole image, 500x375 to 224x224", "train": "`RandomResizedCrop(224)` and a flip"}
 
+
+def _of_ours(ratio: dict[str, float] | None) -> str:
+    return times("value", "low", "high").format_map(ratio) if ratio else "1"
+
+
 RECORD = Record(
     "jpeg",
     "JPEG files to uint8 batches of 224 x 224 on the CPU",
@@ -55,10 +60,6 @@ RECORD = Record(
     ),
     title=lambda row: TITLES[row["job"]],
 )
-
-
-def _of_ours(ratio: dict[str, float] | None) -> str:
-    return times("value", "low", "high").format_map(ratio) if ratio else "1"
 
 
 def cpu_s() -> float:

@@ -52,6 +52,10 @@ class LengthSet:
     batch_size: int = 16
 
 
+def _plan(row: Row) -> str:
+    return "" if row["plan_s_per_100k"] is None else f"{row['plan_s_per_100k']:.2f} s"
+
+
 RECORD = Record(
     "length-balance",
     "efficiency of length-balanced batches over ranks",
@@ -63,9 +67,7 @@ RECORD = Record(
         "evenness": Column("share of it without padding's part, 0 to 1"),
         "padding": Column("share of the tokens in the batches that is padding, 0 to 1", "padding", ":.1%"),
         "steps": Column("of an epoch", "steps"),
-        "plan_s_per_100k": Column(
-            "processor s per 100,000 samples, median of epochs", "planning", lambda row: _plan(row)
-        ),
+        "plan_s_per_100k": Column("processor s per 100,000 samples, median of epochs", "planning", _plan),
     },
     head=lambda result: (
         f"`{result['command']}`, {result['date']}, {result['machine']}. {'; '.join(result['lengths'])}. Efficiency is "
@@ -74,10 +76,6 @@ RECORD = Record(
     ),
     title=lambda row: f"{row['lengths']}, {'padded to the longest of the batch' if row['padded'] else 'not padded'}",
 )
-
-
-def _plan(row: Row) -> str:
-    return "" if row["plan_s_per_100k"] is None else f"{row['plan_s_per_100k']:.2f} s"
 
 
 def function_lengths() -> Ints:

@@ -33,32 +33,6 @@ _SETTLED_S = 8.0
 FLOOR = "no loading: the steps alone"
 
 
-RECORD = Record(
-    "loaders",
-    "seconds per epoch of data loaders, interleaved; speedup over the first loader of each job",
-    {
-        "job": Column("what is loaded, and how long the step is"),
-        "loader": Column("and its workers", "loader", lambda row: row["loader"] + _chosen(row)),
-        "epoch_s": Column("median of turns, s", "s per epoch", ":.3f"),
-        "epoch_low_s": Column("least, s"),
-        "epoch_high_s": Column("most, s"),
-        "first_ms": Column("median of epochs, ms", "first batch, ms (most)", "{first_ms:.1f} ({first_most_ms:.1f})"),
-        "first_most_ms": Column("longest, ms"),
-        "speedup": Column("over the job's first loader, median of the turns' ratios", "speed-up", times("speedup")),
-        "speedup_low": Column("least"),
-        "speedup_high": Column("most"),
-        "note": Column("what was chosen automatically, and after how long"),
-    },
-    head=lambda result: _head(result),
-    title=lambda row: row["job"],
-    key=("job",),
-)
-LINE = (
-    "  {loader:52} {epoch_s:7.3f} s, first batch {first_ms:7.2f} ms (≤ {first_most_ms:.1f}), {speedup:5.2f}x "
-    "[{speedup_low:.2f}, {speedup_high:.2f}]  {note}"
-)
-
-
 def _head(result: Row) -> str:
     """Say what was measured, and how far the automatic mode came."""
     lines = [
@@ -90,6 +64,32 @@ def _shares(rows: list[Row]) -> list[str]:
 def _decoder(row: Row) -> str:
     name, colon, _ = row["loader"].partition(": ")
     return f", by `{name}`" if colon else ""
+
+
+RECORD = Record(
+    "loaders",
+    "seconds per epoch of data loaders, interleaved; speedup over the first loader of each job",
+    {
+        "job": Column("what is loaded, and how long the step is"),
+        "loader": Column("and its workers", "loader", lambda row: row["loader"] + _chosen(row)),
+        "epoch_s": Column("median of turns, s", "s per epoch", ":.3f"),
+        "epoch_low_s": Column("least, s"),
+        "epoch_high_s": Column("most, s"),
+        "first_ms": Column("median of epochs, ms", "first batch, ms (most)", "{first_ms:.1f} ({first_most_ms:.1f})"),
+        "first_most_ms": Column("longest, ms"),
+        "speedup": Column("over the job's first loader, median of the turns' ratios", "speed-up", times("speedup")),
+        "speedup_low": Column("least"),
+        "speedup_high": Column("most"),
+        "note": Column("what was chosen automatically, and after how long"),
+    },
+    head=_head,
+    title=lambda row: row["job"],
+    key=("job",),
+)
+LINE = (
+    "  {loader:52} {epoch_s:7.3f} s, first batch {first_ms:7.2f} ms (≤ {first_most_ms:.1f}), {speedup:5.2f}x "
+    "[{speedup_low:.2f}, {speedup_high:.2f}]  {note}"
+)
 
 
 def plain(job: Job, workers: int = 0, kind: Any = DataLoader, **options: Any) -> Any:

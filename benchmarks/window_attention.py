@@ -3,9 +3,10 @@
     python3 -m benchmarks.window_attention [--out FILE]
 
 Stage 1 of Swin-T (56 x 56 tokens, 3 heads of 32 channels, windows of 7, shifted by 3) in fp16 over batch sizes, forward
-and forward + backward: what the device takes (replays of a graph over inputs that no cache holds, benchmarks/
-device_times.py) and what a caller waits for (launched). The roofline's share is of the device's time: the least traffic
-of the op at the device's measured copy bandwidth, over that time. Nothing is timed whose result is wrong.
+and forward + backward: what the device takes (replays of a graph over inputs that no cache holds,
+benchmarks/gpu/device_times.py) and what a caller waits for (launched). The roofline's share is of the device's time:
+the least traffic of the op at the device's measured copy bandwidth, over that time. Nothing is timed whose result is
+wrong.
 """
 
 from __future__ import annotations
