@@ -22,12 +22,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import click
 
 from accel.files import write_atomic
 from accel.profiler.host import usable_cores
-from benchmarks.aot_spills import KNOWN_SPILLS, TOO_LARGE
+from benchmarks.kernels.aot_spills import KNOWN_SPILLS, TOO_LARGE
 
 TABLE = Path(__file__).with_name("aot.csv")
 ARCHITECTURES = (80, 90, 100)
@@ -59,7 +60,7 @@ def compiled(name: str, architecture: int) -> Row:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from benchmarks.aot_variants import variants
+    from benchmarks.kernels.aot_variants import variants
 
     variant = next(v for v in variants() if v.name == name)
     signature = variant.signature()
@@ -104,14 +105,14 @@ def _compiling() -> None:
 
 def names(only: str = "") -> list[str]:
     """Return the names of the variants that contain `only`."""
-    from benchmarks.aot_variants import variants
+    from benchmarks.kernels.aot_variants import variants
 
     return [variant.name for variant in variants() if only in variant.name]
 
 
 def held(recorded: Iterable[Row]) -> dict[str, list[Row]]:
     """Return variant → its recorded rows, where these were made of what the variant is now."""
-    from benchmarks.aot_variants import variants
+    from benchmarks.kernels.aot_variants import variants
 
     known: dict[tuple[str, str], list[Row]] = {}
     for row in recorded:
@@ -132,19 +133,13 @@ def renewed(recorded: Iterable[Row], jobs: int) -> list[Row]:
 def read(path: Path = TABLE) -> list[Row]:
     """Read the committed table."""
     with path.open(encoding="utf-8", newline="") as file:
-        return [_row_of(line) for line in csv.DictReader(file)]
+        lines = list(csv.DictReader(file))
+    numbers = {f.name for f in fields(Row) if f.type == "int"}
+    return [_row_of({name: int(word) if name in numbers else word for name, word in line.items()}) for line in lines]
 
 
-def _row_of(line: dict[str, str]) -> Row:
-    return Row(
-        variant=line["variant"],
-        architecture=int(line["architecture"]),
-        registers=int(line["registers"]),
-        stack_bytes=int(line["stack_bytes"]),
-        shared_bytes=int(line["shared_bytes"]),
-        tensor_cores=line["tensor_cores"],
-        key=line["key"],
-    )
+def _row_of(values: dict[str, Any]) -> Row:
+    return Row(**values)
 
 
 def text_of(rows: Iterable[Row]) -> str:

@@ -5,7 +5,7 @@
 Every rank is a process of its own, on gloo over loopback; what is measured is accuracy, not time. For one seed,
 weights, batches and learning rates are the same in all trainings, so differences are those of pairs. "exact" is dense.
 SGD with Nesterov momentum 0.9 throughout; DGC and 1-bit take the momentum over. For data and models see
-`benchmarks.comm_accuracy_tasks`.
+`benchmarks.comm.accuracy_tasks`.
 
 With --record each seed is written as soon as it is done and replaces what stood for it: a run that was stopped goes on
 with --missing, which leaves out what is recorded for the same task, compressor and seed.
@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import torch
@@ -37,8 +37,10 @@ from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
 from accel.comm.sgd_momentum import take_momentum
-from benchmarks import recording
-from benchmarks.comm_accuracy_tasks import TASKS, Source, Task, judge, learning_rate
+from benchmarks.comm.accuracy_tasks import TASKS, Source, Task, judge, learning_rate
+from benchmarks.comm.ranks import group, replicas_equal, report, reported
+from benchmarks.record import Column, Record, command_line, replaced
+from benchmarks.render import Cell, Row, block
 
 DENSE = "exact"
 # By the number of steps: DGC warms up over the first fifth of them, in four stages.
@@ -61,30 +63,27 @@ POINTS, SHARE = 0.5, 0.01
 TIMEOUT_S = 600
 
 
-class Row(NamedTuple):
-    """One training."""
-
-    task: str
-    method: str
-    compressor: str
-    ranks: int
-    steps: int
-    batch: int
-    """Samples of a rank in a step."""
-    seed: int
-    score: float
-    unit: str
-    train_loss: float
-    """Mean of rank 0's last 50 steps, nats."""
-    replicas_equal: bool
-    data: str
-    command: str
-    optimizer: str = "momentum=0.9"
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """Return what a later row replaces."""
-        return self.task, self.method, self.seed
+RECORD = Record(
+    "comm-accuracy",
+    "accuracy after the same steps, by what is sent in place of gradients; better_by is against exact",
+    {
+        "task": Column("what is learnt"),
+        "method": Column("what is sent"),
+        "compressor": Column("with its options"),
+        "ranks": Column("processes"),
+        "steps": Column("of the training"),
+        "batch": Column("samples of a rank in a step"),
+        "seed": Column("of weights and batches"),
+        "score": Column("of what is held out, in the unit"),
+        "unit": Column("of the score"),
+        "train_loss": Column("mean of rank 0's last 50 steps, nats"),
+        "replicas_equal": Column("whether all ranks have the same weights in the end"),
+        "data": Column("in words"),
+        "optimizer": Column("options of SGD"),
+    },
+)
+KEY = ("task", "method", "seed")
+"""What a later row replaces."""
 
 
 # One rank
@@ -103,52 +102,31 @@ def train(task: Task, source: Source, method: str, seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1_000 * seed + rank)
     losses = []
     for step in range(task.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = task.lr * learning_rate(step, task.steps)
+        for options in optimizer.param_groups:
+            options["lr"] = task.lr * learning_rate(step, task.steps)
         optimizer.zero_grad()
         loss = source.loss(ddp, source.batch(generator, task.batch))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(loss.item())
-    score = judge(source, ddp.module)
-    found = {
+    result = {
         "compressor": repr(state.compressor),
-        "score": score,
+        "score": judge(source, ddp.module),
         "train_loss": statistics.fmean(losses[-50:]),
-        "replicas_equal": _replicas_equal(ddp),
+        "replicas_equal": replicas_equal(ddp),
         "data": source.name,
     }
     state.close()
-    return found
-
-
-def _replicas_equal(model: torch.nn.Module) -> bool:
-    own = torch.cat([p.detach().flatten() for p in model.parameters()])
-    first = own.clone()
-    dist.broadcast(first, 0)
-    same = torch.tensor([int(torch.equal(own, first))])
-    dist.all_reduce(same, op=dist.ReduceOp.MIN)
-    return bool(same)
+    return result
 
 
 def work(job: dict[str, Any]) -> None:
     """Train with each seed as one rank; rank 0 prints each result."""
-    torch.set_num_threads(1)
     task = TASKS[job["task"]]._replace(steps=job["steps"])
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{job['store']}",
-        rank=job["rank"],
-        world_size=task.ranks,
-        timeout=timedelta(minutes=2),
-    )
-    source = task.load(job["folder"])
-    for seed in job["seeds"]:
-        found = train(task, source, job["method"], seed)
-        if job["rank"] == 0:
-            print("RESULT " + json.dumps({**found, "seed": seed}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    with group(timeout_s=120, init_method=f"file://{job['store']}", rank=job["rank"], world_size=task.ranks):
+        source = task.load(job["folder"])
+        for seed in job["seeds"]:
+            report({**train(task, source, job["method"], seed), "seed": seed})
 
 
 # All of them
@@ -169,62 +147,55 @@ def launch(name: str, task: Task, method: str, seeds: list[int], folder: str | N
         try:
             assert ranks[0].stdout is not None
             for line in ranks[0].stdout:
-                if line.startswith(b"RESULT "):
-                    yield json.loads(line[7:])
-            codes = [one.wait(TIMEOUT_S) for one in ranks]
+                if (result := reported(line.decode())) is not None:
+                    yield result
+            codes = [process.wait(TIMEOUT_S) for process in ranks]
             if any(codes):
                 worst = next(i for i, code in enumerate(codes) if code)
                 said = (Path(place) / f"{worst}.log").read_text(errors="replace")[-3000:]
                 raise click.ClickException(f"rank {worst} of {name}, {method} failed:\n{said}")
         finally:
-            for one in ranks:
-                one.kill()
-                one.wait()
-                if one.stdout is not None:
-                    one.stdout.close()
+            for process in ranks:
+                process.kill()
+                process.wait()
+                if process.stdout is not None:
+                    process.stdout.close()
 
 
 def compare(rows: list[Row]) -> list[dict[str, Any]]:
     """Return how each method compares with dense over the seeds that both have."""
-    found = []
-    for name, method in dict.fromkeys((row.task, row.method) for row in rows):
-        dense = {row.seed: row for row in rows if row.key == (name, DENSE, row.seed)}
-        own = [row for row in rows if (row.task, row.method) == (name, method)]
-        pairs = [(row.score, dense[row.seed].score) for row in own if row.seed in dense]
-        line: dict[str, Any] = {"task": name, "method": method, "seeds": len(own), "unit": own[0].unit}
-        line["mean"] = statistics.fmean(row.score for row in own)
-        line["spread"] = max(row.score for row in own) - min(row.score for row in own)
+    lines = []
+    for name, method in dict.fromkeys((row["task"], row["method"]) for row in rows):
+        dense = {row["seed"]: row["score"] for row in rows if (row["task"], row["method"]) == (name, DENSE)}
+        own = [row for row in rows if (row["task"], row["method"]) == (name, method)]
+        scores, unit = [row["score"] for row in own], own[0]["unit"]
+        line: dict[str, Any] = {"task": name, "method": method, "seeds": len(own), "unit": unit}
+        line |= {"mean": statistics.fmean(scores), "spread": max(scores) - min(scores)}
+        pairs = [(row["score"], dense[row["seed"]]) for row in own if row["seed"] in dense]
         if pairs and method != DENSE:
-            better = [a - b if own[0].unit.startswith("%") else (b - a) / b for a, b in pairs]
-            limit = POINTS if own[0].unit.startswith("%") else SHARE
+            better = [a - b if unit.startswith("%") else (b - a) / b for a, b in pairs]
+            limit = POINTS if unit.startswith("%") else SHARE
             line.update(better_by=statistics.fmean(better), lowest=min(better), highest=max(better), limit=limit)
             line["within"] = line["better_by"] >= -limit
-        found.append(line)
-    return found
+        lines.append(line)
+    return lines
 
 
 def _optimizer() -> str:
     return ", ".join(f"{name}={value}" for name, value in SGD.items())
 
 
-def recorded() -> list[Row]:
-    """Return the rows recorded so far."""
-    return [Row(**{name: one[name] for name in Row._fields if name in one}) for one in recording.rows("comm-accuracy")]
+def _setting(row: Row) -> tuple[Any, ...]:
+    return row["ranks"], row["steps"], row["batch"], row.get("optimizer", "momentum=0.9")
 
 
-def write(new: Row) -> None:
+def write(new: Row, command: str = "") -> None:
     """Put a row in the place of the one for the same task, method and seed; drop those of other settings."""
-
-    def kept(row: Row) -> bool:
-        settings = ((one.ranks, one.steps, one.batch, one.optimizer) for one in (row, new))
-        same = next(settings) == next(settings)
-        return row.key != new.key and (row.task != new.task or same)
-
-    order = {(name, method): i for i, (name, method) in enumerate((a, b) for a in TASKS for b in METHODS)}
-    rows = [*filter(kept, recorded()), new]
-    rows.sort(key=lambda row: (order[row.task, row.method], row.seed))
-    what = "accuracy after the same steps, by what is sent in place of gradients; better_by is against exact"
-    recording.write("comm-accuracy", what, {"compared": compare(rows), "rows": [row._asdict() for row in rows]})
+    comparable = [row for row in RECORD.rows() if row["task"] != new["task"] or _setting(row) == _setting(new)]
+    rows = replaced(comparable, [{**new, "command": command or command_line()}], KEY)
+    tasks, methods = list(TASKS), list(METHODS)
+    rows.sort(key=lambda row: (tasks.index(row["task"]), methods.index(row["method"]), row["seed"]))
+    RECORD.write(rows, "python -m benchmarks.comm_accuracy", compared=compare(rows))
 
 
 def show(rows: list[Row]) -> None:
@@ -241,13 +212,48 @@ def show(rows: list[Row]) -> None:
         print(text, flush=True)
 
 
+def table_block(result: Row) -> str:
+    """Return accuracy after the same steps."""
+    optimizers = "; ".join(dict.fromkeys(row.get("optimizer", "momentum=0.9") for row in result["rows"]))
+    head = (
+        f"`python -m benchmarks.comm_accuracy`, {result['date']}, {result['machine']}, torch {result['torch']}. Same "
+        f"weights, batches and learning rates for one seed; SGD with {optimizers}, which 1-bit and DGC take over, but "
+        "for those called alone. Difference to dense gradients: mean, and the worst and best seed; in points of "
+        "accuracy, or in parts of the loss."
+    )
+    columns: dict[str, Cell] = {
+        "task": "{task}",
+        "sent": "{method}",
+        "seeds": "{seeds}",
+        "score": lambda row: f"{row['mean']:.{2 if '%' in row['unit'] else 4}f} {row['unit']}",
+        "better than dense by": _better,
+        "within the limit": _within,
+    }
+    return block(head, columns, result["compared"])
+
+
+def _better(row: Row) -> str | None:
+    if "better_by" not in row:
+        return None
+    unit = "{:+.2f}" if row["limit"] > 0.1 else "{:+.2%}"
+    mean, low, high = (unit.format(row[name]) for name in ("better_by", "lowest", "highest"))
+    return f"{mean} [{low}, {high}]"
+
+
+def _within(row: Row) -> str | None:
+    if "within" not in row:
+        return None
+    limit = f"{row['limit']:g}" if row["limit"] > 0.1 else f"{row['limit']:.0%}"
+    return f"{'yes' if row['within'] else 'no'} ({limit})"
+
+
 @click.command()
 @click.option("--only", multiple=True, type=click.Choice(list(METHODS)), help="Only these methods.")
 @click.option("--task", "tasks", multiple=True, type=click.Choice(list(TASKS)), help="Only these tasks.")
 @click.option("--seeds", default=3, show_default=True, help="Trainings of each method.")
 @click.option("--steps", default=0, help="Of each training; 0 for the task's own.")
-@click.option("--data", help="Folder with the four Fashion-MNIST files.")
-@click.option("--text", help="Folder of *_gut.txt files.")
+@click.option("--data", type=click.Path(), help="Folder with the four Fashion-MNIST files.")
+@click.option("--text", type=click.Path(), help="Folder of *_gut.txt files.")
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
 @click.option("--missing", is_flag=True, help="Leave out what was recorded today.")
 @click.option("--worker", hidden=True)
@@ -265,29 +271,22 @@ def main(
     """Measure."""
     if worker is not None:
         return work(json.loads(worker))
-    command = " ".join(["python -m benchmarks.comm_accuracy", *(one for one in sys.argv[1:] if one != "--record")])
-    found: list[Row] = []
+    rows: list[Row] = []
     for name in tasks or TASKS:
         task = TASKS[name] if not steps else TASKS[name]._replace(steps=steps)
+        setting = {"ranks": task.ranks, "steps": task.steps, "batch": task.batch, "optimizer": _optimizer()}
         for method in only or METHODS:
-            like = [row for row in recorded() if (row.steps, row.optimizer) == (task.steps, _optimizer())]
-            done = {row.key for row in like} if missing else set()
+            same = [row for row in RECORD.rows() if missing and _setting(row) == _setting(setting)]
+            done = {(row["task"], row["method"], row["seed"]) for row in same}
             wanted = [seed for seed in range(seeds) if (name, method, seed) not in done]
             folder = data if name == "images" else text
-            for one in launch(name, task, method, wanted, folder) if wanted else ():
-                settings: dict[str, Any] = {
-                    "ranks": task.ranks,
-                    "steps": task.steps,
-                    "batch": task.batch,
-                    "unit": task.judged,
-                    "optimizer": _optimizer(),
-                }
-                found.append(Row(task=name, method=method, command=command, **settings, **one))
+            for result in launch(name, task, method, wanted, folder) if wanted else ():
+                rows.append({"task": name, "method": method, **setting, "unit": task.judged, **result})
                 if record:
-                    write(found[-1])
-                equal = "" if found[-1].replicas_equal else ", REPLICAS DIFFER"
-                print(f"{name} {method} seed {one['seed']}: {one['score']:.4f} {task.judged}{equal}", flush=True)
-    show(recorded() if record else found)
+                    write(rows[-1])
+                equal = "" if result["replicas_equal"] else ", REPLICAS DIFFER"
+                print(f"{name} {method} seed {result['seed']}: {result['score']:.4f} {task.judged}{equal}", flush=True)
+    show(RECORD.rows() if record else rows)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,15 @@ every way of the catalogue for all buckets alike share one model and take turns,
 a shaped link lets pass at once what it has saved up while others sent less. A step's time is that of its slowest rank;
 short steps are repeated within a turn, without a barrier between them, as in training. Each `AutoComm` searches first,
 on steps of its own. "mlp" is layers of 1024 x 1024 in DDP's buckets of 25 MB, "small" a model of 1 MB whose step is all
-arithmetic; "resnet", "vgg" and "bert" see `benchmarks.gradient_profiles`.
+arithmetic; "resnet", "vgg" and "bert" see `benchmarks.comm.gradient_profiles`.
 Hosts are network namespaces on shaped links (root and iproute2), backend gloo, one thread to a rank.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
-import sys
 import time
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -32,10 +30,12 @@ from accel.comm.catalogue import Scheme, allowed
 from accel.comm.cost_model.choice import describe
 from accel.comm.engine.switch import Switch, hook
 from accel.comm.selector import AutoComm
-from benchmarks import recording
-from benchmarks.comm_hooks import mlp, replicas_equal
-from benchmarks.gradient_profiles import PROFILES, Replayed
-from benchmarks.lab import Lab, why_not
+from benchmarks.comm.gradient_profiles import PROFILES, Replayed
+from benchmarks.comm.lab import why_not
+from benchmarks.comm.ranks import group, mlp, replicas_equal, report, run_in_lab, slowest
+from benchmarks.record import Column, Record
+from benchmarks.render import Cell, Row, block, times
+from benchmarks.spread import Spread, fifths, ratios
 
 _ENOUGH_S, _MOST = 1.0, 7
 AGAIN = "ddp again"
@@ -75,37 +75,58 @@ SETTINGS = (
 )
 
 
-class Row(NamedTuple):
-    """One method on one setting, against DDP in the same launch."""
+RECORD = Record(
+    "comm-choice",
+    "a DDP step with gradient communication chosen automatically, against DDP and every fixed choice",
+    {
+        "shape": Column("hosts x ranks of each"),
+        "rate": Column("of each host's link"),
+        "model": Column("what is trained"),
+        "method": Column('"ddp", "ddp again", "auto LEVEL", or a scheme for all buckets'),
+        "chosen": Column("what the automatic choice came to"),
+        "step_s": Column("median step of the slowest rank, s"),
+        "low_s": Column("20th percentile, s"),
+        "high_s": Column("80th percentile, s"),
+        "speedup": Column("median over the rounds of DDP's step over the method's; each round runs every method once"),
+        "speedup_low": Column("20th percentile of the rounds"),
+        "speedup_high": Column("80th percentile of the rounds"),
+        "of_best": Column("automatic: step ÷ that of the best fixed choice allowed, or of DDP; median of the rounds"),
+        "of_best_low": Column("20th percentile of the rounds"),
+        "of_best_high": Column("80th percentile of the rounds"),
+        "best": Column("which fixed choice that is"),
+        "predicted_s": Column("what the model said of the step before it ran, s"),
+        "search_s": Column("automatic: measuring and searching, beyond what DDP would have needed for these steps, s"),
+        "replicas_equal": Column("whether all ranks have the same weights in the end"),
+    },
+    key=("shape", "rate", "model"),
+)
 
-    shape: str
-    rate: str
-    model: str
-    method: str
-    """"ddp", "ddp again", "auto LEVEL", or a way for all buckets."""
-    chosen: str
-    """What the automatic choice came to."""
-    step_s: float
-    low_s: float
-    """20th percentile."""
-    high_s: float
-    """80th percentile."""
-    speedup: float
-    """Median over the rounds of DDP's step over the method's; each round runs every method once."""
-    speedup_low: float
-    """20th percentile of the rounds."""
-    speedup_high: float
-    of_best: float | None
-    """Automatic: step over that of the best fixed choice allowed, DDP included; median over the rounds."""
-    of_best_low: float | None
-    of_best_high: float | None
-    best: str
-    """Which that is."""
-    predicted_s: float | None
-    """What the model said of it before it ran."""
-    search_s: float | None
-    """Automatic: seconds that measuring and searching took, beyond what DDP would have needed for these steps."""
-    replicas_equal: bool
+
+def table_block(result: Row) -> str:
+    """Return what was chosen automatically, against the best fixed scheme."""
+    head = (
+        "{date}, {machine}, torch {torch}, gloo. Ways take turns in one launch; median and 20 to 80 % of rounds. "
+        "Commands stand in the result. DDP again: a second DDP in the same turns; it shows how far apart two of the "
+        "same are."
+    )
+    speedup = times("speedup")
+    again = {_setting(row): speedup.format_map(row) for row in result["rows"] if row["method"] == "ddp again"}
+    columns: dict[str, Cell] = {
+        "ranks": "{shape}",
+        "link": "{rate}",
+        "model": "{model}",
+        "allowed": lambda row: row["method"].removeprefix("auto "),
+        "chosen": "{chosen}",
+        "speed-up over DDP": speedup,
+        "DDP again": lambda row: again.get(_setting(row), ""),
+        "step ÷ best fixed": "{of_best:.3f} [{of_best_low:.2f}, {of_best_high:.2f}]",
+        "predicted ÷ measured": lambda row: f"{row['predicted_s'] / row['step_s']:.2f}",
+    }
+    return block(head.format_map(result), columns, (r for r in result["rows"] if r["method"].startswith("auto")))
+
+
+def _setting(row: Row) -> tuple[Any, ...]:
+    return row["shape"], row["rate"], row["model"]
 
 
 # One rank
@@ -158,9 +179,7 @@ class Trainee:
         began = time.perf_counter()
         for _ in range(steps):
             self.step()
-        took = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        return took.item() / steps
+        return slowest(time.perf_counter() - began) / steps
 
     def search(self) -> dict[str, Any]:
         """Let an `AutoComm` come to its choice; return what it said."""
@@ -171,7 +190,7 @@ class Trainee:
             steps += 1
         choice = state.choice
         assert choice is not None
-        plans = {describe(one.plan): one.step_s for one in choice.options}
+        plans = {describe(option.plan): option.step_s for option in choice.options}
         chosen = describe(state.chosen or (None,))
         return {
             "chosen": chosen,
@@ -184,44 +203,38 @@ class Trainee:
 
 def work(setting: Setting, rounds: int) -> None:
     """Measure as one rank; rank 0 prints the result."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     load = workload(setting.model, setting.depth)
     plain, again, fixed = Trainee(load, "ddp"), Trainee(load, "ddp"), Trainee(load, "fixed")
-    for one in (plain, again, fixed):
+    for trainee in (plain, again, fixed):
         for _ in range(2):  # DDP makes new buckets after the first step
-            one.step()
+            trainee.step()
     automatic = {}
     searched = {}
     for level in setting.allow:
         automatic[f"auto {level}"] = trainee = Trainee(load, level)
         searched[f"auto {level}"] = trainee.search()
-    ways = {str(way): way for way in allowed("lossy", by_hosts=setting.ranks > 1)}
-    trainees = {"ddp": plain, AGAIN: again, **automatic, **dict.fromkeys(ways, fixed)}
+    schemes = {str(scheme): scheme for scheme in allowed("lossy", by_hosts=setting.ranks > 1)}
+    trainees = {"ddp": plain, AGAIN: again, **automatic, **dict.fromkeys(schemes, fixed)}
     seconds: dict[str, list[float]] = {name: [] for name in trainees}
     for number in range(-1, rounds):
         for name in random.Random(number).sample(list(seconds), len(seconds)):  # the same on every rank
-            took = turn(trainees[name], ways.get(name))
+            took = turn(trainees[name], schemes.get(name))
             if number >= 0:  # the first round makes threads, groups and buffers
                 seconds[name].append(took)
-    found = {"seconds": seconds, "searched": searched, "replicas_equal": replicas_equal(load.model)}
-    if dist.get_rank() == 0:
-        print("RESULT " + json.dumps(found), flush=True)
-    for one in (fixed, *automatic.values()):
-        assert one.state is not None
-        one.state.close()
-    dist.barrier()
-    dist.destroy_process_group()
+    report({"seconds": seconds, "searched": searched, "replicas_equal": replicas_equal(load.model)})
+    for trainee in (fixed, *automatic.values()):
+        assert trainee.state is not None
+        trainee.state.close()
 
 
-def turn(trainee: Trainee, way: Scheme | None) -> float:
+def turn(trainee: Trainee, scheme: Scheme | None) -> float:
     """Return the length of a method's step in its turn, after one to get its buffers and connections going again.
 
     That of one step; of as many as take `_ENOUGH_S`, or `_MOST`, where it is short.
     """
-    if way is not None:
+    if scheme is not None:
         assert trainee.state is not None
-        trainee.state.use((way,))
+        trainee.state.use((scheme,))
     trainee.step()
     first = trainee.timed(1)
     steps = min(int(_ENOUGH_S / first), _MOST)
@@ -233,84 +246,69 @@ def turn(trainee: Trainee, way: Scheme | None) -> float:
 
 def measure(setting: Setting, rounds: int) -> list[Row]:
     """Run one setting and return a row for each method."""
-    arguments = ["-m", "benchmarks.comm_choice", "--worker", json.dumps(setting), "--rounds", str(rounds)]
-    with Lab(setting.hosts, setting.rate) as lab:
-        output = lab.run(arguments, setting.ranks, timeout_s=900 + 150 * rounds)[0].output
-    line = next(line for line in output.splitlines() if line.startswith("RESULT "))
-    return rows_of(setting, json.loads(line.removeprefix("RESULT ")))
+    arguments = ["benchmarks.comm_choice", "--worker", json.dumps(setting)]
+    return rows_of(setting, run_in_lab(setting.hosts, setting.rate, setting.ranks, arguments, rounds))
 
 
 def rows_of(setting: Setting, result: dict[str, Any]) -> list[Row]:
-    """Return the rows of what the ranks have found."""
+    """Return the rows of what the ranks have measured."""
+    shape = f"{setting.hosts}x{setting.ranks}"
+    about = {"shape": shape, "rate": setting.rate or "unshaped", "model": setting.model}
     seconds, searched = result["seconds"], result["searched"]
-    said = next(iter(searched.values()))["predicted"]
-    found = []
+    predictions = next(iter(searched.values()))["predicted"]
+    rows = []
     for method in seconds:
-        own = searched.get(method)
-        best = _best(seconds, method.removeprefix("auto "), setting) if own else ""
-        speedup = _ratio(seconds["ddp"], seconds[method])
-        behind: tuple[float | None, ...] = _ratio(seconds[method], seconds[best]) if own else (None, None, None)
-        low, high = _fifths(seconds[method])
-        predicted = (
-            own["predicted"].get(own["chosen"]) if own else said.get("plain" if method in ("ddp", AGAIN) else method)
-        )
-        found.append(
-            Row(
-                f"{setting.hosts}x{setting.ranks}",
-                setting.rate or "unshaped",
-                setting.model,
-                method,
-                own["chosen"] if own else "",
-                statistics.median(seconds[method]),
-                low,
-                high,
-                speedup[0],
-                speedup[1],
-                speedup[2],
-                behind[0],
-                behind[1],
-                behind[2],
-                best,
-                predicted,
-                own["search_s"] if own else None,
-                result["replicas_equal"],
-            )
-        )
-    return found
+        row = {
+            **about,
+            "method": method,
+            "chosen": "",
+            **fifths(seconds[method]).named("step_s", "low_s", "high_s"),
+            **_ratio(seconds["ddp"], seconds[method]).named("speedup", "speedup_low", "speedup_high"),
+            **dict.fromkeys(("of_best", "of_best_low", "of_best_high")),
+            "best": "",
+            "predicted_s": predictions.get("plain" if method in ("ddp", AGAIN) else method),
+            "search_s": None,
+            "replicas_equal": result["replicas_equal"],
+        }
+        if method in searched:
+            row |= _automatic(seconds, method, searched[method], setting)
+        rows.append(row)
+    return rows
 
 
-def _best(seconds: dict[str, list[float]], level: str, setting: Setting) -> str:
-    """Return the fastest of the fixed choices that a level allows."""
-    names = ["ddp", *map(str, allowed(level, by_hosts=setting.ranks > 1))]
-    return min(names, key=lambda name: statistics.median(seconds[name]))
+def _automatic(
+    seconds: dict[str, list[float]], method: str, searched: dict[str, Any], setting: Setting
+) -> dict[str, Any]:
+    """Return what a row of an automatic choice has beside the others."""
+    level = method.removeprefix("auto ")
+    fixed = ["ddp", *map(str, allowed(level, by_hosts=setting.ranks > 1))]
+    best = min(fixed, key=lambda name: statistics.median(seconds[name]))
+    return {
+        "chosen": searched["chosen"],
+        **_ratio(seconds[method], seconds[best]).named("of_best", "of_best_low", "of_best_high"),
+        "best": best,
+        "predicted_s": searched["predicted"].get(searched["chosen"]),
+        "search_s": searched["search_s"],
+    }
 
 
-def _ratio(one: list[float], other: list[float]) -> tuple[float, float, float]:
-    """Return the median of the rounds' ratios, and their 20th and 80th percentiles."""
-    ratios = [a / b for a, b in zip(one, other, strict=True)]
-    return (statistics.median(ratios), *_fifths(ratios))
+def _ratio(slow: list[float], fast: list[float]) -> Spread:
+    return fifths(ratios(slow, fast))
 
 
-def _fifths(values: list[float]) -> tuple[float, float]:
-    if len(values) < 2:
-        return values[0], values[0]
-    fifths = statistics.quantiles(values, n=5, method="inclusive")
-    return fifths[0], fifths[3]
-
-
-def told(row: Row) -> str:
+def in_a_line(row: Row) -> str:
     """Return a row in a line."""
     parts = [
-        f"{row.shape} {row.rate:8} {row.model:6} {row.method:20} {row.step_s:7.3f} s",
-        f"{row.low_s:.3f} to {row.high_s:.3f}",
-        f"{row.speedup:6.2f} ({row.speedup_low:.2f} to {row.speedup_high:.2f}) times DDP",
+        "{shape} {rate:8} {model:6} {method:20} {step_s:7.3f} s",
+        "{low_s:.3f} to {high_s:.3f}",
+        "{speedup:6.2f} ({speedup_low:.2f} to {speedup_high:.2f}) times DDP",
     ]
-    if row.predicted_s is not None:
-        parts.append(f"predicted {row.predicted_s / row.step_s - 1:+.0%}")
-    if row.of_best is not None:
-        parts.append(f"{row.of_best:.3f} ({row.of_best_low:.3f} to {row.of_best_high:.3f}) of {row.best}")
-        parts.append(f"chose {row.chosen}, search {row.search_s:.1f} s")
-    return ", ".join(parts) + ("" if row.replicas_equal else ", replicas DIFFER")
+    if row["predicted_s"] is not None:
+        parts.append(f"predicted {row['predicted_s'] / row['step_s'] - 1:+.0%}")
+    if row["of_best"] is not None:
+        parts.append("{of_best:.3f} ({of_best_low:.3f} to {of_best_high:.3f}) of {best}")
+        parts.append("chose {chosen}, search {search_s:.1f} s")
+    return ", ".join(parts).format_map(row) + ("" if row["replicas_equal"] else ", replicas DIFFER")
 
 
 @click.command()
@@ -321,29 +319,19 @@ def told(row: Row) -> str:
 def main(only: tuple[str, ...], rounds: int, record: bool, worker: str | None) -> None:
     """Measure."""
     if worker is not None:
-        fields = json.loads(worker)
-        return work(Setting(*fields), rounds)
+        with group(timeout_s=300):
+            return work(Setting(*json.loads(worker)), rounds)
     if reason := why_not():
         raise click.ClickException(reason)
     chosen = [setting for setting in SETTINGS if not only or any(part in setting.key for part in only)]
     if not chosen:
-        raise click.ClickException(f"--only names none of {', '.join(one.key for one in SETTINGS)}")
-    command = " ".join(["python -m benchmarks.comm_choice", *(one for one in sys.argv[1:] if one != "--record")])
+        raise click.ClickException(f"--only names none of {', '.join(setting.key for setting in SETTINGS)}")
     for setting in chosen:
         rows = measure(setting, rounds)
         for row in rows:
-            print(told(row), flush=True)
+            print(in_a_line(row), flush=True)
         if record:
-            write(command, rows)
-
-
-def write(command: str, found: list[Row]) -> None:
-    """Write the rows beside those of other settings recorded before."""
-    rows = [{**one._asdict(), "command": command} for one in found]
-    measured = {(row["shape"], row["rate"], row["model"]) for row in rows}
-    old = [row for row in recording.rows("comm-choice") if (row["shape"], row["rate"], row["model"]) not in measured]
-    what = "a DDP step with gradient communication chosen automatically, against DDP and every fixed choice"
-    recording.write("comm-choice", what, {"cores": len(os.sched_getaffinity(0)), "rows": old + rows})
+            RECORD.write(rows)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ launches.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
 import torch
@@ -36,8 +35,11 @@ from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
 from accel.comm.sgd_momentum import take_momentum
-from benchmarks import recording
-from benchmarks.lab import Lab, why_not
+from benchmarks.comm.lab import Lab, why_not
+from benchmarks.comm.ranks import group, mlp, replicas_equal, report, run_in_lab, slowest
+from benchmarks.record import Column, Record
+from benchmarks.render import Row, times
+from benchmarks.spread import extremes, fifths, ratios
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "exact": Exact,
@@ -60,47 +62,59 @@ class Setting(NamedTuple):
     methods: tuple[str, ...]
 
 
+COMPRESSING = ("bf16", "int8", "1-bit", "powersgd", "acp-sgd", "dgc")
+BY_HOSTS = tuple(f"hierarchical {name}" for name in ("exact", "bf16", "int8", "1-bit", "powersgd", "dgc"))
 SETTINGS = (
-    Setting(
-        2,
-        2,
-        "100mbit",
-        (
-            "hierarchical exact",
-            "hierarchical bf16",
-            "hierarchical int8",
-            "hierarchical 1-bit",
-            "hierarchical powersgd",
-            "hierarchical dgc",
-        ),
-    ),
+    Setting(2, 2, "100mbit", BY_HOSTS),
     Setting(2, 4, "100mbit", ("hierarchical exact",)),
-    Setting(2, 1, "100mbit", ("bf16", "int8", "1-bit", "powersgd", "acp-sgd", "dgc")),
-    Setting(2, 1, "1gbit", ("bf16", "int8", "1-bit", "powersgd", "acp-sgd", "dgc")),
+    Setting(2, 1, "100mbit", COMPRESSING),
+    Setting(2, 1, "1gbit", COMPRESSING),
+)
+RECORD = Record(
+    "comm-hooks",
+    "a DDP step on shaped links, by communication hook",
+    {
+        "shape": Column("hosts x ranks of each", "ranks"),
+        "rate": Column("of each host's link", "link"),
+        "method": Column('"ddp" or a hook; each is compared with DDP in the same launch', "hook"),
+        "step_s": Column("median step of the slowest rank, s", "s per step", ":.3f"),
+        "low_s": Column("20th percentile, s"),
+        "high_s": Column("80th percentile, s"),
+        "speedup": Column("median step of DDP over that of the method", "speed-up", times("speedup")),
+        "speedup_low": Column("least ratio over the rounds; each round runs every method once"),
+        "speedup_high": Column("most over the rounds"),
+        "sent_mb": Column("by host 0 in a step, MB", "MB sent by a host", ":.2f"),
+        "of_theory": Column("sent bytes over those of the formula, which counts no headers", "of theory", ":.3f"),
+        "replicas_equal": Column("whether all ranks have the same weights in the end"),
+    },
+    head=(
+        "{date}, {machine}, {cores} cores, torch {torch}, gloo. Hosts are network namespaces; ranks: hosts x ranks of "
+        "each; 25 M parameters, 100 MB of gradients. Each hook took turns with DDP itself in one launch; median, "
+        "lowest and highest round. Commands stand in the result."
+    ),
+    key=("shape", "rate", "method"),
+)
+LAUNCHES = Record(
+    "comm-launches",
+    "launches that train with every hook, 5 buckets, gloo, replicas equal",
+    {
+        "shape": Column("hosts x ranks of each"),
+        "hooks": Column("that each launch trains with"),
+        "launches": Column("how many"),
+        "good": Column("those that ended well"),
+        "seconds": Column("for all of them, s"),
+    },
+    key=("shape",),
+    head=lambda result: f"{result['date']}, {result['machine']}, torch {result['torch']}: {_ended(result['rows'])}",
 )
 
 
-class Row(NamedTuple):
-    """One method on one network, against DDP in the same launch."""
-
-    shape: str
-    rate: str
-    method: str
-    step_s: float
-    low_s: float
-    """20th percentile."""
-    high_s: float
-    """80th percentile."""
-    speedup: float
-    """Median step of DDP over that of the method."""
-    speedup_low: float
-    """Least ratio over the rounds; each round runs every method once."""
-    speedup_high: float
-    sent_mb: float
-    """By host 0, MB per step."""
-    of_theory: float
-    """Sent bytes over those of the formula, which counts no headers."""
-    replicas_equal: bool
+def _ended(rows: list[Row]) -> str:
+    return " ".join(
+        f"{row['good']} of {row['launches']} launches of {row['shape']} with {len(row['hooks'])} hooks each, "
+        f"`{row['command']}`, ended well, replicas equal."
+        for row in rows
+    )
 
 
 def make_state(model: nn.Module, method: str, timeout_s: float = 120.0) -> CommState:
@@ -132,12 +146,6 @@ def uplink_bytes(method: str, hosts: int, ranks: int, gradient_bytes: int) -> fl
 
 
 # One rank
-
-
-def mlp(width: int, depth: int) -> nn.Module:
-    """Return the model."""
-    torch.manual_seed(0)
-    return nn.Sequential(*[layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())])
 
 
 def make_optimizer(model: nn.Module, state: CommState | None) -> torch.optim.SGD:
@@ -174,20 +182,18 @@ class Method:
         self.optimizer.zero_grad()
         self.ddp(batch).square().mean().backward()
         self.optimizer.step()
-        took = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        seconds = time.perf_counter() - began
         dist.barrier()
         time.sleep(0.02)  # what is in the shaper's queue counts as not sent yet
         moved = tx_bytes() - sent
-        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        seconds = slowest(seconds)
         if keep:
-            self.seconds.append(took.item())
+            self.seconds.append(seconds)
             self.sent.append(moved)
 
 
 def work(methods: list[str], rounds: int, width: int, depth: int) -> None:
     """Measure as one rank; rank 0 prints the result."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     model = mlp(width, depth)
     runs = [Method(name, model) for name in methods]
     torch.manual_seed(dist.get_rank())
@@ -199,25 +205,11 @@ def work(methods: list[str], rounds: int, width: int, depth: int) -> None:
     for number in range(rounds):
         for run in runs if number % 2 == 0 else runs[::-1]:
             run.step(batch, keep=True)
-    equal = replicas_equal(model)
-    if dist.get_rank() == 0:
-        found = {run.name: {"seconds": run.seconds, "sent": run.sent} for run in runs}
-        print("RESULT " + json.dumps({"methods": found, "replicas_equal": equal}), flush=True)
+    measured = {run.name: {"seconds": run.seconds, "sent": run.sent} for run in runs}
+    report({"methods": measured, "replicas_equal": replicas_equal(model)})
     for run in runs:
         if run.state is not None:
             run.state.close()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def replicas_equal(model: nn.Module) -> bool:
-    """Tell whether the weights are the same bits on all ranks."""
-    own = torch.cat([p.detach().flatten() for p in model.parameters()])
-    first = own.clone()
-    dist.broadcast(first, 0)
-    same = torch.tensor([int(torch.equal(own, first))])
-    dist.all_reduce(same, op=dist.ReduceOp.MIN)
-    return bool(same)
 
 
 def hooks() -> list[str]:
@@ -227,26 +219,23 @@ def hooks() -> list[str]:
 
 def work_once() -> None:
     """Train small models of 5 buckets with every hook, 4 steps each, and leave with 0 if all replicas are equal."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     wrong = []
-    for method in hooks():
-        model = mlp(64, 10)
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.032)
-        state = make_state(ddp, method, 60.0)
-        ddp.register_comm_hook(state, hook)
-        optimizer = make_optimizer(model, state)
-        torch.manual_seed(dist.get_rank())
-        for _ in range(4):
-            optimizer.zero_grad()
-            ddp(torch.randn(8, 64)).square().mean().backward()
-            optimizer.step()
-        buckets = max(layout.index for layout in state._layouts.values()) + 1
-        if buckets < 4 or not replicas_equal(model):
-            wrong.append(f"{method}: {buckets} buckets, or replicas differ")
-        state.close()
-    dist.barrier()
-    dist.destroy_process_group()
+    with group(timeout_s=60):
+        for method in hooks():
+            model = mlp(64, 10)
+            ddp = DistributedDataParallel(model, bucket_cap_mb=0.032)
+            state = make_state(ddp, method, 60.0)
+            ddp.register_comm_hook(state, hook)
+            optimizer = make_optimizer(model, state)
+            torch.manual_seed(dist.get_rank())
+            for _ in range(4):
+                optimizer.zero_grad()
+                ddp(torch.randn(8, 64)).square().mean().backward()
+                optimizer.step()
+            buckets = max(layout.index for layout in state._layouts.values()) + 1
+            if buckets < 4 or not replicas_equal(model):
+                wrong.append(f"{method}: {buckets} buckets, or replicas differ")
+            state.close()
     sys.exit("\n".join(wrong) or 0)
 
 
@@ -256,59 +245,34 @@ def work_once() -> None:
 def measure(setting: Setting, rounds: int, depth: int = 24) -> list[Row]:
     """Run one setting and return a row for DDP and for each method."""
     methods = ["ddp", *setting.methods]
-    arguments = [
-        "-m",
-        "benchmarks.comm_hooks",
-        "--worker",
-        json.dumps(methods),
-        "--rounds",
-        str(rounds),
-        "--depth",
-        str(depth),
-    ]
-    with Lab(setting.hosts, setting.rate) as lab:
-        output = lab.run(arguments, setting.ranks, timeout_s=900 + 150 * rounds)[0].output
-    line = next(line for line in output.splitlines() if line.startswith("RESULT "))
-    result = json.loads(line.removeprefix("RESULT "))
+    arguments = ["benchmarks.comm_hooks", "--worker", json.dumps(methods), "--depth", str(depth)]
+    result = run_in_lab(setting.hosts, setting.rate, setting.ranks, arguments, rounds)
     gradient_bytes = 4 * depth * (1024 * 1024 + 1024)
     plain = result["methods"]["ddp"]["seconds"]
     rows = []
     for method in methods:
-        seconds, sent = result["methods"][method]["seconds"], result["methods"][method]["sent"]
-        ratios = [one / other for one, other in zip(plain, seconds, strict=True)]
-        fifths = statistics.quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 4
-        typical = statistics.median(sent)
+        seconds, sent = result["methods"][method]["seconds"], statistics.median(result["methods"][method]["sent"])
+        step, speedup = fifths(seconds), extremes(ratios(plain, seconds))
+        theory = uplink_bytes(method, setting.hosts, setting.ranks, gradient_bytes)
         rows.append(
-            Row(
-                f"{setting.hosts}x{setting.ranks}",
-                setting.rate,
-                method,
-                statistics.median(seconds),
-                fifths[0],
-                fifths[3],
-                statistics.median(plain) / statistics.median(seconds),
-                min(ratios),
-                max(ratios),
-                typical / 1e6,
-                typical / uplink_bytes(method, setting.hosts, setting.ranks, gradient_bytes),
-                result["replicas_equal"],
-            )
+            {
+                "shape": f"{setting.hosts}x{setting.ranks}",
+                "rate": setting.rate,
+                "method": method,
+                **step.named("step_s", "low_s", "high_s"),
+                "speedup": statistics.median(plain) / step.median,
+                "speedup_low": speedup.low,
+                "speedup_high": speedup.high,
+                "sent_mb": sent / 1e6,
+                "of_theory": sent / theory,
+                "replicas_equal": result["replicas_equal"],
+            }
         )
     return rows
 
 
-class Launches(NamedTuple):
-    """How many launches ended well; each trains with every hook."""
-
-    shape: str
-    hooks: list[str]
-    launches: int
-    good: int
-    seconds: float
-
-
-def launch_all(launches: int) -> Launches:
-    """Launch two hosts of two ranks again and again."""
+def launch_all(launches: int) -> Row:
+    """Launch two hosts of two ranks again and again; each launch trains with every hook."""
     good, began = 0, time.monotonic()
     with Lab(2) as lab:
         for _ in range(launches):
@@ -317,7 +281,8 @@ def launch_all(launches: int) -> Launches:
                 good += 1
             except (RuntimeError, TimeoutError) as error:
                 print(error, flush=True)
-    return Launches("2x2", hooks(), launches, good, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return {"shape": "2x2", "hooks": hooks(), "launches": launches, "good": good, "seconds": seconds}
 
 
 @click.command()
@@ -343,58 +308,48 @@ def main(
 ) -> None:
     """Measure."""
     if worker is not None:
-        return work(json.loads(worker), rounds, 1024, depth)
+        with group(timeout_s=300):
+            return work(json.loads(worker), rounds, 1024, depth)
     if once:
         return work_once()
     if reason := why_not():
         raise click.ClickException(reason)
-    command = " ".join(["python -m benchmarks.comm_hooks", *(one for one in sys.argv[1:] if one != "--record")])
     if launches:
         ended = launch_all(launches)
-        print(f"{ended.good} of {launches} launches of {len(ended.hooks)} hooks ended well, {ended.seconds:.0f} s")
+        print(f"{ended['good']} of {launches} launches of {len(hooks())} hooks ended well, {ended['seconds']:.0f} s")
         if record:
-            write("launches", "launches that train with every hook, 5 buckets, gloo, replicas equal", command, [ended])
-        sys.exit(int(ended.good < launches))
-    found: list[Row] = []
+            LAUNCHES.write([ended])
+        sys.exit(int(ended["good"] < launches))
+    rows: list[Row] = []
     for setting in SETTINGS:
-        if (shape or f"{setting.hosts}x{setting.ranks}") != f"{setting.hosts}x{setting.ranks}":
-            continue
-        if (rate or setting.rate) != setting.rate:
-            continue
-        methods = tuple(method for method in setting.methods if not only or method in only)
-        rows = measure(setting._replace(methods=methods), rounds)
-        found += rows
-        for row in rows:
-            print(
-                f"{row.shape} {row.rate:8} {row.method:20} {row.step_s:7.3f} s ({row.low_s:.3f} to {row.high_s:.3f}), "
-                f"{row.speedup:5.2f} ({row.speedup_low:.2f} to {row.speedup_high:.2f}) times DDP, {row.sent_mb:6.1f} MB"
-                f" = {row.of_theory:.3f} of theory, replicas {'equal' if row.replicas_equal else 'DIFFER'}",
-                flush=True,
-            )
+        if shape in (None, f"{setting.hosts}x{setting.ranks}") and rate in (None, setting.rate):
+            methods = tuple(method for method in setting.methods if not only or method in only)
+            measured = measure(setting._replace(methods=methods), rounds)
+            for row in measured:
+                print(LINE.format_map(row), "equal" if row["replicas_equal"] else "DIFFER", flush=True)
+            rows += measured
     if record:
-        write("hooks", "a DDP step on shaped links, by communication hook", command, found)
+        RECORD.write(with_baselines(RECORD.rows(), rows))
 
 
-def merged(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows of before that were not measured again, followed by those that were."""
-
-    def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["shape"], row.get("rate"), row.get("method")
-
-    measured = {key(row) for row in rows}
-    others = {key(row)[:2] for row in before if key(row) not in measured}
-    replaced = {one for one in measured if one[2] != "ddp" or one[:2] not in others}
-    return [row for row in before if key(row) not in replaced] + [row for row in rows if key(row) in replaced]
+LINE = (
+    "{shape} {rate:8} {method:20} {step_s:7.3f} s ({low_s:.3f} to {high_s:.3f}), {speedup:5.2f} ({speedup_low:.2f} to "
+    "{speedup_high:.2f}) times DDP, {sent_mb:6.1f} MB = {of_theory:.3f} of theory, replicas"
+)
 
 
-def write(kind: str, what: str, command: str, found: list[Any]) -> None:
-    """Write the figures beside the others; rows of the same day stay unless measured again.
+def with_baselines(before: list[Row], rows: list[Row]) -> list[Row]:
+    """Return the rows to record: that of DDP stays the older one while there are other methods measured with it.
 
-    A row of DDP stays too where methods do that were compared with it; each row has its own launch's ratio to DDP.
+    Each row has its own launch's ratio to DDP.
     """
-    name = f"comm-{kind}"
-    rows = merged(recording.rows(name), [{**one._asdict(), "command": command} for one in found])
-    recording.write(name, what, {"cores": len(os.sched_getaffinity(0)), "rows": rows})
+    measured = {(row["shape"], row["rate"], row["method"]) for row in rows}
+    others = {
+        (row["shape"], row["rate"])
+        for row in before
+        if row["method"] != "ddp" and (row["shape"], row["rate"], row["method"]) not in measured
+    }
+    return [row for row in rows if row["method"] != "ddp" or (row["shape"], row["rate"]) not in others]
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ rounds.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
-from typing import Any
 
 import click
 import torch
@@ -23,7 +21,9 @@ from accel.comm.dgc import DGC
 from accel.comm.layout import Layout
 from accel.comm.powersgd import PowerSGD
 from accel.comm.ranks.topology import Topology
-from benchmarks import recording
+from benchmarks.record import Column, Record
+from benchmarks.render import SOURCE, Row
+from benchmarks.spread import extremes
 
 WIDTH, DEPTH = 1024, 6
 TWO = Topology(((0,), (1,)))
@@ -31,6 +31,26 @@ MORE: dict[str, Callable[[], Compressor]] = {
     "acp-sgd 4": lambda: PowerSGD(alternate=True),
     "dgc 0.1 %": lambda: DGC(momentum=False),
 }
+
+
+RECORD = Record(
+    "compressor-costs",
+    f"one bucket of {DEPTH * (WIDTH + 1) * WIDTH * 4 / 1e6:.1f} MB between two ranks: sent by each, processor time",
+    {
+        "compressor": Column("by its name in the catalogue", "compressor"),
+        "sent_mb": Column("by a rank, MB", "MB sent", ":.3f"),
+        "of_gradients": Column("share of the gradients' bytes", "of the gradients", ":.2%"),
+        "cpu_ms": Column("median of rounds, ms", "CPU-ms", "{cpu_ms:.1f} [{cpu_low_ms:.1f}, {cpu_high_ms:.1f}]"),
+        "cpu_low_ms": Column("least, ms"),
+        "cpu_high_ms": Column("most, ms"),
+        "copies": Column("from step to step, and while new ones are made", "copies of the gradients kept"),
+    },
+    head=SOURCE + ": {what}.",
+)
+LINE = (
+    "{compressor:12} {sent_mb:8.3f} MB, {of_gradients:7.2%} of the gradients, {cpu_ms:6.1f} ms [{cpu_low_ms:.1f}, "
+    "{cpu_high_ms:.1f}], {copies} copies of the gradients kept"
+)
 
 
 def bucket() -> Layout:
@@ -70,27 +90,18 @@ def main(rounds: int, record: bool) -> None:
             taken.append(once(name, layout))
     rows = [_row(name, taken, layout) for name, taken in found.items()]
     for row in rows:
-        click.echo(
-            f"{row['compressor']:12} {row['sent_mb']:8.3f} MB, {row['of_gradients']:7.2%} of the gradients, "
-            f"{row['cpu_ms']:6.1f} ms [{row['cpu_low_ms']:.1f}, {row['cpu_high_ms']:.1f}], "
-            f"{row['copies']} copies of the gradients kept"
-        )
+        click.echo(LINE.format_map(row))
     if record:
-        what = f"one bucket of {layout.numel * 4 / 1e6:.1f} MB between two ranks: sent by each, processor time"
-        command = f"python -m benchmarks.compressor_costs --rounds {rounds}"
-        recording.write("compressor-costs", what, {"rows": rows}, command=command)
+        RECORD.write(rows)
 
 
-def _row(name: str, taken: list[tuple[float, float]], layout: Layout) -> dict[str, Any]:
-    entry = CATALOGUE[name]
-    times, sent = [ms for ms, _ in taken], taken[-1][1]
+def _row(name: str, taken: list[tuple[float, float]], layout: Layout) -> Row:
+    entry, sent = CATALOGUE[name], taken[-1][1]
     return {
         "compressor": name,
         "sent_mb": sent / 1e6,
         "of_gradients": sent / (4 * layout.numel),
-        "cpu_ms": statistics.median(times),
-        "cpu_low_ms": min(times),
-        "cpu_high_ms": max(times),
+        **extremes([ms for ms, _ in taken]).named("cpu_ms", "cpu_low_ms", "cpu_high_ms"),
         "copies": memory_copies(entry.make(), entry.level == "lossy"),
     }
 

@@ -20,6 +20,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.dataio.loader import ContinuousLoader
+from benchmarks.gpu.rows import Figures, command
+from benchmarks.render import Row
+from benchmarks.spread import extremes, ratios
 
 Batches = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
@@ -96,9 +99,10 @@ def overlap(batch: int = 256, batches: int = 40, turns: int = 7) -> dict[str, An
     floor = times["on the device"]
     rows = {}
     for name, taken in times.items():
-        ratios = [one / least for one, least in zip(taken, floor, strict=True)]
-        middle = statistics.median(ratios)
-        rows[name] = {"step_ms": statistics.median(taken), "ratio": middle, "low": min(ratios), "high": max(ratios)}
+        rows[name] = {
+            "step_ms": statistics.median(taken),
+            **extremes(ratios(taken, floor)).named("ratio", "low", "high"),
+        }
     return {"batch_bytes": bytes_per_batch, "products": products, "asked": 1.02, "ways": rows}
 
 
@@ -114,9 +118,16 @@ def _enough(work: Tensor, bytes_per_batch: int) -> int:
     return max(1, round(wanted_s / ((time.perf_counter() - began) / 20)))
 
 
+def everything() -> Figures:
+    """Measure and yield the figures."""
+    yield from overlap().items()
+
+
+def show(figures: Row) -> None:
+    """Print a line for each way."""
+    for name, row in figures["ways"].items():
+        print(f"{name:26} {row['step_ms']:8.3f} ms, {row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]")
+
+
 if __name__ == "__main__":
-    if torch.cuda.is_available():
-        for name, row in overlap()["ways"].items():
-            print(f"{name:26} {row['step_ms']:8.3f} ms, {row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]")
-    else:
-        print("no CUDA device")
+    command(everything, "Time the copy of batches to this machine's GPU.", show)()

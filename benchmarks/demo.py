@@ -23,13 +23,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from accel.files import write_atomic
 from accel.profiler.host import usable_cores
 from accel.report import Report
-from benchmarks.data import load
-from benchmarks.demo_loop import train
 from benchmarks.demo_promise import Promise, elsewhere, kept, multiplies_bf16, promise, wanted_text
-from benchmarks.pairs import Racer, Ratio, racers, ratio
+from benchmarks.loading.data import load
+from benchmarks.loops.demo import train
+from benchmarks.pairs import Racer, racers
+from benchmarks.record import save
+from benchmarks.render import Cell, Row, block, table, times
+from benchmarks.spread import Ratio, ratio
 
 TURN = 10
 BATCH, EPOCHS = 64, 1
@@ -64,9 +66,7 @@ def main(seeds: int, data: str | None, out: str, record: bool, check: bool) -> N
     _show(console, summary, runs, out)
     console.print(f"demo took {time.perf_counter() - began:.0f} s")
     if record:
-        target = Path(__file__).parent / "results" / f"demo-cpu-{date.today().isoformat()}.json"
-        write_atomic(target, json.dumps(summary, indent=1) + "\n")
-        console.print(f"recorded in {target.name}")
+        console.print(f"recorded in {save('demo', summary).name}")
     if check and not summary["passed"]:
         sys.exit(1)
 
@@ -155,6 +155,45 @@ def _kept(report: dict[str, Any]) -> dict[str, Any]:
     return {row["name"]: {key: row[key] for key in keys} for row in report["rows"] if row["gain"] is not None}
 
 
+def table_block(result: Row) -> str:
+    """Return the demo's table."""
+    variants = result["variants"]
+    head = (
+        "`{command}`, {date}, {machine[device]}, {machine[cores]} cores, torch {machine[torch]}. {data}; {what}."
+    ).format_map(result)
+    columns: dict[str, Cell] = {
+        "variant": "{variant}",
+        "speed-up [95 %]": lambda row: times("speedup", "low", "high").format_map(row) if "speedup" in row else "1",
+        "ms per step": "{ms:.1f}",
+        "search cost": lambda row: f"{statistics.fmean(row['search_s']):.1f} s" if "search_s" in row else None,
+        "test accuracy (3 seeds)": _accuracy,
+        "promised": lambda row: f"{wanted_text(row['wanted'])}, ±0.5" if "wanted" in row else None,
+    }
+    rows = [
+        {**variants["plain"], "variant": "plain", "ms": variants["default"]["plain_ms"]},
+        {**variants["default"], "variant": '`allow="reordered"`'},
+        {**variants["reduced"], "variant": '`allow="reduced"`'},
+    ]
+    return "\n".join([block(head, columns, rows), "", *_strategies(variants["reduced"]["strategies"])])
+
+
+def _accuracy(row: Row) -> str:
+    more = f" ({row['accuracy_difference']:+.2f})" if "accuracy_difference" in row else ""
+    return f"{statistics.fmean(row['accuracy']):.2f} %{more}"
+
+
+def _strategies(seeds: list[dict[str, Row]]) -> list[str]:
+    """Return a row for each strategy that had a trial under `allow="reduced"`, over the seeds."""
+    gain = times("gain").format_map
+    columns: dict[str, Cell] = {
+        "strategy": "`{name}`",
+        "gain in its own trial, per seed": lambda row: ", ".join(map(gain, row["trials"])),
+        "verdict": lambda row: ", ".join(trial["status"] for trial in row["trials"]),
+    }
+    names = sorted({name for seed in seeds for name in seed})
+    return table(columns, ({"name": name, "trials": [seed[name] for seed in seeds if name in seed]} for name in names))
+
+
 def _show(console: Console, summary: dict[str, Any], runs: list[dict[str, Racer]], out: str) -> None:
     for name in ACCELERATED:
         report_file = Path(out) / name / "report.json"
@@ -162,12 +201,12 @@ def _show(console: Console, summary: dict[str, Any], runs: list[dict[str, Racer]
             console.rule(f"accel report, {name}, last seed")
             print(Report.load(report_file))
     console.rule("side by side")
-    table = Table("variant", "speed-up", "ms per step", "search", "test accuracy", "wanted", box=None)
+    shown = Table("variant", "speed-up", "ms per step", "search", "test accuracy", "wanted", box=None)
     plain = summary["variants"]["plain"]["accuracy"]
-    table.add_row("plain", "1", _ms(summary["variants"]["default"]["plain_ms"]), "", _percent(plain), "")
+    shown.add_row("plain", "1", _ms(summary["variants"]["default"]["plain_ms"]), "", _percent(plain), "")
     for name in ACCELERATED:
         found = summary["variants"][name]
-        table.add_row(
+        shown.add_row(
             name,
             str(Ratio(found["speedup"], found["low"], found["high"], found["pairs"])),
             _ms(found["ms"]),
@@ -175,7 +214,7 @@ def _show(console: Console, summary: dict[str, Any], runs: list[dict[str, Racer]
             f"{_percent(found['accuracy'])} ({found['accuracy_difference']:+.2f})",
             f"{wanted_text(found['wanted'])}, ±{ACCURACY_BAND}",
         )
-    console.print(table)
+    console.print(shown)
     answer = "yes" if summary["passed"] else "NO"
     console.print(f"as promised for {summary['promised_for']}: {answer}; reports in {out}/default and {out}/reduced")
     for line in elsewhere():

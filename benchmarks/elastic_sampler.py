@@ -15,7 +15,6 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -25,29 +24,37 @@ import torch
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.sampling.permutation import Permutation
-from benchmarks import recording
+from benchmarks.record import Column, Record
+from benchmarks.render import Row
+from benchmarks.spread import fifths
 
 Batches = Iterator[list[int]]
 
 
-@dataclass(frozen=True)
-class Race:
-    """Medians over the rounds, and the ratio randperm / ours with the 20th and 80th percentile of the rounds."""
-
-    samples: int
-    batch: int
-    randperm_first_ms: float
-    ours_first_ms: float
-    first_ratio: float
-    first_p20: float
-    first_p80: float
-    randperm_ns: float
-    """Per index after the first batch, and without the list's making."""
-    randperm_epoch_ns: float
-    """Per index of a whole epoch, the list's making shared out."""
-    ours_ns: float
-    randperm_mib: float
-    ours_mib: float
+RECORD = Record(
+    "elastic-sampler",
+    "order of the elastic sampler, computed, against a list from torch.randperm",
+    {
+        "samples": Column("of an epoch"),
+        "batch": Column("per rank and step"),
+        "randperm_first_ms": Column("time to the first batch, median, ms"),
+        "ours_first_ms": Column("the same of ours, ms"),
+        "first_ratio": Column("randperm ÷ ours, median of the rounds"),
+        "first_p20": Column("20th percentile"),
+        "first_p80": Column("80th percentile"),
+        "randperm_ns": Column("per index after the first batch, and without the list's making, ns"),
+        "randperm_epoch_ns": Column("per index of a whole epoch, the list's making shared out, ns"),
+        "ours_ns": Column("per index after the first batch, ns"),
+        "randperm_mib": Column("growth of the resident size after ten batches, MiB"),
+        "ours_mib": Column("the same of ours, MiB"),
+    },
+    rows_name="races",
+)
+LINE = (
+    "n = {samples:.0e}, batches of {batch}: first batch {randperm_first_ms:.2f} ms by randperm, {ours_first_ms:.3f} ms "
+    "ours, {first_ratio:.0f}x [{first_p20:.0f}, {first_p80:.0f}]; per index {randperm_ns:.0f} ns "
+    "({randperm_epoch_ns:.0f} with the list), ours {ours_ns:.0f} ns; {randperm_mib:.1f} MiB, ours {ours_mib:.1f} MiB"
+)
 
 
 def listed(samples: int, batch: int) -> Batches:
@@ -82,7 +89,7 @@ def timed(way: Callable[[int, int], Batches], samples: int, batch: int) -> tuple
     return (first - began) / 1e6, (time.perf_counter_ns() - first) / count
 
 
-def race(samples: int, batch: int, rounds: int) -> Race:
+def race(samples: int, batch: int, rounds: int) -> Row:
     """Time both in turns."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
     ratios = []
@@ -93,29 +100,18 @@ def race(samples: int, batch: int, rounds: int) -> Race:
         ratios.append((one[0] + four[0]) / (two[0] + three[0]))
     first = {name: statistics.median(each[0] for each in pairs) for name, pairs in found.items()}
     each = {name: statistics.median(pair[1] for pair in pairs) for name, pairs in found.items()}
-    low, high = spread(ratios)
-    return Race(
-        samples,
-        batch,
-        first["randperm"],
-        first["ours"],
-        statistics.median(ratios),
-        low,
-        high,
-        each["randperm"],
-        each["randperm"] + first["randperm"] * 1e6 / samples,
-        each["ours"],
-        resident_mib("randperm", samples, batch),
-        resident_mib("ours", samples, batch),
-    )
-
-
-def spread(values: list[float]) -> tuple[float, float]:
-    """Return the 20th and the 80th percentile."""
-    if len(values) < 2:
-        return values[0], values[0]
-    cuts = statistics.quantiles(values, n=5, method="inclusive")
-    return cuts[0], cuts[-1]
+    return {
+        "samples": samples,
+        "batch": batch,
+        "randperm_first_ms": first["randperm"],
+        "ours_first_ms": first["ours"],
+        **fifths(ratios).named("first_ratio", "first_p20", "first_p80"),
+        "randperm_ns": each["randperm"],
+        "randperm_epoch_ns": each["randperm"] + first["randperm"] * 1e6 / samples,
+        "ours_ns": each["ours"],
+        "randperm_mib": resident_mib("randperm", samples, batch),
+        "ours_mib": resident_mib("ours", samples, batch),
+    }
 
 
 def resident_mib(name: str, samples: int, batch: int) -> float:
@@ -162,31 +158,13 @@ def main(rounds: int, samples: tuple[int, ...], batch: tuple[int, ...], record: 
     for length in samples:
         for size in batch:
             # A list of 10^8 takes seconds: two rounds show what there is to see.
-            found = race(length, size, rounds if length < 10**7 else min(rounds, 2))
-            races.append(found)
-            print(
-                f"n = {length:.0e}, batches of {size}: first batch {found.randperm_first_ms:.2f} ms by randperm, "
-                f"{found.ours_first_ms:.3f} ms ours, {found.first_ratio:.0f}x [{found.first_p20:.0f}, "
-                f"{found.first_p80:.0f}]; per index {found.randperm_ns:.0f} ns ({found.randperm_epoch_ns:.0f} with the "
-                f"list), ours {found.ours_ns:.0f} ns; {found.randperm_mib:.1f} MiB, ours {found.ours_mib:.1f} MiB"
-            )
+            races.append(race(length, size, rounds if length < 10**7 else min(rounds, 2)))
+            print(LINE.format_map(races[-1]))
     bulk = {str(length): in_bulk(length) for length in samples}
     print("permutation alone, blocks of 16,384:", ", ".join(f"n = {n}: {ns:.0f} ns" for n, ns in bulk.items()))
     if record:
-        options = [f"--rounds {rounds}", *(f"--samples {n}" for n in samples), *(f"--batch {size}" for size in batch)]
-        write(races, bulk, " ".join(["python -m benchmarks.elastic_sampler", *options]))
-
-
-def write(races: list[Race], bulk: dict[str, float], command: str) -> None:
-    """Write the figures beside the others."""
-    what = "order of the elastic sampler, computed, against a list from torch.randperm"
-    figures = {
-        "numpy": np.__version__,
-        "threads": torch.get_num_threads(),
-        "races": [asdict(each) for each in races],
-        "permutation_ns_per_index": bulk,
-    }
-    recording.write("elastic-sampler", what, figures, command=command)
+        threads = torch.get_num_threads()
+        RECORD.write(races, numpy=np.__version__, threads=threads, permutation_ns_per_index=bulk)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ With --loaded every core is kept busy meanwhile, and the right answer to every c
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,15 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from accel.files import write_atomic
 from accel.profiler.diagnose.causes import OVERSUBSCRIBED
 from accel.profiler.report import Saving
-from benchmarks.fault_rows import TOLERANCE, Answer, Row, merged, summarise
-from benchmarks.fault_runs import PAIRS, Plan
+from benchmarks.faults.rivals import RIVALS, RivalAnswer
+from benchmarks.faults.rows import TOLERANCE, Answer, Row, merged, summarise
+from benchmarks.faults.runs import PAIRS, Plan
 from benchmarks.faults.table import CASES, Case
-from benchmarks.rivals_profile import RIVALS, RivalAnswer
+from benchmarks.record import header, newest, save
+from benchmarks.render import SOURCE, Cell, block
+from benchmarks.render import table as markdown
 
 WIDTH = 200
 """Columns of the table, whatever the terminal has: a row cut into pieces can't be read."""
@@ -64,18 +64,7 @@ def main(
     summary = summarise(rows)
     console.print(sentence(summary), markup=False)
     if record:
-        folder, title = Path(__file__).parent / "results", _title(loaded)
-        target = folder / f"{title}-cpu-{date.today().isoformat()}.json"
-        found = _record(rows, summary, plan)
-        if cases and (earlier := sorted(folder.glob(f"{title}-cpu-*.json"))):
-            held = json.loads(earlier[-1].read_text(encoding="utf-8"))
-            rows = merged(held["cases"], rows)
-            again = sorted({*held.get("again", []), *cases})
-            found = {**_record(rows, summarise(rows), plan), "command": held["command"], "again": again}
-            if not set(asked) & set(RIVALS):
-                found["rivals_date"] = held.get("rivals_date", held["date"])
-        write_atomic(target, json.dumps(found, indent=1) + "\n")
-        console.print(f"recorded in {target.name}")
+        console.print(f"recorded in {_record(rows, plan, cases).name}")
     if any(row.right is False for row in rows):
         sys.exit(1)
 
@@ -162,30 +151,67 @@ def sentence(summary: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _title(loaded: bool) -> str:
-    return "fault-matrix-loaded" if loaded else "fault-matrix"
-
-
-def _record(rows: Sequence[Row], summary: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    import torch
-
-    from accel.report.journal import machine_name
-
+def _record(rows: Sequence[Row], plan: Plan, cases: Sequence[str]) -> Path:
+    """Write the rows; those of some cases beside the others recorded before."""
+    name = "fault-matrix-loaded" if plan.loaded else "fault-matrix"
     options = [f"--tools {','.join(plan.tools)}", f"--steps {plan.steps}"]
     options += ["--loaded"] if plan.loaded else []
     options += ["--rivals-python PATH"] if plan.rivals_python else []
-    return {
-        "what": "the cause accel profile names in scripts with one fault each, and predicted against real saving",
-        "command": f"python -m benchmarks.fault_matrix {' '.join(options)}",
-        "date": date.today().isoformat(),
-        "machine": machine_name(torch.device("cpu")),
-        "torch": torch.__version__,
-        "tolerance": TOLERANCE,
-        "pairs": PAIRS,
-        "loaded": plan.loaded,
-        "summary": summary,
-        "cases": [asdict(row) for row in rows],
+    command = f"python -m benchmarks.fault_matrix {' '.join(options)}"
+    more: dict[str, Any] = {}
+    if cases and (before := newest(name)):
+        rows, command = merged(before["cases"], rows), before["command"]
+        more["again"] = sorted({*before.get("again", []), *cases})
+        if not set(plan.tools) & set(RIVALS):
+            more["rivals_date"] = before.get("rivals_date", before["date"])
+    what = "the cause accel profile names in scripts with one fault each, and predicted against real saving"
+    figures = {"tolerance": TOLERANCE, "pairs": PAIRS, "loaded": plan.loaded, "summary": summarise(rows)}
+    return save(name, {**header(what, command), **figures, "cases": [asdict(row) for row in rows], **more})
+
+
+def table_block(result: dict[str, Any]) -> str:
+    """Return the fault matrix."""
+    summary, rivals = result["summary"], result["summary"]["rivals"]
+    rivals_date = result.get("rivals_date", result["date"])
+    when = "{date}" if rivals_date == result["date"] else f"{{date}} ({' and '.join(rivals)}: {rivals_date})"
+    head = SOURCE.replace("{date}", when) + (
+        ". Saved: share of a step's (or sample's) time, as predicted or found by experiment, and by the remedy itself, "
+        "{pairs} interleaved pairs of fresh processes."
+    )
+    verdicts = [{"name": "accel", **summary}, *({"name": name, **of_rival} for name, of_rival in rivals.items())]
+    columns: dict[str, Cell] = {
+        "": "{name}",
+        "right": "{right} of {cases}",
+        f"false alarms on {summary['controls']} healthy scripts": "{false_alarms}",
     }
+    cases: dict[str, Cell] = {
+        "script": "{case[name]}",
+        "accel says": _said,
+        "accel: saves": _saves,
+        "the remedy saved": _remedy_saved,
+        **{name: lambda case, name=name: _rival(case["rivals"][name]) for name in rivals},  # type: ignore[misc]
+    }
+    return "\n".join([block(head.format_map(result), columns, verdicts), "", *markdown(cases, result["cases"])])
+
+
+def _said(case: dict[str, Any]) -> str:
+    cause = case["answer"]["cause"]
+    return (f"`{cause}`" if cause else "no verdict") + ("" if case["right"] else " ✗")
+
+
+def _saves(case: dict[str, Any]) -> str:
+    saving = case["answer"]["measured"] or case["answer"]["predicted"]
+    return f"{saving['value']:.0%}" if saving else ""
+
+
+def _remedy_saved(case: dict[str, Any]) -> str:
+    words = str(case["case"]["remedy"]).replace("|", "/")
+    return f"{case['remedy']['saving']:.0%} ({words})" if case["remedy"] else ""
+
+
+def _rival(answer: dict[str, Any]) -> str:
+    words = (answer["verdict"] or "nothing")[:60].replace("|", "/")
+    return words + ("" if answer["right"] else " ✗")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
@@ -23,7 +22,9 @@ import torch
 from accel.kernels.fcos_targets import fcos3d_targets, fcos_targets
 from accel.kernels.fcos_targets.inputs import Fcos3dGts, FcosConfig, FcosPoints
 from accel.kernels.gather_rows import gather_rows
-from benchmarks import recording
+from benchmarks.record import Record
+from benchmarks.render import SOURCE, Cell, Row, block, times
+from benchmarks.spread import quartiles, ratios
 from tests.kernels.fcos_oracle import Index, fcos3d_batch, fcos_batch
 
 SIZES = [(116, 200), (58, 100), (29, 50), (15, 25), (8, 13)]
@@ -35,18 +36,20 @@ CONFIG = FcosConfig(background=10, attr_background=9)
 Call = Callable[[], Any]
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """How many times as long a baseline takes."""
+RECORD = Record("fcos-targets", f"targets of {IMAGES} images at 30,929 points; a row of a [G, C] table for each point")
+LINE = "{ratio:.1f}x [{low:.1f}, {high:.1f}], {baseline_ms:.3g} against {ours_ms:.3g} ms"
 
-    baseline_ms: float
-    ours_ms: float
-    ratio: float
-    low: float
-    """First quartile."""
-    high: float
-    """Third quartile."""
-    rounds: int
+
+def table_block(result: Row) -> str:
+    """Return the races of FCOS targets on a CPU."""
+    head = f"{SOURCE}. {{what}}; interleaved rounds, median and quartiles."
+    columns: dict[str, Cell] = {
+        "": "{name}",
+        "baseline ms": "{baseline_ms:.3g}",
+        "accel ms": "{ours_ms:.3g}",
+        "speed-up": times("ratio", "low", "high", digits=1),
+    }
+    return block(head.format_map(result), columns, ({"name": name, **row} for name, row in result["ratios"].items()))
 
 
 def batch(boxes: int) -> Fcos3dGts:
@@ -106,19 +109,22 @@ def milliseconds(call: Call, repeats: int) -> float:
     return (time.perf_counter() - began) / repeats * 1e3
 
 
-def compared(baseline: Call, ours: Call, rounds: int) -> Ratio:
-    """Time both in turns, A B B A."""
+def compared(baseline: Call, ours: Call, rounds: int) -> Row:
+    """Time both in turns, A B B A; return ms, and their ratio with its quartiles."""
     milliseconds(baseline, 1)
     repeats = max(1, round(5 / max(milliseconds(ours, 3), 1e-3)))  # 5 ms at least: no round is a single short call
-    pairs = []
+    baselines, own = [], []
     for _ in range(rounds):
         first, one = milliseconds(baseline, 1), milliseconds(ours, repeats)
         two, last = milliseconds(ours, repeats), milliseconds(baseline, 1)
-        pairs.append(((first + last) / 2, (one + two) / 2))
-    ratios = [a / b for a, b in pairs]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    baselines, own = zip(*pairs, strict=True)
-    return Ratio(statistics.median(baselines), statistics.median(own), middle, low, high, rounds)
+        baselines.append((first + last) / 2)
+        own.append((one + two) / 2)
+    return {
+        "baseline_ms": statistics.median(baselines),
+        "ours_ms": statistics.median(own),
+        **quartiles(ratios(baselines, own)).named("ratio", "low", "high"),
+        "rounds": rounds,
+    }
 
 
 @click.command()
@@ -130,27 +136,15 @@ def main(rounds: int, threads: int, counts: tuple[int, ...], record: bool) -> No
     """Measure."""
     torch.set_num_threads(threads)
     points = FcosPoints.regular(SIZES, STRIDES, RANGES)
-    found: dict[str, Ratio] = {}
+    races: dict[str, Row] = {}
     for boxes in counts:
         for name, (ours, baselines) in calls(points, boxes).items():
             for baseline, call in baselines.items():
-                row = f"{name}, {boxes} boxes, against {baseline}"
-                found[row] = compared(call, ours, rounds)
-                print(f"{row}: {told(found[row])}", flush=True)
+                race = f"{name}, {boxes} boxes, against {baseline}"
+                races[race] = compared(call, ours, rounds)
+                print(f"{race}: {LINE.format_map(races[race])}", flush=True)
     if record:
-        what = f"targets of {IMAGES} images at {len(points.xy):,} points; a row of a [G, C] table for each point"
-        options = [f"--rounds {rounds} --threads {threads}", *(f"--boxes {boxes}" for boxes in counts)]
-        command = " ".join(["python -m benchmarks.fcos_targets", *options])
-        figures = {"ratios": {row: asdict(ratio) for row, ratio in found.items()}}
-        recording.write("fcos-targets", what, figures, command=command)
-
-
-def told(found: Ratio) -> str:
-    """Return it as text."""
-    return (
-        f"{found.ratio:.1f}x [{found.low:.1f}, {found.high:.1f}], "
-        f"{found.baseline_ms:.3g} against {found.ours_ms:.3g} ms"
-    )
+        RECORD.write([], ratios=races)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,12 @@ wrong. Runs as part of `make gpu`. Unproven until it has run on a GPU.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
-import click
 import torch
 from torch import Tensor
 
@@ -27,7 +25,9 @@ from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.kernels import quantise, sign_pack, threshold
 from accel.kernels.support import Cost
-from benchmarks.device_times import launched, replayed_flushed
+from benchmarks.gpu.device_times import launched, replayed_flushed
+from benchmarks.gpu.rows import Figures, bytes_per_s, command, growing, tried
+from benchmarks.render import Row
 
 ELEMENTS = 25_000_000  # 100 MB of float32, no multiple of a block
 RANKS = 8
@@ -186,45 +186,33 @@ def _largest(values: Tensor, share: float) -> Case:
     return Case(f"largest {share:.2%}", lambda: top_k.largest(values, count), cost, right, rivals, waits=True)
 
 
-def rows(bytes_per_s: float) -> Iterator[dict[str, Any]]:
+def rows(bandwidth: float) -> Iterator[Row]:
     """Yield a row for each case."""
     for case in cases("cuda"):
-        row: dict[str, Any] = {"op": case.name, "elements": ELEMENTS}
-        try:
-            row |= _row(case, bytes_per_s)
-        except Exception as failed:  # the others are measured all the same
-            row["failed"] = f"{type(failed).__name__}: {str(failed)[:200]}"
-        print(json.dumps(row), flush=True)
-        yield row
+        yield tried({"op": case.name, "elements": ELEMENTS}, partial(_row, case, bandwidth))
 
 
-def _row(case: Case, bytes_per_s: float) -> dict[str, Any]:
+def _row(case: Case, bandwidth: float) -> Row:
     if not case.right():
         return {"failed": "the result is wrong: nothing is timed"}
     called = launched(case.ours)
     device = called if case.waits else replayed_flushed(case.ours)
-    floor_ms = case.cost.seconds(math.inf, bytes_per_s) * 1e3
+    floor_ms = case.cost.seconds(math.inf, bandwidth) * 1e3
     rivals = {name: launched(call) for name, call in case.rivals.items()}
     return {
-        "ms": asdict(called),
-        "device_ms": None if case.waits else asdict(device),
+        "ms": called._asdict(),
+        "device_ms": None if case.waits else device._asdict(),
         "gb_per_s": case.cost.bytes / device.median / 1e6,
         "roofline": floor_ms / device.median,
-        "rivals_ms": {name: asdict(one) for name, one in rivals.items()},
-        "speedup": {name: one.median / called.median for name, one in rivals.items()},
+        "rivals_ms": {name: timing._asdict() for name, timing in rivals.items()},
+        "speedup": {name: timing.median / called.median for name, timing in rivals.items()},
     }
 
 
-@click.command()
-def main() -> None:
-    """Time the kernels of gradient compressors on this machine's GPU."""
-    if not torch.cuda.is_available():
-        print("no CUDA device: nothing was run")
-        sys.exit(2)
-    from accel.profiler.trace import roofline
-
-    list(rows(roofline.measure(torch.device("cuda"), []).gb_per_s * 1e9))
+def everything() -> Figures:
+    """Measure; yield the rows so far."""
+    yield from growing("rows", rows(bytes_per_s()))
 
 
 if __name__ == "__main__":
-    main()
+    command(everything, "Time the kernels of gradient compressors on this machine's GPU.")()

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import resource
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,30 +24,42 @@ from typing import Any
 import click
 import torch
 
-from benchmarks import recording
-from benchmarks.jpeg_rivals import HEIGHT, RIVALS, THREADS, WIDTH, missing
-from benchmarks.pairs import Ratio, racers, ratio
-from benchmarks.photos import jpegs
+from accel.profiler.host import usable_cores
+from benchmarks.loading.jpeg_rivals import HEIGHT, RIVALS, THREADS, WIDTH, missing
+from benchmarks.loading.photos import jpegs
+from benchmarks.pairs import racers
+from benchmarks.record import Column, Record
+from benchmarks.render import Row, times
+from benchmarks.spread import Ratio, ratio
 
 DISTRIBUTIONS = ("torch", "pillow", "simplejpeg", "opencv-python-headless", "spdl-core", "nvidia-dali-cuda130")
+TITLES = {"resize": "The whole image, 500x375 to 224x224", "train": "`RandomResizedCrop(224)` and a flip"}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way on one job; lists hold one figure for each turn."""
+def _of_ours(ratio: dict[str, float] | None) -> str:
+    return times("value", "low", "high").format_map(ratio) if ratio else "1"
 
-    job: str
-    way: str
-    cpu_ms: float
-    """CPU-ms an image, the median of the turns."""
-    images_per_s: float
-    """The median of the turns."""
-    cpu_ms_turns: list[float]
-    images_per_s_turns: list[float]
-    cpu_ratio: Ratio | None
-    """CPU time ÷ that of ours, with its 95 % interval; None for ours."""
-    wall_ratio: Ratio | None
-    """Seconds ÷ those of ours."""
+
+RECORD = Record(
+    "jpeg",
+    "JPEG files to uint8 batches of 224 x 224 on the CPU",
+    {
+        "job": Column("resize the whole image, or train: cut, resize and mirror"),
+        "way": Column("who decodes, and in what", "way"),
+        "cpu_ms": Column("CPU time of an image, median of the turns, ms", "CPU-ms an image", ":.2f"),
+        "images_per_s": Column("median of the turns", "images/s", ":.0f"),
+        "cpu_ms_turns": Column("one figure a turn, ms"),
+        "images_per_s_turns": Column("one figure a turn"),
+        "cpu_ratio": Column("CPU time, with a 95 % interval", "its CPU ÷ ours", lambda row: _of_ours(row["cpu_ratio"])),
+        "wall_ratio": Column("with a 95 % interval", "its seconds ÷ ours", lambda row: _of_ours(row["wall_ratio"])),
+    },
+    head=lambda result: (
+        f"`{result['command']}`, {result['date']}, {result['machine']}, {result['cores']} cores. {result['files']}. "
+        f"{', '.join(f'{name} {version}' for name, version in result['versions'].items())}. Turns interleaved; medians "
+        "of turns, lowest and highest ratio within a turn."
+    ),
+    title=lambda row: TITLES[row["job"]],
+)
 
 
 def cpu_s() -> float:
@@ -102,11 +113,20 @@ def compare(job: str, names: list[str], files: list[Path], batch: int, turns: in
 
 def _row(job: str, name: str, used: list[tuple[float, float]], first: list[tuple[float, float]], images: int) -> Row:
     cpu, rate = [1000 * s / images for s, _ in used], [images / s for _, s in used]
-    ratios = [
-        None if used is first else ratio([[turn[which]] for turn in used], [[turn[which]] for turn in first])
+    cpu_ratio, wall_ratio = (
+        None if used is first else asdict(ratio([[turn[which]] for turn in used], [[turn[which]] for turn in first]))
         for which in (0, 1)
-    ]
-    return Row(job, name, statistics.median(cpu), statistics.median(rate), cpu, rate, *ratios)
+    )
+    return {
+        "job": job,
+        "way": name,
+        "cpu_ms": statistics.median(cpu),
+        "images_per_s": statistics.median(rate),
+        "cpu_ms_turns": cpu,
+        "images_per_s_turns": rate,
+        "cpu_ratio": cpu_ratio,
+        "wall_ratio": wall_ratio,
+    }
 
 
 @click.command()
@@ -121,40 +141,26 @@ def main(images: int, batch: int, turns: int, quick: bool, record: bool) -> None
     names = [name for name in RIVALS if not missing(name)]
     absent = {name: missing(name) for name in RIVALS if missing(name)}
     files, words = jpegs(images, WIDTH, HEIGHT)
-    print(f"{words}; batches of {batch}, {THREADS} threads or workers, {_cores()} cores")
+    print(f"{words}; batches of {batch}, {THREADS} threads or workers, {usable_cores()} cores")
     rows = [row for job in ("resize", "train") for row in _printed(compare(job, names, files, batch, turns))]
     for name, modules in absent.items():
         print(f"left out: {name} ({', '.join(modules)} not installed)")
     if record:
-        command = f"python -m benchmarks.jpeg --images {images} --batch {batch} --turns {turns}"
-        write(rows, words, absent, command)
+        versions = {name: metadata.version(name) for name in DISTRIBUTIONS if _installed(name)}
+        RECORD.write(rows, versions=versions, files=words, left_out=absent)
 
 
 def _printed(rows: list[Row]) -> list[Row]:
     for row in rows:
-        spread = f"[{min(row.cpu_ms_turns):.2f}, {max(row.cpu_ms_turns):.2f}]"
-        compared = "" if row.cpu_ratio is None else f", CPU {row.cpu_ratio}, seconds {row.wall_ratio} of ours"
+        spread = f"[{min(row['cpu_ms_turns']):.2f}, {max(row['cpu_ms_turns']):.2f}]"
+        compared = ""
+        if row["cpu_ratio"] is not None:
+            compared = f", CPU {Ratio(**row['cpu_ratio'])}, seconds {Ratio(**row['wall_ratio'])} of ours"
         print(
-            f"  {row.job:7}{row.way:29}{row.cpu_ms:5.2f} CPU-ms an image {spread}, {row.images_per_s:6.0f} images/s"
-            f"{compared}"
+            f"  {row['job']:7}{row['way']:29}{row['cpu_ms']:5.2f} CPU-ms an image {spread}, "
+            f"{row['images_per_s']:6.0f} images/s{compared}"
         )
     return rows
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def write(rows: list[Row], words: str, absent: dict[str, list[str]], command: str) -> None:
-    """Write the figures beside the others."""
-    figures = {
-        "cores": _cores(),
-        "versions": {each: metadata.version(each) for each in DISTRIBUTIONS if _installed(each)},
-        "files": words,
-        "left_out": absent,
-        "rows": [asdict(row) for row in rows],
-    }
-    recording.write("jpeg", "JPEG files to uint8 batches of 224 x 224 on the CPU", figures, command=command)
 
 
 def _installed(distribution: str) -> bool:

@@ -18,7 +18,7 @@ import re
 import sysconfig
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from torch.utils.data import DistributedSampler
 
 from accel.dataio.length_balance import LengthBalancedBatchSampler, attention_cost, balance_of
 from accel.dataio.sampling.balance_plan import Floats, Ints, Packs, pack_costs
-from benchmarks import recording
+from benchmarks.record import DATA, Column, Record
+from benchmarks.render import Row
 
 TOKEN = re.compile(r"\w+|[^\w\s]")
 MILTONS = {
@@ -37,7 +38,7 @@ MILTONS = {
     *("paradise_lost_(no_introduction)", "paradise_regained"),
 }
 NOT_COUNTED = {"test", "tests", "site-packages", "idlelib", "lib2to3", "__pycache__"}
-_KEPT = Path(__file__).resolve().parent.parent / ".data" / "shakespeare"
+_KEPT = DATA / "shakespeare"
 
 
 @dataclass(frozen=True)
@@ -51,20 +52,30 @@ class LengthSet:
     batch_size: int = 16
 
 
-@dataclass(frozen=True)
-class Row:
-    """One policy on one set; shares are 0 to 1."""
+def _plan(row: Row) -> str:
+    return "" if row["plan_s_per_100k"] is None else f"{row['plan_s_per_100k']:.2f} s"
 
-    lengths: str
-    policy: str
-    padded: bool
-    efficiency: float
-    evenness: float
-    padding: float
-    """Share of the tokens in the batches that is padding."""
-    steps: int
-    plan_s_per_100k: float | None
-    """Planning of one epoch, processor s per 100,000 samples, the median of `rounds`; None where nothing is planned."""
+
+RECORD = Record(
+    "length-balance",
+    "efficiency of length-balanced batches over ranks",
+    {
+        "lengths": Column("set of lengths"),
+        "policy": Column("who makes the batches", "batches"),
+        "padded": Column("whether to the longest of the batch"),
+        "efficiency": Column("share of the ranks' time that goes into samples, 0 to 1", "efficiency", ":.1%"),
+        "evenness": Column("share of it without padding's part, 0 to 1"),
+        "padding": Column("share of the tokens in the batches that is padding, 0 to 1", "padding", ":.1%"),
+        "steps": Column("of an epoch", "steps"),
+        "plan_s_per_100k": Column("processor s per 100,000 samples, median of epochs", "planning", _plan),
+    },
+    head=lambda result: (
+        f"`{result['command']}`, {result['date']}, {result['machine']}. {'; '.join(result['lengths'])}. Efficiency is "
+        "the share of the ranks' time that goes into samples, if in every step they wait for the slowest, reckoned "
+        "from the lengths: a sample costs length · (1 + length / L0). Planning is CPU time for 100,000 samples."
+    ),
+    title=lambda row: f"{row['lengths']}, {'padded to the longest of the batch' if row['padded'] else 'not padded'}",
+)
 
 
 def function_lengths() -> Ints:
@@ -155,9 +166,16 @@ def judge(one: LengthSet, policy: str, packs: Packs, ranks: int, padded: bool, p
     found = balance_of(pack_costs(costs, packs, padded).reshape(-1, ranks), float(costs[packs.order].sum()))
     tokens = pack_costs(one.lengths.astype(np.float64), packs, padded).sum()
     padding = 1 - float(one.lengths[packs.order].sum() / tokens)
-    per_100k = None if plan_s is None else plan_s * 1e5 / len(one.lengths)
-    steps = len(packs.sizes) // ranks
-    return Row(one.name, policy, padded, found.efficiency, found.evenness, padding, steps, per_100k)
+    return {
+        "lengths": one.name,
+        "policy": policy,
+        "padded": padded,
+        "efficiency": found.efficiency,
+        "evenness": found.evenness,
+        "padding": padding,
+        "steps": len(packs.sizes) // ranks,
+        "plan_s_per_100k": None if plan_s is None else plan_s * 1e5 / len(one.lengths),
+    }
 
 
 def measure(one: LengthSet, ranks: int, rounds: int) -> list[Row]:
@@ -196,31 +214,24 @@ def seconds(sampler: LengthBalancedBatchSampler, epoch: int) -> float:
 def main(text: Path, ranks: int, rounds: int, record: bool) -> None:
     """Measure."""
     torch.manual_seed(0)
-    found, described = [], []
-    for one in sets(text):
-        p99 = float(np.percentile(one.lengths, 99))
+    rows, described = [], []
+    for lengths in sets(text):
+        tokens = lengths.lengths
         described.append(
-            f"{one.name}: {len(one.lengths):,} samples, mean {one.lengths.mean():.0f}, p99 {p99:.0f}, "
-            f"longest {one.lengths.max():,} tokens"
+            f"{lengths.name}: {len(tokens):,} samples, mean {tokens.mean():.0f}, p99 {np.percentile(tokens, 99):.0f}, "
+            f"longest {tokens.max():,} tokens"
         )
         print(described[-1])
-        for row in measure(one, ranks, rounds):
-            found.append(row)
-            plan = "" if row.plan_s_per_100k is None else f", planned in {row.plan_s_per_100k:.2f} s per 100,000"
-            print(
-                f"  {'padded' if row.padded else 'unpadded':9}{row.policy:22} efficiency {row.efficiency:6.1%}, "
-                f"even {row.evenness:6.1%}, padding {row.padding:6.1%}, {row.steps} steps{plan}"
-            )
+        for row in measure(lengths, ranks, rounds):
+            rows.append(row)
+            planned = row["plan_s_per_100k"]
+            plan = "" if planned is None else f", planned in {planned:.2f} s per 100,000"
+            print(f"  {'padded' if row['padded'] else 'unpadded':9}{LINE.format_map(row)}{plan}")
     if record:
-        told = "" if text == _KEPT else f" --text {text.name}"
-        write(found, described, f"python -m benchmarks.length_balance{told} --ranks {ranks} --rounds {rounds}")
+        RECORD.write(rows, lengths=described)
 
 
-def write(found: list[Row], described: list[str], command: str) -> None:
-    """Write the figures beside the others."""
-    figures = {"lengths": described, "rows": [asdict(row) for row in found]}
-    recording.write("length-balance", "efficiency of length-balanced batches over ranks", figures, command=command)
-
+LINE = "{policy:22} efficiency {efficiency:6.1%}, even {evenness:6.1%}, padding {padding:6.1%}, {steps} steps"
 
 if __name__ == "__main__":
     main()

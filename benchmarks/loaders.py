@@ -15,9 +15,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
@@ -25,32 +23,73 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio.loader import ContinuousLoader
-from benchmarks import recording
-from benchmarks.loader_jobs import BURSTS, FAR, LARGE, LARGE_OURS, PHOTOS, SMALL, STARTS, TINY, Job
+from benchmarks.loading.jobs import BURSTS, FAR, LARGE, LARGE_OURS, PHOTOS, SMALL, STARTS, TINY, Job
+from benchmarks.record import Column, Record
+from benchmarks.render import SOURCE, Row, times
+from benchmarks.spread import extremes, ratios
 
-RESULTS = Path(__file__).parent / "results"
 # Of warming up an automatic choice.
 _SETTLED_S = 8.0
 FLOOR = "no loading: the steps alone"
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one loader took for one job."""
+def _head(result: Row) -> str:
+    """Say what was measured, and how far the automatic mode came."""
+    lines = [
+        f"{SOURCE}. Turns of some epochs each, interleaved; medians over turns, and the lowest and highest ratio "
+        "within a turn.",
+        "",
+        "The steps alone are the most that a loader can reach, whatever it is compared with. Of that speed the "
+        "automatic mode reaches:",
+        "",
+    ]
+    return "\n".join([*(line.format_map(result) for line in lines), *_shares(result["rows"])])
 
-    job: str
-    loader: str
-    epoch_s: float
-    epoch_low_s: float
-    epoch_high_s: float
-    first_ms: float
-    """Median time to the first batch of an epoch."""
-    first_most_ms: float
-    speedup: float
-    """Of the job's baseline, the median over turns of the ratio within a turn."""
-    speedup_low: float
-    speedup_high: float
-    note: str = ""
+
+def _chosen(row: Row) -> str:
+    return f": {row['note'].split(':')[0]}" if row["loader"].endswith("auto") and row["note"] else ""
+
+
+def _shares(rows: list[Row]) -> list[str]:
+    """Return, for each job with a step, which share of the possible speed the automatic mode reaches."""
+    floors = {row["job"]: row for row in rows if row["loader"] == FLOOR}
+    return [
+        f"- {row['job']}{_decoder(row)}: {floors[row['job']]['epoch_s'] / row['epoch_s']:.0%}, "
+        f"{row['speedup']:.2f}x of at most {floors[row['job']]['speedup']:.2f}x"
+        for row in rows
+        if row["job"] in floors and row["loader"].endswith("continuous, auto")
+    ]
+
+
+def _decoder(row: Row) -> str:
+    name, colon, _ = row["loader"].partition(": ")
+    return f", by `{name}`" if colon else ""
+
+
+RECORD = Record(
+    "loaders",
+    "seconds per epoch of data loaders, interleaved; speedup over the first loader of each job",
+    {
+        "job": Column("what is loaded, and how long the step is"),
+        "loader": Column("and its workers", "loader", lambda row: row["loader"] + _chosen(row)),
+        "epoch_s": Column("median of turns, s", "s per epoch", ":.3f"),
+        "epoch_low_s": Column("least, s"),
+        "epoch_high_s": Column("most, s"),
+        "first_ms": Column("median of epochs, ms", "first batch, ms (most)", "{first_ms:.1f} ({first_most_ms:.1f})"),
+        "first_most_ms": Column("longest, ms"),
+        "speedup": Column("over the job's first loader, median of the turns' ratios", "speed-up", times("speedup")),
+        "speedup_low": Column("least"),
+        "speedup_high": Column("most"),
+        "note": Column("what was chosen automatically, and after how long"),
+    },
+    head=_head,
+    title=lambda row: row["job"],
+    key=("job",),
+)
+LINE = (
+    "  {loader:52} {epoch_s:7.3f} s, first batch {first_ms:7.2f} ms (≤ {first_most_ms:.1f}), {speedup:5.2f}x "
+    "[{speedup_low:.2f}, {speedup_high:.2f}]  {note}"
+)
 
 
 def plain(job: Job, workers: int = 0, kind: Any = DataLoader, **options: Any) -> Any:
@@ -117,6 +156,16 @@ def hand(job: Job, counts: Iterable[int] = (1, 2)) -> dict[str, Maker]:
     return found
 
 
+def automatic(job: Job) -> dict[str, Maker]:
+    """Return the continuous loader that chooses by itself."""
+    return {"continuous, auto": lambda: ours(job, "auto")}
+
+
+def everything(job: Job, workers: int = 2, counts: Iterable[int] = (1, 2)) -> dict[str, Maker]:
+    """Return all loaders of a job."""
+    return rivals(job, workers) | hand(job, counts) | automatic(job)
+
+
 def epoch(loader: Any, job: Job) -> tuple[float, float]:
     """Run one epoch and return its seconds, and those to the first batch."""
     began = time.perf_counter()
@@ -167,25 +216,16 @@ def compare(job: Job, makers: dict[str, Maker], turns: int) -> Iterator[Row]:
 
 def _row(job: Job, name: str, taken: list[list[tuple[float, float]]], base: list[float], note: str) -> Row:
     means = [statistics.fmean(seconds for seconds, _ in turn) for turn in taken]
-    ratios = [one / mine for one, mine in zip(base, means, strict=True)]
-    firsts = [first * 1e3 for turn in taken for _, first in turn]
-    middle = [statistics.median(values) for values in (means, firsts, ratios)]
-    row = Row(
-        job.name, name, middle[0], min(means), max(means), middle[1], max(firsts), middle[2], min(ratios), max(ratios)
-    )
-    return Row(**(asdict(row) | {"note": note}))
-
-
-def small(turns: int) -> Iterator[Row]:
-    """2,000 small images."""
-    auto = {"continuous, auto": lambda: ours(SMALL, "auto")}
-    yield from compare(SMALL, rivals(SMALL, 2) | hand(SMALL) | auto, turns)
-
-
-def pictures(turns: int) -> Iterator[Row]:
-    """500 JPEG files."""
-    auto = {"continuous, auto": lambda: ours(PHOTOS, "auto")}
-    yield from compare(PHOTOS, rivals(PHOTOS, 2) | hand(PHOTOS) | auto, turns)
+    first = extremes([first * 1e3 for turn in taken for _, first in turn])
+    return {
+        "job": job.name,
+        "loader": name,
+        **extremes(means).named("epoch_s", "epoch_low_s", "epoch_high_s"),
+        "first_ms": first.median,
+        "first_most_ms": first.high,
+        **extremes(ratios(base, means)).named("speedup", "speedup_low", "speedup_high"),
+        "note": note,
+    }
 
 
 def photos500(turns: int) -> Iterator[Row]:
@@ -195,9 +235,8 @@ def photos500(turns: int) -> Iterator[Row]:
         "DataLoader, 2 workers": lambda: plain(LARGE_OURS, 2),
         "DataLoader, 2 persistent workers": lambda: plain(LARGE_OURS, 2, persistent_workers=True),
     }
-    own = torchs | hand(LARGE_OURS) | {"continuous, auto": lambda: ours(LARGE_OURS, "auto")}
-    makers = rivals(LARGE, 2) | hand(LARGE) | {"continuous, auto": lambda: ours(LARGE, "auto")}
-    yield from compare(LARGE, makers | {f"ImageDataset: {name}": make for name, make in own.items()}, turns)
+    own = torchs | hand(LARGE_OURS) | automatic(LARGE_OURS)
+    yield from compare(LARGE, everything(LARGE) | {f"ImageDataset: {name}": own[name] for name in own}, turns)
 
 
 def tiny(turns: int) -> Iterator[Row]:
@@ -205,24 +244,13 @@ def tiny(turns: int) -> Iterator[Row]:
     workers: dict[str, Maker] = {
         f"DataLoader, {n} persistent workers": partial(plain, TINY, n, persistent_workers=True) for n in (1, 2, 4)
     }
-    auto = {"continuous, auto": lambda: ours(TINY, "auto")}
-    yield from compare(TINY, workers | hand(TINY) | auto, turns)
-
-
-def far(turns: int) -> Iterator[Row]:
-    """Samples that are waited for."""
-    auto = {"continuous, auto": lambda: ours(FAR, "auto")}
-    yield from compare(FAR, rivals(FAR, 8) | hand(FAR, (2, 4, 8, 16)) | auto, turns)
+    yield from compare(TINY, workers | hand(TINY) | automatic(TINY), turns)
 
 
 def bursts(turns: int) -> Iterator[Row]:
     """Samples of which a few take long."""
-    makers: dict[str, Maker] = rivals(BURSTS, 2) | {
-        "DataLoader, 2 persistent workers, 32 ahead each": lambda: plain(
-            BURSTS, 2, persistent_workers=True, prefetch_factor=32
-        ),
-        "continuous, auto": lambda: ours(BURSTS, "auto"),
-    }
+    far_ahead = partial(plain, BURSTS, 2, persistent_workers=True, prefetch_factor=32)
+    makers = rivals(BURSTS, 2) | {"DataLoader, 2 persistent workers, 32 ahead each": far_ahead} | automatic(BURSTS)
     yield from compare(BURSTS, makers, turns)
 
 
@@ -247,18 +275,17 @@ def heap(turns: int) -> Iterator[Row]:
         "DataLoader, 8 workers": lambda: plain(job, 8),
         "DataLoader, 8 persistent workers": lambda: plain(job, 8, persistent_workers=True),
         "continuous, fork(8)": lambda: ours(job, "fork", 8),
-        "continuous, auto": lambda: ours(job, "auto"),
     }
-    yield from compare(job, makers, turns)
+    yield from compare(job, makers | automatic(job), turns)
     assert float(ballast[-1]) == 1.0  # kept to the end
 
 
-PARTS = {
-    "small": small,
-    "pictures": pictures,
+PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
+    "small": partial(compare, SMALL, everything(SMALL)),
+    "pictures": partial(compare, PHOTOS, everything(PHOTOS)),
     "photos500": photos500,
     "tiny": tiny,
-    "far": far,
+    "far": partial(compare, FAR, everything(FAR, 8, (2, 4, 8, 16))),
     "bursts": bursts,
     "starts": starts,
     "heap": heap,
@@ -277,29 +304,12 @@ def main(only: tuple[str, ...], turns: int, record: bool) -> None:
     rows: list[Row] = []
     for part in only or PARTS:
         for row in PARTS[part](turns):
-            _show(row, rows)
+            if not rows or rows[-1]["job"] != row["job"]:
+                click.echo(row["job"])
+            click.echo(LINE.format_map(row))
             rows.append(row)
     if record:
-        parts = "".join(f" --only {part}" for part in only)
-        write(rows, f"python -m benchmarks.loaders{parts} --turns {turns}")
-
-
-def _show(row: Row, before: list[Row]) -> None:
-    if not before or before[-1].job != row.job:
-        click.echo(row.job)
-    click.echo(
-        f"  {row.loader:52} {row.epoch_s:7.3f} s, first batch {row.first_ms:7.2f} ms (≤ {row.first_most_ms:.1f}), "
-        f"{row.speedup:5.2f}x [{row.speedup_low:.2f}, {row.speedup_high:.2f}]  {row.note}"
-    )
-
-
-def write(rows: list[Row], command: str) -> None:
-    """Write the rows beside those of other jobs."""
-    jobs = {row.job for row in rows}
-    old = [row for row in recording.rows("loaders") if row["job"] not in jobs]
-    what = "seconds per epoch of data loaders, interleaved; speedup over the first loader of each job"
-    found = old + [asdict(row) | {"command": command} for row in rows]
-    recording.write("loaders", what, {"rows": found}, command="python -m benchmarks.loaders")
+        RECORD.write(rows)
 
 
 if __name__ == "__main__":

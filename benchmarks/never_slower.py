@@ -12,44 +12,49 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import multiprocessing
 import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from datetime import date
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import click
 from rich.console import Console
 
 import accel
-from accel.files import write_atomic
 from benchmarks.loops import LOOPS, run
-from benchmarks.pairs import ratio
+from benchmarks.record import Column, Record
+from benchmarks.render import SOURCE, Row
+from benchmarks.spread import ratio
 
 TURN = 20
 LIMIT = 1.02
 SEARCH_STEPS = 4000
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """How one loop fared."""
-
-    loop: str
-    plain_ms: float
-    accel_ms: float
-    ratio: float
-    """accelerated ÷ plain step time; below 1 is faster."""
-    low: float
-    high: float
-    kept: list[str]
-    settled: bool
-    passed: bool
+RECORD = Record(
+    "never-slower",
+    "accelerated ÷ plain step time after the search, mean of interleaved turns with 95 % interval",
+    {
+        "loop": Column("by its name", "loop"),
+        "plain_ms": Column("median step without accel, ms", "plain ms", ":.2f"),
+        "accel_ms": Column("median step with it, ms"),
+        "ratio": Column("of step times", "accelerated ÷ plain [95 %]", "{ratio:.3f} [{low:.3f}, {high:.3f}]"),
+        "low": Column("of its 95 % interval"),
+        "high": Column("of its 95 % interval"),
+        "kept": Column("strategies that stayed"),
+        "settled": Column("whether the search had ended"),
+        "passed": Column("whether the ratio is within the limit"),
+    },
+    head=(f"{SOURCE}. Accelerated ÷ plain step time after the search; below 1 is faster; limit {{limit}}."),
+    rows_name="loops",
+)
+LINE = (
+    "{loop:18} {plain_ms:7.3f} → {accel_ms:7.3f} ms, accelerated ÷ plain {ratio:.3f} [{low:.3f}, {high:.3f}], {words} "
+    "kept"
+)
 
 
 class Turns:
@@ -109,7 +114,7 @@ class _EnoughError(Exception):
     """The turns are over."""
 
 
-def race(name: str, allow: str, pairs: int, disable: tuple[str, ...] = ()) -> Verdict:
+def race(name: str, allow: str, pairs: int, disable: tuple[str, ...] = ()) -> Row:
     """Let a loop's search end in this process, then time it accelerated and disabled in turns."""
     turns = Turns(pairs)
 
@@ -128,13 +133,22 @@ def race(name: str, allow: str, pairs: int, disable: tuple[str, ...] = ()) -> Ve
     kept = [line.name for report in reports for line in report.rows if line.status == "kept"]
     # The first three pairs warm up what a switch finds cold; the last turn is not over.
     fast, plain = turns.accelerated[3 : pairs + 3], turns.plain[3 : pairs + 3]
-    found = ratio(fast, plain)
     plain_ms, accel_ms = (statistics.median(t for turn in side for t in turn) * 1e3 for side in (plain, fast))
-    passed = settled and found.value <= LIMIT
-    return Verdict(name, plain_ms, accel_ms, found.value, found.low, found.high, kept, settled, passed)
+    measured = ratio(fast, plain)
+    return {
+        "loop": name,
+        "plain_ms": plain_ms,
+        "accel_ms": accel_ms,
+        "ratio": measured.value,
+        "low": measured.low,
+        "high": measured.high,
+        "kept": kept,
+        "settled": settled,
+        "passed": settled and measured.value <= LIMIT,
+    }
 
 
-def alone(name: str, allow: str, pairs: int) -> Verdict:
+def alone(name: str, allow: str, pairs: int) -> Row:
     """Race a loop in a process of its own, so that no loop finds what another has left."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(race, name, allow, pairs).result()
@@ -148,37 +162,16 @@ def alone(name: str, allow: str, pairs: int) -> Verdict:
 def main(loops: tuple[str, ...], allow: str, pairs: int, record: bool) -> None:
     """Race accelerated against plain for LOOPS (default: all)."""
     console = Console(highlight=False, soft_wrap=True)
-    verdicts = []
+    rows = []
     for name in loops or LOOPS:
-        verdict = alone(name, allow, pairs)
-        verdicts.append(verdict)
-        console.print(
-            f"{'ok  ' if verdict.passed else 'FAIL'} {name:18} {verdict.plain_ms:7.3f} → {verdict.accel_ms:7.3f} ms, "
-            f"accelerated ÷ plain {verdict.ratio:.3f} [{verdict.low:.3f}, {verdict.high:.3f}], "
-            f"{', '.join(verdict.kept) or 'nothing'} kept{'' if verdict.settled else ', search not over'}"
-        )
+        row = alone(name, allow, pairs)
+        rows.append(row)
+        words = LINE.format_map({**row, "words": ", ".join(row["kept"]) or "nothing"})
+        console.print(f"{'ok  ' if row['passed'] else 'FAIL'} {words}{'' if row['settled'] else ', search not over'}")
     if record:
-        _record(verdicts, allow, pairs)
-    if not all(verdict.passed for verdict in verdicts):
+        replace(RECORD, name=f"never-slower-{allow}").write(rows, limit=f"{LIMIT}")
+    if not all(row["passed"] for row in rows):
         sys.exit(1)
-
-
-def _record(verdicts: list[Verdict], allow: str, pairs: int) -> None:
-    import torch
-
-    from accel.report.journal import machine_name
-
-    summary = {
-        "what": "accelerated ÷ plain step time after the search, mean of interleaved turns with 95 % interval",
-        "command": f"python -m benchmarks.never_slower --allow {allow} --pairs {pairs}",
-        "date": date.today().isoformat(),
-        "machine": machine_name(torch.device("cpu")),
-        "torch": torch.__version__,
-        "limit": f"{LIMIT}",
-        "loops": [asdict(verdict) for verdict in verdicts],
-    }
-    target = Path(__file__).parent / "results" / f"never-slower-{allow}-cpu-{date.today().isoformat()}.json"
-    write_atomic(target, json.dumps(summary, indent=1) + "\n")
 
 
 if __name__ == "__main__":

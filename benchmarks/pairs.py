@@ -2,23 +2,19 @@
 
 Each variant runs in a process of its own, so that what it changes (threads, precision switches, worker processes) can't
 touch the others. A variant trains only while it holds the turn; turns go round in the order A B C C B A …, so that a
-drift of the machine falls on all alike. Ratios come from neighbouring turns.
+drift of the machine falls on all alike. Ratios come from neighbouring turns (`benchmarks.spread.ratio`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
-import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
-
-from accel.profiler.trial import interval, winsorised
 
 OnStep = Callable[[int], None]
 Train = Callable[..., Any]
@@ -121,26 +117,3 @@ def racers(variants: dict[str, tuple[Train, dict[str, Any]]]) -> Iterator[dict[s
             if racer.process.is_alive():
                 racer.process.terminate()
                 racer.process.join()
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A ratio of step times with its 95 % interval, from pairs of neighbouring turns."""
-
-    value: float
-    low: float
-    high: float
-    pairs: int
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f}x [{self.low:.2f}, {self.high:.2f}]"
-
-
-def ratio(slow: Sequence[Sequence[float]], fast: Sequence[Sequence[float]]) -> Ratio:
-    """Return median(slow) ÷ median(fast) turn by turn: mean of the logarithms, Student's interval."""
-    pairs = list(zip(slow, fast, strict=False))
-    # The first steps of a turn find cold caches: they are left out.
-    pairs = [(a[2:] if len(a) > 5 else a, b[2:] if len(b) > 5 else b) for a, b in pairs]
-    logs = winsorised([math.log(statistics.median(a) / statistics.median(b)) for a, b in pairs if a and b])
-    low, high = interval(logs, 0.025)
-    return Ratio(math.exp(statistics.fmean(logs)), math.exp(low), math.exp(high), len(logs))

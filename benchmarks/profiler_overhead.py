@@ -15,7 +15,6 @@ statistics; beside it their mean, in which a disturbance of the machine counts a
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import threading
@@ -35,13 +34,18 @@ from accel.profiler.clocks.probes import Function, Probes
 from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.session import WATCH_S
 from accel.profiler.system.sampler import Sampler
-from benchmarks import recording
+from benchmarks.record import Record
+from benchmarks.spread import median_interval
 
 PIECE_S = 0.025
 PIECES = 8
 """Pieces of either kind in a round."""
 SETTLING = 1
 """Steps after a switch that are not timed: a class that was changed has lost its caches in the interpreter."""
+
+RECORD = Record(
+    "profiler-overhead", "what the profiler's clocks, its looks at the stack, and the least marks add to a step"
+)
 
 Train = Callable[[int], Iterator[None]]
 
@@ -273,16 +277,8 @@ def microseconds(steps: Iterator[None], count: int) -> float:
 
 
 def added(differences: list[float]) -> Added:
-    """Return the median and its interval."""
-    ordered = sorted(differences)
-    reach = 0.98 * math.sqrt(len(ordered))
-    low, high = (round(len(ordered) / 2 + side) for side in (-reach, reach))
-    return Added(
-        statistics.median(ordered),
-        ordered[max(0, low)],
-        ordered[min(len(ordered) - 1, high)],
-        statistics.fmean(ordered),
-    )
+    """Return the median, its interval and the mean."""
+    return Added(*median_interval(differences), statistics.fmean(differences))
 
 
 @click.command()
@@ -296,10 +292,7 @@ def main(rounds: int, record: bool) -> None:
         print(f"{name}: bare {seen.step_us:.1f} µs; clocks {told(seen.clocks)}; with looks {told(seen.with_looks)};")
         print(f"    floor {told(seen.floor)}")
     if record:
-        what = "what the profiler's clocks, its looks at the stack, and the least marks add to a step"
-        command = f"python -m benchmarks.profiler_overhead --rounds {rounds}"
-        costs = {name: asdict(seen) for name, seen in found.items()}
-        recording.write("profiler-overhead", what, {"costs": costs}, command=command)
+        RECORD.write([], costs={name: asdict(seen) for name, seen in found.items()})
 
 
 def told(found: Added) -> str:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from benchmarks.render import Cell, block, times
+
 Result = dict[str, Any]
 
 
@@ -16,29 +18,52 @@ class Line(NamedTuple):
     against: str
     figure: str
     page: str
+    headline: bool = False
+    """Whether the front page has it: at most ten lines do."""
+
+
+COLUMNS: dict[str, Cell] = {
+    "": "{what}",
+    "against": "{against}",
+    "measured [spread]": "{figure}",
+    "all figures": "[{page}]({link})",
+}
 
 
 def proof_block(newest: Callable[[str], Result | None]) -> str:
-    """Return the table; `newest` finds the newest result that matches a pattern."""
-    lines = ["| | against | measured [spread] | all figures |", "|---|---|---|---|"]
-    dates, machines = set(), set()
-    for pattern, read in SOURCES:
-        result = newest(pattern)
-        if result is None:
-            continue
-        dates.add(result["date"])
-        machine = result["machine"]
-        machines.add(machine if isinstance(machine, str) else machine["device"])
-        lines += [
-            f"| {line.what} | {line.against} | {line.figure} | [{line.page}]({line.page}) |" for line in read(result)
-        ]
+    """Return the front page's table; `newest` finds the newest result of a name."""
+    return _table(newest, "docs/", lambda line: line.headline)
+
+
+def figures_block(newest: Callable[[str], Result | None]) -> str:
+    """Return the table of the page of figures: every line."""
+    return _table(newest, "", lambda line: True)
+
+
+def _table(newest: Callable[[str], Result | None], folder: str, chosen: Callable[[Line], bool]) -> str:
+    results = [(result, read) for name, read in SOURCES.items() if (result := newest(name)) is not None]
+    dates = {result["date"] for result, _ in results}
+    machines = {_machine(result) for result, _ in results}
     head = f"Recorded {' to '.join(sorted({min(dates), max(dates)}))} on {' and '.join(sorted(machines))}, 2 cores."
-    return "\n".join([head, "", *lines])
+    lines = (line for result, read in results for line in read(result) if chosen(line))
+    return block(head, COLUMNS, ({**line._asdict(), "link": folder + line.page} for line in lines))
 
 
-def _times(value: float, low: float, high: float) -> str:
-    digits = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{digits}f}x [{low:.{digits}f}, {high:.{digits}f}]"
+def _machine(result: Result) -> str:
+    machine = result["machine"]
+    return str(machine["device"] if isinstance(machine, dict) else machine)
+
+
+def _times(row: Result, name: str = "speedup", low: str = "", high: str = "") -> str:
+    digits = 2 if row[name] < 10 else 1 if row[name] < 100 else 0
+    return times(name, low, high, digits).format_map(row)
+
+
+def _demo(result: Result) -> Iterator[Line]:
+    for name, allow in (("default", "reordered"), ("reduced", "reduced")):
+        figure = _times(result["variants"][name], "speedup", "low", "high")
+        what = f'`make demo`: `optimize(allow="{allow}")` on a small CNN, Fashion-MNIST: time of a step'
+        yield Line(what, "the plain loop", figure, "figures.md", headline=True)
 
 
 def _never_slower(result: Result) -> Iterator[Line]:
@@ -47,126 +72,133 @@ def _never_slower(result: Result) -> Iterator[Line]:
         f"`optimize` on {len(ratios)} loops of all kinds: time of a step",
         "the plain loop",
         f"{min(ratios):.2f} to {max(ratios):.3f} of it",
-        "docs/controller.md",
+        "controller.md",
+        headline=True,
     )
 
 
 def _faults(result: Result) -> Iterator[Line]:
     summary = result["summary"]
-    rivals = ", ".join(f"{name} {found['right']}" for name, found in summary["rivals"].items())
     yield Line(
-        f"`accel profile`: cause named right in {summary['cases']} scripts, {summary['controls']} of them healthy",
-        rivals,
-        f"{summary['right']}; savings told within 10 points: "
-        f"{summary['predictions_within']} of {summary['predictions']}",
-        "docs/profiler.md",
+        "`accel profile`: cause named right in {cases} scripts, {controls} of them healthy".format_map(summary),
+        ", ".join(f"{name} {rival['right']}" for name, rival in summary["rivals"].items()),
+        "{right}; savings estimated within 10 points: {predictions_within} of {predictions}".format_map(summary),
+        "profiler.md",
+        headline=True,
     )
+
+
+LOADERS = {
+    "2,000 small images, 3 ms step": "continuous, auto",
+    "500 small JPEG, 12 ms step": "continuous, auto",
+    "512 JPEG 500x375 to 224x224, 30 ms step": "ImageDataset: continuous, auto",
+    "60,000 tiny samples, no step": "continuous, auto",
+    "256 samples from far away, 3 ms step": "continuous, auto",
+    "2,000 small images, no step, forkserver": "continuous, forkserver(2)",
+    "epochs of 8 batches, trivial samples, 3 GB parent, 8 workers": "continuous, fork(8)",
+}
+"""Job → the loader whose row is shown."""
 
 
 def _loaders(result: Result) -> Iterator[Line]:
     rows = {(row["job"], row["loader"]): row for row in result["rows"]}
-    chosen = {
-        "2,000 small images, 3 ms step": "continuous, auto",
-        "500 small JPEG, 12 ms step": "continuous, auto",
-        "512 JPEG 500x375 to 224x224, 30 ms step": "ImageDataset: continuous, auto",
-        "60,000 tiny samples, no step": "continuous, auto",
-        "256 samples from far away, 3 ms step": "continuous, auto",
-        "2,000 small images, no step, forkserver": "continuous, forkserver(2)",
-        "epochs of 8 batches, trivial samples, 3 GB parent, 8 workers": "continuous, fork(8)",
-    }
-    for job, loader in chosen.items():
-        row = rows.get((job, loader))
-        if row is not None:
-            baseline, against = _baseline([each for (other, _), each in rows.items() if other == job])
-            yield Line(f"`ContinuousLoader`: {job}", against, _over(baseline, row), "docs/loader.md")
-    firsts = [row["first_most_ms"] for (job, loader), row in rows.items() if (job, loader) in chosen.items()]
-    yield Line(
-        "longest wait for the first batch of an epoch, all of those", "", f"{max(firsts):.1f} ms", "docs/loader.md"
-    )
+    shown = {job: rows[job, loader] for job, loader in LOADERS.items() if (job, loader) in rows}
+    for job, row in shown.items():
+        baseline, against = _baseline([other for other in result["rows"] if other["job"] == job])
+        first = job == next(iter(LOADERS))
+        yield Line(f"`ContinuousLoader`: {job}", against, _over(baseline, row), "loader.md", headline=first)
+    most = max(row["first_most_ms"] for row in shown.values())
+    yield Line("longest wait for the first batch of an epoch, all of those", "", f"{most:.1f} ms", "loader.md")
 
 
 def _baseline(rows: list[Result]) -> tuple[Result, str]:
     """Return what a job's loaders are compared with, and its name: the fastest, if numbers of workers were tried."""
-    numbers = {row["loader"]: re.fullmatch(r"DataLoader, (\d+) persistent workers", row["loader"]) for row in rows}
-    tried = [found[1] for found in numbers.values() if found]
+    matches = [(row, re.fullmatch(r"DataLoader, (\d+) persistent workers", row["loader"])) for row in rows]
+    tried = [(row, match[1]) for row, match in matches if match]
     if len(tried) < 2:
         return rows[0], rows[0]["loader"]
-    best = min((row for row in rows if numbers[row["loader"]]), key=lambda row: float(row["epoch_s"]))
-    return best, f"{best['loader']}, the best of {', '.join(tried)}"
+    best = min((row for row, _ in tried), key=lambda row: float(row["epoch_s"]))
+    return best, f"{best['loader']}, the best of {', '.join(number for _, number in tried)}"
 
 
 def _over(baseline: Result, row: Result) -> str:
     if baseline["speedup_low"] == baseline["speedup_high"] == 1.0:
-        return _times(row["speedup"], row["speedup_low"], row["speedup_high"])
-    # Ratios within a turn were recorded over another loader: the widest that the turns' times allow is told.
-    return _times(
-        baseline["epoch_s"] / row["epoch_s"],
-        baseline["epoch_low_s"] / row["epoch_high_s"],
-        baseline["epoch_high_s"] / row["epoch_low_s"],
-    )
+        return _times(row)
+    # Ratios within a turn were recorded over another loader: the widest that the turns' times allow is shown.
+    widest = {
+        "speedup": baseline["epoch_s"] / row["epoch_s"],
+        "speedup_low": baseline["epoch_low_s"] / row["epoch_high_s"],
+        "speedup_high": baseline["epoch_high_s"] / row["epoch_low_s"],
+    }
+    return _times(widest)
 
 
 def _jpeg(result: Result) -> Iterator[Line]:
     for row in result["rows"]:
         if row["job"] == "resize" and row["way"] in ("DataLoader, Pillow", "SPDL, OpenCV", "DALI on the CPU"):
-            ratio = row["cpu_ratio"]
-            figure = _times(ratio["value"], ratio["low"], ratio["high"])
-            yield Line("JPEG 500x375 to 224x224, CPU time", row["way"], figure, "docs/images.md")
+            ratio = _times(row["cpu_ratio"], "value", "low", "high")
+            fastest = row["way"] == "SPDL, OpenCV"
+            yield Line("JPEG 500x375 to 224x224, CPU time", row["way"], ratio, "images.md", headline=fastest)
 
 
 def _lengths(result: Result) -> Iterator[Line]:
     padded = [row for row in result["rows"] if row["padded"]]
     for lengths in dict.fromkeys(row["lengths"] for row in padded):
-        found = {row["policy"]: row["efficiency"] for row in padded if lengths == row["lengths"]}
-        ours = max(value for name, value in found.items() if name.startswith("ours"))
-        figure = f"{ours:.0%} against {found['DistributedSampler']:.0%} of the ranks' time spent on tokens"
+        shares = {row["policy"]: row["efficiency"] for row in padded if lengths == row["lengths"]}
+        ours = max(value for name, value in shares.items() if name.startswith("ours"))
+        figure = f"{ours:.0%} against {shares['DistributedSampler']:.0%} of the ranks' time spent on tokens"
         what = f"length-balanced padded batches, 8 ranks, {lengths}"
-        yield Line(what, "`DistributedSampler`", figure, "docs/samplers.md")
+        yield Line(what, "`DistributedSampler`", figure, "samplers.md", headline=lengths == padded[0]["lengths"])
 
 
 def _simota(result: Result) -> Iterator[Line]:
-    race = result["cpu"]
-    figure = _times(race["ratio"], race["ratio_p20"], race["ratio_p80"])
-    yield Line("SimOTA, 16 images of 640x640, 50 boxes", "the published loop", figure, "docs/kernels.md")
+    figure = _times(result["cpu"], "ratio", "ratio_p20", "ratio_p80")
+    yield Line("SimOTA, 16 images of 640x640, 50 boxes", "the published loop", figure, "kernels.md", headline=True)
 
 
 def _fcos(result: Result) -> Iterator[Line]:
-    race = result["ratios"]["FCOS3D, 10 boxes, against range"]
-    figure = _times(race["ratio"], race["low"], race["high"])
-    yield Line("FCOS3D targets, 8 images, 30,929 points", "MMDetection3D's code", figure, "docs/kernels.md")
+    figure = _times(result["ratios"]["FCOS3D, 10 boxes, against range"], "ratio", "low", "high")
+    yield Line("FCOS3D targets, 8 images, 30,929 points", "MMDetection3D's code", figure, "kernels.md")
+
+
+HOOKS = (
+    ("2x2", "100mbit", "hierarchical exact"),
+    ("2x2", "100mbit", "hierarchical int8"),
+    ("2x1", "100mbit", "int8"),
+    ("2x1", "100mbit", "1-bit"),
+    ("2x1", "100mbit", "powersgd"),
+    ("2x1", "100mbit", "dgc"),
+    ("2x1", "1gbit", "powersgd"),
+)
+"""Hosts x ranks, link and method of the rows that are shown."""
 
 
 def _hooks(result: Result) -> Iterator[Line]:
-    chosen = {
-        ("2x2", "100mbit"): ("hierarchical exact", "hierarchical int8"),
-        ("2x1", "100mbit"): ("int8", "1-bit", "powersgd", "dgc"),
-        ("2x1", "1gbit"): ("powersgd",),
-    }
     rows = {(row["shape"], row["rate"], row["method"]): row for row in result["rows"]}
-    for (shape, rate), methods in chosen.items():
-        for row in (rows[shape, rate, method] for method in methods if (shape, rate, method) in rows):
-            figure = _times(row["speedup"], row["speedup_low"], row["speedup_high"])
-            what = f"gradients by `{row['method']}`, {shape} hosts x ranks, {rate}, 100 MB: time of a step"
-            yield Line(what, "DDP", figure, "docs/comm_figures.md")
+    for key in (key for key in HOOKS if key in rows):
+        what = "gradients by `{method}`, {shape} hosts x ranks, {rate}, 100 MB: time of a step".format_map(rows[key])
+        yield Line(what, "DDP", _times(rows[key]), "comm_figures.md", headline=key == ("2x1", "100mbit", "int8"))
 
 
 def _choice(result: Result) -> Iterator[Line]:
     names = {"resnet": "ResNet-50", "vgg": "VGG-16", "bert": "BERT-base"}
     for row in result["rows"]:
         if row["model"] in names and row["method"] == "auto lossy":
-            figure = _times(row["speedup"], row["speedup_low"], row["speedup_high"])
-            what = f"gradients of {names[row['model']]}, {row['shape']} hosts x ranks, {row['rate']}, chosen by itself"
-            yield Line(f"{what}: time of a step", "DDP", figure, "docs/comm_figures.md")
+            model, first = names[row["model"]], row["model"] == "resnet"
+            what = f"gradients of {model}, {row['shape']} hosts x ranks, {row['rate']}, chosen automatically: step time"
+            yield Line(what, "DDP", _times(row), "comm_figures.md", headline=first)
 
 
-SOURCES: tuple[tuple[str, Callable[[Result], Iterator[Line]]], ...] = (
-    ("never-slower-reordered-*.json", _never_slower),
-    ("fault-matrix-cpu-*.json", _faults),
-    ("loaders-cpu-*.json", _loaders),
-    ("jpeg-cpu-*.json", _jpeg),
-    ("length-balance-cpu-*.json", _lengths),
-    ("comm-hooks-cpu-*.json", _hooks),
-    ("comm-choice-cpu-*.json", _choice),
-    ("simota-cpu-*.json", _simota),
-    ("fcos-targets-cpu-*.json", _fcos),
-)
+SOURCES: dict[str, Callable[[Result], Iterator[Line]]] = {
+    "demo": _demo,
+    "never-slower-reordered": _never_slower,
+    "fault-matrix": _faults,
+    "loaders": _loaders,
+    "jpeg": _jpeg,
+    "length-balance": _lengths,
+    "comm-hooks": _hooks,
+    "comm-choice": _choice,
+    "simota": _simota,
+    "fcos-targets": _fcos,
+}
+"""Result → its lines."""

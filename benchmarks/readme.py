@@ -8,70 +8,66 @@ out of date.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
 from accel.files import write_atomic
-from benchmarks import proof, tables, tables_comm, tables_loading
-
-_ROOT = Path(__file__).resolve().parent.parent
-_RESULTS = _ROOT / "benchmarks" / "results"
-
-
-def newest(pattern: str) -> dict[str, Any] | None:
-    """Return the newest result file that matches, by its date."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(_RESULTS.glob(pattern))]
-    return max(found, key=lambda result: result["date"]) if found else None
-
-
-Make = Callable[[], str | None]
-
-
-def _from(pattern: str, table: Callable[[dict[str, Any]], str]) -> Make:
-    def make() -> str | None:
-        result = newest(pattern)
-        return None if result is None else table(result)
-
-    return make
+from benchmarks import (
+    comm_accuracy,
+    comm_choice,
+    comm_hooks,
+    compressor_costs,
+    demo,
+    fault_matrix,
+    fcos_targets,
+    jpeg,
+    length_balance,
+    loaders,
+    never_slower,
+    simota,
+)
+from benchmarks.proof import figures_block, proof_block
+from benchmarks.record import ROOT, newest
 
 
-BLOCKS: dict[str, dict[str, Make]] = {
-    "README.md": {
-        "demo": _from("demo-*.json", tables.demo_block),
-        "proof": lambda: proof.proof_block(newest),
-    },
-    "docs/controller.md": {"table": _from("never-slower-reordered-*.json", tables.table_block)},
-    "docs/profiler.md": {"faults": _from("fault-matrix-cpu-*.json", tables.faults_block)},
-    "docs/loader.md": {"loaders": _from("loaders-cpu-*.json", tables_loading.loaders_block)},
-    "docs/samplers.md": {"lengths": _from("length-balance-cpu-*.json", tables_loading.lengths_block)},
-    "docs/images.md": {"jpeg": _from("jpeg-cpu-*.json", tables_loading.jpeg_block)},
-    "docs/comm_figures.md": {
-        "hooks": _from("comm-hooks-cpu-*.json", tables_comm.hooks_block),
-        "launches": _from("comm-launches-cpu-*.json", tables_comm.launches_block),
-        "costs": _from("compressor-costs-cpu-*.json", tables_comm.costs_block),
-        "choice": _from("comm-choice-cpu-*.json", tables_comm.choice_block),
-        "accuracy": _from("comm-accuracy-cpu-*.json", tables_comm.accuracy_block),
-    },
-    "docs/kernels.md": {
-        "simota": _from("simota-cpu-*.json", tables.simota_block),
-        "fcos": _from("fcos-targets-cpu-*.json", tables.fcos_block),
-    },
-}
-"""Page → its blocks: name, and what makes its text; None where there is no result yet."""
+class Block(NamedTuple):
+    """A marked part of a page."""
+
+    page: str
+    marker: str
+    result: str
+    """Name of the record it is made from."""
+    text: Callable[[dict[str, Any]], str]
+
+
+BLOCKS = (
+    Block("docs/figures.md", "demo", "demo", demo.table_block),
+    Block("README.md", "proof", "never-slower-reordered", lambda _: proof_block(newest)),
+    Block("docs/figures.md", "figures", "never-slower-reordered", lambda _: figures_block(newest)),
+    Block("docs/controller.md", "table", "never-slower-reordered", never_slower.RECORD.block),
+    Block("docs/profiler.md", "faults", "fault-matrix", fault_matrix.table_block),
+    Block("docs/loader.md", "loaders", "loaders", loaders.RECORD.block),
+    Block("docs/samplers.md", "lengths", "length-balance", length_balance.RECORD.block),
+    Block("docs/images.md", "jpeg", "jpeg", jpeg.RECORD.block),
+    Block("docs/comm_figures.md", "hooks", "comm-hooks", comm_hooks.RECORD.block),
+    Block("docs/comm_figures.md", "launches", "comm-launches", comm_hooks.LAUNCHES.block),
+    Block("docs/comm_figures.md", "costs", "compressor-costs", compressor_costs.RECORD.block),
+    Block("docs/comm_figures.md", "choice", "comm-choice", comm_choice.table_block),
+    Block("docs/comm_figures.md", "accuracy", "comm-accuracy", comm_accuracy.table_block),
+    Block("docs/kernels.md", "simota", "simota", simota.table_block),
+    Block("docs/kernels.md", "fcos", "fcos-targets", fcos_targets.table_block),
+)
 
 
 def filled(page: str, text: str) -> str:
     """Return a page with its blocks filled; a block without results stays as it is."""
-    for name, make in BLOCKS[page].items():
-        made = make()
-        if made is not None:
-            begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-            text = text[: text.index(begin)] + f"{begin}\n{made}\n" + text[text.index(end) :]
+    for block in BLOCKS:
+        if block.page == page and (result := newest(block.result)) is not None:
+            begin, end = f"<!-- {block.marker}:begin -->", f"<!-- {block.marker}:end -->"
+            text = text[: text.index(begin)] + f"{begin}\n{block.text(result)}\n" + text[text.index(end) :]
     return text
 
 
@@ -79,12 +75,12 @@ def filled(page: str, text: str) -> str:
 @click.option("--check", is_flag=True, help="Exit with 1 if a page is out of date.")
 def main(check: bool) -> None:
     """Fill the pages' figures."""
-    old = {page: (_ROOT / page).read_text(encoding="utf-8") for page in BLOCKS}
+    old = {block.page: (ROOT / block.page).read_text(encoding="utf-8") for block in BLOCKS}
     new = {page: filled(page, text) for page, text in old.items()}
     if check:
         sys.exit(old != new)
     for page, text in new.items():
-        write_atomic(_ROOT / page, text)
+        write_atomic(ROOT / page, text)
 
 
 if __name__ == "__main__":

@@ -1,33 +1,45 @@
-"""`make bench`: the benchmarks of this machine, one after the other; results go to benchmarks/results/."""
+"""`make bench`: the benchmarks of this machine, one after the other; results go to benchmarks/results/.
+
+python -m benchmarks.run [SUITE …]
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-SUITES = (
-    ["benchmarks.never_slower", "--record"],
-    ["benchmarks.demo", "--record"],
-    ["benchmarks.profiler_overhead", "--record"],
-    ["benchmarks.fault_matrix", "--record"],
-    ["benchmarks.simota", "--record"],
-    ["benchmarks.fcos_targets", "--record"],
-    ["benchmarks.length_balance", "--record"],
-    ["benchmarks.elastic_sampler", "--record"],
-    ["benchmarks.loaders", "--record"],
-    ["benchmarks.jpeg", "--record"],
-    ["benchmarks.comm_hooks", "--record"],
-    ["benchmarks.comm_hooks", "--launches", "50", "--record"],
-    ["benchmarks.compressor_costs", "--record"],
-    ["benchmarks.comm_choice", "--record"],
-    ["benchmarks.comm_accuracy", "--record"],
-    ["benchmarks.readme"],
-)
+import click
+
+SUITES: dict[str, tuple[str, ...]] = {
+    "never_slower": ("never_slower", "--record"),
+    "demo": ("demo", "--record"),
+    "profiler_overhead": ("profiler_overhead", "--record"),
+    "fault_matrix": ("fault_matrix", "--record"),
+    "simota": ("simota", "--record"),
+    "fcos_targets": ("fcos_targets", "--record"),
+    "length_balance": ("length_balance", "--record"),
+    "elastic_sampler": ("elastic_sampler", "--record"),
+    "loaders": ("loaders", "--record"),
+    "jpeg": ("jpeg", "--record"),
+    "comm_hooks": ("comm_hooks", "--record"),
+    "comm_launches": ("comm_hooks", "--launches", "50", "--record"),
+    "compressor_costs": ("compressor_costs", "--record"),
+    "comm_choice": ("comm_choice", "--record"),
+    "comm_accuracy": ("comm_accuracy", "--record"),
+    "readme": ("readme",),
+}
+"""Name → module under benchmarks/, and its arguments; the last one fills the pages from the new results."""
 
 
-def main() -> None:
-    """Run each suite in a process of its own and exit with 1 if one failed."""
-    codes = [subprocess.run([sys.executable, "-m", *suite], check=False).returncode for suite in SUITES]
+@click.command()
+@click.argument("suites", nargs=-1, type=click.Choice(list(SUITES)), metavar="[SUITE]…")
+def main(suites: tuple[str, ...]) -> None:
+    """Run SUITES (default: all), each in a process of its own, and exit with 1 if one failed."""
+    codes = []
+    for name in suites or SUITES:
+        module, *arguments = SUITES[name]
+        command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+        codes.append(subprocess.run(command, check=False).returncode)
     sys.exit(int(any(codes)))
 
 

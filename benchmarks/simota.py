@@ -1,4 +1,4 @@
-"""SimOTA for a whole batch against the published loop over images, on a CPU; benchmarks/simota_gpu.py has the GPU's.
+"""SimOTA for a whole batch against the published loop over images, on a CPU; benchmarks/gpu/simota.py has the GPU's.
 
     python -m benchmarks.simota [--rounds 12] [--record]
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -21,24 +21,29 @@ from torch import Tensor
 
 from accel.kernels.simota import simota_assign
 from accel.kernels.simota.inputs import Assignment
-from benchmarks import recording
+from benchmarks.record import Record
+from benchmarks.render import SOURCE, Cell, Row, block, times
+from benchmarks.spread import fifths
 from tests.kernels import simota_oracle
 
 CLASSES = 80
 STRIDES = (8, 16, 32)
 
 
-@dataclass(frozen=True)
-class Race:
-    """Times of a batch, ms, and their ratio, with the 20th and 80th percentile of the rounds."""
+RECORD = Record("simota", "SimOTA assignment of a batch against the published loop over images")
 
-    loop_ms: float
-    ours_ms: float
-    ratio: float
-    ratio_p20: float
-    ratio_p80: float
-    rounds: int
-    threads: int
+
+def table_block(result: Row) -> str:
+    """Return the race of SimOTA on a CPU."""
+    head = f"{SOURCE}, {{cpu[threads]}} threads, {{cpu[rounds]}} interleaved rounds; median and 20 to 80 % of them."
+    columns: dict[str, Cell] = {"": "{name}", "ms a batch": "{ms}", "speed-up": "{speedup}"}
+    race = result["cpu"]
+    speedup = times("ratio", "ratio_p20", "ratio_p80", digits=1).format_map(race)
+    rows = [
+        {"name": "loop over images, as published", "ms": f"{race['loop_ms']:.0f}", "speedup": "1"},
+        {"name": "`simota_assign`", "ms": f"{race['ours_ms']:.1f}", "speedup": speedup},
+    ]
+    return block(head.format_map(result), columns, rows)
 
 
 @dataclass(frozen=True)
@@ -106,8 +111,8 @@ def milliseconds(run: Callable[[], Any]) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def race(images: int, boxes: int, rounds: int) -> Race:
-    """Time the loop and the batch in turns on the CPU."""
+def race(images: int, boxes: int, rounds: int) -> Row:
+    """Time the loop and the batch in turns on the CPU; ratios have the 20th and 80th percentile of the rounds."""
     batch = batch_of(images, boxes, torch.device("cpu"), torch.float32)
     agree(batch)
     loops, ours, ratios = [], [], []
@@ -116,24 +121,13 @@ def race(images: int, boxes: int, rounds: int) -> Race:
         loops += [first, last]
         ours += [one, two]
         ratios.append((first + last) / (one + two))
-    low, high = spread(ratios)
-    return Race(
-        statistics.median(loops),
-        statistics.median(ours),
-        statistics.median(ratios),
-        low,
-        high,
-        rounds,
-        torch.get_num_threads(),
-    )
-
-
-def spread(values: list[float]) -> tuple[float, float]:
-    """Return the 20th and the 80th percentile."""
-    if len(values) < 2:
-        return values[0], values[0]
-    cuts = statistics.quantiles(values, n=5, method="inclusive")
-    return cuts[0], cuts[-1]
+    return {
+        "loop_ms": statistics.median(loops),
+        "ours_ms": statistics.median(ours),
+        **fifths(ratios).named("ratio", "ratio_p20", "ratio_p80"),
+        "rounds": rounds,
+        "threads": torch.get_num_threads(),
+    }
 
 
 @click.command()
@@ -143,16 +137,15 @@ def spread(values: list[float]) -> tuple[float, float]:
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
 def main(rounds: int, images: int, boxes: int, record: bool) -> None:
     """Measure."""
-    found = race(images, boxes, rounds)
-    print(
-        f"CPU, {images} images, {boxes} boxes each: loop {found.loop_ms:.0f} ms, ours {found.ours_ms:.1f} ms, "
-        f"{found.ratio:.1f}x [{found.ratio_p20:.1f}, {found.ratio_p80:.1f}], {found.threads} threads"
-    )
+    measured = race(images, boxes, rounds)
+    print(f"CPU, {images} images, {boxes} boxes each: {LINE.format_map(measured)}")
     if record:
-        command = f"python -m benchmarks.simota --rounds {rounds} --images {images} --boxes {boxes}"
-        what = "SimOTA assignment of a batch against the published loop over images"
-        recording.write("simota", what, {"cpu": asdict(found), "gpu": []}, command=command)
+        RECORD.write([], cpu=measured, gpu=[])
 
+
+LINE = (
+    "loop {loop_ms:.0f} ms, ours {ours_ms:.1f} ms, {ratio:.1f}x [{ratio_p20:.1f}, {ratio_p80:.1f}], {threads} threads"
+)
 
 if __name__ == "__main__":
     main()

@@ -9,15 +9,15 @@ again" starts from weights that are one rounding off: on a device that repeats i
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Iterator
-from typing import Any
 
-import click
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from benchmarks import spread
+from benchmarks.gpu.rows import Figures, command
+from benchmarks.spread import extremes
 
 BATCH, STEPS, LAST = 128, 200, 20
 TURNS, TURN_STEPS = 8, 4
@@ -99,7 +99,7 @@ def nudge(model: nn.Module) -> None:
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps)
 
 
-def everything() -> Iterator[tuple[str, Any]]:
+def everything() -> Figures:
     """Train; yield each figure as it is found."""
     trainers: dict[str, Trainer] = {}
     losses: dict[str, list[float]] = {}
@@ -123,7 +123,7 @@ def everything() -> Iterator[tuple[str, Any]]:
             yield from step_times(trainers)
 
 
-def step_times(trainers: dict[str, Trainer]) -> Iterator[tuple[str, Any]]:
+def step_times(trainers: dict[str, Trainer]) -> Figures:
     """Time all in turns; yield the times, and how many times as fast as eager each is: median, least, most."""
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for _ in range(TURNS):
@@ -140,18 +140,9 @@ PAIRS = (("eager", "fused"), ("eager", "compile"), ("eager", "both"), ("compile"
 
 def ratios(times: dict[str, list[float]], before: str, after: str) -> list[float]:
     """Return how many times as fast, turn by turn: median, least, most."""
-    found = sorted(a / b for a, b in zip(times[before], times[after], strict=True))
-    return [found[len(found) // 2], found[0], found[-1]]
-
-
-@click.command()
-def main() -> None:
-    """Train on this machine's GPU."""
-    if not torch.cuda.is_available():
-        print("no CUDA device: nothing was run")
-        sys.exit(2)
-    print(json.dumps(dict(everything()), indent=1))
+    return list(extremes(spread.ratios(times[before], times[after])))
 
 
 if __name__ == "__main__":
-    main()
+    show = lambda figures: print(json.dumps(figures, indent=1))  # noqa: E731
+    command(everything, "Train on this machine's GPU.", show)()

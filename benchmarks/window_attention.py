@@ -3,30 +3,26 @@
     python3 -m benchmarks.window_attention [--out FILE]
 
 Stage 1 of Swin-T (56 x 56 tokens, 3 heads of 32 channels, windows of 7, shifted by 3) in fp16 over batch sizes, forward
-and forward + backward: what the device takes (replays of a graph over inputs that no cache holds, benchmarks/
-device_times.py) and what a caller waits for (launched). The roofline's share is of the device's time: the least traffic
-of the op at the device's measured copy bandwidth, over that time. Nothing is timed whose result is wrong.
+and forward + backward: what the device takes (replays of a graph over inputs that no cache holds,
+benchmarks/gpu/device_times.py) and what a caller waits for (launched). The roofline's share is of the device's time:
+the least traffic of the op at the device's measured copy bandwidth, over that time. Nothing is timed whose result is
+wrong.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import click
 import torch
 from torch import Tensor
 
-from accel.files import write_atomic
 from accel.kernels.window_attention import Spec, cost, shifted_window_attention_ref
 from accel.kernels.window_attention.regions import shift_regions
-from benchmarks.device_times import launched, replayed, sets
-from benchmarks.window_rivals import Op, Rivals
+from benchmarks.gpu.device_times import launched, replayed, sets
+from benchmarks.gpu.rows import Figures, command, growing, tried
+from benchmarks.kernels.window_rivals import Op, Rivals
 
 BATCHES = (32, 1, 128, 8)
 """Those first that a target is about."""
@@ -79,12 +75,7 @@ def rows(bytes_per_s: float, flops_per_s: float) -> Iterator[dict[str, Any]]:
         floors = [part.seconds(flops_per_s, bytes_per_s) * 1e3 for part in (forward_cost, backward_cost)]
         given = [inputs(batch, seed=seed) for seed in range(sets(forward_cost.bytes))]
         for name, op in Rivals(SPEC, SIZE, torch.device("cuda")).ops().items():
-            row: dict[str, Any] = {"op": name, "batch": batch}
-            try:
-                row |= measured(op, given, floors)
-            except Exception as failed:  # a rival that can't do this size is a result
-                row["failed"] = f"{type(failed).__name__}: {str(failed)[:200]}"
-            yield row
+            yield tried({"op": name, "batch": batch}, partial(measured, op, given, floors))
         del given
         torch.cuda.empty_cache()
 
@@ -98,39 +89,23 @@ def measured(op: Op, given: Sequence[Inputs], floors: Sequence[float]) -> dict[s
     device_both = replayed([partial(both, op, one) for one in given])
     return {
         "error": found,
-        "forward_device_ms": asdict(device_forward),
-        "both_device_ms": asdict(device_both),
+        "forward_device_ms": device_forward._asdict(),
+        "both_device_ms": device_both._asdict(),
         "roofline_forward": floors[0] / device_forward.median,
         "roofline_both": sum(floors) / device_both.median,
-        "forward_ms": asdict(launched(partial(forward, op, given[0]))),
-        "both_ms": asdict(launched(partial(both, op, given[0]))),
+        "forward_ms": launched(partial(forward, op, given[0]))._asdict(),
+        "both_ms": launched(partial(both, op, given[0]))._asdict(),
     }
 
 
-def everything() -> Iterator[tuple[str, Any]]:
+def everything() -> Figures:
     """Measure the device, then the ops; yield each figure as it is found, rows together."""
     from accel.profiler.trace import roofline
 
     limits = roofline.measure(torch.device("cuda"), [torch.float16])
     yield "gb_per_s", limits.gb_per_s
-    found = []
-    for row in rows(limits.gb_per_s * 1e9, limits.gflops["float16"] * 1e9):
-        found.append(row)
-        print(json.dumps(row), flush=True)
-        yield "rows", found
-
-
-@click.command()
-@click.option("--out", type=click.Path(path_type=Path), help="Write the figures there as JSON.")
-def main(out: Path | None) -> None:
-    """Measure window attention on this machine's GPU."""
-    if not torch.cuda.is_available():
-        print("no CUDA device: nothing was run")
-        sys.exit(2)
-    found = dict(everything())
-    if out is not None:
-        write_atomic(out, json.dumps(found, indent=1) + "\n")
+    yield from growing("rows", rows(limits.gb_per_s * 1e9, limits.gflops["float16"] * 1e9))
 
 
 if __name__ == "__main__":
-    main()
+    command(everything, "Measure window attention on this machine's GPU.")()

@@ -43,7 +43,7 @@ class Script:
             exec(script.code(), script.globals)
 
     Depth is part of what a script costs: autograd's anomaly detection writes down the whole stack for each operation.
-    Four frames more made a step of benchmarks/faults/anomaly.py 6 ms longer, of 20.
+    Four frames more made a step of benchmarks/faults/scripts/anomaly.py 6 ms longer, of 20.
 
     Args:
         target: path of the script, or the module's name.

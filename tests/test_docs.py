@@ -31,7 +31,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
-MARKERS = [f"<!-- {block}:{end} -->" for block in ("demo", "proof") for end in ("begin", "end")]
+MARKERS = [f"<!-- {block}:{end} -->" for block in ["proof"] for end in ("begin", "end")]
 
 
 def text(page: str) -> str:
@@ -241,6 +241,8 @@ def test_readme_has_the_blocks_for_generated_figures_once_each_and_in_order() ->
     places = [text("README.md").index(marker) for marker in MARKERS]
     assert places == sorted(places)
     assert all(text("README.md").count(marker) == 1 for marker in MARKERS)
+    figures = [line for line in text("README.md")[slice(*places)].splitlines() if line.startswith("|")]
+    assert 1 <= len(figures[2:]) <= 10, "the front page has ten figures at most"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

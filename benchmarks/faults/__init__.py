@@ -1,1 +1,1 @@
-"""Training scripts with one injected fault each, and healthy controls: what `accel profile` is judged on."""
+"""The fault matrix: its scripts, the registry of them, how they are run and judged, and rival profilers."""

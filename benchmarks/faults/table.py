@@ -1,4 +1,4 @@
-"""The registry of the fault matrix: each script of this folder, what is wrong with it and what cures it."""
+"""The registry of the fault matrix: each script of scripts/, what is wrong with it and what cures it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Case:
     @property
     def script(self) -> Path:
         """The file."""
-        return Path(__file__).parent / f"{self.name}.py"
+        return Path(__file__).parent / "scripts" / f"{self.name}.py"
 
     @property
     def bottleneck(self) -> str:

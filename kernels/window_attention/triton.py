@@ -292,7 +292,7 @@ def tiles_of(spec: Spec, head_channels: int, dtype: torch.dtype, *, cosine: bool
     """Return the tiles for a layer: one block of rows up to 64 tokens, several above.
 
     Chosen by registers (benchmarks/aot.csv): without spills, four warps that load ahead, else more that don't. What
-    spills all the same stands in benchmarks/aot_spills.py.
+    spills all the same stands in benchmarks/kernels/aot_spills.py.
     """
     columns = max(16, triton.next_power_of_2(spec.tokens))
     channels = max(16, triton.next_power_of_2(head_channels))

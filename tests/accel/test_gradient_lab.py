@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.lab import Lab, why_not
+from benchmarks.comm.lab import Lab, why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.net, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from benchmarks import aot
 from benchmarks.aot import Row
-from benchmarks.aot_key import digest
+from benchmarks.kernels.aot_key import digest
 
 ROW = Row("op forward", 90, 128, 0, 4096, "wgmma.mma_async", "0123")
 RECORDED_WITH = "3.6.0"

@@ -12,7 +12,6 @@ import pytest
 from benchmarks import demo, demo_promise, pairs
 from benchmarks.demo_promise import elsewhere, kept, multiplies_bf16, promise, wanted_text
 from benchmarks.pairs import Racer, Turn
-from benchmarks.tables import demo_block
 
 ZEN4 = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile\n"
 SKYLAKE = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512bw\n"
@@ -95,7 +94,7 @@ def test_times_and_speed_up_of_the_summary_are_one_estimate() -> None:
 
 def test_the_table_of_the_committed_result_can_still_be_made() -> None:
     newest = sorted(demo_promise.RESULTS.glob("demo-*.json"))[-1]
-    assert "promised" in demo_block(json.loads(newest.read_text()))
+    assert "promised" in demo.table_block(json.loads(newest.read_text()))
 
 
 class Pipe:

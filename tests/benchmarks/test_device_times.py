@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import device_times as bench
+from benchmarks.gpu import device_times as bench
 
 
 class Played:

@@ -14,11 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from accel.profiler.report import Finding, ProfileReport, Saving, from_json
-from benchmarks import fault_matrix, fault_rows, fault_runs
-from benchmarks.fault_rows import Answer, Remedy, Row, Timing
-from benchmarks.fault_runs import Plan, RunFailed
-from benchmarks.faults.table import CASES, CUDA_CASES, HEALTHY, Case
-from benchmarks.rivals_profile import (
+from benchmarks import fault_matrix
+from benchmarks.faults import rows as fault_rows
+from benchmarks.faults import runs as fault_runs
+from benchmarks.faults.rivals import (
     RIVALS,
     RivalAnswer,
     gpuprof_answer,
@@ -27,9 +26,12 @@ from benchmarks.rivals_profile import (
     traceml_answer,
     traceml_command,
 )
+from benchmarks.faults.rows import Answer, Remedy, Row, Timing
+from benchmarks.faults.runs import Plan, RunFailed
+from benchmarks.faults.table import CASES, CUDA_CASES, HEALTHY, Case
 
-FOLDER = Path(fault_matrix.__file__).parent / "faults"
-NOT_SCRIPTS = {"__init__", "common", "table"}
+FOLDER = Path(fault_matrix.__file__).parent / "faults" / "scripts"
+NOT_SCRIPTS = {"__init__", "common"}
 QUICK = {"input_iterator", "outside_periodic"}
 """Scripts that run in every test run: one of either form, with and without a main()."""
 

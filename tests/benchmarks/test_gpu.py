@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu, gpu_sections
+from benchmarks.gpu import sections as gpu_sections
+from benchmarks.gpu import suite as gpu
 
 
 class Clock:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_targets as bench
+from benchmarks.gpu import targets as bench
 
 FAST, SLOW, BOTH = {"median": 0.008}, {"median": 0.012}, 0.05
 

@@ -44,6 +44,6 @@ def test_no_turn_begins_before_the_search_ends(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 def test_a_loop_races_itself() -> None:
     found = race("mlp", "reordered", pairs=4)
-    assert found.settled
-    assert 0.3 < found.ratio < 3
-    assert found.low <= found.ratio <= found.high
+    assert found["settled"]
+    assert 0.3 < found["ratio"] < 3
+    assert found["low"] <= found["ratio"] <= found["high"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import simota_gpu as bench
+from benchmarks.gpu import simota as bench
 from benchmarks.simota import Batch, batch_of
 
 CPU = torch.device("cpu")

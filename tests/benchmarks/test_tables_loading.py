@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import proof, tables_loading
+from benchmarks import length_balance, loaders, proof
 
 
 def row(job: str, loader: str, epoch_s: float, speedup: float, spread: float = 0.1) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def result(*rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_share_of_the_possible_is_told_for_jobs_with_a_step() -> None:
-    text = tables_loading.loaders_block(
+    text = loaders.RECORD.block(
         result(
             row("with", "DataLoader, 2 workers", 0.4, 1.0),
             row("with", "no loading: the steps alone", 0.2, 2.0),
@@ -74,7 +74,7 @@ def test_lengths_have_a_table_for_each_set_padded_and_not() -> None:
         for name in ("a", "b")
         for padded in (False, True)
     ]
-    text = tables_loading.lengths_block(result(*rows) | {"lengths": ["a: 3 samples", "b: 4 samples"]})
+    text = length_balance.RECORD.block(result(*rows) | {"lengths": ["a: 3 samples", "b: 4 samples"]})
 
     assert [line for line in text.splitlines() if line.startswith("**")] == [
         "**a, not padded**",

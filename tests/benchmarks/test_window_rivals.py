@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import window_attention as bench
-from benchmarks.window_rivals import Rivals, timm_attention
+from benchmarks.kernels.window_rivals import Rivals, timm_attention
 from tests.kernels.hosts import need
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from accel.comm.bandwidth.fit import fit_line
 from accel.comm.bandwidth.links import LinkClass, links_of, node_key, nodes_of, sent_bytes
 from accel.commands.bench import Request, _Table, size_text
 from accel.commands.cli import main
-from benchmarks.lab import Lab
+from benchmarks.comm.lab import Lab
 from tests.comm import bandwidth_ranks
 from tests.comm.bandwidth_ranks import spawn
 

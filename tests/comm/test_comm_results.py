@@ -8,14 +8,21 @@ from typing import Any
 
 import pytest
 
-from benchmarks import recording
-from benchmarks.comm_accuracy import METHODS, Row, compare, launch, recorded, write
-from benchmarks.comm_accuracy_tasks import TASKS, learning_rate
-from benchmarks.comm_hooks import merged
+from benchmarks import record
+from benchmarks.comm.accuracy_tasks import TASKS, learning_rate
+from benchmarks.comm_accuracy import METHODS, RECORD, compare, launch, write
+from benchmarks.comm_hooks import RECORD as HOOKS
+from benchmarks.comm_hooks import with_baselines
+from benchmarks.record import Column, Record, replaced
+from benchmarks.render import Row
 
 
 def measured(method: str, rate: str = "1gbit", run: int = 1) -> dict[str, Any]:
     return {"shape": "2x1", "rate": rate, "method": method, "run": run}
+
+
+def merged(before: list[Row], rows: list[Row]) -> list[Row]:
+    return replaced(before, with_baselines(before, rows), HOOKS.key)
 
 
 def test_a_run_replaces_its_own_rows_alone() -> None:
@@ -30,7 +37,9 @@ def test_a_run_replaces_its_own_rows_alone() -> None:
 
 
 def trained(method: str, seed: int, score: float, task: str = "text", steps: int = 10) -> Row:
-    return Row(task, method, "X()", 2, steps, 4, seed, score, TASKS[task].judged, 2.0, True, "made", "command")
+    row = {"task": task, "method": method, "compressor": "X()", "ranks": 2, "steps": steps, "batch": 4, "seed": seed}
+    row |= {"score": score, "unit": TASKS[task].judged, "train_loss": 2.0, "replicas_equal": True, "data": "made"}
+    return row
 
 
 def test_differences_are_those_of_pairs_of_one_seed() -> None:
@@ -48,15 +57,15 @@ def test_differences_are_those_of_pairs_of_one_seed() -> None:
 
 
 def test_seeds_are_written_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "FOLDER", tmp_path)
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
     first, second = trained("int8", 0, 2.0), trained("exact", 0, 2.0)
     for row in (first, second, trained("int8", 0, 1.9), trained("int8", 0, 80.0, "images", steps=9)):
-        write(row)
-    found = recorded()
-    assert [row.score for row in found] == [80.0, 2.0, 1.9]  # in the order of tasks and methods
-    write(trained("int8", 1, 1.8, steps=20))  # other settings: nothing to compare with
-    assert [row.steps for row in recorded()] == [9, 20]
-    written = json.loads(recording.path("comm-accuracy").read_text())
+        write(row, "command")
+    assert [row["score"] for row in RECORD.rows()] == [80.0, 2.0, 1.9]  # in the order of tasks and methods
+    write(trained("int8", 1, 1.8, steps=20), "command")  # other settings: nothing to compare with
+    assert [row["steps"] for row in RECORD.rows()] == [9, 20]
+    written = record.newest("comm-accuracy")
+    assert written is not None
     assert {line["task"] for line in written["compared"]} == {"images", "text"}
 
 
@@ -81,9 +90,10 @@ def test_learning_rate_warms_up_and_ends_near_nothing() -> None:
 
 
 def test_rows_of_an_earlier_day_are_kept_and_say_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "FOLDER", tmp_path)
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
     (tmp_path / "made-cpu-2001-02-03.json").write_text(json.dumps({"date": "2001-02-03", "rows": [{"a": 1}]}))
-    assert recording.rows("made") == [{"date": "2001-02-03", "a": 1}]
-    recording.write("made", "a test", {"rows": [{"a": 2}]})
-    assert recording.rows("made") == [{"a": 2}]
-    assert recording.rows("other") == []
+    made = Record("made", "a test", {"a": Column("a figure")})
+    assert made.rows() == [{"date": "2001-02-03", "a": 1}]
+    made.write([{"a": 2}], "command")
+    assert made.rows() == [{"a": 2}]
+    assert Record("other", "a test").rows() == []

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from benchmarks import lab as lab_module
+from benchmarks.comm import lab as lab_module
+from benchmarks.comm.lab import Lab, why_not
 from benchmarks.comm_hooks import uplink_bytes
-from benchmarks.lab import Lab, why_not
 
 
 @pytest.mark.parametrize("rate", ["fast", "100", "100mbit; reboot", ""])

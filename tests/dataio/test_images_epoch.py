@@ -85,7 +85,9 @@ def test_a_dataset_in_another_epoch(wrap: Any) -> None:
     assert view[0].tolist() == [float(data[0][0]), 1.0, 0.0]
 
 
-@pytest.mark.parametrize("data", [Numbers(), Subset(Numbers(), [1]), [1, 2], None], ids=["dataset", "subset", "list", "none"])
+@pytest.mark.parametrize(
+    "data", [Numbers(), Subset(Numbers(), [1]), [1, 2], None], ids=["dataset", "subset", "list", "none"]
+)
 def test_others_can_not_be_had_so(data: Any) -> None:
     assert dataset_epoch(data) is None
     fetch = Fetch(data, default_collate, batched=True)

@@ -1,0 +1,1 @@
+"""What the benchmarks of communication are made of: hosts on shaped links, ranks, and what they train."""

@@ -1,0 +1,5 @@
+"""`make gpu`, also `python -m benchmarks.gpu`."""
+
+from benchmarks.gpu.suite import main
+
+main()

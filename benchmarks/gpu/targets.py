@@ -1,0 +1,111 @@
+"""What the GPU suite's figures are held to: each line of the targets, what was asked, what was found, and if it is met.
+
+Kernels are judged by what the device takes: the median of replays of a graph over inputs that no cache holds
+(benchmarks/gpu/device_times.py). What a caller waits for, launched, stands beside it in the results.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Figures = dict[str, Any]
+Found = float | None
+
+RIVALS = ("sdpa", "flex", "compile")
+LEAST_BATCH = 32
+"""From which on speed, and not the number of launches, is asked for."""
+_SIGNS: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le, ">": operator.gt}
+
+
+def judged(figures: Figures) -> list[Figures]:
+    """Return a row for each target; `found` is None where nothing was measured, and `met` where nothing is claimed.
+
+    Args:
+        figures: of the suite, section by section; sections may be missing, or hold a part of their rows.
+    """
+    green = figures.get("tests", {}).get("green", False)
+    rows = []
+    for line, sign, asked, unit, found in _lines(figures):
+        met = None if found is None or not green else _SIGNS[sign](found, asked)
+        rows.append({"line": line, "asked": f"{sign} {asked:.3g}{unit}", "found": found, "met": met})
+    return rows
+
+
+def _lines(figures: Figures) -> Iterator[tuple[str, str, float, str, Found]]:
+    window = figures.get("window_attention", {}).get("rows", [])
+    yield "window attention, both ways, B >= 32: share of roofline", ">=", 0.7, "", _roofline(window)
+    yield "window attention, forward, B = 1", "<=", 10.0, " us", _forward_us(window)
+    yield "window attention, both ways, B >= 32, over timm fused", ">=", 1.8, "x", _over(window, ("timm fused",))
+    yield "window attention, both ways, B >= 32, over the best rival", ">=", 1.5, "x", _over(window, RIVALS)
+    assignment = figures.get("assignment", {})
+    yield "SimOTA, B = 64, 100 boxes", "<=", 2.0, " ms", _simota_ms(assignment.get("simota", []))
+    yield "FCOS and FCOS3D targets, 8 images", "<=", 20.0, " us", _targets_us(assignment.get("fcos", []))
+    training = figures.get("training", {})
+    speedup = training.get("speedup", {})
+    yield "Swin-T training, fused over eager", ">=", 1.2, "x", _first(speedup.get("fused over eager"))
+    yield "Swin-T training, fused over compile alone", ">", 1.0, "x", _first(speedup.get("fused over compile"))
+    yield "Swin-T training, fused and compiled over compile", ">", 1.0, "x", _first(speedup.get("both over compile"))
+    yield "loss after 200 steps: |fused - eager| / |eager - eager again|", "<=", 2.0, "", _apart(training)
+    ways = figures.get("copy_overlap", {}).get("ways", {})
+    yield "step with batches copied one ahead", "<=", 1.02, "x", ways.get("continuous, one ahead", {}).get("ratio")
+
+
+def _times(rows: list[Figures], op: str) -> dict[int, Figures]:
+    return {row["batch"]: row for row in rows if row["op"] == op and "failed" not in row}
+
+
+def _roofline(rows: list[Figures]) -> Found:
+    return min((r["roofline_both"] for b, r in _times(rows, "fused").items() if b >= LEAST_BATCH), default=None)
+
+
+def _forward_us(rows: list[Figures]) -> Found:
+    row = _times(rows, "fused").get(1)
+    return None if row is None else float(row["forward_device_ms"]["median"]) * 1e3
+
+
+def _over(rows: list[Figures], rivals: tuple[str, ...]) -> Found:
+    """Return the least ratio over the batch sizes of the fastest rival to the fused op; rivals that failed aside."""
+    ratios = []
+    for batch, row in _times(rows, "fused").items():
+        others = [_times(rows, name).get(batch) for name in rivals]
+        took = [other["both_device_ms"]["median"] for other in others if other is not None]
+        if batch >= LEAST_BATCH and took:
+            ratios.append(min(took) / row["both_device_ms"]["median"])
+    return min(ratios, default=None)
+
+
+def _simota_ms(rows: list[Figures]) -> Found:
+    found = [r for r in rows if (r["images"], r["boxes"], "failed" in r) == (64, 100, False)]
+    return found[0]["device_ms"]["median"] if found else None
+
+
+def _targets_us(rows: list[Figures]) -> Found:
+    """Return the slowest of the assignments; None if one failed."""
+    if not rows or any("failed" in row for row in rows):
+        return None
+    return 1e3 * max(float(row["ours_device_ms"]["median"]) for row in rows)
+
+
+def _first(ratios: list[float] | None) -> Found:
+    return ratios[0] if ratios else None
+
+
+def _apart(training: Figures) -> Found:
+    last = training.get("last_loss", {})
+    if not {"eager", "fused", "eager again"} <= last.keys():
+        return None
+    noise = abs(last["eager"] - last["eager again"])
+    apart = abs(last["fused"] - last["eager"])
+    return apart / noise if noise else (0.0 if apart == 0 else float("inf"))
+
+
+def table(rows: list[Figures]) -> str:
+    """Return the targets as text, one a line."""
+    words = {True: "met", False: "MISSED", None: "not judged"}
+    lines = []
+    for row in rows:
+        found = "-" if row["found"] is None else f"{row['found']:.3g}"
+        lines.append(f"{words[row['met']]:11} {row['line']:62} {row['asked']:>10}   found {found}")
+    return "\n".join(lines)

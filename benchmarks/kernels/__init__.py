@@ -1,0 +1,1 @@
+"""What the benchmarks of kernels are made of: the variants that are compiled, and rivals."""

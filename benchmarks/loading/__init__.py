@@ -1,0 +1,1 @@
+"""What the benchmarks of loading are made of: data, jobs and other libraries' loaders."""
