@@ -4,7 +4,7 @@
 
 For each op: milliseconds launched (median, 20 and 80 %) and, where it waits for nothing, of the device alone (replays
 of a graph with cold caches), the bytes it must move at least in a second, and the share of the device's measured copy
-bandwidth that is. Rivals: the compressor's own code in plain torch, and torch.topk. Nothing is timed whose result is
+bandwidth that is. Rivals: the reference in plain torch, and torch.topk. Nothing is timed whose result is
 wrong. Runs as part of `make gpu`. Unproven until it has run on a GPU.
 """
 
@@ -14,16 +14,14 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel.comm.compression import top_k
-from accel.comm.compression.fused import Codec, Fused
-from accel.comm.int8 import Int8
-from accel.comm.one_bit import OneBit
 from accel.kernels import quantise, sign_pack, threshold
+from accel.kernels.codes.block_code import BlockCode
 from accel.kernels.support import Cost
 from benchmarks.gpu.device_times import launched, replayed_flushed
 from benchmarks.gpu.rows import Figures, bytes_per_s, command, growing, tried
@@ -49,64 +47,43 @@ class Case:
     """Whether it waits for the device, and so can't be replayed as a graph."""
 
 
-class _NoKernels:
-    """A codec that takes nothing: the compressor then runs its own code."""
-
-    def takes(self, values: Tensor, block: int) -> bool:
-        return False
-
-    def encode(self, *arguments: Any, **named: Any) -> None:
-        raise AssertionError("takes() said no")
-
-    decode_sum = encode
-
-
-class _PlainInt8(Int8):
-    codec: ClassVar[Codec] = _NoKernels()
-
-
-class _PlainOneBit(OneBit):
-    codec: ClassVar[Codec] = _NoKernels()
-
-
 def cases(device: str, elements: int = ELEMENTS) -> Iterator[Case]:
     """Yield all cases, on inputs of one size."""
     generator = torch.Generator(device).manual_seed(0)
     values, residual = (torch.randn(elements, device=device, generator=generator) for _ in range(2))
-    yield from _codes("int8", quantise, Int8(), _PlainInt8(), values, residual)
-    yield from _codes("1-bit", sign_pack, OneBit(), _PlainOneBit(), values, residual)
+    yield from _codes("int8", quantise.CODE, values, residual)
+    yield from _codes("1-bit", sign_pack.CODE, values, residual)
     yield from _thresholds(values)
     for share in (0.001, 1 / 64):
         yield _largest(values, share)
 
 
-def _codes(name: str, op: Any, kind: Fused, plain: Fused, values: Tensor, residual: Tensor) -> Iterator[Case]:
-    numel, block = len(values), kind.block
-    size = kind.encoded_bytes(numel)
+def _codes(name: str, code: BlockCode, values: Tensor, residual: Tensor) -> Iterator[Case]:
+    numel, block = len(values), code.block
+    size = code.encoded_bytes(numel, block)
     out, lost, total = values.new_empty(size, dtype=torch.uint8), torch.empty_like(values), torch.zeros_like(values)
     rows = values.new_empty(RANKS - 1, -(-size // 16) * 16, dtype=torch.uint8)[:, :size]
 
     def encode() -> None:
-        op.encode(values, out, block, residual, lost)
+        code.encode(values, out, block, residual, lost)
 
     def encode_plainly() -> None:
-        plain.encode(values + residual, out, lost)
+        code.encode_ref(values, out, block, residual, lost)
 
     def kept() -> bool:
         encode()
-        kind.decode(out, total)
+        code.decode_sum(out[None], total)
         return _near(total + lost, values + residual, 4)
 
-    yield Case(f"{name} encode", encode, op.cost_encode(numel, block), kept, {"plain": encode_plainly})
+    yield Case(f"{name} encode", encode, code.cost_encode(numel, block), kept, {"plain": encode_plainly})
     for row in rows:
-        op.encode(values.roll(1), row, block)
+        code.encode(values.roll(1), row, block)
 
     def decode_sum() -> None:
-        op.decode_sum(rows, total, block, True)
+        code.decode_sum(rows, total, block, True)
 
     def sum_plainly() -> None:
-        for row in rows:
-            plain.decode(row, total, add=True)
+        code.decode_sum_ref(rows, total, block, True)
 
     def summed() -> bool:
         total.copy_(residual)
@@ -116,20 +93,20 @@ def _codes(name: str, op: Any, kind: Fused, plain: Fused, values: Tensor, residu
         sum_plainly()
         return _near(found, total, 4 * RANKS)
 
-    cost = op.cost_decode_sum(numel, RANKS - 1, block, add=True)
+    cost = code.cost_decode_sum(numel, RANKS - 1, block, add=True)
     yield Case(f"{name} sum of {RANKS - 1}", decode_sum, cost, summed, {"plain": sum_plainly})
 
     def decode() -> None:
-        op.decode_sum(rows[:1], total, block)
+        code.decode_sum(rows[:1], total, block)
 
     def decoded() -> bool:
         decode()
         found = total.clone()
-        plain.decode(rows[0], total)
+        code.decode_sum_ref(rows[:1], total, block)
         return torch.equal(found, total)
 
-    cost = op.cost_decode_sum(numel, 1, block)
-    yield Case(f"{name} decode", decode, cost, decoded, {"plain": lambda: plain.decode(rows[0], total)})
+    cost = code.cost_decode_sum(numel, 1, block)
+    yield Case(f"{name} decode", decode, cost, decoded, {"plain": lambda: code.decode_sum_ref(rows[:1], total, block)})
 
 
 def _near(found: Tensor, expected: Tensor, roundings: int) -> bool:

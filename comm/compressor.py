@@ -30,6 +30,7 @@ from accel.comm.engine.channel import Channel
 from accel.comm.layout import Layout, Piece, equal_cuts
 
 RESIDUAL = "residual"
+_ALIGNED = 16  # bytes of the widest load: ranks' codes begin at multiples of it
 
 
 class Stage(NamedTuple):
@@ -113,6 +114,11 @@ class Quantised(Compressor):
     def decode(self, encoded: Tensor, out: Tensor, add: bool = False) -> None:
         """Decode into `out` (m,), or add to it."""
 
+    def decode_sum(self, encoded: Tensor, out: Tensor, add: bool = False) -> None:
+        """Decode the sum of rows (ranks, encoded_bytes(m)), in their order, into `out` (m,), or add it."""
+        for rank, row in enumerate(encoded):
+            self.decode(row, out, add or rank > 0)
+
     def encode_sum(
         self, values: Tensor, factor: float, out: Tensor, residual: Tensor | None, lost: Tensor | None
     ) -> None:
@@ -163,12 +169,16 @@ class Quantised(Compressor):
                 self.encode_sum(values[part], piece.factor, going[r], part_of(residual, part), part_of(lost, part))
         own = chunks[rank]
         add_residual(values[own], piece.factor, part_of(residual, own))
-        coming = [torch.empty_like(going[rank]) if r != rank else going[rank][:0] for r in range(channel.size)]
-        channel.exchange(going, coming)
-        for r, encoded in enumerate(coming):
-            if r != rank:
-                self.decode(encoded, values[own], add=True)
+        arrived = self._rows(values, going[rank].numel(), channel.size - 1)
+        channel.exchange(going, [*arrived[:rank], going[rank][:0], *arrived[rank:]])
+        self.decode_sum(arrived, values[own], add=True)
         self.encode(values[own], going[rank], part_of(lost, own))
+
+    def _rows(self, like: Tensor, size: int, ranks: int) -> Tensor:
+        """Return (ranks, size) bytes to receive into."""
+        # Not even nothing may lie at an odd place: rows of no bytes are one byte apart, which no float can be read at.
+        rows = like.new_empty(ranks, max(-(-size // _ALIGNED), 1) * _ALIGNED, dtype=torch.uint8)
+        return rows[:, :size]
 
     def _chunks(self, piece: Piece, channel: Channel) -> tuple[list[slice], list[Tensor]]:
         """Return each rank's chunk of the piece, and room for its codes, which may be followed by flags."""

@@ -226,21 +226,26 @@ def _rows() -> Iterator[Variant]:
 
 
 def _codes() -> Iterator[Variant]:
-    from accel.kernels.codes import quantise_triton, sign_pack_triton
-    from accel.kernels.codes.block_codes import LARGEST, launches
+    from accel.kernels import quantise, sign_pack
+    from accel.kernels.codes import triton as kernels
+    from accel.kernels.codes.block_code import LARGEST_BLOCK
 
     data = {"values": "fp32", "encoded": "u8"}
-    for op, kernels in (("quantise", quantise_triton), ("sign_pack", sign_pack_triton)):
-        for block, numel in ((256, 256), (1024, 1024), (LARGEST, LARGEST), (LARGEST, LARGEST - 1)):
-            launch = next(launches(numel, block))
+    for code in (quantise.CODE, sign_pack.CODE):
+        op, bits, largest = code.name, {"BITS": code.bits}, LARGEST_BLOCK
+        for block, numel in ((256, 256), (1024, 1024), (largest, largest), (largest, largest - 1)):
+            launch = next(kernels.launches(numel, block))
             name = f"{block}" if launch.whole else f"{block} rest"
-            form = {"WHOLE": launch.whole, "ROWS": launch.rows, "BLOCK": block}
+            form = {**bits, "WHOLE": launch.whole, "ROWS": launch.rows, "BLOCK": block}
             pointers = {**data, "residual": "fp32", "lost": "fp32"}
-            yield Variant(f"{op} encode {name}", kernels._encode_kernel, pointers, form, _EXACT)
+            unscaled = {**form, "factor": None}
+            yield Variant(f"{op} encode {name}", kernels._encode_kernel, pointers, unscaled, _EXACT)
+            scaled = {"factor": "fp32"}
+            yield Variant(f"{op} encode {name} scaled", kernels._encode_kernel, pointers, form, _EXACT, scaled)
             pointers = {"encoded": "u8", "out": "fp32"}
             yield Variant(f"{op} sum {name}", kernels._decode_sum_kernel, pointers, {**form, "ADD": True}, _EXACT)
-        form = {"WHOLE": True, "ROWS": 2, "BLOCK": 1024}
-        absent: dict[str, Any] = {**form, "residual": None, "lost": None}
+        form = {**bits, "WHOLE": True, "ROWS": 2, "BLOCK": 1024}
+        absent: dict[str, Any] = {**form, "residual": None, "lost": None, "factor": None}
         yield Variant(f"{op} encode 1024 plain", kernels._encode_kernel, data, absent, _EXACT)
         pointers = {"encoded": "u8", "out": "fp32"}
         yield Variant(f"{op} decode 1024", kernels._decode_sum_kernel, pointers, {**form, "ADD": False}, _EXACT)

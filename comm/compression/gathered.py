@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accel.comm.compression.fused import Fused
+from accel.comm.compression.block_compressor import BlockCompressor
 from accel.comm.compression.momentum import VELOCITY, Corrected
 from accel.comm.compression.unused import any_nonzero, stand_still
 from accel.comm.compressor import RESIDUAL, Stage
@@ -39,7 +39,7 @@ class ParameterPart(NamedTuple):
     """It is encoded, not sent as it is."""
 
 
-class Gathered(Corrected, Fused):
+class Gathered(Corrected, BlockCompressor):
     """Base of compressors by blocks whose codes are coarse.
 
     Attributes:
@@ -134,10 +134,7 @@ class Gathered(Corrected, Fused):
         lost = piece.slot.write(RESIDUAL) if feedback else None
         size, used = self.encoded_bytes(values.numel()), piece.carry["used"]
         own = values.new_empty(size + used.numel(), dtype=torch.uint8)
-        if self.codec.takes(values, self.block):
-            self.codec.encode(values, own[:size], self.block, residual, lost)
-        else:
-            self.encode_sum(values, 1.0, own[:size], residual, lost)
+        self.encode_sum(values, 1.0, own[:size], residual, lost)
         own[size:] = used
         piece.carry["own"] = own
 
@@ -154,11 +151,7 @@ class Gathered(Corrected, Fused):
         size = self.encoded_bytes(values.numel())
         rows = self._rows(values, own.numel(), channel.size)
         channel.all_gather(own, list(rows))
-        if self.codec.takes(values, self.block):
-            self.codec.decode_sum(rows[:, :size], values, self.block)
-        else:
-            for number, row in enumerate(rows):
-                self.decode(row[:size], values, add=number > 0)
+        self.decode_sum(rows[:, :size], values)
         piece.carry["used"] = rows[:, size:].amax(0)
         return None
 

@@ -1,1 +1,1 @@
-"""Parts of the block codes: the layout of the bytes, and the Triton kernels."""
+"""Block codes: what is common to encodings with one scale per block, their checks, and their Triton kernels."""

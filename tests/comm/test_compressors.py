@@ -6,13 +6,11 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from accel.comm.compressor import Exact, Quantised
 from accel.comm.half import Half
 from accel.comm.int8 import Int8
-from accel.comm.one_bit import OneBit, pack, unpack
+from accel.comm.one_bit import OneBit
 
 # Blocks that sizes below fill, half fill and don't reach.
 KINDS = [Half(), Half(torch.float16), Int8(64), OneBit(64), Int8(1024), OneBit(8)]
@@ -70,14 +68,6 @@ def test_ends_of_the_range_lose_nothing_to_the_scale(kind: Quantised, value: flo
         return  # the sum over a block overflows: the step is void
     assert torch.isfinite(decoded).all()
     torch.testing.assert_close(decoded + lost, values)
-
-
-@given(st.lists(st.booleans(), max_size=70))
-def test_bits_come_back(bits: list[bool]) -> None:
-    negative = torch.tensor(bits, dtype=torch.bool)
-    packed = pack(negative)
-    assert packed.numel() == -(-len(bits) // 8)
-    assert torch.equal(unpack(packed)[: len(bits)] < 0, negative)
 
 
 @pytest.mark.parametrize(("kind", "most"), [(Int8(), 1.004), (OneBit(), 4 / 28), (Half(), 2.0), (Exact(), 4.0)])

@@ -41,12 +41,30 @@ def encoded(codec: Any, values: Tensor, block: int, residual: Tensor | None = No
     return out[:size].clone(), lost[: len(values)].clone()
 
 
+def reference(codec: Any, values: Tensor, block: int, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return what plain torch encodes, and what was lost."""
+    out, lost = values.new_empty(codec.encoded_bytes(len(values), block), dtype=torch.uint8), torch.empty_like(values)
+    codec.CODE.encode_ref(values, out, block, residual, lost)
+    return out, lost
+
+
+def summed(codec: Any, encoded_RE: Tensor, numel: int, block: int, start: Tensor | None = None) -> Tensor:
+    """Return the sum with each product and each sum rounded: of what plain torch decodes of each rank."""
+    total = start
+    for row in encoded_RE:
+        part = torch.empty(numel)
+        codec.CODE.decode_sum_ref(row[None], part, block)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
 def rows(codec: Any, ranks: list[Tensor], block: int) -> Tensor:
     """Return what the ranks encode, by the reference, in rows that begin at multiples of 16 bytes."""
     size = codec.encoded_bytes(len(ranks[0]), block)
     room = ranks[0].new_full((len(ranks), -(-size // 16) * 16), 255, dtype=torch.uint8)[:, :size]
     for row, values in zip(room, ranks, strict=True):
-        row.copy_(codec.encode_ref(values, block)[0])
+        row.copy_(reference(codec, values, block)[0])
     return room
 
 
@@ -70,7 +88,7 @@ def refused(op: ModuleType) -> list[tuple[dict[str, Any], str]]:
     size = op.encoded_bytes(8, 8)
     longer = torch.empty(size + 4, dtype=torch.uint8)
     return [
-        ({"values": torch.zeros(8, dtype=torch.bfloat16)}, "values must be contiguous float32.*bfloat16"),
+        ({"values": torch.zeros(8, dtype=torch.int32)}, "values must be contiguous floating-point.*int32"),
         ({"values": torch.zeros(16)[::2]}, r"values must be contiguous.*\[8\], not contiguous"),
         ({"values": torch.zeros(2, 4)}, r"Found: torch.float32 \[2, 4\]"),
         ({"residual": torch.zeros(7)}, r"residual must be.*N as of values. Found: torch.float32 \[7\]"),

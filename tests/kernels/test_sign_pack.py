@@ -1,4 +1,4 @@
-"""Signs by blocks: bits of the reference and of the compressor's own path, sums, limits, refusals."""
+"""Signs by blocks: bits of the reference and of the kernels, sums, limits, refusals."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from accel.comm.one_bit import OneBit
 from accel.kernels import sign_pack as op
-from tests.kernels.code_cases import BLOCKS, SIZES, decoded, encoded, refused, rows, same_bits, values_of
+from tests.kernels.code_cases import (
+    BLOCKS,
+    SIZES,
+    decoded,
+    encoded,
+    refused,
+    rows,
+    same_bits,
+    summed,
+    values_of,
+)
 
 EPS = torch.finfo(torch.float32).eps
 quiet = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities and NaN
@@ -32,22 +43,9 @@ def _check(found: Tensor, lost: Tensor, x: Tensor, block: int) -> None:
 
 @pytest.mark.parametrize("block", [*BLOCKS, 1000])  # 1000: a size that kernels don't take
 @pytest.mark.parametrize("size", SIZES)
-def test_reference_is_the_formula_and_the_compressors_own_code(size: int, block: int) -> None:
+def test_reference_is_the_formula(size: int, block: int) -> None:
     values, residual = values_of(size), values_of(size, 1)
-    found, lost = encoded(op, values, block, residual)
-    x = values + residual
-    _check(found, lost, x, block)
-    plain, left = torch.empty_like(found), torch.empty_like(x)
-    x = torch.where(x == 0, 0.0, x)  # the sign of −0 is told apart below
-    OneBit(block).encode(x, plain, left)
-    found, lost = encoded(op, x, block)
-    cut = 4 * -(-size // block)
-    assert torch.equal(found[cut:], plain[cut:])
-    scales, others = found[:cut].view(torch.float32), plain[:cut].view(torch.float32)
-    assert ((scales - others).abs() <= block * EPS * others + 1.5e-45).all()
-    assert (
-        (lost - left).abs() <= (block * EPS * others + 1.5e-45).repeat_interleave(block)[:size] + EPS * left.abs()
-    ).all()
+    _check(*encoded(op, values, block, residual), values + residual, block)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -124,16 +122,30 @@ def test_kernel_sums_in_rank_order(interpreted: None, size: int, block: int, ran
     for start in (None, values_of(size, 9)):
         found = decoded(op, codes, size, block, start)
         if size:
-            assert same_bits(found, op.decode_sum_ref(codes, size, block, start))
+            assert same_bits(found, summed(op, codes, size, block, start))
+
+
+@pytest.mark.parametrize("size", [1, 65, 2049])
+def test_a_factor_multiplies_the_values_first(interpreted: None, size: int) -> None:
+    values = values_of(size)
+    out, lost = torch.empty(op.encoded_bytes(size, 64), dtype=torch.uint8), torch.empty(size)
+    op.encode(values, out, 64, lost=lost, factor=1 / 3)
+    _check(out, lost, values * (1 / 3), 64)
+    assert same_bits(values, values_of(size))
 
 
 @pytest.mark.parametrize("size", [1, 65, 5003])
-def test_sum_has_the_bits_of_the_compressors_own(size: int) -> None:
+def test_reference_sums_in_rank_order(size: int) -> None:
     codes, start = rows(op, [values_of(size, seed) for seed in range(4)], 64), values_of(size, 9)
-    plain = start.clone()
-    for row in codes:
-        OneBit(64).decode(row, plain, add=True)
-    assert same_bits(decoded(op, codes, size, 64, start), plain)
+    assert same_bits(decoded(op, codes, size, 64, start), summed(op, codes, size, 64, start))  # products are exact
+
+
+@given(st.lists(st.booleans(), max_size=70))
+def test_bits_come_back(bits: list[bool]) -> None:
+    negative = torch.tensor(bits, dtype=torch.bool)
+    packed = op.pack(negative)
+    assert packed.numel() == -(-len(bits) // 8)
+    assert torch.equal(op.unpack(packed)[: len(bits)] < 0, negative)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +165,8 @@ def test_rows_that_do_not_fit_are_refused() -> None:
 
 def test_ops_keep_their_contract_and_compile() -> None:
     values, codes = values_of(100), torch.zeros(op.encoded_bytes(100, 64), dtype=torch.uint8)
-    torch.library.opcheck(op._encode_op, (values, codes, 64, values.clone(), torch.zeros(100)))
-    torch.library.opcheck(op._decode_sum_op, (rows(op, [values, values], 64), torch.zeros(100), 64, True))
+    torch.library.opcheck(op.CODE.encode_op, (values, codes, 64, values.clone(), torch.zeros(100), 0.5))
+    torch.library.opcheck(op.CODE.decode_sum_op, (rows(op, [values, values], 64), torch.zeros(100), 64, True))
 
     def both(values: Tensor) -> Tensor:
         encoded, out = values.new_empty(21, dtype=torch.uint8), torch.empty_like(values)
@@ -186,4 +198,4 @@ def test_gpu_is_the_formula(size: int, block: int) -> None:
 def test_gpu_sums_as_the_reference(size: int) -> None:
     codes, start = rows(op, [values_of(size, seed) for seed in range(7)], 1024), values_of(size, 9)
     found = decoded(op, codes.cuda(), size, 1024, start.cuda()).cpu()
-    assert same_bits(found, op.decode_sum_ref(codes, size, 1024, start))
+    assert same_bits(found, summed(op, codes, size, 1024, start))
