@@ -83,6 +83,10 @@ class Host:
         """Return where the absolute path `name` is under the root."""
         return self.root / name.lstrip("/")
 
+    def name(self, path: Path) -> str:
+        """Return the absolute path that the machine itself has for a path under the root."""
+        return f"/{path.relative_to(self.root)}"
+
     def read(self, name: str) -> str:
         """Return a file's text without white space at its ends.
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
 
 from accel.comm.doctor.checks import Hit
 from accel.comm.doctor.host import Host, NotSeen
+from accel.profiler import cgroup
 
 _MIB = 1 << 20
+
+T = TypeVar("T")
 
 
 def shm_size(host: Host) -> Iterator[Hit]:
@@ -36,15 +41,9 @@ def cpu_limit(host: Host) -> Iterator[Hit]:
 
 def _cores(host: Host) -> tuple[float, str]:
     """Return the cores of the container and where that was read."""
-    text = host.read_or("/sys/fs/cgroup/cpu.max").split()
-    if len(text) == 2 and text[0] != "max":
-        cores = int(text[0]) / int(text[1])
-        return cores, f"/sys/fs/cgroup/cpu.max: {cores:g} cores"
-    quota = host.read_or("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-    period = host.read_or("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
-    if quota and period and int(quota) > 0:
-        cores = int(quota) / int(period)
-        return cores, f"/sys/fs/cgroup/cpu/cpu.cfs_quota_us: {cores:g} cores"
+    if quotas := _of_groups(host, "cpu", cgroup.core_quota):
+        cores, file = min(quotas)
+        return cores, f"{host.name(file)}: {cores:g} cores"
     for line in host.read("/proc/self/status").splitlines():
         if line.startswith("Cpus_allowed_list:"):
             listed = line.split(":", 1)[1].strip()
@@ -60,35 +59,30 @@ def _count(listed: str) -> int:
 
 def cpu_throttled(host: Host) -> Iterator[Hit]:
     """More than 5 % of the periods were throttled."""
-    files = ("/sys/fs/cgroup/cpu.stat", "/sys/fs/cgroup/cpu/cpu.stat")
-    for file in files:
-        lines = [line.split() for line in host.read_or(file).splitlines()]
-        counts = {words[0]: int(words[1]) for words in lines if len(words) == 2 and words[1].isdigit()}
-        periods, throttled = counts.get("nr_periods", 0), counts.get("nr_throttled", 0)
-        if periods and throttled > 0.05 * periods:
-            yield Hit(f"{file}: nr_throttled {throttled} of nr_periods {periods}")
-        if lines:
-            return
-    raise NotSeen(f"{files[0]}: no such file")
+    readings = _of_groups(host, "cpu", cgroup.periods)
+    if not readings:
+        raise NotSeen("/sys/fs/cgroup/cpu.stat: no such file")
+    worst = max(readings, key=lambda reading: reading.share)
+    if worst.share > 0.05:
+        yield Hit(f"{host.name(worst.file)}: nr_throttled {worst.throttled} of nr_periods {worst.total}")
 
 
 def memory_limit(host: Host) -> Iterator[Hit]:
     """More than 90 % of memory.max is used, page cache left out."""
-    for limit_file, used_file, stat, cache in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-    ):
-        limit = host.read_or(f"/sys/fs/cgroup/{limit_file}")
-        if limit in ("", "max"):
-            continue
-        lines = [line.split() for line in host.read_or(f"/sys/fs/cgroup/{stat}").splitlines()]
-        cached = next((int(words[1]) for words in lines if words[:1] == [cache]), 0)
-        used = host.number(f"/sys/fs/cgroup/{used_file}") - cached
-        if used > 0.9 * int(limit):
-            yield Hit(f"/sys/fs/cgroup/{used_file}: {used // _MIB} of {int(limit) // _MIB} MiB without page cache")
-        return
     if not host.has("/sys/fs/cgroup"):
         raise NotSeen("/sys/fs/cgroup: no such file")
+    for used, limit, file in _of_groups(host, "memory", cgroup.memory_use):
+        if used > 0.9 * limit:
+            yield Hit(f"{host.name(file)}: {used // _MIB} of {limit // _MIB} MiB without page cache")
+
+
+def _of_groups(host: Host, controller: str, read: Callable[[Path], T | None]) -> list[T]:
+    """Return what can be read of the control groups that this process is in."""
+    try:
+        readings = [read(folder) for folder in cgroup.groups(controller, host.root)]
+    except OSError as error:
+        raise NotSeen(f"{host.name(Path(error.filename))}: {(error.strerror or str(error)).lower()}") from None
+    return [reading for reading in readings if reading is not None]
 
 
 def numa_balancing(host: Host) -> Iterator[Hit]:

@@ -21,6 +21,15 @@ NO_RDMA = {"/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN"}
 NO_GPU = {f"{PCI}/0000:01:00.0": None, f"{PCI}/0000:02:00.0": None}
 TWO_NODES = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 
+GROUPS = "/sys/fs/cgroup"
+JOB = {"/proc/self/cgroup": "0::/job\n"}
+
+
+def memory(group: str, limit: str, used: str) -> dict[str, str]:
+    files = {f"{GROUPS}/{group}.{limit}": str(20 << 20), f"{GROUPS}/{group}.{used}": str(19 << 20)}
+    return {f"{GROUPS}/memory.max": "max", **files}
+
+
 # Check → (what is different, level, what the evidence must hold).
 FIRES: list[tuple[str, dict[str, Any], str, str]] = [
     ("socket_threads", {"files": NO_RDMA}, WARN, "0x15b3"),
@@ -71,8 +80,22 @@ FIRES: list[tuple[str, dict[str, Any], str, str]] = [
     ("shm_size", {"space": lambda name: 64 << 20}, WARN, "64 MiB"),
     ("open_files", {"limits": {"memlock": float("inf"), "nofile": 1023.0}}, WARN, "1023"),
     ("cpu_limit", {"files": {"/sys/fs/cgroup/cpu.max": "200000 100000"}}, WARN, "2 cores"),
+    ("cpu_limit", {"files": {**JOB, f"{GROUPS}/job/cpu.max": "200000 100000"}}, WARN, "/job/cpu.max: 2 cores"),
+    (
+        "cpu_throttled",
+        {"files": {**JOB, f"{GROUPS}/job/cpu.stat": "nr_periods 50\nnr_throttled 9"}},
+        WARN,
+        "/job/cpu.stat",
+    ),
     ("cpu_throttled", {"files": {"/sys/fs/cgroup/cpu.stat": "nr_periods 100\nnr_throttled 9"}}, WARN, "9 of"),
     ("memory_limit", {"files": {"/sys/fs/cgroup/memory.stat": "inactive_file 0"}}, WARN, "97280 of 102400 MiB"),
+    (
+        "memory_limit",
+        {"files": {**JOB, **memory("job/memory", "max", "current")}},
+        WARN,
+        "/job/memory.current: 19 of 20",
+    ),
+    ("memory_limit", {"files": memory("memory/memory", "limit_in_bytes", "usage_in_bytes")}, WARN, "19 of 20 MiB"),
     ("numa_balancing", {"files": {"/proc/sys/kernel/numa_balancing": "1"}}, INFO, "2 nodes"),
     ("huge_pages", {"files": {"/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]"}}, INFO, "never"),
 ]
