@@ -112,7 +112,7 @@ class LocalSGD:
         settings = {name: getattr(self, name) for name in ("start_step", "every", "within", "average_momentum")}
         mine = {**settings, "dense": repr(None if self._dense is None else self._dense.compressor)}
         mine["scaler"] = self._scaler is not None
-        for rank, theirs in enumerate(self._weights.tell(mine)):
+        for rank, theirs in enumerate(self._weights.talk.gather(mine)):
             if theirs != mine:
                 self._weights.close()
                 name = next(name for name in mine if mine[name] != theirs[name])
@@ -180,7 +180,7 @@ class LocalSGD:
         """
         named = self._named()
         mine = (self.step, self._backwards, fingerprint(named))
-        for rank, theirs in enumerate(self._weights.tell(mine)):
+        for rank, theirs in enumerate(self._weights.talk.gather(mine)):
             if theirs != mine:
                 raise ValueError(difference(mine, theirs, rank))
         self._weights.average(named, self.step)
@@ -288,7 +288,7 @@ class LocalSGD:
 
     def _same_scale(self) -> None:
         """Set the smallest loss scale of all ranks: gradients that are averaged must have one."""
-        states = self._weights.tell(self._scaler.state_dict())
+        states = self._weights.talk.gather(self._scaler.state_dict())
         if self._scaler.is_enabled():
             least = min(states, key=lambda one: float(one["scale"]))
             tracker = min(one["_growth_tracker"] for one in states)

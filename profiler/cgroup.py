@@ -1,75 +1,148 @@
-"""What this process's control group allows: cores by quota, and how often the quota held it up. Versions 1 and 2."""
+"""What this process's control groups allow: cores by quota, how often that held it up, and memory. Versions 1 and 2.
+
+Everything is read below a root, so that a made-up machine can take the place of this one. A group without a limit gives
+None; a file that holds something else than it should raises ValueError, which `quota` and `Throttle` take for no limit.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
-ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+ROOT = Path("/")
+
+T = TypeVar("T")
 
 
-def quota(root: Path = ROOT, own: Path = OWN) -> float | None:
+class CoreQuota(NamedTuple):
+    """The cores that a group's quota allows."""
+
+    cores: float
+    file: Path
+
+
+class Periods(NamedTuple):
+    """How often a group's quota held it up."""
+
+    total: int
+    throttled: int
+    file: Path
+
+    @property
+    def share(self) -> float:
+        """Share of the periods that were throttled."""
+        return self.throttled / self.total if self.total else 0.0
+
+
+class MemoryUse(NamedTuple):
+    """Bytes that a group uses, page cache left out, and may use."""
+
+    used: int
+    limit: int
+    file: Path
+
+
+def quota(root: Path = ROOT) -> float | None:
     """Return the cores that the quotas of the group and of those above it allow, or None if there is none."""
-    limits = [cores for folder in _groups(root, own) if (cores := _limit(folder)) is not None]
-    return min(limits, default=None)
+    return min((limit.cores for folder in groups("cpu", root) if (limit := _or_none(core_quota, folder))), default=None)
 
 
 class Throttle:
     """Tells in how many of its periods the quota held the group up.
 
     Args:
-        root: where the groups are mounted.
-        own: the system's list of this process's groups.
+        root: what stands for `/`.
     """
 
-    def __init__(self, root: Path = ROOT, own: Path = OWN) -> None:
-        self._folders = [folder for folder in _groups(root, own) if _limit(folder) is not None]
+    def __init__(self, root: Path = ROOT) -> None:
+        self._folders = [folder for folder in groups("cpu", root) if _or_none(core_quota, folder)]
         self._before = self._read()
 
-    def _read(self) -> list[tuple[int, int]]:
-        return [_periods(folder) for folder in self._folders]
+    def _read(self) -> list[Periods]:
+        return [_or_none(periods, folder) or Periods(0, 0, folder) for folder in self._folders]
 
     def share(self) -> float | None:
         """Return the share of the periods since the last call, or None without a quota or a period."""
         before, self._before = self._before, self._read()
-        grown = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, self._before, strict=True)]
-        return max((held / periods for periods, held in grown if periods > 0), default=None)
+        grown = [(b.total - a.total, b.throttled - a.throttled) for a, b in zip(before, self._before, strict=True)]
+        return max((throttled / total for total, throttled in grown if total > 0), default=None)
 
 
-def _groups(root: Path, own: Path) -> Iterator[Path]:
-    """Yield the folders of the groups that may limit this process: its own first, then those above it."""
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = own.read_text(encoding="utf-8").splitlines()
-    for line in lines or ["0::/"]:
+def groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
+    """Yield the folders of the groups that may limit this process: its own first, then those above it.
+
+    Args:
+        controller: `cpu` or `memory`; version 1 has a tree for each.
+        root: what stands for `/`.
+    """
+    mount = root / "sys/fs/cgroup"
+    # A container without the list still sees its own group at the top of the mount.
+    lines = (_text(root / "proc/self/cgroup") or "0::/\n1:cpu,memory:/").splitlines()
+    for line in lines:
         _, _, rest = line.partition(":")
         controllers, _, place = rest.partition(":")
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        base = root / "cpu" if controllers else root
+        base = mount / controller if controllers else mount
         path = Path(place.lstrip("/"))
         # A container sees the mount as its own, whatever its place is called outside.
         yield from (base / part for part in dict.fromkeys((path, *path.parents, Path())) if ".." not in part.parts)
 
 
-def _limit(folder: Path) -> float | None:
+def core_quota(folder: Path) -> CoreQuota | None:
     """Return the cores that one group's quota allows."""
-    with contextlib.suppress(OSError, ValueError, IndexError, ZeroDivisionError):
-        if (folder / "cpu.max").exists():
-            allowed, period = (folder / "cpu.max").read_text(encoding="ascii").split()[:2]
-        else:
-            allowed, period = ((folder / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in _V1)
-        return int(allowed) / int(period) if int(allowed) > 0 else None
+    file = folder / "cpu.max"
+    if (text := _text(file)) is not None:
+        allowed, period = text.split()[:2]
+    else:
+        file = folder / "cpu.cfs_quota_us"
+        allowed, period = (_text(folder / f"cpu.cfs_{name}_us") or "max" for name in ("quota", "period"))
+    if allowed == "max" or int(allowed) <= 0 or int(period) <= 0:
+        return None
+    return CoreQuota(int(allowed) / int(period), file)
+
+
+def periods(folder: Path) -> Periods | None:
+    """Return a group's periods so far."""
+    file = folder / "cpu.stat"
+    if (counts := _counts(file)) is None:
+        return None
+    return Periods(counts.get("nr_periods", 0), counts.get("nr_throttled", 0), file)
+
+
+def memory_use(folder: Path) -> MemoryUse | None:
+    """Return how much of its memory a group uses."""
+    for limit_name, used_name, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit = _text(folder / limit_name)
+        if limit is not None and limit != "max":
+            cached = (_counts(folder / "memory.stat") or {}).get(cache, 0)
+            used = (folder / used_name).read_text(encoding="ascii")
+            return MemoryUse(int(used) - cached, int(limit), folder / used_name)
     return None
 
 
-_V1 = ("quota", "period")
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
-def _periods(folder: Path) -> tuple[int, int]:
-    """Return a group's periods so far, and those in which its quota held it up."""
+def _counts(file: Path) -> dict[str, int] | None:
+    """Return the counters of a file of `name number` lines."""
+    text = _text(file)
+    if text is None:
+        return None
+    rows = [line.split() for line in text.splitlines()]
+    return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()}
+
+
+def _or_none(read: Callable[[Path], T | None], folder: Path) -> T | None:
     with contextlib.suppress(OSError, ValueError):
-        rows = dict(line.split()[:2] for line in (folder / "cpu.stat").read_text(encoding="ascii").splitlines() if line)
-        return int(rows.get("nr_periods", 0)), int(rows.get("nr_throttled", 0))
-    return 0, 0
+        return read(folder)
+    return None

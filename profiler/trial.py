@@ -11,7 +11,8 @@ standard deviations are pulled in (a burst of another process), and the interval
                 drop loses a chance, a wrong keep loses trust
     refused     still open when the pairs run out: the machine is too noisy for an effect this small
 
-The controller's trials and the profiler's counterfactuals are both this class.
+The controller's trials, the profiler's counterfactuals and the trials of gradient schemes are this class. Loaders
+compare many settings at once: they run them there and back again, and judge them by the same ratios and intervals.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Trial:
             self.verdict = self._decide()
 
     def _differences(self) -> list[float]:
-        return winsorised([math.log(a / b) for a, b in zip(self.blocks["A"], self.blocks["B"], strict=True)])
+        return log_ratios(self.blocks["A"], self.blocks["B"])
 
     def _decide(self) -> Verdict | None:
         pairs, config = len(self.blocks["A"]), self.config
@@ -158,6 +159,11 @@ class Trial:
             spread_ms=(quarters[2] - quarters[0]) / 2 * 1e3,
             pairs=len(differences),
         )
+
+
+def log_ratios(before: Sequence[float], after: Sequence[float]) -> list[float]:
+    """Return what each pair of neighbouring blocks says of the speed-up: log(before ÷ after), winsorised."""
+    return winsorised([math.log(a / b) for a, b in zip(before, after, strict=True)])
 
 
 def winsorised(differences: Sequence[float], limit: float = 5.0) -> list[float]:

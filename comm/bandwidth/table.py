@@ -15,8 +15,8 @@ A probe must move more than the network lets pass unshaped: token buckets and bu
 
 from __future__ import annotations
 
+import itertools
 import math
-import pickle
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,18 +26,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from accel.comm.bandwidth import links as bandwidth_links
 from accel.comm.bandwidth.cases import OPERATIONS, REDUCTIONS, Case, Operation, RankPlace, elements
 from accel.comm.bandwidth.fit import Fit, fit_line
 from accel.comm.bandwidth.links import LinkClass
+from accel.comm.engine.channel import GlooChannel
+from accel.comm.ranks.talk import Talk
 
 PROBE_SIZES = (1 << 12, 1 << 19, 1 << 21)
 PROBE_OPERATIONS = ("all_reduce", "all_gather", "all_to_all")
 
 _UNSUPPORTED = ("not support", "unsupported", "not implemented", "no backend type", "does not implement")
-_ROOM = 1024  # bytes of a rank's words; a pickled float takes 9 more
 _FEWEST = 2  # runs of a row; sizes of a fit
+_measured = itertools.count()
 
 
 class PeerLost(RuntimeError):
@@ -192,9 +195,9 @@ def measure(
     settings = settings or Settings(budget_s=1.5)
     _check(operations, sizes, links)
     began = time.perf_counter()
-    talk = _Talk(settings.timeout_s, room=_ROOM + 9 * settings.runs)
+    talk = _talk(settings.timeout_s)
     try:
-        nodes = bandwidth_links.nodes_of(talk.everyone(bandwidth_links.node_key()))
+        nodes = bandwidth_links.nodes_of(talk.gather(bandwidth_links.node_key()))
         found = [link for link in bandwidth_links.links_of(nodes) if links is None or link.name in links]
         if not found:
             there = ", ".join(link.name for link in bandwidth_links.links_of(nodes))
@@ -203,7 +206,7 @@ def measure(
         groups = bandwidth_links.groups_of(found, name, timedelta(seconds=settings.timeout_s))
         sweep = _Sweep(talk, groups, nodes, _device(name, device), settings, began)
         rows = sweep.all(_plan(found, operations, sizes, by_size, out_of_place_only), on_row or _nothing)
-        seconds = talk.slowest(time.perf_counter() - began)
+        seconds = talk.decide(time.perf_counter() - began, max)
         for group in filter(None, groups.values()):
             dist.destroy_process_group(group)
     finally:
@@ -250,40 +253,15 @@ def _plan(
     return sorted(steps, key=lambda step: step.size_bytes) if by_size else steps
 
 
-class _Talk:
-    """What ranks tell each other beside the measurement, over a gloo group of its own."""
-
-    def __init__(self, timeout_s: float, room: int) -> None:
-        self._room = room
-        # Ranks that wait for an operation to time out come late to the next exchange.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout_s + 5))
-        self._lost = False
-
-    def everyone(self, mine: Any) -> list[Any]:
-        """Return what each rank passed, by rank.
-
-        One collective of a fixed size: all_gather_object would exchange the sizes first, on a slow network half the
-        time of a probe.
-        """
-        data = pickle.dumps(mine)
-        assert len(data) <= self._room, (len(data), self._room)
-        own = torch.zeros(self._room, dtype=torch.uint8)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        box = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        try:
-            dist.all_gather(box, own, group=self._group)
-        except RuntimeError as error:
-            self._lost = True
-            raise PeerLost(f"a rank no longer answers ({_brief(error)})") from None
-        return [pickle.loads(bytes(each.numpy())) for each in box]
-
-    def slowest(self, seconds: float) -> float:
-        """Return the largest of the ranks' numbers."""
-        return float(max(self.everyone(seconds)))
-
-    def close(self) -> None:
-        if not self._lost and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+def _talk(timeout_s: float) -> Talk:
+    """Return what ranks talk through beside the measurement."""
+    world = dist.group.WORLD
+    assert world is not None
+    store = PrefixStore(f"accel-bandwidth/{next(_measured)}", world.get_group_store())
+    # Ranks that wait for an operation to time out come late to the next exchange.
+    timeout = timedelta(seconds=2 * timeout_s + 5)
+    channel = GlooChannel(store, range(world.size()), world.rank(), timeout)
+    return Talk(channel, lambda error: PeerLost(f"a rank no longer answers ({_brief(error)})"))
 
 
 def _brief(error: BaseException) -> str:
@@ -295,7 +273,7 @@ def _brief(error: BaseException) -> str:
 
 @dataclass
 class _Sweep:
-    talk: _Talk
+    talk: Talk
     groups: dict[str, Any]
     nodes: list[tuple[int, ...]]
     device: torch.device
@@ -359,14 +337,14 @@ class _Sweep:
             except (RuntimeError, MemoryError) as error:
                 first = _Timed(f"buffers can't be made: {_brief(error)}")
         # Nobody starts before all have their buffers, or one rank's lack of memory would be the others' timeout.
-        if problem := _problem(self.talk.everyone(first)):
+        if problem := _problem(self.talk.gather(first)):
             return _without(row, f"not supported here: {problem}")
         return self._timed(row, case, before)
 
     def _timed(self, row: Row, case: Case | None, before: list[Row]) -> Row:
         first = _Timed() if case is None else _series(case, 1, self.device)
         if len(before) < _FEWEST:
-            everyone = self.talk.everyone(first)
+            everyone = self.talk.gather(first)
             if problem := _problem(everyone):
                 return _without(row, problem)
             single = max(max(other.times, default=0.0) for other in everyone)
@@ -375,7 +353,7 @@ class _Sweep:
         runs = min(max(int(self.settings.row_s / max(single, 1e-9)), _FEWEST), self.settings.runs)
         last = first if case is None or first.problem else self._main(row, case, runs)
         last.elapsed_s = time.perf_counter() - self.began
-        everyone = self.talk.everyone(last)
+        everyone = self.talk.gather(last)
         self.spent_s = max(other.elapsed_s for other in everyone)
         if problem := _problem(everyone):
             return _without(row, problem)

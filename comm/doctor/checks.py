@@ -1,10 +1,11 @@
-"""What a check is: a small function that yields findings, in a registry in the order of the report.
+"""What a check is: a row with its words, and a function that yields a `Hit` for each thing that is wrong.
 
-    @check("mtu", INFO, "small packets on a fast link", costs="...")
-    def mtu(host: Host) -> Iterator[Finding]:
-        yield found("/sys/class/net/eth0/mtu: 1500", change="ip link set dev eth0 mtu 9000")
+    Check("mtu", INFO, "small packets on a fast link", costs="...", fix="ip link set dev {} mtu 9000", when=small_mtu)
 
-A check that finds nothing yields nothing. One that can't look raises `NotSeen`; what it yielded before stays.
+    def small_mtu(host: Host) -> Iterator[Hit]:
+        yield Hit("/sys/class/net/eth0/mtu: 1500", "eth0")
+
+One that can't look raises `NotSeen`; what it yielded before stays.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ LEVELS = (INFO, WARN, ERROR)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a check saw, before the registry's words are added."""
+class Hit:
+    """What a check saw, before the words of its row are added."""
 
     evidence: str
     """What was read where."""
-    change: str
-    """What to set."""
-    level: str | None = None
-    """Where it differs from the check's own."""
+    about: str = ""
+    """What takes the place of `{}` in the row's fix."""
+    fix: str = ""
+    """Where it differs from the row's."""
+    level: str = ""
+    """Where it differs from the row's."""
 
 
 @dataclass(frozen=True)
@@ -41,36 +44,23 @@ class CheckFinding:
     """What it costs, and who measured it."""
     evidence: str
     change: str
+    """What to set."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the registry."""
+    """One row of the tables of checks."""
 
     name: str
     level: str
     title: str
     costs: str
-    look: Callable[[Any], Iterator[Found]]
-    """Takes a Host, or an NcclLog if `of_log`."""
-    of_log: bool = False
+    fix: str
+    """What to set, with `{}` for what a hit is about."""
+    when: Callable[[Any], Iterator[Hit]]
+    """Takes a Host, or an NcclLog in a check of a log."""
 
-    def finding(self, found: Found) -> CheckFinding:
-        """Add the registry's words to what was seen."""
-        return CheckFinding(self.name, found.level or self.level, self.title, self.costs, found.evidence, found.change)
-
-
-CHECKS: dict[str, Check] = {}
-
-Look = Callable[[Any], Iterator[Found]]
-
-
-def check(name: str, level: str, title: str, *, costs: str, of_log: bool = False) -> Callable[[Look], Look]:
-    """Register the decorated function as a check."""
-
-    def register(look: Look) -> Look:
-        assert name not in CHECKS and level in LEVELS, name
-        CHECKS[name] = Check(name, level, title, costs, look, of_log)
-        return look
-
-    return register
+    def finding(self, hit: Hit) -> CheckFinding:
+        """Add the row's words to what was seen."""
+        change = hit.fix or self.fix.replace("{}", hit.about)
+        return CheckFinding(self.name, hit.level or self.level, self.title, self.costs, hit.evidence, change)

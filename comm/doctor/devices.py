@@ -6,7 +6,7 @@ import re
 import struct
 from collections.abc import Iterator
 
-from accel.comm.doctor.checks import ERROR, INFO, WARN, Found, check
+from accel.comm.doctor.checks import Hit
 from accel.comm.doctor.host import Host, NotSeen
 
 # Where NCCL looks (src/transport/net_ib/gdr.cc).
@@ -20,26 +20,14 @@ _ACS_BITS = {0x01: "SrcValid", 0x04: "ReqRedir", 0x08: "CmpltRedir", 0x10: "Upst
 _BRIDGE = "0x0604"
 
 
-@check(
-    "peer_memory",
-    WARN,
-    "the network card can't reach GPU memory",
-    costs=(
-        "GPU memory is copied through host memory: 33 instead of 93 GB/s on average in nccl#1412. The module can be "
-        "loaded and still not be registered: nccl#1537, nccl#1939"
-    ),
-)
-def peer_memory(host: Host) -> Iterator[Found]:
+def peer_memory(host: Host) -> Iterator[Hit]:
     """A GPU and an RDMA device, but neither a peer-memory module nor DMA-BUF."""
     host.need_gpu()
     adapters = host.need_adapter()
     if any(host.has(file) for file in PEER_MEMORY) or _dma_buf(host):
         return
-    yield Found(
-        f"{', '.join(PEER_MEMORY)}: none is there; no open NVIDIA kernel module (DMA-BUF); RDMA: {', '.join(adapters)}",
-        "modprobe nvidia-peermem (after the RDMA driver; if it does not register, reinstall the GPU driver after it), "
-        "or use the open kernel module on Linux 5.12 or later",
-    )
+    missing = f"{', '.join(PEER_MEMORY)}: none is there; no open NVIDIA kernel module (DMA-BUF)"
+    yield Hit(f"{missing}; RDMA: {', '.join(adapters)}")
 
 
 def _dma_buf(host: Host) -> bool:
@@ -48,47 +36,23 @@ def _dma_buf(host: Host) -> bool:
     return recent and "Open Kernel Module" in host.read_or("/proc/driver/nvidia/version")
 
 
-@check(
-    "rdma_files",
-    ERROR,
-    "RDMA devices are not open to this container",
-    costs="NCCL says 'NET/IB : No device found' and falls back to TCP without an error",
-)
-def rdma_files(host: Host) -> Iterator[Found]:
+def rdma_files(host: Host) -> Iterator[Hit]:
     """/sys/class/infiniband names devices, /dev/infiniband has no uverbs file."""
     adapters = host.need_adapter()
     files = host.entries("/dev/infiniband")
     if not any(name.startswith("uverbs") for name in files):
-        yield Found(
-            f"/sys/class/infiniband: {', '.join(adapters)}; /dev/infiniband: {', '.join(files) or 'not there'}",
-            "start the container with --device=/dev/infiniband (Kubernetes: the RDMA device plugin)",
-        )
+        yield Hit(f"/sys/class/infiniband: {', '.join(adapters)}; /dev/infiniband: {', '.join(files) or 'not there'}")
 
 
-@check(
-    "memlock",
-    ERROR,
-    "too little memory may be locked for RDMA",
-    costs="registering buffers fails: 'ibv_reg_mr failed with error Cannot allocate memory'",
-)
-def memlock(host: Host) -> Iterator[Found]:
+def memlock(host: Host) -> Iterator[Hit]:
     """ulimit -l is not unlimited, and there is an RDMA device."""
     host.need_adapter()
     limit = host.limits["memlock"]
     if limit != float("inf"):
-        yield Found(
-            f"ulimit -l: {int(limit) // 1024} KiB",
-            "ulimit -l unlimited (docker run --ulimit memlock=-1, LimitMEMLOCK=infinity in the service)",
-        )
+        yield Hit(f"ulimit -l: {int(limit) // 1024} KiB")
 
 
-@check(
-    "acs",
-    WARN,
-    "PCIe bridges redirect peer traffic to the CPU (ACS)",
-    costs="GPU to GPU and GPU to card goes up to the root complex and back; may break GPUDirect (nccl#489)",
-)
-def acs(host: Host) -> Iterator[Found]:
+def acs(host: Host) -> Iterator[Hit]:
     """An ACS control register of a bridge has a redirecting bit set."""
     host.need_gpu()
     bridges = [
@@ -98,18 +62,15 @@ def acs(host: Host) -> Iterator[Found]:
     ]
     if not bridges:
         raise NotSeen("/sys/bus/pci/devices: no PCIe bridge, as in most virtual machines; ACS is set on their host")
-    hit, short = [], 0
+    redirecting, short = [], 0
     for device in bridges:
         config = host.data(f"/sys/bus/pci/devices/{device}/config")
         short += len(config) < 0x104
         if bits := acs_bits(config):
-            hit.append(f"{device} {'+'.join(bits)}")
-    if hit:
-        more = f" and {len(hit) - 4} more" if len(hit) > 4 else ""
-        yield Found(
-            f"ACSCtl of {len(hit)} of {len(bridges)} bridges: {', '.join(hit[:4])}{more}",
-            "switch ACS off in the BIOS, or for each bridge: setpci -s ADDRESS ECAP_ACS+0x6.w=0000",
-        )
+            redirecting.append(f"{device} {'+'.join(bits)}")
+    if count := len(redirecting):
+        more = f" and {count - 4} more" if count > 4 else ""
+        yield Hit(f"ACSCtl of {count} of {len(bridges)} bridges: {', '.join(redirecting[:4])}{more}")
     if short:
         raise NotSeen(
             f"/sys/bus/pci/devices/*/config: {short} of {len(bridges)} bridges show 64 bytes only; run as root"
@@ -133,32 +94,17 @@ def acs_bits(config: bytes) -> list[str]:
     return []
 
 
-@check(
-    "iommu",
-    WARN,
-    "the IOMMU translates GPU traffic",
-    costs="peer traffic between GPUs and cards passes the IOMMU: slow, and hangs are known (nccl#489)",
-)
-def iommu(host: Host) -> Iterator[Found]:
+def iommu(host: Host) -> Iterator[Hit]:
     """IOMMU units are there, GPUs too, and the kernel was not told iommu=pt or off."""
     host.need_gpu()
     units = host.entries("/sys/class/iommu")
     line = host.read("/proc/cmdline").split()
     passed = {"iommu=pt", "iommu=off", "intel_iommu=off", "amd_iommu=off", "iommu.passthrough=1"}
     if units and not passed & set(line):
-        yield Found(
-            f"/sys/class/iommu: {', '.join(units[:4])}; /proc/cmdline without iommu=pt",
-            "boot with iommu=pt (bare metal only; a virtual machine's host decides)",
-        )
+        yield Hit(f"/sys/class/iommu: {', '.join(units[:4])}; /proc/cmdline without iommu=pt")
 
 
-@check(
-    "numa",
-    INFO,
-    "the network card is on another NUMA node than all GPUs",
-    costs="every byte crosses the link between sockets; with GPUDirect that path is often refused; not measured here",
-)
-def numa(host: Host) -> Iterator[Found]:
+def numa(host: Host) -> Iterator[Hit]:
     """numa_node of the card differs from that of every GPU."""
     gpus = {_node(host, f"/sys/bus/pci/devices/{gpu}") for gpu in host.need_gpu()} - {None}
     cards = {name: _node(host, f"/sys/class/net/{name}/device") for name in host.chosen()}
@@ -167,11 +113,8 @@ def numa(host: Host) -> Iterator[Found]:
     if not gpus or not known:
         raise NotSeen("numa_node of GPUs or network cards: not told")
     if not set(known.values()) & gpus:
-        yield Found(
-            ", ".join(f"{name} numa_node: {node}" for name, node in known.items())
-            + f"; GPUs: {sorted(map(str, gpus))}",
-            "use a card beside the GPUs (NCCL_SOCKET_IFNAME, NCCL_IB_HCA), or move the card",
-        )
+        nodes = ", ".join(f"{name} numa_node: {node}" for name, node in known.items())
+        yield Hit(f"{nodes}; GPUs: {sorted(map(str, gpus))}")
 
 
 def _node(host: Host, folder: str) -> int | None:

@@ -9,29 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from accel.comm.doctor import (
-    devices as doctor_devices,
-)
-from accel.comm.doctor import (
-    links as doctor_links,
-)
-from accel.comm.doctor import (
-    logs as doctor_logs,
-)
-from accel.comm.doctor import (
-    settings as doctor_settings,
-)
-from accel.comm.doctor import (
-    system as doctor_system,
-)
-from accel.comm.doctor.checks import CHECKS, LEVELS, WARN, Check, CheckFinding, Found
+from accel.comm.doctor.checks import LEVELS, WARN, Check, CheckFinding
 from accel.comm.doctor.host import Host, NotSeen
 from accel.comm.doctor.nccl_log import NcclLog
-
-MODULES = (doctor_settings, doctor_links, doctor_devices, doctor_system, doctor_logs)
-
-# Importing a module registers its checks.
-IN_ORDER = [check for module in MODULES for check in CHECKS.values() if check.look.__module__ == module.__name__]
+from accel.comm.doctor.registry import LOG, MACHINE
 
 NO_LOG = "no log was given (--log FILE takes what NCCL_DEBUG=INFO prints)"
 
@@ -67,28 +48,32 @@ def examine(host: Host, log: NcclLog | None = None) -> Examination:
     if log is not None:
         host = replace(host, logged=log.settings)
     findings, passed, unseen = [], [], []
-    for check in IN_ORDER:
-        found, why = look(check, host, log)
-        findings += [check.finding(one) for one in found]
-        if why:
-            unseen.append((check.name, why))
-        elif not found:
+    for check, subject in [*((check, host) for check in MACHINE), *((check, log) for check in LOG)]:
+        hits, reason = look(check, subject)
+        findings += hits
+        if reason:
+            unseen.append((check.name, reason))
+        elif not hits:
             passed.append(check.name)
     findings.sort(key=lambda finding: -LEVELS.index(finding.level))
     return Examination(tuple(findings), tuple(passed), tuple(unseen))
 
 
-def look(check: Check, host: Host, log: NcclLog | None) -> tuple[list[Found], str]:
-    """Run one check; return what it found and why it could not look at everything, '' if it could."""
-    if check.of_log and log is None:
+def look(check: Check, subject: Host | NcclLog | None) -> tuple[list[CheckFinding], str]:
+    """Run one check on the machine or the log.
+
+    Returns:
+        What it found, and why it could not look at everything, '' if it could.
+    """
+    if subject is None:
         return [], NO_LOG
-    found: list[Found] = []
+    findings: list[CheckFinding] = []
     try:
-        for one in check.look(log if check.of_log else host):
-            found.append(one)
+        for hit in check.when(subject):
+            findings.append(check.finding(hit))
     except NotSeen as reason:
-        return found, str(reason)
+        return findings, str(reason)
     except (ValueError, KeyError, IndexError) as error:
         # A file of a kernel nobody tried: the other checks still have something to say.
-        return found, f"{check.name} could not make sense of what it read ({type(error).__name__}: {error})"
-    return found, ""
+        return findings, f"{check.name} could not make sense of what it read ({type(error).__name__}: {error})"
+    return findings, ""

@@ -83,6 +83,10 @@ class Host:
         """Return where the absolute path `name` is under the root."""
         return self.root / name.lstrip("/")
 
+    def name(self, path: Path) -> str:
+        """Return the absolute path that the machine itself has for a path under the root."""
+        return f"/{path.relative_to(self.root)}"
+
     def read(self, name: str) -> str:
         """Return a file's text without white space at its ends.
 
@@ -159,22 +163,23 @@ class Host:
         if self.space is not None:
             return self.space(name)
         try:
-            found = os.statvfs(self.path(name))
+            system = os.statvfs(self.path(name))
         except OSError as error:
             raise NotSeen(f"{name}: {(error.strerror or str(error)).lower()}") from None
-        return found.f_frsize * found.f_blocks
+        return system.f_frsize * system.f_blocks
 
     # What several checks ask for
 
     def gpus(self) -> list[str]:
         """Return the PCI addresses of NVIDIA GPUs."""
-        found = []
-        for device in self.entries("/sys/bus/pci/devices"):
-            folder = f"/sys/bus/pci/devices/{device}"
-            display = self.read_or(f"{folder}/class").startswith(("0x0300", "0x0302"))
-            if display and self.read_or(f"{folder}/vendor") == "0x10de":
-                found.append(device)
-        return found or self.entries("/proc/driver/nvidia/gpus")
+        bus = "/sys/bus/pci/devices"
+        displays = [
+            device
+            for device in self.entries(bus)
+            if self.read_or(f"{bus}/{device}/class").startswith(("0x0300", "0x0302"))
+        ]
+        gpus = [device for device in displays if self.read_or(f"{bus}/{device}/vendor") == "0x10de"]
+        return gpus or self.entries("/proc/driver/nvidia/gpus")
 
     def need_gpu(self) -> list[str]:
         """Return the GPUs.
@@ -182,8 +187,8 @@ class Host:
         Raises:
             NotSeen: if there is none.
         """
-        if found := self.gpus():
-            return found
+        if gpus := self.gpus():
+            return gpus
         raise NotSeen("no NVIDIA GPU here (/sys/bus/pci/devices, /proc/driver/nvidia/gpus)")
 
     def adapters(self) -> list[str]:
@@ -203,8 +208,8 @@ class Host:
         Raises:
             NotSeen: if there is none.
         """
-        if found := self.adapters():
-            return found
+        if adapters := self.adapters():
+            return adapters
         raise NotSeen("no active InfiniBand or RoCE device here (/sys/class/infiniband)")
 
     def interfaces(self) -> list[str]:
@@ -213,10 +218,10 @@ class Host:
         states = {name: self.read_or(f"/sys/class/net/{name}/operstate") for name in every}
         up = [name for name in every if states[name] in ("up", "unknown")]
         # IPv4 routes begin with the interface, IPv6 addresses end with it.
-        routes = [line.split()[:1] for line in self.read_or("/proc/net/route").splitlines()]
-        words = {word for found in routes for word in found}
-        words |= {line.split()[-1] for line in self.read_or("/proc/net/if_inet6").splitlines() if line.split()}
-        addressed = [name for name in up if name in words or name == "lo"]
+        rows = [(line.split(), 0) for line in self.read_or("/proc/net/route").splitlines()]
+        rows += [(line.split(), -1) for line in self.read_or("/proc/net/if_inet6").splitlines()]
+        with_address = {words[place] for words, place in rows if words} | {"lo"}
+        addressed = [name for name in up if name in with_address]
         return addressed if set(addressed) - {"lo"} else up
 
     def chosen(self) -> list[str]:
@@ -225,14 +230,11 @@ class Host:
         NCCL_SOCKET_IFNAME holds prefixes, exact names after `=`, and excludes after `^`. Without it NCCL prefers names
         that begin with `ib`, then takes everything but `docker`, `lo` and `virbr`, then these three in turn.
         """
-        found = self.interfaces()
-        wanted = self.set("NCCL_SOCKET_IFNAME")
-        if wanted:
-            return matching(found, wanted)
-        for pattern in ("ib", "^docker,lo,virbr", "docker", "lo", "virbr"):
-            if names := matching(found, pattern):
-                return names
-        return []
+        up = self.interfaces()
+        if wanted := self.set("NCCL_SOCKET_IFNAME"):
+            return matching(up, wanted)
+        choices = (matching(up, pattern) for pattern in ("ib", "^docker,lo,virbr", "docker", "lo", "virbr"))
+        return next(filter(None, choices), [])
 
     def need_chosen(self) -> list[str]:
         """Return the interfaces that NCCL takes, loopback left out.
@@ -240,8 +242,8 @@ class Host:
         Raises:
             NotSeen: if there is none.
         """
-        if found := [name for name in self.chosen() if name != "lo"]:
-            return found
+        if names := [name for name in self.chosen() if name != "lo"]:
+            return names
         raise NotSeen("no network interface beside loopback is up (/sys/class/net)")
 
     def physical(self, interface: str) -> bool:

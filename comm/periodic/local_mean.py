@@ -80,10 +80,6 @@ class WeightMean(CommState):
         assert self._talk is not None
         return self._talk
 
-    def tell(self, mine: Any) -> list[Any]:
-        """Return what each rank passed, by rank."""
-        return self.talk.gather(mine)
-
     @torch.no_grad()
     def copy_first(self, tensors: Sequence[Tensor]) -> None:
         """Give all ranks the first one's values of a few small tensors."""

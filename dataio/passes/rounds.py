@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from accel.profiler.trial import interval, winsorised
+from accel.profiler.trial import interval, log_ratios
 
 # The first one, in the order of preference, that is slower than the fastest by no more than this is taken.
 _SIMPLER = math.log(1.03)
@@ -88,7 +88,7 @@ class Rounds:
     def record(self, step_s: float, wait_s: float) -> None:
         """Take note of a block of the current setting: seconds of the loop per batch, and those that it waited."""
         tried = self._to_come.pop(0)
-        tried.step_s.append(step_s)
+        tried.step_s.append(max(step_s, 1e-9))
         tried.wait_s.append(wait_s)
         self._end_round()
 
@@ -115,8 +115,7 @@ class Rounds:
 
     def _against(self, one: Tried, other: Tried) -> list[float]:
         """Return by how much one was slower than the other, round by round: logarithms."""
-        pairs = zip(one.step_s[: self.done], other.step_s[: self.done], strict=True)
-        return winsorised([math.log(max(a, 1e-9) / max(b, 1e-9)) for a, b in pairs])
+        return log_ratios(one.step_s[: self.done], other.step_s[: self.done])
 
     def _slow(self, one: Tried, best: Tried) -> bool:
         """Tell whether `one` is surely too slow to be preferred."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import TypeVar
+
+import pytest
 
 from accel.comm.catalogue import Scheme
 from accel.comm.cost_model.choice import Option, Plan, preferred
 from accel.comm.cost_model.cost import Network, Profile
 from accel.comm.selector import AutoComm, Choice
+
+T = TypeVar("T")
 
 PLAIN: Plan = (None, None)
 HALF, INT8, ONE_BIT, POWER = (
@@ -38,12 +42,20 @@ class Played(AutoComm):
 
     def outcome(self) -> Plan:
         """Run the trials to their end."""
-        found: Any = self._shortest()
-        while True:
-            try:
-                next(found)
-            except StopIteration as ended:
-                return ended.value  # type: ignore[no-any-return]
+        return to_the_end(self._shortest())
+
+    def proves(self, plan: Plan) -> bool:
+        """Run the trial of a plan against DDP's own."""
+        return to_the_end(self._proves(plan))
+
+
+def to_the_end(steps: Generator[None, None, T]) -> T:
+    """Take steps until the search returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            return ended.value  # type: ignore[no-any-return]
 
 
 def iter_of(first: float, rest: float) -> Iterator[float]:
@@ -65,12 +77,12 @@ def test_what_is_predicted_much_slower_is_not_tried() -> None:
     assert played.tried == [ONE_BIT]
 
 
-def test_two_near_to_each_other_run_in_turns_and_a_disturbed_first_trial_is_forgotten() -> None:
+def test_two_near_to_each_other_are_on_trial_and_a_disturbed_first_measurement_is_forgotten() -> None:
     played = Played({ONE_BIT: 0.50, POWER: 0.50, PLAIN: 1.0}, {ONE_BIT: (0.47, 0.55), POWER: (0.50, 0.50)})
     assert played.outcome() == POWER
-    assert played.tried == [ONE_BIT, POWER] * 5
+    assert played.tried == [ONE_BIT, POWER, *[ONE_BIT, POWER, POWER, ONE_BIT] * 2]
     assert played.choice is not None
-    assert played.choice.measured[ONE_BIT] == 0.55
+    assert played.choice.measured[ONE_BIT] == pytest.approx(0.55)
 
 
 def test_two_far_from_each_other_do_not() -> None:
@@ -87,3 +99,12 @@ def test_of_two_alike_the_one_nearer_to_exact_stays() -> None:
 
 def test_nothing_worthwhile_leaves_ddps_own() -> None:
     assert Played({PLAIN: 1.0, HALF: 0.99}, {}).outcome() == ()
+
+
+@pytest.mark.parametrize(("step_s", "proves", "pairs"), [(0.9, True, 4), (0.99, False, 3), (1.1, False, 3)])
+def test_a_small_gain_must_show_in_a_trial_against_ddps_own(step_s: float, proves: bool, pairs: int) -> None:
+    played = Played({HALF: 0.9, PLAIN: 1.0}, {HALF: (step_s, step_s), PLAIN: (1.0, 1.0)})
+    assert played.proves(HALF) == proves
+    assert played.tried == [PLAIN, HALF, HALF, PLAIN, PLAIN, HALF, HALF, PLAIN][: 2 * pairs]
+    assert played.choice is not None
+    assert played.choice.plain_s == pytest.approx(1.0)

@@ -9,17 +9,13 @@ import pytest
 from accel.profiler.cgroup import Throttle, quota
 
 
-def write(root: Path, **files: str) -> None:
+def write(root: Path, own: str, **files: str) -> None:
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/cgroup").write_text(own)
     for name, text in files.items():
-        path = root / name
+        path = root / "sys/fs/cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-
-
-def groups(root: Path, text: str) -> Path:
-    own = root / "own"
-    own.write_text(text)
-    return own
 
 
 @pytest.mark.parametrize(
@@ -49,21 +45,21 @@ def groups(root: Path, text: str) -> Path:
 def test_quota_is_the_tightest_of_the_groups(
     tmp_path: Path, own: str, files: dict[str, str], cores: float | None
 ) -> None:
-    write(tmp_path, **files)
+    write(tmp_path, own, **files)
 
-    assert quota(tmp_path, groups(tmp_path, own)) == cores
+    assert quota(tmp_path) == cores
 
 
 def test_a_system_without_groups_has_no_quota(tmp_path: Path) -> None:
-    assert quota(tmp_path / "gone", tmp_path / "gone") is None
-    assert Throttle(tmp_path / "gone", tmp_path / "gone").share() is None
+    assert quota(tmp_path) is None
+    assert Throttle(tmp_path).share() is None
 
 
 def test_throttled_is_the_share_of_the_periods_since_the_last_look(tmp_path: Path) -> None:
-    own = groups(tmp_path, "0::/\n")
-    write(tmp_path, **{"cpu.max": "200000 100000\n", "cpu.stat": "usage_usec 1\nnr_periods 100\nnr_throttled 90\n"})
-    meter = Throttle(tmp_path, own)
-    write(tmp_path, **{"cpu.stat": "usage_usec 2\nnr_periods 150\nnr_throttled 100\n"})
+    files = {"cpu.max": "200000 100000\n", "cpu.stat": "usage_usec 1\nnr_periods 100\nnr_throttled 90\n"}
+    write(tmp_path, "0::/\n", **files)
+    meter = Throttle(tmp_path)
+    write(tmp_path, "0::/\n", **{"cpu.stat": "usage_usec 2\nnr_periods 150\nnr_throttled 100\n"})
 
     assert meter.share() == pytest.approx(0.2)
     assert meter.share() is None  # no period has passed
