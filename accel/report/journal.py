@@ -16,7 +16,6 @@ import torch
 import accel
 from accel.profiler.diagnose.consistency import Held
 from accel.profiler.naming import PHASES_OF
-from accel.report import terminal
 from accel.report.model import Machine, Report, State, StrategyRow
 from accel.run import Run, ranks
 from accel.run.session import Session
@@ -84,6 +83,8 @@ class Journal:
 
     def announce(self, row: StrategyRow, done: int, total: int) -> None:
         """Print one line about a decision."""
+        from accel.report import terminal  # brings rich: only where there is something to print
+
         print(terminal.decision_line(row, done, total), file=sys.stderr, flush=True)
 
     def say(self, line: str) -> None:
@@ -94,6 +95,8 @@ class Journal:
 
     def settled(self) -> None:
         """The search is over: print the report and write the files."""
+        from accel.report import terminal
+
         report = self.report()
         print(terminal.render(report), file=sys.stderr, flush=True)
         self._write(report)

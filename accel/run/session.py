@@ -28,7 +28,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from accel.comm.ranks.meeting import Apart, Left
 from accel.dataio import batches
 from accel.dataio.dataset.witness import Witness
 from accel.dataio.passes.proxy import Fetching, LoaderProxy
@@ -42,7 +41,7 @@ from accel.run.guard import Comparison, Recording
 from accel.run.listeners import free_fetching
 from accel.run.observation import Observation
 from accel.run.parts import PartsCalled
-from accel.run.ranks import Ranks
+from accel.run.ranks import Failure, Ranks
 from accel.run.turns import TURNS
 from accel.run.watch import Excuse, Watch
 from accel.search.actions import Action, Result
@@ -490,7 +489,8 @@ class Session:
     def _begin(self) -> None:
         """Meet the other ranks and take the first action; the steps until here only warmed up."""
         backward.forget(self)  # until a strategy is on that could make a gradient wrong
-        self._ranks = Ranks(since=self._called_at)
+        self._ranks = Ranks()
+        self._ranks.join(since=self._called_at)
         self.run.world_size = self._ranks.size
         if self._ranks.leads:
             self._decisions = self._make_decisions()
@@ -746,16 +746,19 @@ class Session:
         try:
             work()
         except Exception as error:
-            self.failed = str(error) if isinstance(error, Apart) else f"{type(error).__name__}: {error}"
-            # Ranks that are apart all stop at this very step, but within join(). Of a failure of this one the others
-            # hear when they meet next, and stop there.
-            apart = isinstance(error, Apart) and not isinstance(error, Left) and not self._joins()
-            self._stop(together=apart or self._ranks is None or not self._ranks.distributed)
-            # One rank has found out that they are apart, and says so for all.
-            if isinstance(error, Apart) and not isinstance(error, Left) and error.by not in (None, self.rank):
+            failure = self._failure(error)
+            self.failed = failure.text
+            self._stop(together=failure.everywhere)
+            if failure.reported:
                 log.info("accel stopped and left the loop as it was: %s", self.failed)
                 return
             warnings.warn(f"accel stopped and left the loop as it was: {self.failed}", RuntimeWarning, stacklevel=4)
+
+    def _failure(self, error: Exception) -> Failure:
+        if self._ranks is None:
+            return Failure(f"{type(error).__name__}: {error}", everywhere=True)
+        failure = self._ranks.failure(error)
+        return failure._replace(everywhere=False) if self._ranks.distributed and self._joins() else failure
 
     def _joins(self) -> bool:
         """Tell whether the model is within DDP's join(), where a rank may have ended its steps before the others."""
