@@ -21,6 +21,7 @@ from accel.dataio.passes.proxy import LoaderProxy, is_proxy
 from accel.errors import InvalidArgument
 from accel.report import Report
 from accel.report.journal import Journal
+from accel.report.voice import Voice
 from accel.run import Run
 from accel.run.gate import Gate
 from accel.run.listeners import follow, free_fetching, leave
@@ -49,9 +50,10 @@ class _LeftOut(Enum):
 class _Optimized:
     """What belongs to one optimized model."""
 
-    def __init__(self, session: Session, journal: Journal, settings: OptimizeSettings) -> None:
+    def __init__(self, session: Session, journal: Journal, voice: Voice, settings: OptimizeSettings) -> None:
         self.session = session
         self.journal = journal
+        self.voice = voice
         self.settings = settings
         self._followed: weakref.WeakValueDictionary[int, LoaderProxy] = weakref.WeakValueDictionary()
 
@@ -63,12 +65,12 @@ class _Optimized:
     def follow(self, proxy: LoaderProxy) -> None:
         """Follow a loader of the model: the training one, one that validates, or one in the first one's place."""
         self._followed[id(proxy)] = proxy  # it hashes and compares as its loader does: a list has no hash
-        follow(proxy, self.session)
+        follow(proxy, self.session.events)
 
     def close(self) -> None:
         self.session.close()
         for proxy in self.proxies:
-            leave(proxy, self.session)
+            leave(proxy, self.session.events)
         self.journal.finish()
 
 
@@ -213,30 +215,34 @@ def _start(
     earlier = [] if before is None else before.proxies
     if before is not None:
         before.close()
-        before.journal.say(f"{type(model).__name__} was passed with other settings than before: its search begins anew")
+        before.voice.say(f"{type(model).__name__} was passed with other settings than before: its search begins anew")
     chosen = {kind.name: kind() for kind in strategies.REGISTRY}
     gate = Gate(model, list(chosen))
     fetching = free_fetching(proxy)
     run = Run(model, proxy._accel_loader, [] if optimizer is None else [optimizer], gate, fetching)
-    journal = Journal(
-        run,
-        allow=settings.level.word,
-        budget=settings.budget.text,
-        report=settings.report,
-        replayed=settings.plan is not None,
-    )
+    voice = Voice()
     taken = fetching is not proxy._accel_fetching
     controller = Controller(
         [_candidate(s, run, settings, taken) for s in chosen.values()],
         budget=settings.budget,
         reduce=statistics.fmean if run.cuda else statistics.median,
-        announce=journal.announce,
-        say=journal.say,
+        announce=voice.announce,
+        say=voice.say,
         replay=None if settings.plan is None else settings.plan.strategies,
     )
-    session = Session(run, chosen, controller.decisions, settled=journal.settled, say=journal.say)
-    journal.follow(session, controller)
-    optimized = _Optimized(session, journal, settings)
+    session = Session(run, chosen, controller.decisions, say=voice.say)
+    journal = Journal(
+        run,
+        session,
+        controller,
+        voice,
+        allow=settings.level.word,
+        budget=settings.budget.text,
+        report=settings.report,
+        replayed=settings.plan is not None,
+    )
+    session.start(settled=journal.settled)
+    optimized = _Optimized(session, journal, voice, settings)
     for known in earlier:
         optimized.follow(known)
     return optimized

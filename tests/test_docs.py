@@ -21,7 +21,7 @@ from accel.profiler.trial import TrialConfig
 from accel.report import model as report
 from accel.run.guard import Tolerance
 from accel.search import controller
-from accel.search.controller import Pace
+from accel.search.pace import Pace
 from accel.search.plan import Plan
 from accel.strategies import Exactness
 

@@ -16,9 +16,9 @@ import torch
 import accel
 from accel.profiler.diagnose.consistency import Held
 from accel.profiler.naming import PHASES_OF
-from accel.report import terminal
-from accel.report.model import Machine, Report, State, StrategyRow
-from accel.run import Run, ranks
+from accel.report.model import Machine, Report, State
+from accel.report.voice import Voice
+from accel.run import Run
 from accel.run.session import Session
 from accel.search.controller import Controller
 from accel.search.plan import Plan, fingerprint
@@ -46,6 +46,9 @@ class Journal:
 
     Args:
         run: the run.
+        session: what is on in it, and its steps.
+        controller: what was decided, and why.
+        voice: says a line to the user.
         allow: the exactness asked for.
         budget: the budget, in words.
         report: a `.json` or `.html` file, a folder, or None for the terminal alone.
@@ -53,9 +56,18 @@ class Journal:
     """
 
     def __init__(
-        self, run: Run, *, allow: str, budget: str, report: str | os.PathLike[str] | None, replayed: bool
+        self,
+        run: Run,
+        session: Session,
+        controller: Controller,
+        voice: Voice,
+        *,
+        allow: str,
+        budget: str,
+        report: str | os.PathLike[str] | None,
+        replayed: bool,
     ) -> None:
-        self._run = run
+        self._run, self._session, self._controller, self._voice = run, session, controller, voice
         self._target = None if report is None else Path(report)
         if self._target is not None and self._target.suffix != ".json":
             # Now, not at exit: there it would make Python forget that Ctrl-C ended the run, and exit with 1, not 130.
@@ -64,9 +76,6 @@ class Journal:
         self._finished = False
         self._concluded: Report | None = None
         """The report when the last search had ended: what stands while another one is under way."""
-        self._said: set[str] = set()
-        self._session: Session | None = None
-        self._controller: Controller | None = None
         self._report = Report(
             started=datetime.now().astimezone().isoformat(timespec="seconds"),
             command=shlex.join(["python", *sys.orig_argv[1:]]),
@@ -78,29 +87,17 @@ class Journal:
             budget=budget,
         )
 
-    def follow(self, session: Session, controller: Controller) -> None:
-        """Take the numbers from here."""
-        self._session, self._controller = session, controller
-
-    def announce(self, row: StrategyRow, done: int, total: int) -> None:
-        """Print one line about a decision."""
-        print(terminal.decision_line(row, done, total), file=sys.stderr, flush=True)
-
-    def say(self, line: str) -> None:
-        """Print one line, once, on the rank that prints."""
-        if line not in self._said and ranks.leads():
-            self._said.add(line)
-            print(f"accel: {line}", file=sys.stderr, flush=True)
-
     def settled(self) -> None:
         """The search is over: print the report and write the files."""
+        from accel.report import terminal  # brings rich: only where there is something to print
+
         report = self.report()
         print(terminal.render(report), file=sys.stderr, flush=True)
         self._write(report)
 
     def finish(self) -> None:
         """The run is over, or accel was undone: write the files with the last numbers."""
-        if self._finished or self._session is None or not self._leads():
+        if self._finished or not self._leads():
             return
         self._finished = True
         self._write(self.report())
@@ -111,9 +108,8 @@ class Journal:
         if report.state != "interrupted" or not self._leads():
             return
         if report.steps == 0:
-            assert self._session is not None
             what = self._session.untrained or f"no training step of {report.model} was seen"
-            what = "" if self._said else what
+            what = "" if self._voice.was_heard else what
         else:
             kept = ", ".join(report.plan) or "nothing"
             what = (
@@ -121,10 +117,10 @@ class Journal:
                 f"kept so far: {kept}"
             )
         if what:
-            self.say(what)
+            self._voice.say(what)
 
     def _leads(self) -> bool:
-        return self._session is not None and (self._session.rank == 0)
+        return self._session.rank == 0
 
     def _write(self, report: Report) -> None:
         if self._target is None:
@@ -157,7 +153,6 @@ class Journal:
     def report(self) -> Report:
         """Return the report as it stands."""
         report, controller, session = self._report, self._controller, self._session
-        assert controller is not None and session is not None
         report.machine.world_size = self._run.world_size
         report.rows = list(controller.rows.values())
         report.events = list(controller.events)
@@ -191,7 +186,7 @@ class Journal:
             report.state = told.state
 
     def _state(self, controller: Controller) -> State:
-        if self._session is not None and not self._session.alive:
+        if not self._session.alive:
             return "undone"
         if controller.searching:
             return "interrupted" if self._finished else "searching"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel.dataio.batches import tensors
 from accel.profiler.host import usable_cores
 
 if TYPE_CHECKING:
@@ -30,6 +31,14 @@ class Observed:
     """What to pass in place of a model that the loop never calls; '' if it is called."""
     fetch_finding: str = ""
     """Why fetching can't be moved elsewhere; '' if nothing was found."""
+
+    def note_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
+        """Take note of a plain call of the model."""
+        self.calls += 1
+        self.autocast = self.autocast or torch.is_autocast_enabled(device.type)
+        self.conv_input = self.conv_input or any(
+            tensor.dim() == 4 and tensor.is_floating_point() for tensor in tensors((args, kwargs))
+        )
 
 
 @dataclass

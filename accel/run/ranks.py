@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from accel.comm.ranks.meeting import Meeting
+if TYPE_CHECKING:
+    from accel.comm.ranks.meeting import Meeting
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -32,6 +33,16 @@ _REMEDY = (
 _made = itertools.count()
 
 
+class Failure(NamedTuple):
+    """What went wrong, as the ranks have it."""
+
+    text: str
+    everywhere: bool
+    """All ranks stop at this very step."""
+    reported: bool = False
+    """Another rank says so for all."""
+
+
 def leads() -> bool:
     """Tell whether this process prints, whether the ranks have met or not."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
@@ -40,24 +51,31 @@ def leads() -> bool:
 class Ranks:
     """The ranks of this run; with one process every call is a no-op.
 
-    Made by all ranks at the same place: the first boundary between two steps.
-
-    Args:
-        since: when this rank called `accel.optimize`, by the clock on the wall. What others gave up before that was
-            another call of theirs, which this rank never made.
+    Made by all ranks at the same place, the first boundary between two steps, where they then join.
     """
 
-    def __init__(self, since: float) -> None:
+    def __init__(self) -> None:
         self.distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if self.distributed else 0
         self.size = dist.get_world_size() if self.distributed else 1
         self._meeting: Meeting | None = None
-        if self.distributed:
-            assert dist.group.WORLD is not None
-            store = dist.group.WORLD.get_group_store()
-            while self._meeting is None or self._meeting.given_up_before(since):
-                prefix = f"accel-optimize/{next(_made)}"
-                self._meeting = Meeting(PrefixStore(prefix, store), self.rank, self.size, PATIENCE_S, _REMEDY)
+
+    def join(self, since: float) -> None:
+        """Come to the first meeting.
+
+        Args:
+            since: when this rank called `accel.optimize`, by the clock on the wall. What others gave up before that was
+                another call of theirs, which this rank never made.
+        """
+        if not self.distributed:
+            return
+        from accel.comm.ranks.meeting import Meeting
+
+        assert dist.group.WORLD is not None
+        store = dist.group.WORLD.get_group_store()
+        while self._meeting is None or self._meeting.given_up_before(since):
+            prefix = f"accel-optimize/{next(_made)}"
+            self._meeting = Meeting(PrefixStore(prefix, store), self.rank, self.size, PATIENCE_S, _REMEDY)
 
     @property
     def leads(self) -> bool:
@@ -80,6 +98,22 @@ class Ranks:
             return decision([mine])
         self._meeting.patience_s = max(PATIENCE_S, min(math.ceil(2 * step_s), _MOST_S))
         return self._meeting.meet(mine, decision, missed)
+
+    def failure(self, error: Exception) -> Failure:
+        """Tell what `error` is to the ranks: those that are apart all stop at this very step.
+
+        Of another failure of this one the others hear when they meet next, and stop there.
+        """
+        text = f"{type(error).__name__}: {error}"
+        if not self.distributed:
+            return Failure(text, everywhere=True)
+        from accel.comm.ranks.meeting import Apart, Left
+
+        if not isinstance(error, Apart):
+            return Failure(text, everywhere=False)
+        if isinstance(error, Left):
+            return Failure(str(error), everywhere=False)
+        return Failure(str(error), everywhere=True, reported=error.by not in (None, self.rank))
 
     def check(self) -> None:
         """Raise `Apart` if the others have stopped already; one look at the store."""

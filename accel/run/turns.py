@@ -15,6 +15,10 @@ class Searcher(Protocol):
     """What takes turns: a session."""
 
     @property
+    def name(self) -> str:
+        """What it searches for, in a line for the user."""
+
+    @property
     def searching(self) -> bool:
         """True while its trials may switch something on or off."""
 

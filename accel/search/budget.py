@@ -58,3 +58,10 @@ class Budget:
     def exhausted(self, spent: float, expected: float) -> bool:
         """Tell whether waiting can't help: an absolute budget has too little left."""
         return spent + expected > self.seconds
+
+    def too_dear(self, spent: float, expected: float) -> str:
+        """Say why a further cost of `expected` seconds is not taken on."""
+        later = "" if self.exhausted(spent, expected) else "; tried once the run is long enough"
+        if expected:
+            return f"about {expected:.0f} s of one-off work, more than the budget of {self.text} allows now{later}"
+        return f"the budget of {self.text} is spent{later}"

@@ -10,11 +10,8 @@ runs the same on a training loop and on a simulated one.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 
 from accel.profiler import naming
 from accel.profiler.bottleneck import Bottleneck
@@ -22,43 +19,19 @@ from accel.profiler.diagnose import anatomy, causes
 from accel.profiler.diagnose.exchange import exchanged
 from accel.profiler.evidence import Evidence
 from accel.profiler.trial import Outcome, Trial, TrialConfig
-from accel.report import Event, Status, StrategyRow
+from accel.report import Event, StrategyRow
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
+from accel.search.ledger import Ledger, refusal
+from accel.search.pace import Pace
 from accel.search.plan import Choices
+from accel.search.step_level import StepLevel
 
 _LOOK = 6
 """Steps that are enough to order candidates by; a verdict for a reader needs more."""
 
 Decisions = Generator[Action, Result, None]
 Trying = Generator[Action, Result, "Outcome | None"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """How many steps the controller takes for what."""
-
-    observe: int = 12
-    """Plain steps before anything is tried."""
-    guard: int = 2
-    """Steps whose replays must agree before a candidate runs for real; two, so that a stale input shows."""
-    hold: int = 50
-    """Steps of a look at a finished plan."""
-    rest: int = 150
-    """Steps between two such looks, in which nothing is measured."""
-    recheck: int = 250
-    """Steps from the end of the search to the guard's next look; the gap then doubles."""
-    crowded_looks: int = 3
-    """How often the search waits for a crowded machine to become quiet, `recheck` steps each time."""
-    crowded_wait_s: float = 20.0
-    """The longest such wait, s: slow steps make for fewer of them."""
-    urgent: float = 0.3
-    """Share of the step from which on a phase is worth a trial on a crowded machine: what shortens it shows above the
-    noise."""
-    reopenings: int = 3
-    """How often the search may begin again; a batch shape that never settles would keep it searching."""
-    slower: float = 1.10
-    """A plan whose step has become this much slower, three looks in a row, is tried again."""
 
 
 class Controller:
@@ -93,10 +66,9 @@ class Controller:
         self._config = config or TrialConfig()
         self._pace = pace or Pace()
         self._reduce = reduce
-        self._announce, self._say = announce, say
+        self._say = say
         self._replay = replay
-        self.rows = {c.name: _row(c) for c in candidates}
-        self.events: list[Event] = []
+        self._ledger = Ledger(candidates, announce, self._config.drop_gain)
         self.plan: Choices = {}
         """The best plan so far: what a run that is interrupted is left with."""
         self.searching = True
@@ -115,12 +87,20 @@ class Controller:
         """Step at which the last search ended."""
         self._pending = [c.name for c in candidates if c.ruled_out is None]
         self._regime: object = None
-        self._regime_changed = self._moving = False
+        self._regime_changed = False
         self._reopened = 0
-        self._told: dict[str, tuple[str, str, str]] = {}
         self._closed: Choices = {}
         """The plan that the closing trial was about."""
-        self._level_ms: float | None = None
+
+    @property
+    def rows(self) -> dict[str, StrategyRow]:
+        """The report's rows, by name."""
+        return self._ledger.rows
+
+    @property
+    def events(self) -> list[Event]:
+        """What happened at which step."""
+        return self._ledger.events
 
     # -- the whole ---------------------------------------------------------------------------------------------------
 
@@ -149,14 +129,14 @@ class Controller:
         self.elapsed_s += result.elapsed_s + result.aside_s
         if self.searching:
             self.cost_s += result.aside_s
-        self._moving = self._is_another(result)
+        self._ledger.moving = self._is_another(result)
         for name, why in result.trips.items():
             self._remove(name, f"{why} at step {self.steps}")
         return result
 
     def _observe(self) -> Decisions:
         for waits in range(self._pace.crowded_looks + 1):
-            rest = self._crowded_rest() if waits else 0
+            rest = self._pace.crowded_rest(self.plain_ms / 1e3) if waits else 0
             plan = dict(self.plan)
             look = Action(plan=plan, rest=rest, steps=self._pace.observe, anatomy=True)
             result = yield from self._act(look)
@@ -181,19 +161,13 @@ class Controller:
                 return
 
         for name, candidate in self._candidates.items():
-            if self.rows[name].status == "not allowed" and (why := _refusal(candidate)):
-                self._decide(name, "not applicable", why)
-
-    def _crowded_rest(self) -> int:
-        """Steps to wait for a quiet machine, few where they are slow."""
-        seconds = max(self.plain_ms / 1e3, 1e-6)
-        return max(self._pace.observe, min(self._pace.recheck, int(self._pace.crowded_wait_s / seconds)))
+            if self.rows[name].status == "not allowed" and (why := refusal(candidate)):
+                self._ledger.decide(name, "not applicable", why)
 
     def _is_urgent(self, candidate: Candidate) -> bool:
         """Tell whether crowding is no reason to wait: the phase that the candidate shortens is much of the step."""
-        total = sum(self.anatomy_after.values())
-        share = self.anatomy_after.get(candidate.phase, 0.0) / total if candidate.phase and total > 0 else 0.0
-        return share >= self._pace.urgent and self._replay is None and not _refusal(candidate)
+        urgent = (self._share(candidate) or 0.0) >= self._pace.urgent
+        return urgent and self._replay is None and not refusal(candidate)
 
     def _try_urgent(self, names: Sequence[str]) -> Decisions:
         """Try these now. Only a keep stands: what was not seen to win among others' noise is tried again later."""
@@ -207,7 +181,7 @@ class Controller:
             if row.status == "kept" or row.gain is None:  # kept, or found wrong or failing
                 self._pending = [other for other in self._pending if other != name]
             else:
-                self.rows[name] = dataclasses.replace(_row(self._candidates[name]), cost_s=row.cost_s, steps=row.steps)
+                self._ledger.withdraw(name)
 
     def _take_look(self, result: Result) -> None:
         """Take in where the time goes under the plan as it is now, and what that means."""
@@ -224,13 +198,13 @@ class Controller:
             name = self._next()
             self._pending.remove(name)
             candidate = self._candidates[name]
-            why = _refusal(candidate)
+            why = refusal(candidate)
             if why:
-                self._decide(name, "not applicable", why)
+                self._ledger.decide(name, "not applicable", why)
             elif too_little := self._too_little(candidate):
-                self._decide(name, "not tried", too_little)
+                self._ledger.decide(name, "not tried", too_little)
             elif not self._affordable(candidate.one_off_s):
-                self._decide(name, "not tried", self._too_dear(candidate.one_off_s))
+                self._ledger.decide(name, "not tried", self._budget.too_dear(self.cost_s, candidate.one_off_s))
                 waiting.append(name)
             else:
                 yield from self._try(candidate)
@@ -253,24 +227,18 @@ class Controller:
 
     def _too_little(self, candidate: Candidate) -> str:
         """Say so if all of what a candidate could shorten is less than what a trial looks for."""
-        total = sum(self.anatomy_after.values())
-        if not candidate.phase or total <= 0:
+        share = self._share(candidate)
+        if share is None or share >= self._config.drop_gain:
             return ""
-        share = self.anatomy_after.get(candidate.phase, 0.0) / total
-        return (
-            f"{candidate.phase} is {share:.1%} of the step: too little to win" if share < self._config.drop_gain else ""
-        )
+        return f"{candidate.phase} is {share:.1%} of the step: too little to win"
+
+    def _share(self, candidate: Candidate) -> float | None:
+        """Return the share of the step that a candidate can shorten; None if that is not one phase, or not known."""
+        total = sum(self.anatomy_after.values())
+        return self.anatomy_after.get(candidate.phase, 0.0) / total if candidate.phase and total > 0 else None
 
     def _affordable(self, expected: float) -> bool:
         return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=self.elapsed_s)
-
-    def _too_dear(self, expected: float) -> str:
-        later = "" if self._budget.exhausted(self.cost_s, expected) else "; tried once the run is long enough"
-        if expected:
-            return (
-                f"about {expected:.0f} s of one-off work, more than the budget of {self._budget.text} allows now{later}"
-            )
-        return f"the budget of {self._budget.text} is spent{later}"
 
     def _try(self, candidate: Candidate) -> Decisions:
         """Try each setting of a candidate against the plan so far; a setting that wins becomes part of the plan."""
@@ -289,10 +257,13 @@ class Controller:
             self.search_steps += self.steps - steps
             if outcome is None:
                 break  # wrong, failed or interrupted by another regime: said already
-            self._judge(candidate, setting, outcome, trial_plan)
+            if outcome.verdict == "keep":
+                self.plan = trial_plan
+            self._ledger.judge(candidate, setting, outcome, self.plan)
             if outcome.verdict == "keep":
                 yield from self._look()
-        self._settle_row(candidate)
+        if not self._regime_changed:  # else there is no verdict: the search begins anew
+            self._ledger.settle(name)
 
     def _guard(self, candidate: Candidate, trial_plan: Choices) -> Generator[Action, Result, bool]:
         row = self.rows[candidate.name]
@@ -300,20 +271,18 @@ class Controller:
         if self._changed(result) or candidate.name in result.trips:
             return False
         finding = result.finding
-        if finding is not None:
-            if finding.problem and candidate.name in self.plan:  # another setting of it is kept, and stays
-                setting = candidate.describe(trial_plan[candidate.name])
-                self._note(f"{candidate.name} {setting} is wrong: {finding.problem}; {row.setting} stays")
-                return False
-            row.output_error, row.gradient_error = _json(finding.output_error), _json(finding.gradient_error)
-            row.tolerance = finding.tolerance
-            if finding.problem:
-                self._decide(candidate.name, "undone", f"wrong: {finding.problem}")
-                return False
-            if finding.unsure:
-                self._decide(candidate.name, "not tried", f"the guard could compare nothing: {finding.unsure}")
-                return False
-        return True
+        if finding is None:
+            return True
+        if finding.problem and candidate.name in self.plan:  # another setting of it is kept, and stays
+            setting = candidate.describe(trial_plan[candidate.name])
+            self._note(f"{candidate.name} {setting} is wrong: {finding.problem}; {row.setting} stays")
+            return False
+        self._ledger.compared(candidate.name, finding)
+        if finding.problem:
+            self._ledger.decide(candidate.name, "undone", f"wrong: {finding.problem}")
+        elif finding.unsure:
+            self._ledger.decide(candidate.name, "not tried", f"the guard could compare nothing: {finding.unsure}")
+        return not finding.problem and not finding.unsure
 
     def _trial(self, a: Choices, b: Choices, settle: int) -> Trying:
         """Run one interleaved trial; None if a strategy tripped or the regime changed under it."""
@@ -336,36 +305,6 @@ class Controller:
         slower = statistics.median(trial.steps["B"]) - statistics.median(trial.steps["A"])
         self.cost_s += max(0.0, settling) + max(0.0, len(trial.steps["B"]) * slower)
         return trial.outcome()
-
-    def _judge(self, candidate: Candidate, setting: object, outcome: Outcome, trial_plan: Choices) -> None:
-        """Take a trial's outcome into the row: the best setting is what the report shows."""
-        row = self.rows[candidate.name]
-        if outcome.verdict == "keep":
-            first = 1.0 if row.status != "kept" else None
-            row.before_ms = outcome.before_ms if first else row.before_ms
-            row.gain = outcome.gain * (first or row.gain or 1.0)
-            row.gain_low = outcome.low * (first or row.gain_low or 1.0)
-            row.gain_high = outcome.high * (first or row.gain_high or 1.0)
-            assert row.before_ms is not None
-            row.after_ms = row.before_ms / row.gain  # of several settings, the product of their trials
-            row.spread_ms = outcome.spread_ms * row.after_ms / outcome.after_ms
-            row.status, row.why = "kept", f"faster in {outcome.pairs} pairs of interleaved blocks"
-            self.plan = trial_plan
-        elif row.status != "kept" and (row.gain is None or outcome.gain > row.gain):
-            row.before_ms, row.after_ms, row.spread_ms = outcome.before_ms, outcome.after_ms, outcome.spread_ms
-            row.gain, row.gain_low, row.gain_high = outcome.gain, outcome.low, outcome.high
-            row.status, row.why = _why_not(outcome, self._config.drop_gain)
-            row.setting = candidate.describe(setting)
-        if row.status == "kept":
-            row.setting = candidate.describe(self.plan[candidate.name])
-
-    def _settle_row(self, candidate: Candidate) -> None:
-        row = self.rows[candidate.name]
-        if self._regime_changed:
-            return  # no verdict: the search begins anew
-        if row.status == "not tried" and not row.why:
-            row.why = f"the search was interrupted before a verdict, after {row.steps} steps"
-        self._tell(candidate.name)
 
     # -- closing trial -----------------------------------------------------------------------------------------------
 
@@ -398,13 +337,12 @@ class Controller:
 
     def _hold(self) -> Decisions:
         """Keep the plan on until there is a reason to search again."""
-        recent: deque[float] = deque(maxlen=3)
-        self._level_ms = None
+        level = StepLevel(self._pace.slower)
         gap, next_check = self._pace.recheck, self.steps + self._pace.recheck
         while True:
             check = dict(self.plan) if self.plan and self.steps >= next_check else None
             steps = 1 if check else self._pace.hold
-            rest = 0 if check or self._alert(recent) else self._pace.rest
+            rest = 0 if check or (self.plan and level.is_open) else self._pace.rest
             if self.plan:
                 rest = max(0, min(rest, next_check - self.steps - steps))
             result = yield from self._act(Action(plan=self.plan, rest=rest, steps=steps, check=check, settled=True))
@@ -413,44 +351,26 @@ class Controller:
                 self._recheck_numbers(result)
                 # A machine that was busy during the search and is quiet now (or the reverse) shows in no step time.
                 yield from self._retry_kept([n for n in self.plan if self._candidates[n].host_dependent])
-                self._level_ms = None
+                level.forget()
                 continue
             if self._changed(result):
                 return
             if self._replay is None and any(self._affordable(self._candidates[n].one_off_s) for n in self._pending):
                 return
             if result.trips:
-                recent.clear()
-                self._level_ms = None
-            elif result.seconds and self.plan:
-                yield from self._watch_level(recent, statistics.median(result.seconds) * 1e3)
+                level.begin_anew()
+            elif result.seconds and self.plan and (slower := level.look(statistics.median(result.seconds) * 1e3)):
+                self._note(f"{slower}: trying the plan again")
+                yield from self._retry_kept(list(self.plan))
+                level.forget()
             if self._replay is None and self.plan and self.plan != self._closed:
                 yield from self._close()  # less is on than was measured
-                self._level_ms = None
-
-    def _alert(self, recent: Sequence[float]) -> bool:
-        """Tell whether to look at every step: the usual step time is not known yet, or the last look was slow."""
-        if not self.plan:
-            return False
-        return self._level_ms is None or (bool(recent) and recent[-1] > self._pace.slower * self._level_ms)
+                level.forget()
 
     def _recheck_numbers(self, result: Result) -> None:
         if result.finding is not None and result.finding.problem:
             for name in list(self.plan):
                 self._remove(name, f"the guard's later check failed: {result.finding.problem}")
-
-    def _watch_level(self, recent: deque[float], median_ms: float) -> Decisions:
-        recent.append(median_ms)
-        if self._level_ms is None:
-            if len(recent) == 3:
-                self._level_ms = statistics.median(recent)
-                recent.clear()
-            return
-        if len(recent) == 3 and min(recent) > self._pace.slower * self._level_ms:
-            self._note(f"the step became slower ({self._level_ms:.3g} → {min(recent):.3g} ms): trying the plan again")
-            recent.clear()
-            yield from self._retry_kept(list(self.plan))
-            self._level_ms = None
 
     def _retry_kept(self, names: Sequence[str]) -> Decisions:
         """Leave out one of these kept strategies at a time; one that no longer pays is undone."""
@@ -465,14 +385,12 @@ class Controller:
     def _reopen(self) -> Decisions:
         """Begin again from the plain loop: what was measured was measured for something else."""
         self._note("the loader, batch shape, world size or thread count changed: searching again")
-        if self._told:
+        if self._ledger.has_announced:
             self._say("the loader, the batch shape or the thread count changed: the search begins anew")
         self._regime_changed = False
         self._reopened += 1
-        self.plan, self.closing, self._told = {}, None, {}
-        for name, candidate in self._candidates.items():
-            if candidate.ruled_out is None:
-                self.rows[name] = _row(candidate)
+        self.plan, self.closing = {}, None
+        self._ledger.begin_anew()
         self._pending = [name for name, c in self._candidates.items() if c.ruled_out is None]
         yield from self._observe()
 
@@ -482,14 +400,14 @@ class Controller:
         """Switch a replayed plan on, strategy by strategy, each past the guard."""
         for name, setting in choices.items():
             candidate = self._candidates[name]
-            why = candidate.ruled_out[1] if candidate.ruled_out else _refusal(candidate)
+            why = candidate.ruled_out[1] if candidate.ruled_out else refusal(candidate)
             if why:
-                self._decide(name, "not applicable", why)
+                self._ledger.decide(name, "not applicable", why)
                 continue
             self.rows[name].setting = candidate.describe(setting)
             if (yield from self._guard(candidate, {**self.plan, name: setting})):
                 self.plan = {**self.plan, name: setting}
-                self._decide(name, "kept", "taken over from the plan, without a trial")
+                self._ledger.decide(name, "kept", "taken over from the plan, without a trial")
 
     # -- small parts -------------------------------------------------------------------------------------------------
 
@@ -510,36 +428,10 @@ class Controller:
         self._note(f"{name} undone: {why}")
         if name in self._pending:
             self._pending.remove(name)
-        self._decide(name, "undone", why)
-
-    def _decide(self, name: str, status: Status, why: str) -> None:
-        row = self.rows[name]
-        row.status, row.why = status, why
-        self._tell(name)
-
-    def _tell(self, name: str) -> None:
-        row = self.rows[name]
-        news = (row.status, row.setting, row.why)
-        if self._told.get(name) == news:
-            return
-        first = name not in self._told
-        if first and self._moving:
-            return  # no decision: it is tried again under the new regime
-        self._told[name] = news
-        numbered = [other for other in self._candidates if self._has_number(other)]
-        done = sum(other in self._told for other in numbered) if first and name in numbered else 0
-        self._announce(row, done, len(numbered))
-
-    def _has_number(self, name: str) -> bool:
-        """Tell whether a strategy is one to be tried: what is ruled out, or doesn't apply, is not counted."""
-        candidate = self._candidates[name]
-        if candidate.ruled_out is not None:
-            return False
-        told = self._told.get(name)
-        return told[0] != "not applicable" if told else not _refusal(candidate)
+        self._ledger.decide(name, "undone", why)
 
     def _note(self, text: str) -> None:
-        self.events.append(Event(step=self.steps, text=text))
+        self._ledger.note(self.steps, text)
 
     def break_even_step(self) -> int | None:
         """Return the step at which the search has paid for itself, or None if it never does."""
@@ -556,37 +448,3 @@ def _diagnosed(result: Result) -> naming.Diagnosis:
 
 def _is_crowded(diagnosis: naming.Diagnosis) -> bool:
     return any(finding.cause == causes.OVERSUBSCRIBED for finding in diagnosis.findings)
-
-
-def _row(candidate: Candidate) -> StrategyRow:
-    row = StrategyRow(
-        name=candidate.name,
-        summary=candidate.summary,
-        treats=sorted(b.value for b in candidate.treats),
-        exactness=candidate.exactness.word,
-    )
-    if candidate.ruled_out is not None:
-        row.status, row.why = candidate.ruled_out  # type: ignore[assignment]
-    return row
-
-
-def _refusal(candidate: Candidate) -> str:
-    try:
-        return candidate.refusal()
-    except Exception as error:  # a strategy that can't even say whether it applies is left out, and the run goes on
-        return f"it failed to look at the run: {type(error).__name__}: {error}"
-
-
-def _why_not(outcome: Outcome, drop_gain: float) -> tuple[Status, str]:
-    if outcome.verdict == "refused":
-        return "refused", f"too noisy to tell after {outcome.pairs} pairs of blocks; left off"
-    if outcome.high < 1:
-        return "undone", "slower"
-    if outcome.high <= 1 + 2 * drop_gain:
-        return "undone", f"gives less than {drop_gain:.0%}"
-    return "undone", f"looks {'slower' if outcome.gain < 1 else 'no faster'} on a noisy machine"
-
-
-def _json(value: float) -> float | None:
-    """JSON has no infinity and no NaN."""
-    return value if value == value and abs(value) != float("inf") else None

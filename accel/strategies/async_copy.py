@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accel.dataio.engine import transfer
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
+
+if TYPE_CHECKING:
+    from accel.dataio.engine.transfer import AheadCopier
 
 
 class AsyncCopy(Strategy):
@@ -25,7 +27,7 @@ class AsyncCopy(Strategy):
     opt_in = "the loop would see batches on the GPU, which code that reads them on the CPU can't take"
 
     def __init__(self) -> None:
-        self._copier: transfer.AheadCopier | None = None
+        self._copier: AheadCopier | None = None
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no CUDA."""
@@ -33,8 +35,10 @@ class AsyncCopy(Strategy):
 
     def enable(self, run: Run, setting: Any) -> None:
         """Copy from the next batch on."""
+        from accel.dataio.engine.transfer import AheadCopier
+
         if self._copier is None:
-            self._copier = transfer.AheadCopier(run.device)
+            self._copier = AheadCopier(run.device)
         run.fetching.transforms[self.name] = self._copier
 
     def disable(self, run: Run) -> None:

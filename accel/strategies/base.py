@@ -2,6 +2,9 @@
 
 A strategy is a small class in a file of its own. It says what it treats, whether it applies to this run and why not,
 how exact it is, and how it is switched on and off; it never measures and never decides.
+
+Every run imports every strategy's module, so what takes long to import is imported in `enable`, or in `refusal` behind
+the checks that cost nothing.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from accel.run import Run
 from accel.strategies.base import Exactness
-from accel.strategies.gradient_choice import GradientChoice, ranks_per_host
+from accel.strategies.gradient_strategy import GradientStrategy, ranks_per_host
 
 
-class GradientByHosts(GradientChoice):
+class GradientByHosts(GradientStrategy):
     """Choose for each bucket between DDP's own all-reduce and a sum within each host first.
 
     N hosts of G ranks send 2 (N - 1)/N of the gradient each, where a ring over all sends 2 (NG - 1)/(NG) of it.

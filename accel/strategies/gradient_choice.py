@@ -1,6 +1,6 @@
 """What the strategies for gradient communication share: a switch on the DDP module, its network, and what was chosen.
 
-Each strategy chooses among the ways that its exactness permits. The first one to be switched on measures the network
+Each strategy chooses among the options that its exactness permits. The first one to be switched on measures the network
 and lets the plain steps around the guard be watched; from then on the model of `accel.comm.cost_model.cost` says which
 ways are worth a trial. All ranks measure and choose together, at the boundary where they are switched; rank 0's choice
 counts.
@@ -8,11 +8,10 @@ counts.
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -25,9 +24,7 @@ from accel.comm.cost_model.probe import probe
 from accel.comm.engine.post_mortem import CommError
 from accel.comm.engine.switch import Switch, why_not
 from accel.comm.selector import Choice, choose, costs_of
-from accel.profiler.bottleneck import Bottleneck
-from accel.run import Run
-from accel.strategies.base import NothingHelps, Strategy
+from accel.strategies.base import NothingHelps
 
 WATCH = 5
 """Plain steps that must have been recorded before anything is chosen."""
@@ -149,6 +146,20 @@ class Gradients:
         else:
             self.switch.use(())
 
+    def about_as_fast(self, level: str) -> list[SchemeOption]:
+        """Return what the model can't tell from the best of a level; nothing until there is a choice."""
+        options = candidates(self.choices[level]) if level in self.choices else []
+        return [option for option in options if option.step_s <= _ERROR * options[0].step_s][:_MOST]
+
+    def describe(self, level: str, number: int) -> str:
+        """Return an option of a level and the step predicted for it; '' until it is known."""
+        options = self.about_as_fast(level)
+        if not options:
+            return ""
+        option = options[min(number, len(options) - 1)]
+        plain_s = self.choices[level].plain_s
+        return f"{option}, predicted {option.step_s * 1e3:.1f} ms in place of {plain_s * 1e3:.1f} ms"
+
     def close(self) -> None:
         """Give up what is not in use."""
         if self._on:
@@ -178,89 +189,27 @@ class _Watching(Switch):
 _gradients: weakref.WeakKeyDictionary[nn.Module, Gradients] = weakref.WeakKeyDictionary()
 
 
-class GradientChoice(Strategy):
-    """Base of the strategies that choose how gradients are averaged; each names a level and those above it."""
+def opened(ddp: DistributedDataParallel) -> Gradients:
+    """Return the gradient communication of a module, ready to be switched."""
+    if ddp not in _gradients:
+        _gradients[ddp] = Gradients(ddp)
+    _gradients[ddp].reopen(ddp)
+    return _gradients[ddp]
 
-    treats = frozenset({Bottleneck.COMMUNICATION})
-    touches = frozenset()
-    collective = True
-    one_off_s = 5.0
-    settle_steps = 3  # DDP makes its buckets anew after the hook has come off or gone on
-    level: str
-    """Of `allow`."""
-    above: tuple[str, ...] = ()
-    """Levels whose choice includes the ways of this one."""
 
-    def __init__(self) -> None:
-        self._gradients: Gradients | None = None
-        self._settings = [0]
-
-    def refusal(self, run: Run) -> str:
-        """Say why not: no DDP, one rank, a GPU, a hook or a process group of the user's, or a wider choice."""
-        if run.world_size < 2:
-            return "there is one rank"
-        if not isinstance(run.model, DistributedDataParallel):
-            return "the model is no DistributedDataParallel module; pass the wrapped one"
-        if run.model._join_config.enable:
-            return "within join() ranks take different numbers of steps, and these must switch at the same one"
-        if run.cuda:
-            return "its hooks have not been run on GPUs yet; accel.comm.selector.AutoComm can be tried by hand"
-        known = _gradients.get(run.model)
-        if reason := why_not(run.model, None if known is None else known.switch):
-            return reason
-        if run.model.process_group.size() != dist.get_world_size():
-            return "the model's process group holds only some of the ranks"
-        if known is not None and any(level in known.choices for level in self.above):
-            return "what was tried already chooses among these ways too"
-        return ""
-
-    def settings(self, run: Run) -> list[Any]:
-        """Return the numbers of the best ways; the list grows once they are known, while it is gone through."""
-        self._settings = [0]
-        return self._settings
-
-    def enable(self, run: Run, setting: Any) -> None:
-        """Measure and choose if that has not been done, and let gradients go the chosen way from the next step on."""
-        assert isinstance(run.model, DistributedDataParallel)
-        if run.model not in _gradients:
-            _gradients[run.model] = Gradients(run.model)
-        self._gradients = _gradients[run.model]
-        self._gradients.reopen(run.model)
-        self._gradients.enable(self.level, setting)
-        self._settings += list(range(len(self._settings), len(self._about_as_fast())))
-
-    def _about_as_fast(self) -> list[SchemeOption]:
-        """Return the ways that the model can't tell from the best."""
-        choice = None if self._gradients is None else self._gradients.choices.get(self.level)
-        found = [] if choice is None else candidates(choice)
-        return [one for one in found if one.step_s <= _ERROR * found[0].step_s][:_MOST]
-
-    def disable(self, run: Run) -> None:
-        """Let DDP average as it does by itself, or as another of these strategies has it."""
-        if self._gradients is not None:
-            self._gradients.disable(self.level)
-
-    def close(self, run: Run) -> None:
-        """Let go of threads, groups and the hook, unless one of these strategies is on."""
-        if self._gradients is not None:
-            self._gradients.close()
-
-    def describe(self, setting: Any) -> str:
-        """Return the way and the step predicted for it; '' until it is known."""
-        found = self._about_as_fast()
-        if self._gradients is None or not found:
-            return ""
-        one = found[min(setting, len(found) - 1)]
-        plain_s = self._gradients.choices[self.level].plain_s
-        return f"{one}, predicted {one.step_s * 1e3:.1f} ms in place of {plain_s * 1e3:.1f} ms"
+def refusal(ddp: DistributedDataParallel, above: Collection[str]) -> str:
+    """Say why not: a hook or a process group of the user's, or a choice of one of the levels `above`."""
+    gradients = _gradients.get(ddp)
+    if reason := why_not(ddp, None if gradients is None else gradients.switch):
+        return reason
+    if ddp.process_group.size() != dist.get_world_size():
+        return "the model's process group holds only some of the ranks"
+    if gradients is not None and any(level in gradients.choices for level in above):
+        return "what was tried already chooses among these ways too"
+    return ""
 
 
 def _left(choice: Choice) -> str:
     best = next((one for one in choice.options if any(one.plan)), None)
     said = "no way is allowed" if best is None else f"the best, {best}, is predicted to take {best.step_s * 1e3:.1f} ms"
     return f"gradients are left as they are: a step takes {choice.plain_s * 1e3:.1f} ms, {said}"
-
-
-def ranks_per_host() -> int:
-    """Return how many ranks torchrun has started on this host, 0 where it has not."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "0"))

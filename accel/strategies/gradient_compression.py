@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from accel.strategies.base import Exactness
-from accel.strategies.gradient_choice import GradientChoice
+from accel.strategies.gradient_strategy import GradientStrategy
 
 
-class GradientCompression(GradientChoice):
+class GradientCompression(GradientStrategy):
     """Choose for each bucket among DDP's own all-reduce, sums by hosts, 16 bits, int8, 1-bit, PowerSGD and DGC."""
 
     name = "gradient_compression"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from accel.strategies.base import Exactness
-from accel.strategies.gradient_choice import GradientChoice
+from accel.strategies.gradient_strategy import GradientStrategy
 
 
-class GradientHalf(GradientChoice):
+class GradientHalf(GradientStrategy):
     """Choose for each bucket among DDP's own all-reduce, sums by hosts, and bfloat16 on the wire."""
 
     name = "gradient_half"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel.dataio.dataset.handles import check_fork, shared_handle
-from accel.dataio.dataset.thread_safety import unsafe
-from accel.dataio.engine.engine import Engine, ThreadEngine
-from accel.dataio.engine.processes import ProcessEngine
-from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.proxy import movable, same_as_plain
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
+
+if TYPE_CHECKING:
+    from accel.dataio.engine.engine import Engine
+    from accel.dataio.passes.continuous import Continuous
 
 
 class LoaderWorkers(Strategy):
@@ -49,12 +49,16 @@ class LoaderWorkers(Strategy):
 
     def settings(self, run: Run) -> list[Any]:
         """Return 1, 2, 4, … processes up to the cores this process may use and at most 8; before them threads."""
+        from accel.dataio.dataset.thread_safety import unsafe
+
         counts = [n for n in (1, 2, 4, 8) if n <= run.cores]
         threads = [] if unsafe(run.loader.dataset) else [f"{_THREADS}{n}" for n in counts]
         return [*threads, *counts]
 
     def enable(self, run: Run, setting: Any) -> None:
         """Fetch so from the next batch on."""
+        from accel.dataio.passes.continuous import Continuous
+
         if setting not in self._pool:
             self._pool[setting] = ahead = Continuous(run.loader, _engine(run, setting), strict=True)
             if not same_as_plain(run.loader, ahead):
@@ -89,5 +93,9 @@ def _count(setting: int | str) -> int:
 
 def _engine(run: Run, setting: int | str) -> Engine:
     if isinstance(setting, int):
+        from accel.dataio.engine.processes import ProcessEngine
+
         return ProcessEngine(run.loader, setting, start_method=_START_METHOD, check=partial(check_fork, run.loader))
+    from accel.dataio.engine.engine import ThreadEngine
+
     return ThreadEngine(run.loader, _count(setting))

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accel.dataio.engine import transfer
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
@@ -34,6 +33,8 @@ class PinMemory(Strategy):
 
     def enable(self, run: Run, setting: Any) -> None:
         """Pin from the next batch on."""
+        from accel.dataio.engine import transfer
+
         run.fetching.transforms[self.name] = transfer.pin
 
     def disable(self, run: Run) -> None:

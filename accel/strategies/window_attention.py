@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accel.kernels import support
-from accel.kernels.window_dropins import FusedModules, candidates, fuse_window_attention
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
+
+if TYPE_CHECKING:
+    from accel.kernels.window_dropins import FusedModules
 
 
 class WindowAttention(Strategy):
@@ -30,6 +31,9 @@ class WindowAttention(Strategy):
         """Say why it does not apply: no GPU, no triton, or no window attention that is known."""
         if run.device.type != "cuda":
             return "its kernels need a CUDA device; on a CPU the op is plain torch, up to 10 % slower than timm's own"
+        from accel.kernels import support
+        from accel.kernels.window_dropins import candidates
+
         if not support.has_triton():
             return "triton is not installed; pip install 'accel-train[gpu]'"
         if not candidates(run.model):
@@ -41,6 +45,8 @@ class WindowAttention(Strategy):
         if self._fused is not None:
             self._fused.redo()
             return
+        from accel.kernels.window_dropins import fuse_window_attention
+
         fused = fuse_window_attention(run.model)
         if not fused.names:
             raise ValueError("; ".join(f"{name}: {why}" for name, why in fused.refused.items()))

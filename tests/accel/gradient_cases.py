@@ -25,6 +25,7 @@ from accel.strategies.base import NothingHelps
 from accel.strategies.gradient_choice import SchemeOption
 from accel.strategies.gradient_compression import GradientCompression
 from accel.strategies.gradient_half import GradientHalf
+from accel.strategies.gradient_strategy import GradientStrategy
 from tests.comm.cases import same_everywhere
 from tests.comm.selector_cases import SLOW_S, Lying, _slow_plain, played_network
 
@@ -34,7 +35,7 @@ MOST_STEPS = 600
 def _play(entries: dict[str, tuple[float, str]], slow: bool) -> None:
     """Let there be these compressors, and, if `slow`, a network that DDP's own all-reduce is slow on."""
     controller._is_crowded = lambda diagnosis: False  # type: ignore[assignment]
-    gradient_choice.GradientChoice.one_off_s = 0.0  # a run this short would not pay for it
+    GradientStrategy.one_off_s = 0.0  # a run this short would not pay for it
     CATALOGUE.clear()
     for name, (seconds, level) in entries.items():
         CATALOGUE[name] = Entry(lambda seconds=seconds: Lying(seconds), level)  # type: ignore[misc]

@@ -14,7 +14,8 @@ from accel.profiler.phases import Measurement
 from accel.run.guard import Comparison
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
-from accel.search.controller import Controller, Pace
+from accel.search.controller import Controller
+from accel.search.pace import Pace
 
 PLAIN_S = 0.020
 

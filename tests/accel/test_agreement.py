@@ -28,6 +28,7 @@ from accel.profiler.trial import Trial
 from accel.report import Report, StrategyRow, terminal
 from accel.report import journal as journals
 from accel.report.journal import Journal
+from accel.report.voice import Voice
 from accel.run import Run
 from accel.search.budget import Budget
 from accel.search.controller import Controller
@@ -121,12 +122,13 @@ class Followed:
 
     def __init__(self, candidates: list[Any], machine: Machine, **options: Any) -> None:
         run = Run(nn.Linear(2, 2), [], [], None, None)  # type: ignore[arg-type]
-        self.journal = Journal(run, allow="reordered", budget="", report=None, replayed=False)
         self.printed = io.StringIO()
-        budget = Budget.parse(options.pop("budget", 1e9))
-        self.controller = Controller(candidates, budget=budget, announce=self.journal.announce, pace=FAST, **options)
+        voice, budget = Voice(), Budget.parse(options.pop("budget", 1e9))
+        self.controller = Controller(candidates, budget=budget, announce=voice.announce, pace=FAST, **options)
         self.session: Any = SimpleNamespace(rank=0, steps=0, active={}, samples_per_step=32.0, alive=True, failed="")
-        self.journal.follow(self.session, self.controller)
+        self.journal = Journal(
+            run, self.session, self.controller, voice, allow="reordered", budget="", report=None, replayed=False
+        )
         self._machine, self._decisions = machine, self.controller.decisions()
         self._action = next(self._decisions)
         self.settled = False

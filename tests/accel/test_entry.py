@@ -538,6 +538,15 @@ def test_a_disabled_block_ends_after_an_error(only_quick: None) -> None:
     assert type(proxy) is not DataLoader
 
 
+def test_what_is_undone_in_a_disabled_block_stays_undone(only_quick: None) -> None:
+    """The end of the block switched the kept strategies of an undone model on again."""
+    model, loader, optimizer = accel.optimize(*make(), budget=60)
+    go_to("hold", training(model, loader, optimizer), model)
+    with accel.disabled():
+        accel.undo(model)
+    assert not Quick.on
+
+
 def test_the_environment_switches_accel_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL", "0")
     model, loader, optimizer = make()

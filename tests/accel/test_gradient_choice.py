@@ -17,13 +17,14 @@ from accel.comm.cost_model.cost import Link, Network, Profile
 from accel.comm.selector import Choice
 from accel.strategies.base import Exactness
 from accel.strategies.gradient_by_hosts import GradientByHosts
-from accel.strategies.gradient_choice import GradientChoice, candidates
+from accel.strategies.gradient_choice import candidates
 from accel.strategies.gradient_compression import GradientCompression
 from accel.strategies.gradient_half import GradientHalf
+from accel.strategies.gradient_strategy import GradientStrategy
 from tests.accel import gradient_cases as cases
 from tests.comm.ranks import run_ranks
 
-KINDS: list[type[GradientChoice]] = [GradientCompression, GradientHalf, GradientByHosts]
+KINDS: list[type[GradientStrategy]] = [GradientCompression, GradientHalf, GradientByHosts]
 
 
 def same_plan(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def test_off_is_the_plain_loop_to_the_bit() -> None:
 
 
 def test_each_level_has_its_strategy_the_widest_first() -> None:
-    registered = [kind for kind in strategies.REGISTRY if issubclass(kind, GradientChoice)]
+    registered = [kind for kind in strategies.REGISTRY if issubclass(kind, GradientStrategy)]
     assert registered == KINDS
     assert [kind.exactness for kind in KINDS] == [Exactness.LOSSY, Exactness.REDUCED, Exactness.REORDERED]
     assert [kind.level for kind in KINDS] == [kind.exactness.word for kind in KINDS]
@@ -139,7 +140,7 @@ def test_each_level_has_its_strategy_the_widest_first() -> None:
     ("world_size", "why"),
     [(1, "there is one rank"), (2, "the model is no DistributedDataParallel module; pass the wrapped one")],
 )
-def test_they_say_why_they_do_not_apply(kind: type[GradientChoice], world_size: int, why: str) -> None:
+def test_they_say_why_they_do_not_apply(kind: type[GradientStrategy], world_size: int, why: str) -> None:
     run: Any = SimpleNamespace(model=nn.Linear(2, 2), world_size=world_size, cuda=False, device=torch.device("cpu"))
     strategy = kind()
     assert strategy.refusal(run) == why

@@ -119,7 +119,7 @@ def run(faults: dict[int, str], way: str, begin: Callable[[Any], None] | None, s
     outcome = None
     if begin is not None:
         session = entry._optimized[model].session
-        outcome = (dict(session._result.trips), dict(session.active), session.failed, accel.explain(model).steps)
+        outcome = (dict(session.switchboard.trips), dict(session.active), session.failed, accel.explain(model).steps)
         accel.undo(model)
     return found, outcome
 
@@ -128,8 +128,8 @@ def keep_on(model: nn.Module) -> None:
     """Keep `quick` on from here, as a finished search would."""
     session = entry._optimized[model].session
     session._next_action = lambda first=False: None  # type: ignore[method-assign]
-    session._switch({"quick": None})
-    session.run.gate.watch(session)
+    session.switchboard.switch({"quick": None})
+    session.run.gate.watch(session.events)
 
 
 WAYS = ("plain", "clipped", "accumulated", "zeroed in place", "zeroed late", "bad ones left out")
@@ -178,7 +178,7 @@ def test_a_gan_that_diverges_is_not_a_strategy_s_fault(no_waiting: None) -> None
             done += 1
     session = entry._optimized[model].session
     assert not model.head.weight.isfinite().all() or model.head.weight.abs().max() > 1e4
-    assert session._result.trips == {}
+    assert session.switchboard.trips == {}
     assert session.active == {"quick": None}
 
 
@@ -195,7 +195,7 @@ def test_a_run_that_stays_bad_is_looked_at_less_and_less(no_waiting: None) -> No
     # Each call that is looked at is made again; the count of the model's own calls is put back each time.
     assert model.calls == done
     session = entry._optimized[model].session
-    assert session._watch._excuse._length == 64
+    assert session.guard._watch._excuse._length == 64
 
 
 def test_updates_and_outputs_that_are_not_finite_prove_nothing_against_a_candidate() -> None:

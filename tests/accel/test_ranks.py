@@ -137,7 +137,7 @@ def test_what_all_must_switch_at_one_step_takes_no_step_where_one_rank_could_not
 
 @pytest.mark.parametrize(("step_s", "patience_s"), [(0.0, 10.0), (4.9, 10.0), (10.2, 21.0), (3600.0, 60.0)])
 def test_patience_is_ten_seconds_or_twice_a_step_and_a_minute_at_most(step_s: float, patience_s: float) -> None:
-    ranks, said = Ranks(since=0.0), []
+    ranks, said = Ranks(), []
     ranks._meeting = SimpleNamespace(meet=lambda *given: said.append(ranks._meeting.patience_s))  # type: ignore
     ranks.decide(None, list, "", step_s)
     assert said == [patience_s]

@@ -198,7 +198,7 @@ def test_fetching_strategies_go_on_to_the_loader_that_took_the_first_one_s_place
             loss_of(model(x), target).backward()
             optimizer.step()
     assert session.run.loader is second._accel_loader
-    assert session.fetching is second._accel_fetching
+    assert session.run.fetching is second._accel_fetching
     assert session.failed == ""
 
 

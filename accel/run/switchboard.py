@@ -1,0 +1,166 @@
+"""The switchboard: which strategies are on, and the one place where they are switched."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from accel.run.context import Run
+from accel.run.ranks import Ranks
+from accel.search.plan import Choices
+from accel.strategies.base import Exactness, NothingHelps, Strategy
+
+log = logging.getLogger("accel")
+
+# What a strategy must touch to make an output or a gradient wrong.
+_SUSPECT = {"model", "optimizer"}
+
+
+class Switchboard:
+    """Switch strategies on and off, between two steps; one that fails is dropped and reported.
+
+    Args:
+        run: what strategies act on.
+        strategies: by name, in registry order.
+        suspected: called when a strategy is on that could make an output or a gradient wrong.
+        tripped: called when strategies were switched off in the middle of an action.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        strategies: dict[str, Strategy],
+        *,
+        suspected: Callable[[], None],
+        tripped: Callable[[], None],
+    ) -> None:
+        self._run = run
+        self._strategies = strategies
+        self._suspected, self._tripped = suspected, tripped
+        self.active: Choices = {}
+        """What is on now."""
+        self.trips: dict[str, str] = {}
+        """Strategy → why it was switched off, since the last action began."""
+
+    # -- plans ---------------------------------------------------------------------------------------------------------
+
+    def switch(self, plan: Choices) -> None:
+        """Switch strategies off and on until `plan` is what is on."""
+        for name in reversed([n for n, setting in self.active.items() if n not in plan or plan[n] != setting]):
+            self._off(name)
+        for name, setting in plan.items():
+            if name not in self.active and name not in self.trips:
+                self._on(name, setting)
+
+    def switch_together(self, plan: Choices, ranks: Ranks) -> None:
+        """Switch; what all ranks must switch at the same step goes off again on all if one of them could not."""
+        new = [n for n in plan if self._strategies[n].collective and self.active.get(n, self) != plan[n]]
+        self.switch(plan)
+        if not new:
+            return
+        mine = {name: self.trips.get(name, "") for name in new if name not in self.active}
+        missed = f"did not switch {', '.join(new)} on"
+        for name, why in ranks.decide(mine, _failed_somewhere, missed).items():
+            if name in self.active:
+                self._off(name)
+                self.trips[name] = why
+
+    def _on(self, name: str, setting: Any) -> None:
+        try:
+            self._strategies[name].enable(self._run, setting)
+        except Exception as error:
+            failed = f"it could not be switched on: {type(error).__name__}: {error}"
+            self.trips[name] = str(error) if isinstance(error, NothingHelps) else failed
+            with contextlib.suppress(Exception):
+                self._strategies[name].disable(self._run)
+            return
+        self.active[name] = setting
+        if self._strategies[name].touches & _SUSPECT:
+            self._suspected()
+
+    def _off(self, name: str) -> None:
+        self.active.pop(name, None)
+        try:
+            self._strategies[name].disable(self._run)
+        except Exception as error:
+            self.trips[name] = f"it could not be switched off: {type(error).__name__}: {error}"
+
+    # -- trips ---------------------------------------------------------------------------------------------------------
+
+    def take_trips(self) -> dict[str, str]:
+        """Return the trips, and begin anew."""
+        trips, self.trips = self.trips, {}
+        return trips
+
+    def trip(self, why: str) -> None:
+        """Switch off, now, every strategy that acts on the model or its update; the controller hears of it later."""
+        suspects = self.suspects()
+        newest = suspects[-1:]
+        for name in reversed(suspects):
+            self._off(name)
+        self._tripped()
+        # The strategy switched on last is the likeliest cause and is named; the others come back with the next action.
+        for name in newest:
+            self.trips[name] = why
+        log.warning("accel: %s was switched off: %s", ", ".join(newest), why)
+
+    def drop_fetching(self, why: str) -> None:
+        """Switch off what acts on the loader."""
+        for name in [n for n in self.active if self._strategies[n].touches == {"input"}]:
+            self._off(name)
+            self.trips[name] = why
+        self._tripped()
+
+    # -- what strategies declare ---------------------------------------------------------------------------------------
+
+    def suspects(self) -> list[str]:
+        """Return the strategies that are on and could make an output or a gradient wrong."""
+        return [name for name in self.active if self._strategies[name].touches & _SUSPECT]
+
+    def new_in(self, plan: Choices) -> list[str]:
+        """Return what of a plan is not on in this setting; the whole plan if all of it is."""
+        return [n for n, setting in plan.items() if n not in self.active or self.active[n] != setting] or list(plan)
+
+    def touched_by(self, names: Iterable[str]) -> set[str]:
+        """Return what these strategies touch."""
+        return set().union(*(self._strategies[name].touches for name in names))
+
+    def acting_on(self, what: str, plan: Choices) -> Choices:
+        """Return the part of a plan that touches `model`, `optimizer` or `input`."""
+        return {name: setting for name, setting in plan.items() if what in self._strategies[name].touches}
+
+    def exactness(self, plan: Iterable[str]) -> Exactness:
+        """Return how far a plan may move the numbers."""
+        return max((self._strategies[name].exactness for name in plan), default=Exactness.EXACT)
+
+    def collective(self) -> Choices:
+        """Return what is on and must be switched by all ranks at the same step."""
+        return {name: setting for name, setting in self.active.items() if self._strategies[name].collective}
+
+    # -- what strategies keep ------------------------------------------------------------------------------------------
+
+    def close_idle(self) -> None:
+        """Give up what strategies that are off have kept."""
+        for name, strategy in self._strategies.items():
+            if name not in self.active:
+                strategy.close(self._run)
+
+    def close_fetching(self) -> None:
+        """Give up what strategies that act on the loader have kept."""
+        for strategy in self._strategies.values():
+            if strategy.touches == {"input"}:
+                strategy.close(self._run)
+
+    def close(self, keep: Choices) -> None:
+        """Give up what strategies have kept, but for those that stay on."""
+        for name, strategy in self._strategies.items():
+            if name not in keep:
+                with contextlib.suppress(Exception):
+                    strategy.close(self._run)
+
+
+def _failed_somewhere(trips_by_rank: list[dict[str, str]]) -> dict[str, str]:
+    """Return why, for each strategy that a rank could not switch on, as the first such rank has it."""
+    return {name: why for trips in reversed(trips_by_rank) for name, why in trips.items()}

@@ -1,0 +1,159 @@
+"""The ledger: what was decided about each candidate, and what of it the user has been told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from accel.profiler.trial import Outcome
+from accel.report import Event, Status, StrategyRow
+from accel.run.guard import Comparison
+from accel.search.actions import Candidate
+from accel.search.plan import Choices
+
+
+class Ledger:
+    """Keep the report's rows and events.
+
+    Args:
+        candidates: what may be tried, in registry order.
+        announce: called with each decided row, its number among those to be tried (0 for what is told again or is not
+            to be tried), and how many these are.
+        drop_gain: the gain below which a candidate is not worth having.
+    """
+
+    def __init__(
+        self, candidates: Sequence[Candidate], announce: Callable[[StrategyRow, int, int], None], drop_gain: float
+    ) -> None:
+        self._candidates = {candidate.name: candidate for candidate in candidates}
+        self._announce, self._drop_gain = announce, drop_gain
+        self.rows = {candidate.name: _row(candidate) for candidate in candidates}
+        self.events: list[Event] = []
+        self.moving = False
+        """The run goes over to another regime: a first decision is not told, it is made again under that one."""
+        self._announced: dict[str, tuple[str, str, str]] = {}
+
+    @property
+    def has_announced(self) -> bool:
+        """True if a decision has been told since the search began."""
+        return bool(self._announced)
+
+    def note(self, step: int, text: str) -> None:
+        """Write an event down."""
+        self.events.append(Event(step=step, text=text))
+
+    def decide(self, name: str, status: Status, why: str) -> None:
+        """Write a decision down, and tell it."""
+        row = self.rows[name]
+        row.status, row.why = status, why
+        self.announce(name)
+
+    def announce(self, name: str) -> None:
+        """Tell what stands in a row, unless it was told already."""
+        row = self.rows[name]
+        news = (row.status, row.setting, row.why)
+        if self._announced.get(name) == news:
+            return
+        first = name not in self._announced
+        if first and self.moving:
+            return
+        self._announced[name] = news
+        numbered = [other for other in self._candidates if self._has_number(other)]
+        done = sum(other in self._announced for other in numbered) if first and name in numbered else 0
+        self._announce(row, done, len(numbered))
+
+    def _has_number(self, name: str) -> bool:
+        """Tell whether a strategy is one to be tried: what is ruled out, or doesn't apply, is not counted."""
+        candidate = self._candidates[name]
+        if candidate.ruled_out is not None:
+            return False
+        announced = self._announced.get(name)
+        return announced[0] != "not applicable" if announced else not refusal(candidate)
+
+    def compared(self, name: str, finding: Comparison) -> None:
+        """Take in how far the guard saw a candidate to be from the plain path."""
+        row = self.rows[name]
+        row.output_error, row.gradient_error = _json(finding.output_error), _json(finding.gradient_error)
+        row.tolerance = finding.tolerance
+
+    def judge(self, candidate: Candidate, setting: object, outcome: Outcome, plan: Choices) -> None:
+        """Take a trial's outcome into the row: the best setting is what the report shows.
+
+        Args:
+            candidate: what was tried.
+            setting: how.
+            outcome: of the trial.
+            plan: the plan after it.
+        """
+        row = self.rows[candidate.name]
+        if outcome.verdict == "keep":
+            first = 1.0 if row.status != "kept" else None
+            row.before_ms = outcome.before_ms if first else row.before_ms
+            row.gain = outcome.gain * (first or row.gain or 1.0)
+            row.gain_low = outcome.low * (first or row.gain_low or 1.0)
+            row.gain_high = outcome.high * (first or row.gain_high or 1.0)
+            assert row.before_ms is not None
+            row.after_ms = row.before_ms / row.gain  # of several settings, the product of their trials
+            row.spread_ms = outcome.spread_ms * row.after_ms / outcome.after_ms
+            row.status, row.why = "kept", f"faster in {outcome.pairs} pairs of interleaved blocks"
+        elif row.status != "kept" and (row.gain is None or outcome.gain > row.gain):
+            row.before_ms, row.after_ms, row.spread_ms = outcome.before_ms, outcome.after_ms, outcome.spread_ms
+            row.gain, row.gain_low, row.gain_high = outcome.gain, outcome.low, outcome.high
+            row.status, row.why = _why_not(outcome, self._drop_gain)
+            row.setting = candidate.describe(setting)
+        if row.status == "kept":
+            row.setting = candidate.describe(plan[candidate.name])
+
+    def settle(self, name: str) -> None:
+        """Tell what became of a candidate whose settings have all been tried."""
+        row = self.rows[name]
+        if row.status == "not tried" and not row.why:
+            row.why = f"the search was interrupted before a verdict, after {row.steps} steps"
+        self.announce(name)
+
+    def withdraw(self, name: str) -> None:
+        """Take back a verdict that doesn't stand; what it cost does."""
+        row = self.rows[name]
+        self.rows[name] = dataclasses.replace(_row(self._candidates[name]), cost_s=row.cost_s, steps=row.steps)
+
+    def begin_anew(self) -> None:
+        """Take back all verdicts."""
+        self._announced = {}
+        for name, candidate in self._candidates.items():
+            if candidate.ruled_out is None:
+                self.rows[name] = _row(candidate)
+
+
+def refusal(candidate: Candidate) -> str:
+    """Say why a candidate does not apply; '' if it does."""
+    try:
+        return candidate.refusal()
+    except Exception as error:  # a strategy that can't even say whether it applies is left out, and the run goes on
+        return f"it failed to look at the run: {type(error).__name__}: {error}"
+
+
+def _row(candidate: Candidate) -> StrategyRow:
+    row = StrategyRow(
+        name=candidate.name,
+        summary=candidate.summary,
+        treats=sorted(b.value for b in candidate.treats),
+        exactness=candidate.exactness.word,
+    )
+    if candidate.ruled_out is not None:
+        row.status, row.why = candidate.ruled_out  # type: ignore[assignment]
+    return row
+
+
+def _why_not(outcome: Outcome, drop_gain: float) -> tuple[Status, str]:
+    if outcome.verdict == "refused":
+        return "refused", f"too noisy to tell after {outcome.pairs} pairs of blocks; left off"
+    if outcome.high < 1:
+        return "undone", "slower"
+    if outcome.high <= 1 + 2 * drop_gain:
+        return "undone", f"gives less than {drop_gain:.0%}"
+    return "undone", f"looks {'slower' if outcome.gain < 1 else 'no faster'} on a noisy machine"
+
+
+def _json(value: float) -> float | None:
+    """JSON has no infinity and no NaN."""
+    return value if value == value and abs(value) != float("inf") else None

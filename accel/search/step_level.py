@@ -1,0 +1,52 @@
+"""The usual step time under a plan, and whether steps have become slower than it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+_LOOKS = 3
+
+
+class StepLevel:
+    """Know the usual step time from three looks, and say when three in a row are slower.
+
+    Args:
+        slower: how many times the usual step time is slower.
+    """
+
+    def __init__(self, slower: float) -> None:
+        self._slower = slower
+        self._looks: deque[float] = deque(maxlen=_LOOKS)
+        self._usual_ms: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """True if the usual step time is not known yet, or the last look was slow: the next look should come soon."""
+        if self._usual_ms is None:
+            return True
+        return bool(self._looks) and self._looks[-1] > self._slower * self._usual_ms
+
+    def look(self, median_ms: float) -> str:
+        """Take in a look; return how the step became slower, '' if it did not."""
+        self._looks.append(median_ms)
+        if len(self._looks) < _LOOKS:
+            return ""
+        if self._usual_ms is None:
+            self._usual_ms = statistics.median(self._looks)
+            self._looks.clear()
+            return ""
+        fastest_ms = min(self._looks)
+        if fastest_ms <= self._slower * self._usual_ms:
+            return ""
+        self._looks.clear()
+        return f"the step became slower ({self._usual_ms:.3g} → {fastest_ms:.3g} ms)"
+
+    def forget(self) -> None:
+        """The usual step time is another one now."""
+        self._usual_ms = None
+
+    def begin_anew(self) -> None:
+        """What was looked at was something else."""
+        self._usual_ms = None
+        self._looks.clear()
