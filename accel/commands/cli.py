@@ -17,7 +17,7 @@ from accel.errors import AccelError, ReportError
 from accel.files import check_folder, write_atomic
 from accel.profiler.report import ProfileReport
 from accel.report import Report, compare, profile_compare, profile_terminal, terminal
-from accel.report.reports import load
+from accel.report.reader import load
 from accel.report.terminal import clean
 
 UNUSABLE = 2

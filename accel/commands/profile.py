@@ -224,7 +224,7 @@ def _write(report: ProfileReport, target: Path) -> None:
     page = target.with_suffix(".html")
     click.echo(render(report), err=True)
     try:
-        write_atomic(target, report.to_json())
+        write_atomic(target, report.to_json() + "\n")
         write_atomic(page, render_page(report))
     except OSError as error:
         # The script's own exit status matters more than the report's.
