@@ -16,8 +16,9 @@ import torch
 import accel
 from accel.profiler.diagnose.consistency import Held
 from accel.profiler.naming import PHASES_OF
-from accel.report import terminal
 from accel.report.model import Machine, Report, State, StrategyRow
+from accel.report.optimize_document import decision_line
+from accel.report.rendering import as_text
 from accel.run import Run, ranks
 from accel.run.session import Session
 from accel.search.controller import Controller
@@ -59,7 +60,7 @@ class Journal:
         self._target = None if report is None else Path(report)
         if self._target is not None and self._target.suffix != ".json":
             # Now, not at exit: there it would make Python forget that Ctrl-C ended the run, and exit with 1, not 130.
-            import_module("accel.report.webpage")
+            import_module("accel.report.page")
         self._replayed = replayed
         self._finished = False
         self._concluded: Report | None = None
@@ -84,7 +85,7 @@ class Journal:
 
     def announce(self, row: StrategyRow, done: int, total: int) -> None:
         """Print one line about a decision."""
-        print(terminal.decision_line(row, done, total), file=sys.stderr, flush=True)
+        print(decision_line(row, done, total), file=sys.stderr, flush=True)
 
     def say(self, line: str) -> None:
         """Print one line, once, on the rank that prints."""
@@ -95,7 +96,7 @@ class Journal:
     def settled(self) -> None:
         """The search is over: print the report and write the files."""
         report = self.report()
-        print(terminal.render(report), file=sys.stderr, flush=True)
+        print(as_text(report), file=sys.stderr, flush=True)
         self._write(report)
 
     def finish(self) -> None:

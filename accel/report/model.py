@@ -1,7 +1,6 @@
 """The report: what was done, what each thing gave, and what it cost, as data.
 
-This module holds the numbers and their JSON form. How they look on a terminal is in `terminal.py`, on a web page in
-`webpage.py`; both only read a `Report`.
+This module holds the numbers and their JSON form; `optimize_document.py` says how they are shown.
 """
 
 from __future__ import annotations
@@ -153,9 +152,9 @@ class Report(ReportHead):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON, or as a self-contained web page if `path` ends in `.html`; whole or not at all."""
         if str(path).endswith(".html"):
-            from accel.report.webpage import render
+            from accel.report.rendering import as_page
 
-            write_atomic(path, render(self))
+            write_atomic(path, as_page(self))
         else:
             write_atomic(path, self.to_json() + "\n")
 
@@ -176,6 +175,6 @@ class Report(ReportHead):
         return report
 
     def __str__(self) -> str:
-        from accel.report.terminal import render
+        from accel.report.rendering import as_text
 
-        return render(self)
+        return as_text(self)
