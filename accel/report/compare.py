@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from accel.errors import InvalidArgument, ReportError
 from accel.profiler.report import Finding, ProfileReport
@@ -13,6 +14,8 @@ from accel.report.optimize_pictures import TONE_OF
 from accel.report.profile_words import ended_text
 from accel.report.terminal import TONES, Cell, Page
 from accel.report.words import finite, gain_text, ms_text, percent_text
+
+T = TypeVar("T")
 
 _SAME_BATCH = 0.15
 """By how much samples per step, a mean over a run, may differ between runs of one batch size."""
@@ -23,31 +26,12 @@ _FATE_TONES = {"gone": "good", "new": "bad", "stayed": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyChange:
-    """One strategy in both reports; None where a report has no row for it."""
+class Change(Generic[T]):
+    """What has one name in both reports: a strategy, a cause or a phase; None where a report lacks it."""
 
     name: str
-    old: StrategyRow | None
-    new: StrategyRow | None
-
-    @property
-    def changed(self) -> bool:
-        """Whether its status or its setting differ."""
-        return _status(self.old) != _status(self.new)
-
-    @property
-    def gains(self) -> tuple[str, str]:
-        """Its gain in both reports, in words; `-` where it has none."""
-        return _gain(self.old), _gain(self.new)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FindingChange:
-    """One cause in both reports; None where a report did not find it."""
-
-    cause: str
-    old: Finding | None
-    new: Finding | None
+    old: T | None
+    new: T | None
 
     @property
     def fate(self) -> str:
@@ -55,13 +39,8 @@ class FindingChange:
         return "gone" if self.new is None else "new" if self.old is None else "stayed"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PhaseChange:
-    """One phase of the step in both reports, ms; None where a report lacks it."""
-
-    name: str
-    old_ms: float | None
-    new_ms: float | None
+def _changes(old: Mapping[str, T], new: Mapping[str, T]) -> tuple[Change[T], ...]:
+    return tuple(Change(name=name, old=old.get(name), new=new.get(name)) for name in dict.fromkeys([*old, *new]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +58,10 @@ class Comparison:
     """(what, old, new), in words."""
     notes: tuple[str, ...]
     """What makes the two runs hard to compare, one sentence each."""
-    strategies: tuple[StrategyChange, ...] = ()
-    findings: tuple[FindingChange, ...] = ()
-    phases: tuple[PhaseChange, ...]
+    strategies: tuple[Change[StrategyRow], ...] = ()
+    findings: tuple[Change[Finding], ...] = ()
+    phases: tuple[Change[float], ...]
+    """ms."""
     step: str
     """Which step the phases are of."""
 
@@ -140,11 +120,6 @@ def compare(before: Report | ProfileReport, after: Report | ProfileReport, *, th
     raise ReportError(f"A and B must be reports of one kind, got one of {kinds[0]} and one of {kinds[1]}.")
 
 
-def _phase_changes(old: Mapping[str, float], new: Mapping[str, float]) -> tuple[PhaseChange, ...]:
-    names = dict.fromkeys([*old, *new])
-    return tuple(PhaseChange(name=name, old_ms=old.get(name), new_ms=new.get(name)) for name in names)
-
-
 def _differences(pairs: Sequence[tuple[str, object, object]]) -> list[str]:
     return [f"{name.replace('_', ' ')} went from {old!r} to {new!r}" for name, old, new in pairs if old != new]
 
@@ -154,13 +129,12 @@ def _differences(pairs: Sequence[tuple[str, object, object]]) -> list[str]:
 
 def _compare_runs(before: Report, after: Report, threshold: float) -> Comparison:
     old, new = ({row.name: row for row in report.rows} for report in (before, after))
-    names = dict.fromkeys([*old, *new])
     return Comparison(
         old_ms=_accel_ms(before, "first"),
         new_ms=_accel_ms(after, "second"),
         threshold=threshold,
-        strategies=tuple(StrategyChange(name=name, old=old.get(name), new=new.get(name)) for name in names),
-        phases=_phase_changes(before.anatomy_after, after.anatomy_after),
+        strategies=_changes(old, new),
+        phases=_changes(before.anatomy_after, after.anatomy_after),
         step="accelerated step in ms",
         notes=tuple(_run_notes(before, after)),
     )
@@ -200,7 +174,6 @@ def _compare_profiles(before: ProfileReport, after: ProfileReport, threshold: fl
     rates = [ms_text(report.samples_per_s) for report in (before, after)]
     limits = [("" if report.refused else report.bottleneck) or "no verdict" for report in (before, after)]
     old, new = ({finding.cause: finding for finding in report.findings} for report in (before, after))
-    causes = dict.fromkeys([*old, *new])
     return Comparison(
         old_ms=old_ms,
         new_ms=new_ms,
@@ -210,8 +183,8 @@ def _compare_profiles(before: ProfileReport, after: ProfileReport, threshold: fl
             *([] if set(rates) == {"-"} else [("samples/s", rates[0], rates[1])]),
             ("bottleneck", limits[0], limits[1]),
         ),
-        findings=tuple(FindingChange(cause=cause, old=old.get(cause), new=new.get(cause)) for cause in causes),
-        phases=_phase_changes(_phases_of(before), _phases_of(after)),
+        findings=_changes(old, new),
+        phases=_changes(_phases_of(before), _phases_of(after)),
         step="step in ms, mean",
         notes=tuple(_profile_notes(before, after) + batch_note),
     )
@@ -270,49 +243,50 @@ def _status(row: StrategyRow | None) -> str:
     return "no row" if row is None else f"{row.status} {row.setting}".strip()
 
 
-def _gain(row: StrategyRow | None) -> str:
-    return "-" if row is None else gain_text(row.gain, row.gain_low, row.gain_high)
-
-
-def _strategies(page: Page, changes: Sequence[StrategyChange]) -> None:
-    listed = [change for change in changes if change.changed or change.gains != ("-", "-")]
+def _strategies(page: Page, changes: Sequence[Change[StrategyRow]]) -> None:
+    listed = [(change, dict.fromkeys([_status(change.old), _status(change.new)])) for change in changes]
+    listed = [(change, statuses) for change, statuses in listed if len(statuses) > 1 or _gains(change) != "- → -"]
     if listed:
         page.heading("strategies (* marks a changed one)")
-    for change in listed:
-        mark, style = ("*", TONES["strong"]) if change.changed else (" ", "")
-        statuses = " → ".join(dict.fromkeys([_status(change.old), _status(change.new)]))
-        tone = TONE_OF.get(change.new.status if change.new else "", "idle")
+    for change, statuses in listed:
+        mark, tone = ("*", "strong") if len(statuses) > 1 else (" ", "")
+        new_tone = TONE_OF.get(change.new.status if change.new else "", "idle")
         page.row(
             [
-                Cell(text=f"{mark} {change.name}", width=26, style=style, whole=True),
-                Cell(text=statuses, width=28, style=TONES[tone]),
-                Cell(text=" → ".join(change.gains), width=40, whole=True),
+                Cell(text=f"{mark} {change.name}", width=26, style=TONES[tone], whole=True),
+                Cell(text=" → ".join(statuses), width=28, style=TONES[new_tone]),
+                Cell(text=_gains(change), width=40, whole=True),
             ]
         )
 
 
-def _findings(page: Page, changes: Sequence[FindingChange]) -> None:
+def _gains(change: Change[StrategyRow]) -> str:
+    rows = (change.old, change.new)
+    return " → ".join("-" if row is None else gain_text(row.gain, row.gain_low, row.gain_high) for row in rows)
+
+
+def _findings(page: Page, changes: Sequence[Change[Finding]]) -> None:
     if changes:
         page.heading("what holds the run back, share of the step")
     for change in changes:
-        shares = ["-" if finding is None else percent_text(finding.share) for finding in (change.old, change.new)]
-        title = next((finding.title for finding in (change.new, change.old) if finding), "")
+        pair = (change.old, change.new)
+        shares = " → ".join("-" if finding is None else percent_text(finding.share) for finding in pair)
+        title = next((finding.title for finding in reversed(pair) if finding), "")
         page.row(
             [
                 Cell(text=change.fate, width=7, style=TONES[_FATE_TONES[change.fate]]),
-                Cell(text=change.cause, width=24),
-                Cell(text=" → ".join(shares), width=14),
+                Cell(text=change.name, width=24),
+                Cell(text=shares, width=14),
                 Cell(text=title, width=49, style=TONES["idle"], prose=True),
             ]
         )
 
 
-def _phases(page: Page, step: str, changes: Sequence[PhaseChange]) -> None:
+def _phases(page: Page, step: str, changes: Sequence[Change[float]]) -> None:
     if changes:
         page.heading(step)
     for change in changes:
-        known = change.old_ms is not None and change.new_ms is not None
-        difference = f"{(change.new_ms or 0.0) - (change.old_ms or 0.0):+.3g}" if known else "-"
-        texts = (ms_text(change.old_ms), "→", ms_text(change.new_ms), difference)
+        difference = "-" if change.old is None or change.new is None else f"{change.new - change.old:+.3g}"
+        texts = (ms_text(change.old), "→", ms_text(change.new), difference)
         cells = [Cell(text=text, width=width, right=True) for text, width in zip(texts, (9, 2, 9, 9), strict=True)]
         page.row([Cell(text=f"  {change.name}", width=22, whole=True), *cells])

@@ -12,14 +12,10 @@ from typing import Any, Literal
 from accel.errors import ReportError
 from accel.files import write_atomic
 from accel.profiler.report import MachineFacts, ReportHead
+from accel.report.words import ms_text
 
 Status = Literal["kept", "undone", "refused", "not applicable", "not allowed", "disabled", "not tried"]
 State = Literal["searching", "done", "interrupted", "replayed", "undone"]
-
-
-def _number(value: float) -> str:
-    """Say a number with three digits or more, so that two of them have the ratio that is told beside them."""
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 @dataclass(kw_only=True)
@@ -138,7 +134,7 @@ class Report(ReportHead):
                 return f"no verdict: the run ended after {self.steps} steps, before the search did"
             return f"no verdict yet: {self.steps} steps seen, the search has not ended"
         if not self.plan:
-            return f"left as it was: nothing tried made the step faster ({_number(self.plain_ms)} ms)"
+            return f"left as it was: nothing tried made the step faster ({ms_text(self.plain_ms)} ms)"
         same = f", {self.training_same}" if self.training_same else ""
         return f"{self.speedup:.2f}x: {self._throughput()}{same}"
 
@@ -146,8 +142,8 @@ class Report(ReportHead):
         assert self.plain_ms is not None and self.accel_ms is not None
         if self.samples_per_step and self.plain_ms > 0 and self.accel_ms > 0:
             before, after = (1e3 * self.samples_per_step / ms for ms in (self.plain_ms, self.accel_ms))
-            return f"{_number(before)} → {_number(after)} samples/s"
-        return f"{_number(self.plain_ms)} → {_number(self.accel_ms)} ms per step"
+            return f"{ms_text(before)} → {ms_text(after)} samples/s"
+        return f"{ms_text(self.plain_ms)} → {ms_text(self.accel_ms)} ms per step"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON, or as a self-contained web page if `path` ends in `.html`; whole or not at all."""

@@ -10,10 +10,9 @@ from accel.report import optimize_pictures as pictures
 from accel.report.blocks import Block, Document, Facts, Listing, Paragraph, Section, Table, TableCell, TableRow
 from accel.report.model import Report, StrategyRow
 from accel.report.quiet_rich import cell_len
-from accel.report.terminal import MAX_WIDTH
+from accel.report.terminal import MAX_WIDTH, clip
 from accel.report.words import (
     clean,
-    clip,
     finite,
     gain_text,
     machine_text,

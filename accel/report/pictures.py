@@ -71,8 +71,8 @@ def tick(at: float, text: str, margin: float = 8.0) -> Tick:
 
 
 def shade(number: int) -> str:
-    """Return the fill class of a phase, which are numbered from 1."""
-    return f"s{(number - 1) % SHADES}"
+    """Return the fill class of a phase by its number; 0 is no phase, and grey."""
+    return f"s{(number - 1) % SHADES}" if number else "plain"
 
 
 def label(text: str) -> str:

@@ -27,8 +27,8 @@ from accel.report.blocks import (
 )
 from accel.report.pictures import Axis, BarSegment, length, segments
 from accel.report.roofline import picture as roofline_picture
-from accel.report.terminal import MAX_DEPTH
-from accel.report.words import clean, clip, finite, machine_text, ms_text, percent_text
+from accel.report.terminal import MAX_DEPTH, clip
+from accel.report.words import clean, finite, machine_text, ms_text, percent_text
 
 ROWS_SHOWN = 12
 """Rows of a table on a terminal; a page has all."""
@@ -36,8 +36,6 @@ RANKS_SHOWN = 16
 
 _BAR = 12
 """Columns of the bar of a whole step on a terminal."""
-_GREY = 8
-"""Number of the shade that no phase of a usual step has."""
 
 _OUTCOME_TONES = {"keep": "good", "drop": "bad", "void": "idle"}
 
@@ -145,7 +143,7 @@ def _part(row: words.TreeRow, names: list[str]) -> TableRow:
     indent, tone = "  " * min(row.depth, MAX_DEPTH), "strong" if row.depth < 2 else ""
     length = round(row.share * _BAR)
     key, meaning = (names.index(row.name) + 1, MEANING.get(row.name, "")) if row.depth == 1 else (0, "")
-    bar = [BarSegment(number=_GREY, name=row.name, text=row.percent, at=0.0, width=round(100 * row.share, 2))]
+    bar = [BarSegment(number=0, name=row.name, text=row.percent, at=0.0, width=round(100 * row.share, 2))]
     cells = blocks.cells(
         TableCell(text=row.name, short=indent + row.name, tone=tone, key=key),
         TableCell(text=row.ms, tone=tone),
@@ -157,8 +155,6 @@ def _part(row: words.TreeRow, names: list[str]) -> TableRow:
 
 
 def _experiments(experiments: Sequence[Experiment]) -> Iterator[Section]:
-    if not experiments:
-        return
     columns = blocks.columns("experiment<26", "ms per step, A → B>20", "saves>18", "pairs>5", "outcome<19")
     rows = []
     for row in experiments:
@@ -173,7 +169,7 @@ def _experiments(experiments: Sequence[Experiment]) -> Iterator[Section]:
         rows.append(TableRow(cells=cells, below=what))
     table = Table(columns=columns, rows=rows, caption="Real steps with (B) and without (A) something, interleaved")
     scope = ": real steps with (B) and without (A), interleaved"
-    yield Section(name="experiments", title="experiments", scope=scope, blocks=[table])
+    yield from blocks.tabled("experiments", "experiments", scope, table)
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
@@ -218,7 +214,7 @@ def _ranks(ranks: Sequence[RankRow], names: list[str]) -> Iterator[Section]:
     more = blocks.hidden_text(len(ranks) - len(slowest), "faster", "rank")
     caption = "Mean ms per step of each rank; its thread: on a core, waiting for a core, asleep"
     table = Table(columns=columns, rows=rows, more=more, caption=caption)
-    yield Section(name="ranks", title="ranks", scope=": ms per step", blocks=[table])
+    yield from blocks.tabled("ranks", "ranks", ": ms per step", table)
 
 
 def _longest(ranks: Sequence[RankRow], names: list[str]) -> list[str]:
@@ -231,8 +227,6 @@ def _longest(ranks: Sequence[RankRow], names: list[str]) -> list[str]:
 
 
 def _lines(report: ProfileReport) -> Iterator[Section]:
-    if not report.lines:
-        return
     rows = []
     for line in report.lines:
         tags = f" ({', '.join(line.tags)})" if line.tags else ""
@@ -248,7 +242,7 @@ def _lines(report: ProfileReport) -> Iterator[Section]:
     columns = blocks.columns("phase<13", "of phase>8", "seconds>7", "asleep>6", "line<58")
     kept, more = _limited(rows, "line")
     table = Table(columns=columns, rows=kept, more=more, caption="Where the loop's own source was, by sampling")
-    yield Section(name="lines", title="source lines", scope=", by sampling", blocks=[table])
+    yield from blocks.tabled("lines", "source lines", ", by sampling", table)
 
 
 def _operators(report: ProfileReport) -> Iterator[Section]:
@@ -296,8 +290,6 @@ def _operator(number: int, op: OpTime, report: ProfileReport) -> TableRow:
 
 
 def _syncs(report: ProfileReport) -> Iterator[Section]:
-    if not report.syncs:
-        return
     rows = []
     for sync in report.syncs:
         place = f"{sync.file}:{sync.line}" if sync.file else "-"
@@ -305,7 +297,7 @@ def _syncs(report: ProfileReport) -> Iterator[Section]:
     columns = blocks.columns("call<26", "calls>7", "ms>7", "line<54")
     kept, more = _limited(rows, "call")
     table = Table(columns=columns, rows=kept, more=more, caption="Per step, in the traced window")
-    yield Section(name="syncs", title="where the host waits for the device", scope=", per step", blocks=[table])
+    yield from blocks.tabled("syncs", "where the host waits for the device", ", per step", table)
 
 
 # --- machine ---------------------------------------------------------------------------------------------------------

@@ -185,10 +185,10 @@ def _split(tenths: int | None, node: Node) -> Sequence[int | None]:
     return parts
 
 
-def phase_names(held: Iterable[dict[str, float]]) -> list[str]:
+def phase_names(rows: Iterable[dict[str, float]]) -> list[str]:
     """List the phases that took any time, in the order of a step, unknown ones last."""
-    seen = dict.fromkeys(name for phases in held for name, ms in phases.items() if (finite(ms) or 0.0) > 0)
-    return [name for name in PHASES if name in seen] + [name for name in seen if name not in PHASES]
+    names = dict.fromkeys(name for phases in rows for name, ms in phases.items() if (finite(ms) or 0.0) > 0)
+    return [name for name in PHASES if name in names] + [name for name in names if name not in PHASES]
 
 
 # --- operators, devices, host ----------------------------------------------------------------------------------------

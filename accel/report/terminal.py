@@ -184,6 +184,15 @@ def _stdout_has_color() -> bool:
     return sys.stdout is not None and sys.stdout.isatty()
 
 
+def clip(text: str, width: int) -> str:
+    """Return `text` cut to `width` terminal columns, with an ellipsis where something was cut."""
+    if cell_len(text) <= width:
+        return text
+    while text and cell_len(text) > width - 1:
+        text = text[:-1]
+    return text.rstrip() + "…"
+
+
 def _short(cell: blocks.TableCell) -> str:
     return cell.text if cell.short is None else cell.short
 
@@ -223,10 +232,10 @@ def render(document: blocks.Document, width: int | None = None, color: bool | No
 
 
 def _section(page: Page, section: blocks.Section) -> None:
-    shown = [block for block in section.blocks if getattr(block, "only", "") != "page"]
-    if any(not isinstance(block, blocks.Picture) for block in shown):
+    own = [block for block in section.blocks if getattr(block, "only", "") != "page"]
+    if any(not isinstance(block, blocks.Picture) for block in own):
         page.heading(section.title + section.scope)
-        for block in shown:
+        for block in own:
             _block(page, block)
 
 

@@ -6,7 +6,6 @@ import math
 import unicodedata
 
 from accel.profiler.report import MachineFacts
-from accel.report.quiet_rich import cell_len
 
 
 def clean(text: object, keep: str = "") -> str:
@@ -26,15 +25,6 @@ def _harmless(char: str) -> str:
     if char.isspace():
         return " "
     return "" if unicodedata.category(char) in {"Cc", "Cf", "Cs", "Zl", "Zp"} else char
-
-
-def clip(text: str, width: int) -> str:
-    """Return `text` cut to `width` terminal columns, with an ellipsis where something was cut."""
-    if cell_len(text) <= width:
-        return text
-    while text and cell_len(text) > width - 1:
-        text = text[:-1]
-    return text.rstrip() + "…"
 
 
 def finite(value: float | None) -> float | None:

@@ -53,7 +53,7 @@ def test_findings_are_gone_new_or_stayed_with_their_shares() -> None:
     before = _report(200.0, findings=[storage, straggler], bottleneck="input")
     after = _report(80.0, findings=[launch, dataclasses.replace(straggler, share=0.19)], bottleneck="launch")
     comparison = compare(before, after)
-    assert [(row.cause, row.fate) for row in comparison.findings] == [
+    assert [(row.name, row.fate) for row in comparison.findings] == [
         ("input.storage", "gone"),
         ("straggler.input", "stayed"),
         ("launch.small_ops", "new"),
