@@ -180,21 +180,10 @@ class Section:
     blocks: Sequence[Block] = ()
 
 
-def listed(name: str, title: str, listing: Listing) -> Iterator[Section]:
-    """Yield a section with a list, unless there is nothing in it."""
-    if listing.items:
-        yield Section(name=name, title=title, blocks=[listing])
-
-
 def tabled(name: str, title: str, scope: str, table: Table) -> Iterator[Section]:
     """Yield a section with a table, unless it has no rows."""
     if table.rows:
         yield Section(name=name, title=title, scope=scope, blocks=[table])
-
-
-def unseen(sentences: Sequence[str]) -> Iterator[Section]:
-    """Yield the section of what could not be seen."""
-    yield from listed("unseen", "what could not be seen", Listing(items=sentences))
 
 
 def hidden_text(hidden: int, kind: str, noun: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from accel.report import blocks
+from accel.report import blocks, head
 from accel.report import optimize_pictures as pictures
 from accel.report.blocks import Block, Document, Facts, Listing, Paragraph, Section, Table, TableCell, TableRow
 from accel.report.model import Report, StrategyRow
@@ -101,14 +101,14 @@ def decision_line(row: StrategyRow, done: int, total: int) -> str:
     Returns:
         One line of at most 100 columns, unless the name alone is longer; a long reason is cut there.
     """
-    head = f"accel{f' [{done}/{total}]' if done else ':'} {clean(_name(row))} {clean(row.status)}"
+    start = f"accel{f' [{done}/{total}]' if done else ':'} {clean(_name(row))} {clean(row.status)}"
     if finite(row.gain) is not None:
-        head += f": {gain_text(row.gain, row.gain_low, row.gain_high)}"
+        start += f": {gain_text(row.gain, row.gain_low, row.gain_high)}"
     if finite(row.before_ms) is not None and finite(row.after_ms) is not None:
-        head += f"{',' if finite(row.gain) is not None else ':'} {ms_text(row.before_ms)} → {ms_text(row.after_ms)} ms"
-    room = MAX_WIDTH - cell_len(head) - 2
+        start += f"{',' if finite(row.gain) is not None else ':'} {ms_text(row.before_ms)} → {ms_text(row.after_ms)} ms"
+    room = MAX_WIDTH - cell_len(start) - 2
     why = clip(clean(row.why), room) if room > 10 else ""
-    return f"{head}; {why}" if why else head
+    return f"{start}; {why}" if why else start
 
 
 def _name(row: StrategyRow) -> str:
@@ -124,6 +124,10 @@ def document(report: Report) -> Document:
     if report.speedup is not None:
         lead.insert(0, Paragraph(text=f"speed-up: {ratio_text(report.speedup)}x, {interval_text(report)}"))
     cost = Facts(pairs=[("search", search_text(report)), ("limits the run now", limit_text(report))])
+    machine = machine_text(report.machine, report.machine.world_size)
+    fingerprint = Facts(pairs=[("fingerprint", report.fingerprint)], only="page")
+    plan_text = json.dumps(report.plan, default=str) if report.plan else ""
+    plan = Facts(pairs=[("plan", plan_text)], verbatim=True)
     events = [f"step {event.step}: {event.text}" for event in report.events]
     return Document(
         kind="accel",
@@ -138,9 +142,8 @@ def document(report: Report) -> Document:
             Section(name="strategies", title="strategies", blocks=list(_strategies(report))),
             Section(name="cost", title="cost and what is left", blocks=[cost]),
             *_anatomy(report),
-            *blocks.listed("events", "events", Listing(items=events, mark="", latest=EVENTS_SHOWN)),
-            *blocks.unseen(report.unseen),
-            Section(name="origin", title="where and how", blocks=list(_origin(report))),
+            *head.listed("events", "events", Listing(items=events, mark="", latest=EVENTS_SHOWN)),
+            *head.ending(report, machine, model_text(report), fingerprint, plan),
         ],
     )
 
@@ -211,17 +214,3 @@ def _anatomy(report: Report) -> Iterator[Section]:
 def _share_texts(part: dict[str, float], name: str) -> tuple[str, str]:
     value, total = finite(part.get(name)), finite(sum(part.values()))
     return ms_text(value), percent_text(value / total) if value is not None and total else "-"
-
-
-def _origin(report: Report) -> Iterator[Block]:
-    yield Facts(
-        pairs=[
-            ("machine", machine_text(report.machine, report.machine.world_size)),
-            ("model", model_text(report)),
-            ("started", report.started),
-        ]
-    )
-    yield Facts(pairs=[("fingerprint", report.fingerprint)], only="page")
-    yield Facts(pairs=[("command", report.command)], verbatim=True)
-    if report.plan:
-        yield Facts(pairs=[("plan", json.dumps(report.plan, default=str))], verbatim=True)

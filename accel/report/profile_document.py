@@ -8,7 +8,7 @@ from dataclasses import replace
 from accel.profiler.evidence import OpTime
 from accel.profiler.phases import MEANING
 from accel.profiler.report import Experiment, Finding, ProfileReport, RankRow
-from accel.report import blocks
+from accel.report import blocks, head
 from accel.report import profile_pictures as pictures
 from accel.report import profile_words as words
 from accel.report.blocks import (
@@ -43,6 +43,7 @@ _OUTCOME_TONES = {"keep": "good", "drop": "bad", "void": "idle"}
 def document(report: ProfileReport) -> Document:
     """Lay out what the report of a profiled run shows."""
     names = _phases(report)
+    script = Facts(pairs=[("script", report.ended), ("trace", report.trace_file)])
     return Document(
         kind="accel profile",
         model=report.host.model,
@@ -52,7 +53,7 @@ def document(report: ProfileReport) -> Document:
         lead=list(_lead(report)),
         sections=[
             *_why(report),
-            *blocks.listed("next", "next", Listing(items=report.next, mark="1. ")),
+            *head.listed("next", "next", Listing(items=report.next, mark="1. ")),
             *_evidence(report, names),
             *pictures.timeline(report.timeline, names),
             *_experiments(report.experiments),
@@ -62,8 +63,7 @@ def document(report: ProfileReport) -> Document:
             *_syncs(report),
             *_gpus(report),
             *_host(report),
-            *blocks.unseen(report.unseen),
-            Section(name="origin", title="where and how", blocks=list(_origin(report))),
+            *head.ending(report, machine_text(report.host), report.host.model, script),
         ],
     )
 
@@ -317,15 +317,3 @@ def _gpus(report: ProfileReport) -> Iterator[Section]:
 def _host(report: ProfileReport) -> Iterator[Section]:
     if facts := words.host_texts(report.host):
         yield Section(name="host", title="host", blocks=[Facts(pairs=facts)])
-
-
-def _origin(report: ProfileReport) -> Iterator[Block]:
-    yield Facts(
-        pairs=[
-            ("machine", machine_text(report.host)),
-            ("model", report.host.model),
-            ("started", report.started),
-        ]
-    )
-    yield Facts(pairs=[("command", report.command)], verbatim=True)
-    yield Facts(pairs=[("script", report.ended), ("trace", report.trace_file)])
