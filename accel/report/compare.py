@@ -26,7 +26,7 @@ _FATE_TONES = {"gone": "good", "new": "bad", "stayed": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change(Generic[T]):
+class ReportChange(Generic[T]):
     """What has one name in both reports: a strategy, a cause or a phase; None where a report lacks it."""
 
     name: str
@@ -39,12 +39,12 @@ class Change(Generic[T]):
         return "gone" if self.new is None else "new" if self.old is None else "stayed"
 
 
-def _changes(old: Mapping[str, T], new: Mapping[str, T]) -> tuple[Change[T], ...]:
-    return tuple(Change(name=name, old=old.get(name), new=new.get(name)) for name in dict.fromkeys([*old, *new]))
+def _changes(old: Mapping[str, T], new: Mapping[str, T]) -> tuple[ReportChange[T], ...]:
+    return tuple(ReportChange(name=name, old=old.get(name), new=new.get(name)) for name in dict.fromkeys([*old, *new]))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class ReportComparison:
     """Two reports of one kind side by side."""
 
     old_ms: float
@@ -58,9 +58,9 @@ class Comparison:
     """(what, old, new), in words."""
     notes: tuple[str, ...]
     """What makes the two runs hard to compare, one sentence each."""
-    strategies: tuple[Change[StrategyRow], ...] = ()
-    findings: tuple[Change[Finding], ...] = ()
-    phases: tuple[Change[float], ...]
+    strategies: tuple[ReportChange[StrategyRow], ...] = ()
+    findings: tuple[ReportChange[Finding], ...] = ()
+    phases: tuple[ReportChange[float], ...]
     """ms."""
     step: str
     """Which step the phases are of."""
@@ -97,7 +97,9 @@ class Comparison:
         return page.text()
 
 
-def compare(before: Report | ProfileReport, after: Report | ProfileReport, *, threshold: float = 0.05) -> Comparison:
+def compare(
+    before: Report | ProfileReport, after: Report | ProfileReport, *, threshold: float = 0.05
+) -> ReportComparison:
     """Compare two reports of the same training, both of `accel.optimize` or both of `accel profile`.
 
     Args:
@@ -127,9 +129,9 @@ def _differences(pairs: Sequence[tuple[str, object, object]]) -> list[str]:
 # --- two runs under accel.optimize -----------------------------------------------------------------------------------
 
 
-def _compare_runs(before: Report, after: Report, threshold: float) -> Comparison:
+def _compare_runs(before: Report, after: Report, threshold: float) -> ReportComparison:
     old, new = ({row.name: row for row in report.rows} for report in (before, after))
-    return Comparison(
+    return ReportComparison(
         old_ms=_accel_ms(before, "first"),
         new_ms=_accel_ms(after, "second"),
         threshold=threshold,
@@ -166,7 +168,7 @@ def _run_notes(before: Report, after: Report) -> list[str]:
 # --- two profiled runs -----------------------------------------------------------------------------------------------
 
 
-def _compare_profiles(before: ProfileReport, after: ProfileReport, threshold: float) -> Comparison:
+def _compare_profiles(before: ProfileReport, after: ProfileReport, threshold: float) -> ReportComparison:
     old_ms, new_ms = _step_ms(before, "first"), _step_ms(after, "second")
     batch_note = _batch_note(before, after)
     if batch_note and before.samples_per_s and after.samples_per_s:
@@ -174,7 +176,7 @@ def _compare_profiles(before: ProfileReport, after: ProfileReport, threshold: fl
     rates = [ms_text(report.samples_per_s) for report in (before, after)]
     limits = [("" if report.refused else report.bottleneck) or "no verdict" for report in (before, after)]
     old, new = ({finding.cause: finding for finding in report.findings} for report in (before, after))
-    return Comparison(
+    return ReportComparison(
         old_ms=old_ms,
         new_ms=new_ms,
         threshold=threshold,
@@ -243,7 +245,7 @@ def _status(row: StrategyRow | None) -> str:
     return "no row" if row is None else f"{row.status} {row.setting}".strip()
 
 
-def _strategies(page: Page, changes: Sequence[Change[StrategyRow]]) -> None:
+def _strategies(page: Page, changes: Sequence[ReportChange[StrategyRow]]) -> None:
     listed = [(change, dict.fromkeys([_status(change.old), _status(change.new)])) for change in changes]
     listed = [(change, statuses) for change, statuses in listed if len(statuses) > 1 or _gains(change) != "- → -"]
     if listed:
@@ -260,12 +262,12 @@ def _strategies(page: Page, changes: Sequence[Change[StrategyRow]]) -> None:
         )
 
 
-def _gains(change: Change[StrategyRow]) -> str:
+def _gains(change: ReportChange[StrategyRow]) -> str:
     rows = (change.old, change.new)
     return " → ".join("-" if row is None else gain_text(row.gain, row.gain_low, row.gain_high) for row in rows)
 
 
-def _findings(page: Page, changes: Sequence[Change[Finding]]) -> None:
+def _findings(page: Page, changes: Sequence[ReportChange[Finding]]) -> None:
     if changes:
         page.heading("what holds the run back, share of the step")
     for change in changes:
@@ -282,7 +284,7 @@ def _findings(page: Page, changes: Sequence[Change[Finding]]) -> None:
         )
 
 
-def _phases(page: Page, step: str, changes: Sequence[Change[float]]) -> None:
+def _phases(page: Page, step: str, changes: Sequence[ReportChange[float]]) -> None:
     if changes:
         page.heading(step)
     for change in changes:

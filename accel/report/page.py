@@ -46,8 +46,8 @@ def _environment() -> Environment:
 
 
 def _sentence(text: str) -> str:
-    """Begin a text with a capital letter."""
-    return text[:1].upper() + text[1:]
+    """Begin a text with a capital letter, unless it begins with a unit."""
+    return text if text.startswith("ms") else text[:1].upper() + text[1:]
 
 
 def _finalize(value: Any) -> Any:
