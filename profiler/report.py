@@ -1,4 +1,4 @@
-"""The report of a profiled run: what it says, and its JSON form.
+"""The report of a profiled run, its JSON form, and the head that it shares with the report of `accel.optimize`.
 
 The schema number goes up when a field changes its meaning or goes away; a reader refuses numbers it does not know.
 """
@@ -7,15 +7,46 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
-import typing
 from dataclasses import dataclass, field
 from typing import Any
 
 from accel.profiler.evidence import GpuShare, LineTime, OpTime, Roofline, SyncPoint, ThreadShare
+from accel.profiler.typed_json import UnreadableJson, decode, read
 
 SCHEMA = 1
 KIND = "profile"
+
+
+@dataclass(kw_only=True)
+class MachineFacts:
+    """Where the numbers of a report were measured."""
+
+    device: str = ""
+    """e.g. `cpu (AMD EPYC)` or `cuda (NVIDIA H200)`."""
+    cores: int = 0
+    threads: int = 0
+    """Intra-op threads when the run began."""
+    platform: str = ""
+    python: str = ""
+    torch: str = ""
+    accel: str = ""
+
+
+@dataclass(kw_only=True)
+class ReportHead:
+    """What every report says of its run."""
+
+    schema: int = SCHEMA
+    started: str = ""
+    """Start of the run, ISO 8601 with offset."""
+    command: str = ""
+    """The command line of the run."""
+    unseen: list[str] = field(default_factory=list)
+    """What could not be seen, one sentence each."""
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False, allow_nan=False)
 
 
 @dataclass(kw_only=True)
@@ -109,16 +140,9 @@ class StepRow:
 
 
 @dataclass(kw_only=True)
-class HostFacts:
+class HostFacts(MachineFacts):
     """The machine and how the run used it."""
 
-    cores: int = 0
-    threads: int = 0
-    device: str = ""
-    platform: str = ""
-    python: str = ""
-    torch: str = ""
-    accel: str = ""
     foreign_cores: float | None = None
     thread: ThreadShare | None = None
     workers: list[ThreadShare] = field(default_factory=list)
@@ -129,10 +153,9 @@ class HostFacts:
 
 
 @dataclass(kw_only=True)
-class ProfileReport:
+class ProfileReport(ReportHead):
     """What `accel profile` found."""
 
-    schema: int = SCHEMA
     kind: str = KIND
     verdict: str = ""
     """The outcome in one line."""
@@ -166,77 +189,23 @@ class ProfileReport:
     gpus: list[GpuShare] = field(default_factory=list)
     host: HostFacts = field(default_factory=HostFacts)
     trace_file: str = ""
-    unseen: list[str] = field(default_factory=list)
-    command: str = ""
-    started: str = ""
-    """ISO 8601, UTC."""
     ended: str = "completed"
     """How the script ended: `completed`, `exited with N`, `raised …` or `interrupted`."""
-
-    def to_json(self) -> str:
-        """Return the report as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-class UnreadableReport(ValueError):
-    """The text is not a profile report of this schema; the message says how."""
 
 
 def from_json(text: str) -> ProfileReport:
     """Read a report.
 
     Raises:
-        UnreadableReport: if the text is not JSON, not a profile report, or of another schema.
+        UnreadableJson: if the text is not JSON, not a profile report, or of another schema.
     """
-    try:
-        held = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableReport(f"it must be JSON, it is not: {error}") from None
-    if not isinstance(held, dict) or held.get("kind") != KIND:
-        raise UnreadableReport(f"it must be a profile report (kind {KIND!r}), it is not")
-    if held.get("schema") != SCHEMA:
-        raise UnreadableReport(f"its schema must be {SCHEMA}, got {held.get('schema')!r}; make it again")
-    try:
-        report: ProfileReport = _read(ProfileReport, held, "report")
-    except (OverflowError, RecursionError) as error:
-        raise UnreadableReport(f"it holds what no report holds: {error}") from None
-    return report
+    return from_object(decode(text))
 
 
-def _read(wanted: Any, held: Any, where: str) -> Any:
-    """Check `held` against the declared type and build what it stands for."""
-    origin = typing.get_origin(wanted)
-    if origin in (types.UnionType, typing.Union):
-        options = [option for option in typing.get_args(wanted) if option is not type(None)]
-        return None if held is None else _read(options[0], held, where)
-    if origin is list:
-        _demand(isinstance(held, list), where, "a list", held)
-        return [_read(typing.get_args(wanted)[0], item, f"{where}[{n}]") for n, item in enumerate(held)]
-    if origin is dict:
-        _demand(isinstance(held, dict), where, "an object", held)
-        return {key: _read(typing.get_args(wanted)[1], value, f"{where}.{key}") for key, value in held.items()}
-    if dataclasses.is_dataclass(wanted):
-        return _read_object(typing.cast("type[Any]", wanted), held, where)
-    if wanted is float:
-        _demand(isinstance(held, int | float) and not isinstance(held, bool), where, "a number", held)
-        return float(held)
-    _demand(isinstance(held, wanted) and (wanted is bool or not isinstance(held, bool)), where, wanted.__name__, held)
-    return held
-
-
-def _read_object(wanted: type[Any], held: Any, where: str) -> Any:
-    _demand(isinstance(held, dict), where, "an object", held)
-    hints = typing.get_type_hints(wanted)
-    declared = {f.name for f in dataclasses.fields(wanted)}
-    unknown = sorted(set(held) - declared)
-    _demand(not unknown, where, f"without {unknown}", held)
-    values = {name: _read(hints[name], value, f"{where}.{name}") for name, value in held.items()}
-    try:
-        return wanted(**values)
-    except TypeError as error:
-        raise UnreadableReport(f"{where} is incomplete: {error}") from None
-
-
-def _demand(holds: bool, where: str, what: str, held: Any) -> None:
-    if not holds:
-        raise UnreadableReport(f"{where} must be {what}, got {str(held)[:60]!r}")
+def from_object(raw: Any) -> ProfileReport:
+    """Read a report from its decoded JSON, or raise `UnreadableJson`."""
+    if not isinstance(raw, dict) or raw.get("kind") != KIND:
+        raise UnreadableJson(f"it must be a profile report (kind {KIND!r}), it is not")
+    if raw.get("schema") != SCHEMA:
+        raise UnreadableJson(f"its schema must be {SCHEMA}, got {raw.get('schema')!r}; make it again")
+    return read(ProfileReport, raw, "report")

@@ -17,7 +17,8 @@ import click
 from accel import __version__
 from accel.errors import AccelError, InvalidArgument
 from accel.files import check_folder, write_atomic
-from accel.report.terminal import Cell, Page, clean
+from accel.report.terminal import Cell, Page
+from accel.report.words import clean
 
 if TYPE_CHECKING:
     from accel.comm.bandwidth import Bandwidth, Row

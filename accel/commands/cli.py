@@ -16,9 +16,11 @@ from accel.commands.profile import ProfileJob, profile
 from accel.errors import AccelError, ReportError
 from accel.files import check_folder, write_atomic
 from accel.profiler.report import ProfileReport
-from accel.report import Report, compare, profile_compare, profile_terminal, terminal
-from accel.report.reports import load
-from accel.report.terminal import clean
+from accel.report import Report
+from accel.report.compare import compare
+from accel.report.reader import load
+from accel.report.rendering import as_page, as_text
+from accel.report.words import clean
 
 UNUSABLE = 2
 REGRESSED = 1
@@ -76,7 +78,7 @@ def report(file: Path, page: Path | None) -> None:
     loaded = load(file)
     if page is not None:
         _write_page(loaded, file, page)
-    click.echo(profile_terminal.render(loaded) if isinstance(loaded, ProfileReport) else terminal.render(loaded))
+    click.echo(as_text(loaded))
 
 
 @main.command(name="compare")
@@ -89,27 +91,9 @@ def compare_command(ctx: click.Context, before: Path, after: Path, threshold: fl
 
     The exit status is 0 if B is no slower than the threshold allows, 1 if it is, and 2 if a report can't be used.
     """
-    comparison = _compare(load(before), load(after), threshold)
+    comparison = compare(load(before), load(after), threshold=threshold)
     click.echo(comparison.render())
     ctx.exit(REGRESSED if comparison.regressed else 0)
-
-
-def _compare(
-    before: Report | ProfileReport, after: Report | ProfileReport, threshold: float
-) -> compare.Comparison | profile_compare.ProfileComparison:
-    if isinstance(before, ProfileReport) and isinstance(after, ProfileReport):
-        return profile_compare.compare(before, after, threshold=threshold)
-    if isinstance(before, Report) and isinstance(after, Report):
-        return compare.compare(before, after, threshold=threshold)
-    kinds = ["accel profile" if isinstance(report, ProfileReport) else "accel.optimize" for report in (before, after)]
-    raise ReportError(f"A and B must be reports of one kind, got one of {kinds[0]} and one of {kinds[1]}.")
-
-
-def _page(loaded: Report | ProfileReport) -> str:
-    # Imported here: jinja2 is of no use to the other commands.
-    from accel.report import profile_page, webpage
-
-    return profile_page.render(loaded) if isinstance(loaded, ProfileReport) else webpage.render(loaded)
 
 
 def _write_page(loaded: Report | ProfileReport, file: Path, page: Path) -> None:
@@ -117,7 +101,7 @@ def _write_page(loaded: Report | ProfileReport, file: Path, page: Path) -> None:
         raise ReportError(f"--html must name another file than the report itself. Found: {page}")
     check_folder("--html", page)
     try:
-        write_atomic(page, _page(loaded))
+        write_atomic(page, as_page(loaded))
     except OSError as error:
         raise ReportError(f"{page} can't be written: {error.strerror or error}. Give --html another place.") from None
     click.echo(f"wrote {page}", err=True)

@@ -218,14 +218,13 @@ def _nothing(recorder: Recorder, wall_s: float) -> str:
 
 
 def _write(report: ProfileReport, target: Path) -> None:
-    from accel.report.profile_page import render as render_page
-    from accel.report.profile_terminal import render
+    from accel.report.rendering import as_page, as_text
 
     page = target.with_suffix(".html")
-    click.echo(render(report), err=True)
+    click.echo(as_text(report), err=True)
     try:
-        write_atomic(target, report.to_json())
-        write_atomic(page, render_page(report))
+        write_atomic(target, report.to_json() + "\n")
+        write_atomic(page, as_page(report))
     except OSError as error:
         # The script's own exit status matters more than the report's.
         click.echo(f"accel: the report could not be written: {error}", err=True)

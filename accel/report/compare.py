@@ -1,59 +1,74 @@
-"""Compare two reports: is the newer run slower, and what changed in its strategies and its step."""
+"""Compare two reports of one kind: is the newer run slower, and what else changed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from accel.errors import InvalidArgument, ReportError
+from accel.profiler.report import Finding, ProfileReport
 from accel.report.model import Report, StrategyRow
-from accel.report.terminal import STATUS_STYLES, Cell, Page, gain_text, ms_text
+from accel.report.optimize_pictures import TONE_OF
+from accel.report.profile_words import ended_text
+from accel.report.terminal import TONES, Cell, Page
+from accel.report.words import finite, gain_text, ms_text, percent_text
+
+T = TypeVar("T")
+
+_SAME_BATCH = 0.15
+"""By how much samples per step, a mean over a run, may differ between runs of one batch size."""
+_BUSY_CORES = 0.5
+"""Cores kept busy by others from which a step is slowed down by them."""
+
+_FATE_TONES = {"gone": "good", "new": "bad", "stayed": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyChange:
-    """One strategy in both reports; None where a report has no row for it."""
+class ReportChange(Generic[T]):
+    """What has one name in both reports: a strategy, a cause or a phase; None where a report lacks it."""
 
     name: str
-    old: StrategyRow | None
-    new: StrategyRow | None
+    old: T | None
+    new: T | None
 
     @property
-    def changed(self) -> bool:
-        """Whether its status or its setting differ."""
-        return _fate(self.old) != _fate(self.new)
+    def fate(self) -> str:
+        """What became of it: `gone`, `new` or `stayed`."""
+        return "gone" if self.new is None else "new" if self.old is None else "stayed"
+
+
+def _changes(old: Mapping[str, T], new: Mapping[str, T]) -> tuple[ReportChange[T], ...]:
+    return tuple(ReportChange(name=name, old=old.get(name), new=new.get(name)) for name in dict.fromkeys([*old, *new]))
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseChange:
-    """One phase of the step in both reports, ms; None where a report lacks it."""
-
-    name: str
-    old_ms: float | None
-    new_ms: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepChange:
-    """A step's time in two reports."""
+class ReportComparison:
+    """Two reports of one kind side by side."""
 
     old_ms: float
-    """Step of the older report, ms."""
+    """Step of the older report, ms: the accelerated one, or the mean one of a profile."""
     new_ms: float
-    """Step of the newer report, ms."""
     threshold: float
     """Slow-down that still counts as the same, as a fraction."""
+    unit: str = "step"
+    """What the compared time is for."""
+    facts: tuple[tuple[str, str, str], ...] = ()
+    """(what, old, new), in words."""
+    notes: tuple[str, ...]
+    """What makes the two runs hard to compare, one sentence each."""
+    strategies: tuple[ReportChange[StrategyRow], ...] = ()
+    findings: tuple[ReportChange[Finding], ...] = ()
+    phases: tuple[ReportChange[float], ...]
+    """ms."""
+    step: str
+    """Which step the phases are of."""
 
     @property
     def ratio(self) -> float:
         """`new_ms` ÷ `old_ms`: above 1 the newer run is slower."""
         return self.new_ms / self.old_ms
-
-    @property
-    def unit(self) -> str:
-        """What the compared time is for."""
-        return "step"
 
     @property
     def regressed(self) -> bool:
@@ -65,141 +80,215 @@ class StepChange:
         percent = 100 * (self.ratio - 1)
         word = "regression" if self.regressed else "no regression"
         change = f"{abs(percent):.3g} % {'slower' if percent > 0 else 'faster'}" if percent else "no change"
-        return f"{word}: {ms_text(self.old_ms)} → {ms_text(self.new_ms)} ms per {self.unit}, {change}{self._allowed()}"
-
-    def _allowed(self) -> str:
-        return f" (threshold {100 * self.threshold:.3g} %)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison(StepChange):
-    """Two reports side by side; the step is the accelerated one."""
-
-    strategies: tuple[StrategyChange, ...]
-    phases: tuple[PhaseChange, ...]
-    notes: tuple[str, ...]
-    """What makes the two runs hard to compare, one sentence each."""
+        times = f"{ms_text(self.old_ms)} → {ms_text(self.new_ms)} ms per {self.unit}"
+        return f"{word}: {times}, {change} (threshold {100 * self.threshold:.3g} %)"
 
     def render(self, width: int | None = None, color: bool | None = None) -> str:
-        """Render the comparison as text, verdict first.
-
-        Args:
-            width: columns, at most 100; None asks the terminal.
-            color: whether to write ANSI codes; None writes them only to a terminal, and never under `NO_COLOR`.
-
-        Returns:
-            Lines without a final newline.
-        """
+        """Render the comparison as text, verdict first; the arguments are those of `terminal.render`."""
         page = Page(width, color)
         page.say(self.verdict(), "bold red" if self.regressed else "bold green")
+        for name, old, new in self.facts:
+            page.say(f"{name}: {old} → {new}" if old != new else f"{name}: {new}, as before")
         for note in self.notes:
-            page.say(f"note: {note}", "yellow")
+            page.say(f"note: {note}", TONES["warn"])
         _strategies(page, self.strategies)
-        phase_rows(page, "accelerated step in ms", self.phases)
+        _findings(page, self.findings)
+        _phases(page, self.step, self.phases)
         return page.text()
 
 
-def compare(before: Report, after: Report, *, threshold: float = 0.05) -> Comparison:
-    """Compare two reports of the same training.
+def compare(
+    before: Report | ProfileReport, after: Report | ProfileReport, *, threshold: float = 0.05
+) -> ReportComparison:
+    """Compare two reports of the same training, both of `accel.optimize` or both of `accel profile`.
 
     Args:
         before: the older report.
         after: the newer report.
-        threshold: slow-down of the accelerated step that still counts as the same; 0.05 is 5 %.
-
-    Returns:
-        The comparison; `regressed` is `after.accel_ms > before.accel_ms * (1 + threshold)`.
+        threshold: slow-down of the step that still counts as the same; 0.05 is 5 %. The step is the accelerated one,
+            or the mean one of a profile; where the batches of two profiles differ in size, it is 1,000 samples.
 
     Raises:
-        ReportError: if a report has no accelerated step time.
+        ReportError: if the reports are of two kinds, or one has no step time.
         InvalidArgument: if `threshold` is negative or not a number.
     """
-    check_threshold(threshold)
-    return Comparison(
+    if not (math.isfinite(threshold) and threshold >= 0):
+        raise InvalidArgument(f"threshold must be 0 or more, e.g. 0.05 for 5 %. Found: {threshold}")
+    if isinstance(before, Report) and isinstance(after, Report):
+        return _compare_runs(before, after, threshold)
+    if isinstance(before, ProfileReport) and isinstance(after, ProfileReport):
+        return _compare_profiles(before, after, threshold)
+    kinds = ["accel profile" if isinstance(report, ProfileReport) else "accel.optimize" for report in (before, after)]
+    raise ReportError(f"A and B must be reports of one kind, got one of {kinds[0]} and one of {kinds[1]}.")
+
+
+def _differences(pairs: Sequence[tuple[str, object, object]]) -> list[str]:
+    return [f"{name.replace('_', ' ')} went from {old!r} to {new!r}" for name, old, new in pairs if old != new]
+
+
+# --- two runs under accel.optimize -----------------------------------------------------------------------------------
+
+
+def _compare_runs(before: Report, after: Report, threshold: float) -> ReportComparison:
+    old, new = ({row.name: row for row in report.rows} for report in (before, after))
+    return ReportComparison(
         old_ms=_accel_ms(before, "first"),
         new_ms=_accel_ms(after, "second"),
         threshold=threshold,
-        strategies=_strategy_changes(before, after),
-        phases=phase_changes(before.anatomy_after, after.anatomy_after),
-        notes=tuple(_notes(before, after)),
+        strategies=_changes(old, new),
+        phases=_changes(before.anatomy_after, after.anatomy_after),
+        step="accelerated step in ms",
+        notes=tuple(_run_notes(before, after)),
     )
 
 
-def check_threshold(threshold: float) -> None:
-    """Raise `InvalidArgument` unless `threshold` is 0 or more."""
-    if not (math.isfinite(threshold) and threshold >= 0):
-        raise InvalidArgument(f"threshold must be 0 or more, e.g. 0.05 for 5 %. Found: {threshold}")
-
-
 def _accel_ms(report: Report, which: str) -> float:
-    value = report.accel_ms
+    value = finite(report.accel_ms)
     # A report file may hold anything: NaN compares as "no regression", and zero has no ratio.
-    if not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+    if value is None or value <= 0:
         raise ReportError(
-            f"the {which} report has no accelerated step time (accel_ms is {value!r}, state {report.state!r}); "
-            "let its search end before comparing."
+            f"the {which} report has no accelerated step time (accel_ms is {report.accel_ms!r}, "
+            f"state {report.state!r}); let its search end before comparing."
         )
-    return float(value)
+    return value
 
 
-def _strategy_changes(before: Report, after: Report) -> tuple[StrategyChange, ...]:
-    old, new = ({row.name: row for row in report.rows} for report in (before, after))
-    names = dict.fromkeys([*old, *new])
-    return tuple(StrategyChange(name=name, old=old.get(name), new=new.get(name)) for name in names)
-
-
-def phase_changes(old: Mapping[str, float], new: Mapping[str, float]) -> tuple[PhaseChange, ...]:
-    """Pair the phases of two steps, ms, by name."""
-    names = dict.fromkeys([*old, *new])
-    return tuple(PhaseChange(name=name, old_ms=old.get(name), new_ms=new.get(name)) for name in names)
-
-
-def _notes(before: Report, after: Report) -> list[str]:
-    pairs = [
-        ("model", before.model, after.model),
-        ("parameters", before.parameters, after.parameters),
-        ("fingerprint", before.fingerprint, after.fingerprint),
-        ("allow", before.allow, after.allow),
-        ("samples per step", before.samples_per_step, after.samples_per_step),
-        *((name, value, vars(after.machine)[name]) for name, value in vars(before.machine).items()),
-    ]
-    notes = [f"{name.replace('_', ' ')} went from {old!r} to {new!r}" for name, old, new in pairs if old != new]
+def _run_notes(before: Report, after: Report) -> list[str]:
+    names = ("model", "parameters", "fingerprint", "allow", "samples_per_step")
+    notes = _differences(
+        [
+            *((name, getattr(before, name), getattr(after, name)) for name in names),
+            *((name, value, getattr(after.machine, name)) for name, value in vars(before.machine).items()),
+        ]
+    )
     states = (("first", before.state), ("second", after.state))
     return notes + [f"the {which} run is {state}" for which, state in states if state in {"searching", "interrupted"}]
 
 
-def _fate(row: StrategyRow | None) -> str:
-    if row is None:
-        return "no row"
-    return f"{row.status} {row.setting}".strip()
+# --- two profiled runs -----------------------------------------------------------------------------------------------
 
 
-def _gain(row: StrategyRow | None) -> str:
-    return "-" if row is None else gain_text(row.gain, row.gain_low, row.gain_high)
+def _compare_profiles(before: ProfileReport, after: ProfileReport, threshold: float) -> ReportComparison:
+    old_ms, new_ms = _step_ms(before, "first"), _step_ms(after, "second")
+    batch_note = _batch_note(before, after)
+    if batch_note and before.samples_per_s and after.samples_per_s:
+        old_ms, new_ms = 1e6 / before.samples_per_s, 1e6 / after.samples_per_s
+    rates = [ms_text(report.samples_per_s) for report in (before, after)]
+    limits = [("" if report.refused else report.bottleneck) or "no verdict" for report in (before, after)]
+    old, new = ({finding.cause: finding for finding in report.findings} for report in (before, after))
+    return ReportComparison(
+        old_ms=old_ms,
+        new_ms=new_ms,
+        threshold=threshold,
+        unit="1,000 samples" if batch_note else "step",
+        facts=(
+            *([] if set(rates) == {"-"} else [("samples/s", rates[0], rates[1])]),
+            ("bottleneck", limits[0], limits[1]),
+        ),
+        findings=_changes(old, new),
+        phases=_changes(_phases_of(before), _phases_of(after)),
+        step="step in ms, mean",
+        notes=tuple(_profile_notes(before, after) + batch_note),
+    )
 
 
-def _strategies(page: Page, changes: tuple[StrategyChange, ...]) -> None:
-    shown = [change for change in changes if change.changed or _gain(change.old) != "-" or _gain(change.new) != "-"]
-    if not shown:
-        return
-    page.heading("strategies (* marks a changed one)")
-    for change in shown:
-        mark, style = ("*", "bold") if change.changed else (" ", "")
-        fates = " → ".join(dict.fromkeys([_fate(change.old), _fate(change.new)]))
-        status = change.new.status if change.new else ""
-        name = Cell(text=f"{mark} {change.name}", width=26, style=style, whole=True)
-        fate = Cell(text=fates, width=28, style=STATUS_STYLES.get(status, "dim"))
-        page.row([name, fate, Cell(text=f"{_gain(change.old)} → {_gain(change.new)}", width=40, whole=True)])
+def _step_ms(report: ProfileReport, which: str) -> float:
+    if not (math.isfinite(report.step_ms) and report.step_ms > 0):
+        raise ReportError(
+            f"the {which} report has no step time (step_ms is {report.step_ms!r}, {report.steps} steps seen); "
+            "profile a run that trains before comparing."
+        )
+    return report.step_ms
 
 
-def phase_rows(page: Page, heading: str, changes: Sequence[PhaseChange]) -> None:
-    """Write the phases side by side with their difference."""
-    if not changes:
-        return
-    page.heading(heading)
+def _phases_of(report: ProfileReport) -> dict[str, float]:
+    phases: dict[str, float] = {}
+    for node in report.evidence.children if report.evidence else ():
+        phases[node.name] = phases.get(node.name, 0.0) + node.ms
+    return phases
+
+
+def _profile_notes(before: ProfileReport, after: ProfileReport) -> list[str]:
+    names = ("model", "optimizer", "device", "cores", "threads", "platform", "python", "torch", "accel")
+    pairs = [
+        *((name, getattr(before.host, name), getattr(after.host, name)) for name in names),
+        ("number of ranks", max(len(before.ranks), 1), max(len(after.ranks), 1)),
+        ("hosts", _hosts(before), _hosts(after)),
+    ]
+    # What one report does not know is no difference.
+    notes = _differences([(name, old, new) for name, old, new in pairs if old and new])
+    for which, report in (("first", before), ("second", after)):
+        if report.refused:
+            notes.append(f"the {which} report has no verdict: {report.refused}")
+        if ended := ended_text(report):
+            notes.append(f"in the {which} run {ended}")
+        if (busy := finite(report.host.foreign_cores) or 0.0) >= _BUSY_CORES:
+            notes.append(f"in the {which} run other processes kept {ms_text(busy)} cores busy")
+    return notes
+
+
+def _hosts(report: ProfileReport) -> str:
+    return ", ".join(sorted({row.host for row in report.ranks}))
+
+
+def _batch_note(before: ProfileReport, after: ProfileReport) -> list[str]:
+    old, new = (finite((report.samples_per_s or 0.0) * report.step_ms / 1e3) or 0.0 for report in (before, after))
+    if old <= 0 or new <= 0 or abs(new / old - 1) <= _SAME_BATCH:
+        return []
+    return [f"samples per step went from {ms_text(old)} to {ms_text(new)}; so samples/s are compared"]
+
+
+# --- as text ---------------------------------------------------------------------------------------------------------
+
+
+def _status(row: StrategyRow | None) -> str:
+    return "no row" if row is None else f"{row.status} {row.setting}".strip()
+
+
+def _strategies(page: Page, changes: Sequence[ReportChange[StrategyRow]]) -> None:
+    listed = [(change, dict.fromkeys([_status(change.old), _status(change.new)])) for change in changes]
+    listed = [(change, statuses) for change, statuses in listed if len(statuses) > 1 or _gains(change) != "- → -"]
+    if listed:
+        page.heading("strategies (* marks a changed one)")
+    for change, statuses in listed:
+        mark, tone = ("*", "strong") if len(statuses) > 1 else (" ", "")
+        new_tone = TONE_OF.get(change.new.status if change.new else "", "idle")
+        page.row(
+            [
+                Cell(text=f"{mark} {change.name}", width=26, style=TONES[tone], whole=True),
+                Cell(text=" → ".join(statuses), width=28, style=TONES[new_tone]),
+                Cell(text=_gains(change), width=40, whole=True),
+            ]
+        )
+
+
+def _gains(change: ReportChange[StrategyRow]) -> str:
+    rows = (change.old, change.new)
+    return " → ".join("-" if row is None else gain_text(row.gain, row.gain_low, row.gain_high) for row in rows)
+
+
+def _findings(page: Page, changes: Sequence[ReportChange[Finding]]) -> None:
+    if changes:
+        page.heading("what holds the run back, share of the step")
     for change in changes:
-        known = change.old_ms is not None and change.new_ms is not None
-        difference = f"{(change.new_ms or 0.0) - (change.old_ms or 0.0):+.3g}" if known else "-"
-        texts = (ms_text(change.old_ms), "→", ms_text(change.new_ms), difference)
+        pair = (change.old, change.new)
+        shares = " → ".join("-" if finding is None else percent_text(finding.share) for finding in pair)
+        title = next((finding.title for finding in reversed(pair) if finding), "")
+        page.row(
+            [
+                Cell(text=change.fate, width=7, style=TONES[_FATE_TONES[change.fate]]),
+                Cell(text=change.name, width=24),
+                Cell(text=shares, width=14),
+                Cell(text=title, width=49, style=TONES["idle"], prose=True),
+            ]
+        )
+
+
+def _phases(page: Page, step: str, changes: Sequence[ReportChange[float]]) -> None:
+    if changes:
+        page.heading(step)
+    for change in changes:
+        difference = "-" if change.old is None or change.new is None else f"{change.new - change.old:+.3g}"
+        texts = (ms_text(change.old), "→", ms_text(change.new), difference)
         cells = [Cell(text=text, width=width, right=True) for text, width in zip(texts, (9, 2, 9, 9), strict=True)]
         page.row([Cell(text=f"  {change.name}", width=22, whole=True), *cells])

@@ -71,7 +71,7 @@ class Journal:
         self._target = None if report is None else Path(report)
         if self._target is not None and self._target.suffix != ".json":
             # Now, not at exit: there it would make Python forget that Ctrl-C ended the run, and exit with 1, not 130.
-            import_module("accel.report.webpage")
+            import_module("accel.report.page")
         self._replayed = replayed
         self._finished = False
         self._concluded: Report | None = None
@@ -89,10 +89,10 @@ class Journal:
 
     def settled(self) -> None:
         """The search is over: print the report and write the files."""
-        from accel.report import terminal  # brings rich: only where there is something to print
+        from accel.report.rendering import as_text  # brings rich: only where there is something to print
 
         report = self.report()
-        print(terminal.render(report), file=sys.stderr, flush=True)
+        print(as_text(report), file=sys.stderr, flush=True)
         self._write(report)
 
     def finish(self) -> None:
@@ -172,18 +172,18 @@ class Journal:
         return report
 
     def _stand_by(self, report: Report, controller: Controller) -> None:
-        """Keep what was told when a search has ended; while another one is under way, that is what holds."""
+        """Keep the conclusions of a search that has ended; while another one is under way, they still hold."""
         if not controller.searching:
             self._concluded = copy.deepcopy(report)
             return
-        told = self._concluded
+        concluded = self._concluded
         # A strategy that was undone since is not on: then nothing is known but what this search will find.
-        if told is None or any(controller.rows[name].status == "undone" for name in told.plan):
+        if concluded is None or any(controller.rows[name].status == "undone" for name in concluded.plan):
             return
         for name in _CONCLUSIONS:
-            setattr(report, name, copy.deepcopy(getattr(told, name)))
+            setattr(report, name, copy.deepcopy(getattr(concluded, name)))
         if self._finished:
-            report.state = told.state
+            report.state = concluded.state
 
     def _state(self, controller: Controller) -> State:
         if not self._session.alive:
@@ -220,7 +220,7 @@ class Journal:
 
 
 def _anatomy(report: Report, controller: Controller) -> None:
-    """Take in the phases of the two looks, scaled to the steps that are told: a look is not the closing trial."""
+    """Take in the phases of the two looks, scaled to the reported steps: a look is not the closing trial."""
     parts = [controller.anatomy_before, controller.anatomy_after]
     if not controller.searching and not controller.plan:
         parts[1] = parts[0]  # what was undone may have been looked at since
@@ -232,21 +232,21 @@ def _anatomy(report: Report, controller: Controller) -> None:
 
 def _limit(report: Report, controller: Controller) -> None:
     """Say what limits the run, with the share that the anatomy beside it shows."""
-    found = controller.diagnosis if controller.plan or controller.searching else controller.plain_diagnosis
+    diagnosis = controller.diagnosis if controller.plan or controller.searching else controller.plain_diagnosis
     total = sum(report.anatomy_after.values())
     shares = {phase: ms / total for phase, ms in report.anatomy_after.items()} if total > 0 else {}
     report.bottleneck, report.bottleneck_share, report.bottleneck_advice = "", None, ""
-    if found.findings:
-        finding = found.findings[0]
+    if diagnosis.findings:
+        finding = diagnosis.findings[0]
         report.bottleneck = _LIMITS.get(finding.cause, finding.bottleneck)
         report.bottleneck_share = finding.share
         if finding.cause not in _LIMITS:
             report.bottleneck_share = min(finding.share, Held(shares=shares).room(finding.cause))
         report.bottleneck_advice = f"{finding.title}: {finding.remedy}"
     elif shares:
-        held = {part: sum(shares.get(phase, 0.0) for phase in phases) for part, phases in PHASES_OF.items()}
-        largest = max(held, key=lambda part: held[part])
-        report.bottleneck, report.bottleneck_share = largest.value, held[largest]
+        parts = {part: sum(shares.get(phase, 0.0) for phase in phases) for part, phases in PHASES_OF.items()}
+        largest = max(parts, key=lambda part: parts[part])
+        report.bottleneck, report.bottleneck_share = largest.value, parts[largest]
         report.bottleneck_advice = "the largest part; nothing else stands out"
 
 

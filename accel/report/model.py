@@ -1,47 +1,21 @@
 """The report: what was done, what each thing gave, and what it cost, as data.
 
-This module holds the numbers and their JSON form. How they look on a terminal is in `terminal.py`, on a web page in
-`webpage.py`; both only read a `Report`.
+This module holds the numbers and their JSON form; `optimize_document.py` says how they are shown.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from accel.errors import ReportError
 from accel.files import write_atomic
-
-SCHEMA = 1
+from accel.profiler.report import MachineFacts, ReportHead
+from accel.report.words import ms_text
 
 Status = Literal["kept", "undone", "refused", "not applicable", "not allowed", "disabled", "not tried"]
 State = Literal["searching", "done", "interrupted", "replayed", "undone"]
-
-
-def _number(value: float) -> str:
-    """Say a number with three digits or more, so that two of them have the ratio that is told beside them."""
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
-
-
-def _check_types(part: Any) -> None:
-    """Raise TypeError unless each field holds what its default or annotation says: a text, a number, or None."""
-    for declared in dataclasses.fields(part):
-        value, words = getattr(part, declared.name), str(declared.type)
-        if value is None and "None" in words:
-            continue
-        wanted: tuple[type, ...] = (str,)
-        if words.startswith(("float", "int")):
-            wanted = (int, float) if words.startswith("float") else (int,)
-        elif words.startswith(("list", "dict")):
-            wanted = (list,) if words.startswith("list") else (dict,)
-        elif words == "Machine":
-            wanted = (Machine,)
-        if not isinstance(value, wanted) or isinstance(value, bool):
-            raise TypeError(f"{declared.name} must be {words}, found {value!r}")
 
 
 @dataclass(kw_only=True)
@@ -95,33 +69,19 @@ class Event:
 
 
 @dataclass(kw_only=True)
-class Machine:
-    """Where the numbers were measured."""
+class Machine(MachineFacts):
+    """Where the run was measured, and with how many processes."""
 
-    device: str = ""
-    """e.g. `cpu (AMD EPYC)` or `cuda (NVIDIA H200)`."""
-    cores: int = 0
-    threads: int = 0
-    """Intra-op threads when the run began."""
     world_size: int = 1
-    platform: str = ""
-    python: str = ""
-    torch: str = ""
-    accel: str = ""
 
 
 @dataclass(kw_only=True)
-class Report:
+class Report(ReportHead):
     """Everything accel knows about one run.
 
     Times are in ms or s as the names say; `anatomy_*` map a phase of the step to its median ms.
     """
 
-    schema: int = SCHEMA
-    started: str = ""
-    """Start of the run, ISO 8601 with offset."""
-    command: str = ""
-    """The command line of the training script."""
     machine: Machine = field(default_factory=Machine)
     model: str = ""
     """Class name of the model."""
@@ -162,8 +122,6 @@ class Report:
     anatomy_after: dict[str, float] = field(default_factory=dict)
     rows: list[StrategyRow] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    unseen: list[str] = field(default_factory=list)
-    """What could not be seen, one sentence each."""
     plan: dict[str, Any] = field(default_factory=dict)
     """Strategy name → setting, as chosen."""
 
@@ -176,7 +134,7 @@ class Report:
                 return f"no verdict: the run ended after {self.steps} steps, before the search did"
             return f"no verdict yet: {self.steps} steps seen, the search has not ended"
         if not self.plan:
-            return f"left as it was: nothing tried made the step faster ({_number(self.plain_ms)} ms)"
+            return f"left as it was: nothing tried made the step faster ({ms_text(self.plain_ms)} ms)"
         same = f", {self.training_same}" if self.training_same else ""
         return f"{self.speedup:.2f}x: {self._throughput()}{same}"
 
@@ -184,19 +142,15 @@ class Report:
         assert self.plain_ms is not None and self.accel_ms is not None
         if self.samples_per_step and self.plain_ms > 0 and self.accel_ms > 0:
             before, after = (1e3 * self.samples_per_step / ms for ms in (self.plain_ms, self.accel_ms))
-            return f"{_number(before)} → {_number(after)} samples/s"
-        return f"{_number(self.plain_ms)} → {_number(self.accel_ms)} ms per step"
-
-    def to_json(self) -> str:
-        """Return the report as JSON text with its schema version."""
-        return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False, ensure_ascii=False)
+            return f"{ms_text(before)} → {ms_text(after)} samples/s"
+        return f"{ms_text(self.plain_ms)} → {ms_text(self.accel_ms)} ms per step"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON, or as a self-contained web page if `path` ends in `.html`; whole or not at all."""
         if str(path).endswith(".html"):
-            from accel.report.webpage import render
+            from accel.report.rendering import as_page
 
-            write_atomic(path, render(self))
+            write_atomic(path, as_page(self))
         else:
             write_atomic(path, self.to_json() + "\n")
 
@@ -205,35 +159,18 @@ class Report:
         """Read a report written by `save`.
 
         Raises:
-            ReportError: if the file is no JSON, has another schema, or lacks a field.
+            ReportError: if the file is no JSON, is of another kind or schema, or lacks a field.
         """
-        try:
-            raw = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        from accel.report.reader import load
+
+        report = load(path)
+        if not isinstance(report, cls):
             raise ReportError(
-                f"{path} can't be read as a report: {error}. Make one with report={str(path)!r}."
-            ) from None
-        if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
-            found = raw.get("schema") if isinstance(raw, dict) else type(raw).__name__
-            raise ReportError(
-                f"{path} must have report schema {SCHEMA}, found {found!r}; make it again with this version."
+                f"{path} is a report of `accel profile`, not of accel.optimize; read it with `accel report`."
             )
-        try:
-            loaded = cls(
-                **{
-                    **raw,
-                    "machine": Machine(**raw["machine"]),
-                    "rows": [StrategyRow(**row) for row in raw["rows"]],
-                    "events": [Event(**event) for event in raw["events"]],
-                }
-            )
-            for part in (loaded, loaded.machine, *loaded.rows, *loaded.events):
-                _check_types(part)
-        except (KeyError, TypeError) as error:
-            raise ReportError(f"{path} is not a whole report: {error}. Make it again with this version.") from None
-        return loaded
+        return report
 
     def __str__(self) -> str:
-        from accel.report.terminal import render
+        from accel.report.rendering import as_text
 
-        return render(self)
+        return as_text(self)

@@ -1,4 +1,4 @@
-"""What a profile report says, in words and rows: the terminal and the web page show the same ones."""
+"""What a profile report says, in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from accel.profiler.evidence import GpuShare, OpTime, Roofline, ThreadShare
 from accel.profiler.phases import PHASES
 from accel.profiler.report import Experiment, Finding, HostFacts, Node, ProfileReport, Saving
-from accel.report.terminal import count_text, finite, ms_text, seconds_text
+from accel.report.words import count_text, finite, ms_text, number_text, percent_text, seconds_text
 
 OUTCOMES = {"keep": "helps", "drop": "does not help", "refused": "too noisy to tell", "void": "could not be tried"}
 """Verdict of an experiment → in words."""
@@ -22,37 +22,6 @@ _ROOF_NOTES = {
 }
 _ADDS_UP = 0.005
 """By how much, as a share of the step, parts may miss their parent and still count as adding up."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TreeRow:
-    """One row of the evidence tree."""
-
-    depth: int
-    name: str
-    ms: str
-    share: float
-    """Of the step, within 0…1."""
-    percent: str
-    """The share in words, rounded so that the parts of a node add up to what the node shows."""
-    note: str
-
-
-# --- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def number_text(share: float | None) -> str:
-    """Say a share as a number of percent, e.g. `67`; with two digits below one percent; `-` when missing."""
-    value = finite(None if share is None else 100 * share)
-    if value is None:
-        return "-"
-    return f"{value:.2g}" if 0 < abs(value) < 0.95 else str(round(value)) if abs(value) < 1e4 else f"{value:.3g}"
-
-
-def percent_text(share: float | None) -> str:
-    """Say a share in percent, e.g. `67 %`; `-` when missing."""
-    text = number_text(share)
-    return text if text == "-" else f"{text} %"
 
 
 def saving_text(saving: Saving | None) -> str:
@@ -158,6 +127,20 @@ def what_text(experiment: Experiment) -> str:
 # --- evidence --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class TreeRow:
+    """One part of a step."""
+
+    depth: int
+    name: str
+    ms: str
+    share: float
+    """Of the step, within 0…1."""
+    percent: str
+    """The share in words, rounded so that the parts of a node add up to what the node shows."""
+    note: str
+
+
 def tree(root: Node | None) -> list[TreeRow]:
     """List the evidence from the root down.
 
@@ -202,26 +185,21 @@ def _split(tenths: int | None, node: Node) -> Sequence[int | None]:
     return parts
 
 
-def phase_names(held: Iterable[dict[str, float]]) -> list[str]:
+def phase_names(rows: Iterable[dict[str, float]]) -> list[str]:
     """List the phases that took any time, in the order of a step, unknown ones last."""
-    seen = dict.fromkeys(name for phases in held for name, ms in phases.items() if (finite(ms) or 0.0) > 0)
-    return [name for name in PHASES if name in seen] + [name for name in seen if name not in PHASES]
+    names = dict.fromkeys(name for phases in rows for name, ms in phases.items() if (finite(ms) or 0.0) > 0)
+    return [name for name in PHASES if name in names] + [name for name in names if name not in PHASES]
 
 
 # --- operators, devices, host ----------------------------------------------------------------------------------------
 
 
 def roof_share(op: OpTime, roofline: Roofline | None) -> float | None:
-    """Return what an operator reached of what the device can give it, 0…1; None if that is not known.
+    """Return what an operator reached of what the device can give it; None if that is not known.
 
     With its intensity known, the roof is the lower of the highest matrix product and what the copied bytes allow;
     without it, GB/s are held against the copy. What is above that has another roof, which was not measured.
     """
-    share = _of_roof(op, roofline)
-    return None if share is None or share > _AT_ROOF else min(share, 1.0)
-
-
-def _of_roof(op: OpTime, roofline: Roofline | None) -> float | None:
     if roofline is None:
         return None
     if op.gflops is not None and op.intensity is not None:
@@ -238,11 +216,13 @@ def _peak(roofline: Roofline) -> float:
 
 def roof_share_text(op: OpTime, roofline: Roofline | None) -> str:
     """Say the same, e.g. `23 %`; `cached` or `above` where a roof that was measured is not the operator's."""
-    share = _of_roof(op, roofline)
-    if share is None or share <= _AT_ROOF or roofline is None:
-        # Times of tiny calls say no more than that, and a cell has seven columns.
-        return "<0.1 %" if share is not None and 0 < share < 0.001 else percent_text(roof_share(op, roofline))
-    return "above" if op.gflops is not None and op.gflops > _AT_ROOF * _peak(roofline) else "cached"
+    share = roof_share(op, roofline)
+    if share is None or roofline is None:
+        return "-"
+    if share > _AT_ROOF:
+        return "above" if op.gflops is not None and op.gflops > _AT_ROOF * _peak(roofline) else "cached"
+    # Times of tiny calls say no more than that, and a cell has seven columns.
+    return "<0.1 %" if 0 < share < 0.001 else percent_text(min(share, 1.0))
 
 
 def roof_notes(ops: Sequence[OpTime], roofline: Roofline | None) -> list[str]:
@@ -307,11 +287,3 @@ def host_texts(host: HostFacts) -> list[tuple[str, str]]:
         ("other processes", "" if host.foreign_cores is None else f"kept {ms_text(host.foreign_cores)} cores busy"),
     ]
     return [(name, text) for name, text in facts if text]
-
-
-def machine_text(host: HostFacts) -> str:
-    """Say where the numbers were measured: device, cores, threads and versions."""
-    counts = [count_text(n, noun) for n, noun in ((host.cores, "core"), (host.threads, "thread")) if n]
-    versions = [("Python", host.python), ("torch", host.torch), ("accel", host.accel)]
-    words = [host.device or "device not known", *counts, host.platform]
-    return ", ".join([word for word in words if word] + [f"{name} {version}" for name, version in versions if version])

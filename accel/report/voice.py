@@ -27,6 +27,6 @@ class Voice:
 
     def announce(self, row: StrategyRow, done: int, total: int) -> None:
         """Print one line about a decision."""
-        from accel.report import terminal  # brings rich: only where there is something to print
+        from accel.report.optimize_document import decision_line  # brings rich: only where there is something to print
 
-        print(terminal.decision_line(row, done, total), file=sys.stderr, flush=True)
+        print(decision_line(row, done, total), file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from torch import nn
 
 from accel.errors import PlanError
 from accel.files import write_atomic
+from accel.profiler.typed_json import UnreadableJson, decode, read
 
 SCHEMA = 1
 
@@ -63,8 +64,8 @@ class Plan:
             PlanError: if the file can't be read or is no plan.
         """
         try:
-            raw = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raw = decode(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise PlanError(f"{path} can't be read as a plan: {error}. Leave out plan= to search anew.") from None
         return cls.parse(raw, str(path))
 
@@ -76,15 +77,12 @@ class Plan:
             raise PlanError(
                 f"{source} must have plan schema {SCHEMA}, found {found!r}; leave out plan= to search anew."
             )
-        known = {f.name for f in dataclasses.fields(cls)}
-        kinds = {"fingerprint": str, "model": str, "strategies": dict, "allow": str}
-        for name, kind in kinds.items():
-            if not isinstance(raw.get(name), kind):
-                raise PlanError(
-                    f"{source} must hold {name!r} as {kind.__name__}, found {raw.get(name)!r}; "
-                    "leave out plan= to search anew."
-                )
-        return cls(**{name: value for name, value in raw.items() if name in known})
+        known = {f.name for f in dataclasses.fields(cls)}  # a later version may have more
+        try:
+            kept = {name: value for name, value in raw.items() if name in known}
+            return read(cls, kept, "plan", required=("strategies", "allow"))
+        except UnreadableJson as error:
+            raise PlanError(f"{source} is not a whole plan: {error}; leave out plan= to search anew.") from None
 
     def check(self, model: nn.Module) -> None:
         """Raise `PlanError` unless the plan was made for a model like this one."""

@@ -6,15 +6,14 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from html.parser import HTMLParser
-from typing import Any
 
-import accel.report.profile_page
-import accel.report.profile_terminal
 from accel.profiler import report as schema
 from accel.profiler.diagnose.consistency import Held
 from accel.profiler.report import Node, ProfileReport
-from accel.report import Report, profile_words, terminal, webpage
+from accel.report import Report, profile_words, words
+from accel.report.optimize_document import limit_text, step_text
+from accel.report.rendering import as_page, as_text
+from tests.accel.pages import Page
 
 _NUMBER = r"(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)"
 _ARROW = re.compile(rf"{_NUMBER} → {_NUMBER}")
@@ -22,27 +21,13 @@ _GAIN = re.compile(rf"{_NUMBER}x")
 _PERCENT = re.compile(rf"{_NUMBER} %")
 
 
-class _Text(HTMLParser):
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.words: list[str] = []
-        self._style = False
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self._style = tag == "style"
-
-    def handle_data(self, data: str) -> None:
-        self.words += [] if self._style else data.split()
-
-
 def _on_page(page: str) -> str:
-    return " ".join(_Text(page).words)
+    return Page(page).text()
 
 
 def _squeezed(text: str) -> str:
-    """Without white space: where a line or a cell is broken says nothing."""
-    return "".join(text.split())
+    """Without white space and capitals: where a line breaks, or a page begins a sentence, says nothing."""
+    return "".join(text.split()).casefold()
 
 
 def shown_ratio(before: str, after: str) -> tuple[float, float]:
@@ -85,7 +70,7 @@ def _one_estimate(report: Report) -> Iterator[str]:
     trials += [(r.name, r.before_ms, r.after_ms, r.gain, r.gain_low, r.gain_high) for r in report.rows]
     for name, before, after, gain, low, high in trials:
         if before is not None and after is not None and gain is not None:
-            texts = terminal.gain_text(gain, None, None), terminal.ms_text(before), terminal.ms_text(after)
+            texts = words.gain_text(gain, None, None), words.ms_text(before), words.ms_text(after)
             if not _fits(texts[0].rstrip("x"), *texts[1:]):
                 yield f"{name}: {texts[0]} beside {texts[1]} → {texts[2]} ms"
         if low is not None and high is not None and gain is not None and not low <= gain <= high:
@@ -130,16 +115,16 @@ def _told(report: Report) -> Iterator[str]:
 
 
 def _shown(report: Report) -> Iterator[str]:
-    text, page = terminal.render(report, width=100, color=False), _on_page(webpage.render(report))
+    text, page = as_text(report, width=100, color=False), _on_page(as_page(report))
     if json.loads(report.to_json())["plain_ms"] != report.plain_ms:
         yield "the JSON has another plain step"
-    cells = [terminal.step_text(row) for row in report.rows]
-    cells += [terminal.gain_text(row.gain, row.gain_low, row.gain_high) for row in report.rows]
-    parts = [report.verdict(), terminal.limit_text(report)]
+    cells = [step_text(row) for row in report.rows]
+    cells += [words.gain_text(row.gain, row.gain_low, row.gain_high) for row in report.rows]
+    parts = [report.verdict(), limit_text(report)]
     parts += [word for cell in cells for word in cell.split()]  # a cell may take two lines, beside other cells
     for part in parts:
         for where, whole in (("terminal", text), ("page", page)):
-            if _squeezed(terminal.clean(part)) not in _squeezed(whole):
+            if _squeezed(words.clean(part)) not in _squeezed(whole):
                 yield f"the {where} lacks {part!r}"
 
 
@@ -225,8 +210,7 @@ def roofs(report: ProfileReport) -> Iterator[str]:
 def _forms(report: ProfileReport) -> Iterator[str]:
     if schema.from_json(report.to_json()) != report:
         yield "the JSON is another report"
-    text = accel.report.profile_terminal.render(report, width=100, color=False)
-    page = _on_page(accel.report.profile_page.render(report))
+    text, page = as_text(report, width=100, color=False), _on_page(as_page(report))
     parts = [profile_words.verdict_text(report), profile_words.unattributed_text(report)]
     for finding in report.findings:
         parts += [finding.title, profile_words.effect_text(finding), *finding.why]
@@ -236,5 +220,5 @@ def _forms(report: ProfileReport) -> Iterator[str]:
     parts += profile_words.roof_notes(report.ops, report.roofline)
     for part in parts:
         for where, whole in (("terminal", text), ("page", page)):
-            if _squeezed(terminal.clean(part)) not in _squeezed(whole):
+            if _squeezed(words.clean(part)) not in _squeezed(whole):
                 yield f"the {where} lacks {part!r}"

@@ -25,14 +25,15 @@ from accel.profiler.phases import Measurement
 from accel.profiler.trace.roofline import measure
 from accel.profiler.trace.window import Window
 from accel.profiler.trial import Trial
-from accel.report import Report, StrategyRow, terminal
+from accel.report import Report, StrategyRow
 from accel.report import journal as journals
 from accel.report.journal import Journal
+from accel.report.optimize_document import limit_text
 from accel.report.voice import Voice
 from accel.run import Run
 from accel.search.budget import Budget
 from accel.search.controller import Controller
-from tests.accel import profile_reports, test_report, test_terminal, test_webpage
+from tests.accel import profile_reports, run_reports, test_report
 from tests.accel.agreement import numbers_of_decisions, of_profile, of_report, roofs
 from tests.accel.loops import advance, advance_until, make, settled, training
 from tests.accel.simulation import FAST, Machine, candidate
@@ -40,9 +41,9 @@ from tests.accel.simulation import FAST, Machine, candidate
 RUNNING = ThreadShare(run=0.95, wait=0.02, blocked=0.03)
 
 
-@pytest.mark.parametrize("module", [test_terminal, test_webpage, test_report], ids=lambda module: module.__name__)
-def test_reports_of_the_tests_agree(module: Any) -> None:
-    assert of_report(module._report()) == []
+@pytest.mark.parametrize("make", [run_reports.full, test_report._report])
+def test_reports_of_the_tests_agree(make: Callable[[], Report]) -> None:
+    assert of_report(make()) == []
 
 
 @pytest.mark.parametrize("make", [profile_reports.full, profile_reports.refused, profile_reports.wide])
@@ -54,7 +55,7 @@ def test_profile_reports_of_the_tests_agree(make: Callable[[], Any]) -> None:
 
 
 def told(**fields: Any) -> Report:
-    return dataclasses.replace(test_terminal._report(), **fields)
+    return dataclasses.replace(run_reports.full(), **fields)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def told(**fields: Any) -> Report:
     [
         (told(plain_ms=10.0, accel_ms=8.986, speedup=1.13, samples_per_step=135.95), "the verdict contradicts itself"),
         (
-            told(rows=[dataclasses.replace(test_terminal._row(), before_ms=25.2, after_ms=24.7, gain=0.97)]),
+            told(rows=[dataclasses.replace(run_reports.row(), before_ms=25.2, after_ms=24.7, gain=0.97)]),
             "0.97x beside",
         ),
         (told(anatomy_before={"forward": 41.8}, anatomy_after={"outside": 81.4}), "adds up to 81.4 ms"),
@@ -265,7 +266,7 @@ def test_crowded_cores_are_no_phase() -> None:
 
     journals._limit(report, controller)
 
-    assert terminal.limit_text(report).startswith("crowded cores, 60 % of the step")
+    assert limit_text(report).startswith("crowded cores, 60 % of the step")
     assert of_report(report) == []
 
 

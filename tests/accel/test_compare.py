@@ -69,11 +69,11 @@ def test_strategies_are_matched_by_name() -> None:
     old = _report(1.0, rows=[_row("same"), _row("gone"), _row("dropped", setting="n=2")])
     new = _report(1.0, rows=[_row("same"), _row("dropped", status="undone", gain=0.9), _row("new")])
     comparison = compare(old, new)
-    assert [(row.name, row.changed) for row in comparison.strategies] == [
-        ("same", False),
-        ("gone", True),
-        ("dropped", True),
-        ("new", True),
+    assert [(row.name, row.fate) for row in comparison.strategies] == [
+        ("same", "stayed"),
+        ("gone", "gone"),
+        ("dropped", "stayed"),
+        ("new", "new"),
     ]
     lines = [line.split() for line in comparison.render(width=100, color=False).splitlines()]
     assert ["same", "kept", "1.20x", "→", "1.20x"] in lines

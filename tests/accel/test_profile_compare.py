@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from accel.errors import InvalidArgument, ReportError
+from accel.errors import ReportError
 from accel.profiler.report import Node, ProfileReport
-from accel.report.profile_compare import compare
+from accel.report.compare import compare
 from tests.accel import profile_reports
 
 
@@ -47,19 +47,13 @@ def test_report_without_a_step_time_is_refused(value: float) -> None:
         compare(_report(1.0), _report(value))
 
 
-@pytest.mark.parametrize("threshold", [-0.1, float("nan"), float("inf")])
-def test_senseless_threshold_is_refused(threshold: float) -> None:
-    with pytest.raises(InvalidArgument, match=r"threshold must be 0 or more.*Found: "):
-        compare(_report(1.0), _report(1.0), threshold=threshold)
-
-
 def test_findings_are_gone_new_or_stayed_with_their_shares() -> None:
     storage, straggler = profile_reports.findings()
     launch = dataclasses.replace(storage, cause="launch.small_ops", title="small operators", share=0.31)
     before = _report(200.0, findings=[storage, straggler], bottleneck="input")
     after = _report(80.0, findings=[launch, dataclasses.replace(straggler, share=0.19)], bottleneck="launch")
     comparison = compare(before, after)
-    assert [(row.cause, row.fate) for row in comparison.findings] == [
+    assert [(row.name, row.fate) for row in comparison.findings] == [
         ("input.storage", "gone"),
         ("straggler.input", "stayed"),
         ("launch.small_ops", "new"),
@@ -149,11 +143,6 @@ def test_other_batch_size_is_noted(samples_per_s: float | None, noted: bool) -> 
     assert bool(notes) is noted
     if noted:
         assert notes == ("samples per step went from 32.5 to 64; so samples/s are compared",)
-
-
-def test_comparison_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        compare(_report(1.0), _report(1.0)).notes = ()  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("width", [60, 100, 250])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
-import re
-import sys
 import unicodedata
 from dataclasses import replace
 
@@ -18,20 +15,9 @@ from rich.cells import cell_len
 from accel.profiler.evidence import OpTime, Roofline
 from accel.profiler.report import Node, ProfileReport, Saving, from_json
 from accel.report import profile_words as words
-from accel.report.profile_terminal import render
+from accel.report.rendering import as_text as render
 from tests.accel import profile_reports
-
-# Markup, cursor movement, right-to-left override, line separators, wide and unpaired characters.
-HOSTILE = [
-    "[red]x[/]",
-    "[/]",
-    "\x1b[31mred\x1b[0m",
-    "\u202egnp",
-    "a\r\nb\u2028c\x85d",
-    "漢字" * 60,
-    "\ud800",
-    "x" * 300,
-]
+from tests.accel.test_terminal import HOSTILE
 
 
 def _lines(report: ProfileReport, width: int = 100) -> list[str]:
@@ -318,41 +304,6 @@ def test_narrow_page_loses_no_number(width: int) -> None:
     shown = " ".join(" ".join(_lines(profile_reports.full(), width)).split())
     for number in ("67 % [64, 70]", "213 → 70.1", "67.4 %", "31,200", "23 %", "30/2/68", "58.9"):
         assert number in shown
-
-
-class _Stream(io.StringIO):
-    """A stdout that may be a terminal, with an encoding."""
-
-    def __init__(self, tty: bool, encoding: str = "utf-8") -> None:
-        super().__init__()
-        self._tty, self._encoding = tty, encoding
-
-    def isatty(self) -> bool:
-        return self._tty
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._encoding
-
-
-@pytest.mark.parametrize(("tty", "no_color", "expected"), [(True, "", True), (True, "1", False), (False, "", False)])
-def test_colour_only_where_wanted(monkeypatch: pytest.MonkeyPatch, tty: bool, no_color: str, expected: bool) -> None:
-    monkeypatch.setenv("NO_COLOR", no_color)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", _Stream(tty))
-    assert ("\x1b" in render(profile_reports.full(), width=80)) is expected
-
-
-def test_colour_changes_no_word() -> None:
-    text = re.sub(r"\x1b\[[\d;]*m", "", render(profile_reports.full(), width=80, color=True))
-    assert [line.rstrip() for line in text.splitlines()] == _lines(profile_reports.full(), 80)
-
-
-def test_stream_without_unicode_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", _Stream(False, "ascii"))
-    text = render(profile_reports.full(), width=100)
-    assert text.isascii()
-    assert "############" in text
 
 
 def test_markup_is_shown_literally_and_escapes_are_stripped() -> None:

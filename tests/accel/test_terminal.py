@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from accel.report import Event, Machine, Report, StrategyRow
-from accel.report.terminal import clean, decision_line, ms_text, render
+from accel.report import Event, Machine, Report
+from accel.report.optimize_document import decision_line
+from accel.report.rendering import as_text as render
+from accel.report.words import clean, ms_text
+from tests.accel.run_reports import full, row, untried
 
 # Markup, cursor movement, right-to-left override, line separators, wide and unpaired characters.
 HOSTILE = [
@@ -29,57 +32,12 @@ texts = st.one_of(st.sampled_from(HOSTILE), st.text(st.characters(), max_size=15
 numbers = st.one_of(st.none(), st.floats())
 
 
-def _row(**fields: object) -> StrategyRow:
-    base: dict[str, object] = {
-        "name": "channels_last",
-        "summary": "NHWC",
-        "treats": ["conv"],
-        "exactness": "reordered",
-        "status": "kept",
-        "why": "53 layout conversions went away",
-        "before_ms": 26.6,
-        "after_ms": 18.4,
-        "spread_ms": 0.31,
-        "gain": 1.45,
-        "gain_low": 1.38,
-        "gain_high": 1.52,
-        "output_error": 3e-7,
-        "gradient_error": 2e-6,
-        "cost_s": 0.8,
-    }
-    return StrategyRow(**{**base, **fields})  # type: ignore[arg-type]
-
-
-def _report(**fields: object) -> Report:
-    base: dict[str, object] = {
-        "state": "done",
-        "plain_ms": 26.0,
-        "accel_ms": 16.0,
-        "speedup": 1.625,
-        "speedup_low": 1.58,
-        "speedup_high": 1.71,
-        "training_same": "gradients agree to 3e-07",
-        "steps": 700,
-        "search_steps": 214,
-        "search_s": 3.2,
-        "break_even_step": 611,
-        "bottleneck": "convolutions",
-        "bottleneck_share": 0.61,
-        "bottleneck_advice": "bf16 would treat it",
-        "anatomy_before": {"loader": 6.0, "backward": 20.0},
-        "anatomy_after": {"loader": 1.0, "backward": 15.0},
-        "rows": [_row()],
-        "plan": {"channels_last": {}},
-    }
-    return Report(**{**base, **fields})  # type: ignore[arg-type]
-
-
 def _lines(report: Report, width: int = 100) -> list[str]:
     return render(report, width=width, color=False).splitlines()
 
 
 def test_verdict_comes_first() -> None:
-    assert _lines(_report())[:3] == [
+    assert _lines(full())[:3] == [
         "accel: 1.62x: 26 → 16 ms per step, gradients agree to 3e-07",
         "speed-up: 1.62x, confidence interval [1.58x, 1.71x], that is +58 % to +71 % steps a second",
         "training the same: gradients agree to 3e-07",
@@ -88,21 +46,21 @@ def test_verdict_comes_first() -> None:
 
 @pytest.mark.parametrize("state", ["interrupted", "searching", "replayed", "undone"])
 def test_run_that_did_not_end_is_marked(state: str) -> None:
-    assert _lines(_report(state=state))[0].startswith(f"accel: [{state}] 1.62x")
+    assert _lines(full(state=state))[0].startswith(f"accel: [{state}] 1.62x")
 
 
 def test_strategy_row_holds_all_its_numbers() -> None:
-    line = next(line for line in _lines(_report()) if line.startswith("channels_last"))
+    line = next(line for line in _lines(full()) if line.startswith("channels_last"))
     assert line.split("  ") == [
         *("channels_last", "", "", "", "kept", "", "", "", "", "", "1.45x [1.38, 1.52]"),
         *("26.6 → 18.4 ± 0.31", "3e-07/2e-06", "", "", "0.8 s"),
     ]
-    assert "  53 layout conversions went away" in _lines(_report())
+    assert "  53 layout conversions went away" in _lines(full())
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_narrow_page_loses_no_number(width: int) -> None:
-    words = " ".join(" ".join(_lines(_report(), width)).split())
+    words = " ".join(" ".join(_lines(full(), width)).split())
     for number in ("1.45x [1.38, 1.52]", "26.6 → 18.4 ± 0.31", "3e-07/2e-06", "0.8 s", "kept"):
         assert number in words
 
@@ -112,7 +70,7 @@ def test_narrow_page_loses_no_number(width: int) -> None:
     [(0.0, 0.0, "same bits"), (0.0, 2e-6, "same bits/2e-06"), (None, None, "-"), (None, 1e-3, "-/0.001")],
 )
 def test_numerics_say_same_bits_only_for_zero(output: float | None, gradient: float | None, text: str) -> None:
-    report = _report(rows=[_row(output_error=output, gradient_error=gradient)])
+    report = full(rows=[row(output_error=output, gradient_error=gradient)])
     assert f"± 0.31  {text}  " in "\n".join(_lines(report))
 
 
@@ -127,24 +85,24 @@ def test_numerics_say_same_bits_only_for_zero(output: float | None, gradient: fl
     ],
 )
 def test_search_line_says_when_it_pays_back(fields: dict[str, object], text: str) -> None:
-    report = _report(**fields)
+    report = full(**fields)
     cost = "0 s" if report.search_s == 0 else "3.2 s"
     assert f"search: 214 of {report.steps} steps were trial steps, cost {cost}; {text}" in _lines(report)
 
 
 def test_limit_names_share_and_advice() -> None:
-    assert "limits the run now: convolutions, 61 % of the step; bf16 would treat it" in _lines(_report())
+    assert "limits the run now: convolutions, 61 % of the step; bf16 would treat it" in _lines(full())
 
 
 def test_anatomy_adds_up_and_marks_the_longest_phase() -> None:
-    lines = [line.split() for line in _lines(_report())]
+    lines = [line.split() for line in _lines(full())]
     assert ["loader", "6", "23", "%", "1", "6", "%"] in lines
     assert [">", "backward", "20", "77", "%", "15", "94", "%"] in lines
     assert ["sum", "of", "phases", "26", "16"] in lines
 
 
 def test_events_unseen_machine_and_command_are_shown() -> None:
-    report = _report(
+    report = full(
         events=[Event(step=120, text="validation began")],
         unseen=["time in workers"],
         machine=Machine(device="cpu (EPYC)", cores=2, threads=1, torch="2.9"),
@@ -159,7 +117,7 @@ def test_events_unseen_machine_and_command_are_shown() -> None:
 
 
 def test_many_events_are_cut_to_the_latest() -> None:
-    lines = _lines(_report(events=[Event(step=step, text="retry") for step in range(50)]))
+    lines = _lines(full(events=[Event(step=step, text="retry") for step in range(50)]))
     assert "… 30 earlier events are in the JSON report" in lines
     assert "step 49: retry" in lines
     assert "step 29: retry" not in lines
@@ -173,15 +131,12 @@ def test_report_without_numbers_renders() -> None:
 
 
 def test_row_without_numbers_shows_dashes() -> None:
-    row = StrategyRow(
-        name="bf16", summary="", treats=[], exactness="reduced", status="not allowed", why="needs reduced"
-    )
-    line = next(line for line in _lines(_report(rows=[row])) if line.startswith("bf16"))
+    line = next(line for line in _lines(full(rows=[untried()])) if line.startswith("bf16"))
     assert line.split() == ["bf16", "not", "allowed", "-", "-", "-", "-"]
 
 
 def test_markup_is_shown_literally_and_escapes_are_stripped() -> None:
-    text = render(_report(rows=[_row(name="[red]x[/]", why="\x1b[31mred\x1b[0m \u202erl")]), width=100, color=False)
+    text = render(full(rows=[row(name="[red]x[/]", why="\x1b[31mred\x1b[0m \u202erl")]), width=100, color=False)
     assert "[red]x[/]" in text
     assert "  [31mred[0m rl" in text
 
@@ -219,21 +174,21 @@ def test_colour_only_where_wanted(
     # A variable that rich obeys by itself must not bring colour back.
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(sys, "stdout", _Stream(tty))
-    text = render(_report(), width=80, color=color)
+    text = render(full(), width=80, color=color)
     assert ("\x1b[1;32m" in text) is expected
     assert ("\x1b" in text) is expected
 
 
 def test_colour_changes_no_word() -> None:
-    text = render(_report(), width=80, color=True)
+    text = render(full(), width=80, color=True)
     for code in ("\x1b[0m", "\x1b[1m", "\x1b[2m", "\x1b[1;32m", "\x1b[1;4m"):
         text = text.replace(code, "")
-    assert [line.rstrip() for line in text.splitlines()] == _lines(_report(), 80)
+    assert [line.rstrip() for line in text.splitlines()] == _lines(full(), 80)
 
 
 def test_stream_without_unicode_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", _Stream(False, "ascii"))
-    text = render(_report(model="Ünet"), width=100)
+    text = render(full(model="Ünet"), width=100)
     assert text.isascii()
     assert "26 -> 16 ms per step" in text
 
@@ -241,12 +196,12 @@ def test_stream_without_unicode_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> N
 @settings(deadline=None)  # the machine may be busy
 @given(text=texts, number=numbers, width=st.integers(20, 300))
 def test_no_text_breaks_the_width(text: str, number: float | None, width: int) -> None:
-    row = _row(name=text, setting=text, why=text, before_ms=number, gain=number, gain_low=number, cost_s=number or 0.0)
-    report = _report(
+    kept = row(name=text, setting=text, why=text, before_ms=number, gain=number, gain_low=number, cost_s=number or 0.0)
+    report = full(
         training_same=text,
         command=text,
         bottleneck=text,
-        rows=[row],
+        rows=[kept],
         events=[Event(step=1, text=text)],
         unseen=[text],
         anatomy_before={text: number or 0.0},
@@ -280,25 +235,22 @@ def test_ms_has_three_digits_and_no_exponent(value: float, text: str) -> None:
 
 
 def test_decision_line_of_a_kept_strategy() -> None:
-    assert decision_line(_row(), 3, 9) == (
+    assert decision_line(row(), 3, 9) == (
         "accel [3/9] channels_last kept: 1.45x [1.38, 1.52], 26.6 → 18.4 ms; 53 layout conversions went away"
     )
 
 
 def test_decision_line_of_an_untried_strategy() -> None:
-    row = StrategyRow(
-        name="bf16", summary="", treats=[], exactness="reduced", status="not allowed", why="needs reduced"
-    )
-    assert decision_line(row, 1, 2) == "accel [1/2] bf16 not allowed; needs reduced"
+    assert decision_line(untried(), 1, 2) == "accel [1/2] bf16 not allowed; needs reduced"
 
 
 def test_long_reason_is_cut_with_an_ellipsis() -> None:
-    line = decision_line(_row(why="漢字 because " * 30), 3, 9)
+    line = decision_line(row(why="漢字 because " * 30), 3, 9)
     assert line.endswith("…")
     assert 90 < cell_len(line) <= 100
 
 
 def test_decision_line_is_one_line_of_plain_text() -> None:
-    line = decision_line(_row(name="a\nb", why="c\x1b[2Jd"), 1, 1)
+    line = decision_line(row(name="a\nb", why="c\x1b[2Jd"), 1, 1)
     assert line.startswith("accel [1/1] a b kept")
     assert line.endswith("; c[2Jd")

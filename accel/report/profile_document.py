@@ -1,0 +1,319 @@
+"""What the report of `accel profile` shows, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from accel.profiler.evidence import OpTime
+from accel.profiler.phases import MEANING
+from accel.profiler.report import Experiment, Finding, ProfileReport, RankRow
+from accel.report import blocks, head
+from accel.report import profile_pictures as pictures
+from accel.report import profile_words as words
+from accel.report.blocks import (
+    Block,
+    Card,
+    Document,
+    Facts,
+    Listing,
+    Only,
+    Paragraph,
+    Section,
+    Table,
+    TableCell,
+    TableColumn,
+    TableRow,
+)
+from accel.report.pictures import Axis, BarSegment, length, segments
+from accel.report.roofline import picture as roofline_picture
+from accel.report.terminal import MAX_DEPTH, clip
+from accel.report.words import clean, finite, machine_text, ms_text, percent_text
+
+ROWS_SHOWN = 12
+"""Rows of a table on a terminal; a page has all."""
+RANKS_SHOWN = 16
+
+_BAR = 12
+"""Columns of the bar of a whole step on a terminal."""
+
+_OUTCOME_TONES = {"keep": "good", "drop": "bad", "void": "idle"}
+
+
+def document(report: ProfileReport) -> Document:
+    """Lay out what the report of a profiled run shows."""
+    names = _phases(report)
+    script = Facts(pairs=[("script", report.ended), ("trace", report.trace_file)])
+    return Document(
+        kind="accel profile",
+        model=report.host.model,
+        started=report.started,
+        verdict=words.verdict_text(report),
+        tone="warn" if report.refused else "good",
+        lead=list(_lead(report)),
+        sections=[
+            *_why(report),
+            *head.listed("next", "next", Listing(items=report.next, mark="1. ")),
+            *_evidence(report, names),
+            *pictures.timeline(report.timeline, names),
+            *_experiments(report.experiments),
+            *_ranks(report.ranks, names),
+            *_lines(report),
+            *_operators(report),
+            *_syncs(report),
+            *_gpus(report),
+            *_host(report),
+            *head.ending(report, machine_text(report.host), report.host.model, script),
+        ],
+    )
+
+
+def _phases(report: ProfileReport) -> list[str]:
+    """List every phase once, in the order of the numbers by which the page tells them apart."""
+    parts = [node.name for node in report.evidence.children] if report.evidence else []
+    measured = [*(row.phases_ms for row in report.timeline), *(row.phases_ms for row in report.ranks)]
+    return list(dict.fromkeys([*parts, *words.phase_names(measured)]))
+
+
+def _lead(report: ProfileReport) -> Iterator[Paragraph]:
+    if ended := words.ended_text(report):
+        yield Paragraph(text=ended, tone="warn")
+    yield Paragraph(text=words.run_text(report))
+
+
+def _limited(rows: Sequence[TableRow], noun: str) -> tuple[list[TableRow], str]:
+    """Leave to the page what is too much for a terminal, and say so there."""
+    kept = [*rows[:ROWS_SHOWN], *(replace(row, only="page") for row in rows[ROWS_SHOWN:])]
+    return kept, blocks.hidden_text(len(rows) - ROWS_SHOWN, "more", noun)
+
+
+# --- findings --------------------------------------------------------------------------------------------------------
+
+
+def _why(report: ProfileReport) -> Iterator[Section]:
+    cards: list[Block] = [_card(number, finding) for number, finding in enumerate(report.findings, start=1)]
+    if not cards:
+        text = "no cause was named" if report.refused else "nothing was found that holds the run back"
+        cards = [Paragraph(text=text, only="page")]
+    yield Section(name="why", title="why", blocks=cards)
+
+
+def _card(number: int, finding: Finding) -> Card:
+    strategy = f"strategy {finding.strategy}" if finding.strategy else ""
+    remedies = [("do", finding.remedy), ("accel.optimize does it", strategy)]
+    return Card(
+        number=number,
+        title=finding.title,
+        cause=words.cause_text(finding),
+        effect=words.effect_text(finding),
+        tone="idle" if finding.measured is None else "good" if finding.confirmed else "warn",
+        evidence=[sentence for sentence in (*finding.why, words.experiment_text(finding)) if sentence],
+        remedies=[(who, remedy) for who, remedy in remedies if remedy],
+        gauge=pictures.gauge(number, finding),
+    )
+
+
+# --- the step --------------------------------------------------------------------------------------------------------
+
+
+def _evidence(report: ProfileReport, names: list[str]) -> Iterator[Section]:
+    title = "where a step's time goes"
+    tree = words.tree(report.evidence)
+    if not tree:
+        yield Section(name="anatomy", title=title, blocks=[Paragraph(text="not measured", only="page")])
+        return
+    columns = [
+        *blocks.columns("part<36", "ms>6", "share>7", f"of the step<{_BAR}"),
+        TableColumn(title="", width=24, left=True, prose=True),
+    ]
+    caption = f"Mean of {report.steps} steps; parts add up to what they are part of, all of them to the step"
+    yield Section(
+        name="anatomy",
+        title=title,
+        scope=" (parts add up to what they are part of)",
+        blocks=[
+            *pictures.anatomy(report, names),
+            Table(columns=columns, rows=[_part(row, names) for row in tree], caption=caption),
+            Paragraph(text=words.unattributed_text(report), tone="idle"),
+        ],
+    )
+
+
+def _part(row: words.TreeRow, names: list[str]) -> TableRow:
+    indent, tone = "  " * min(row.depth, MAX_DEPTH), "strong" if row.depth < 2 else ""
+    length = round(row.share * _BAR)
+    key, meaning = (names.index(row.name) + 1, MEANING.get(row.name, "")) if row.depth == 1 else (0, "")
+    bar = [BarSegment(number=0, name=row.name, text=row.percent, at=0.0, width=round(100 * row.share, 2))]
+    cells = blocks.cells(
+        TableCell(text=row.name, short=indent + row.name, tone=tone, key=key),
+        TableCell(text=row.ms, tone=tone),
+        TableCell(text=row.percent, tone=tone),
+        TableCell(text="", short="█" * length if length else "▏" if row.share else "", bar=bar),
+        TableCell(text=row.note or meaning, short=row.note, tone="idle"),
+    )
+    return TableRow(cells=cells, depth=row.depth)
+
+
+def _experiments(experiments: Sequence[Experiment]) -> Iterator[Section]:
+    columns = blocks.columns("experiment<26", "ms per step, A → B>20", "saves>18", "pairs>5", "outcome<19")
+    rows = []
+    for row in experiments:
+        what, tone = words.what_text(row), _OUTCOME_TONES.get(row.verdict, "warn")
+        cells = blocks.cells(
+            TableCell(text=row.name, tone="strong", small=[what] if what else []),
+            f"{ms_text(row.before_ms)} → {ms_text(row.after_ms)}",
+            words.gave_text(row),
+            str(row.pairs),
+            TableCell(text=words.outcome_text(row), tone=tone, sign=blocks.SIGNS[tone]),
+        )
+        rows.append(TableRow(cells=cells, below=what))
+    table = Table(columns=columns, rows=rows, caption="Real steps with (B) and without (A) something, interleaved")
+    scope = ": real steps with (B) and without (A), interleaved"
+    yield from blocks.tabled("experiments", "experiments", scope, table)
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def _ranks(ranks: Sequence[RankRow], names: list[str]) -> Iterator[Section]:
+    if len(ranks) < 2:
+        return
+    phases = words.phase_names(row.phases_ms for row in ranks)
+    longest = _longest(ranks, phases)
+    columns = [
+        *blocks.columns("rank<12", "host<12", "step>7"),
+        *blocks.columns("phases<0", only="page"),
+        *(
+            TableColumn(title=name, width=max(8, min(len(name), 13)), only="" if name in longest else "page")
+            for name in phases
+        ),
+        *blocks.columns("rest>7", only="terminal"),
+        *blocks.columns("run/wait/asleep %>17"),
+        *blocks.columns("steps>0", only="page"),
+    ]
+    slowest = sorted(ranks, key=lambda row: (not row.straggler, -(finite(row.step_ms) or 0.0)))[:RANKS_SHOWN]
+    axis = Axis(low=0.0, high=max(sum(map(length, row.phases_ms.values())) for row in ranks))
+    rows = []
+    for row in ranks:
+        rest = sum(finite(ms) or 0.0 for name, ms in row.phases_ms.items() if name not in longest)
+        parts = [(name, row.phases_ms[name]) for name in words.phase_names([row.phases_ms])]
+        tone, sign, straggler = ("warn", "▲", " straggler") if row.straggler else ("", "", "")
+        cells = blocks.cells(
+            TableCell(text=f"{row.rank}{straggler}", tone=tone, sign=sign),
+            row.host,
+            ms_text(row.step_ms),
+            TableCell(text="", bar=segments(parts, names, axis)),
+            *(ms_text(row.phases_ms.get(name)) for name in phases),
+            ms_text(rest),
+            words.short_thread_text(row.thread),
+            str(row.steps),
+            tone=tone,
+        )
+        only: Only = "" if row in slowest else "page"
+        rows.append(TableRow(cells=cells, only=only))
+    more = blocks.hidden_text(len(ranks) - len(slowest), "faster", "rank")
+    caption = "Mean ms per step of each rank; its thread: on a core, waiting for a core, asleep"
+    table = Table(columns=columns, rows=rows, more=more, caption=caption)
+    yield from blocks.tabled("ranks", "ranks", ": ms per step", table)
+
+
+def _longest(ranks: Sequence[RankRow], names: list[str]) -> list[str]:
+    """List the three phases that take longest over all ranks, in the order of a step."""
+    total = {name: sum(finite(row.phases_ms.get(name)) or 0.0 for row in ranks) for name in names}
+    return [name for name in names if name in sorted(names, key=lambda name: -total[name])[:3]]
+
+
+# --- lines, operators, synchronising calls ---------------------------------------------------------------------------
+
+
+def _lines(report: ProfileReport) -> Iterator[Section]:
+    rows = []
+    for line in report.lines:
+        tags = f" ({', '.join(line.tags)})" if line.tags else ""
+        source = line.source.strip()
+        cells = blocks.cells(
+            line.phase,
+            percent_text(line.share),
+            ms_text(line.seconds),
+            percent_text(line.blocked),
+            TableCell(text=f"{line.file}:{line.line}{tags}", code=source),
+        )
+        rows.append(TableRow(cells=cells, below=source, below_tone="strong", indent=4))
+    columns = blocks.columns("phase<13", "of phase>8", "seconds>7", "asleep>6", "line<58")
+    kept, more = _limited(rows, "line")
+    table = Table(columns=columns, rows=kept, more=more, caption="Where the loop's own source was, by sampling")
+    yield from blocks.tabled("lines", "source lines", ", by sampling", table)
+
+
+def _operators(report: ProfileReport) -> Iterator[Section]:
+    roofs = words.roof_text(report.roofline)
+    if not report.ops:
+        if roofs:
+            yield Section(name="operators", title="roofline", blocks=[Paragraph(text=roofs)])
+        return
+    columns = [
+        *blocks.columns("operator<31", "kind<11", "calls>7", "ms>7", "share>6", "GFLOP/s>8", "GB/s>7"),
+        *blocks.columns("FLOP/byte>0", only="page"),
+        *blocks.columns("of roof>7"),
+    ]
+    rows, more = _limited([_operator(number, op, report) for number, op in enumerate(report.ops, start=1)], "operator")
+    caption = "Per step; of roof: the rate reached against the highest that its bytes and the device allow"
+    drawn = roofline_picture(report.ops, report.roofline) if report.roofline else None
+    short = "* a call is so short that launching it costs more than doing it"
+    notes = [short] if any(op.small for op in report.ops) else []
+    notes += words.roof_notes(report.ops, report.roofline)
+    notes += [f"roof, {roofs}"] if roofs else []
+    yield Section(
+        name="operators",
+        title="operators",
+        scope=", per step",
+        blocks=[
+            *([drawn] if drawn else []),
+            Table(columns=columns, rows=rows, more=more, caption=caption),
+            *(Paragraph(text=note, tone="idle") for note in notes),
+        ],
+    )
+
+
+def _operator(number: int, op: OpTime, report: ProfileReport) -> TableRow:
+    mark = " *" if op.small else ""
+    # A GPU kernel's name is a whole C++ template.
+    short = clip(clean(op.name[:200]), 29) + mark
+    cells = blocks.cells(
+        TableCell(text=f"{number} {op.name}{mark}", short=short),
+        op.kind,
+        *(ms_text(op.calls), ms_text(op.ms), percent_text(op.share)),
+        *(ms_text(op.gflops), ms_text(op.gb_per_s), ms_text(op.intensity)),
+        words.roof_share_text(op, report.roofline),
+    )
+    return TableRow(cells=cells)
+
+
+def _syncs(report: ProfileReport) -> Iterator[Section]:
+    rows = []
+    for sync in report.syncs:
+        place = f"{sync.file}:{sync.line}" if sync.file else "-"
+        rows.append(TableRow(cells=blocks.cells(sync.name, ms_text(sync.calls), ms_text(sync.ms), place)))
+    columns = blocks.columns("call<26", "calls>7", "ms>7", "line<54")
+    kept, more = _limited(rows, "call")
+    table = Table(columns=columns, rows=kept, more=more, caption="Per step, in the traced window")
+    yield from blocks.tabled("syncs", "where the host waits for the device", ", per step", table)
+
+
+# --- machine ---------------------------------------------------------------------------------------------------------
+
+
+def _gpus(report: ProfileReport) -> Iterator[Section]:
+    if not report.gpus:
+        return
+    gpus = []
+    for gpu in report.gpus:
+        facts = ", ".join(f"{name} {value}" for name, value in words.gpu_text(gpu) if value != "-")
+        gpus.append(Paragraph(text=f"{gpu.index} {gpu.name}: {facts}", tone="warn" if gpu.throttled else ""))
+    note = Paragraph(text="busy says that some kernel ran, not how full the GPU was", tone="idle", only="page")
+    yield Section(name="gpus", title="GPUs", scope=", median over the run", blocks=[*gpus, note])
+
+
+def _host(report: ProfileReport) -> Iterator[Section]:
+    if facts := words.host_texts(report.host):
+        yield Section(name="host", title="host", blocks=[Facts(pairs=facts)])

@@ -1,0 +1,28 @@
+"""A report of either kind as text or as a web page."""
+
+from __future__ import annotations
+
+from accel.profiler.report import ProfileReport
+from accel.report import optimize_document, profile_document, terminal
+from accel.report.blocks import Document
+from accel.report.model import Report
+
+
+def document(report: Report | ProfileReport) -> Document:
+    """Return what a report shows, ready to be laid out."""
+    return (
+        profile_document.document(report) if isinstance(report, ProfileReport) else optimize_document.document(report)
+    )
+
+
+def as_text(report: Report | ProfileReport, width: int | None = None, color: bool | None = None) -> str:
+    """Render a report for a terminal or a log; see `terminal.render`."""
+    return terminal.render(document(report), width, color)
+
+
+def as_page(report: Report | ProfileReport) -> str:
+    """Render a report as one self-contained web page."""
+    # Imported here: jinja2 is of no use to who reads a report on a terminal.
+    from accel.report.page import render
+
+    return render(document(report))
