@@ -30,8 +30,8 @@ from benchmarks.rivals_profile import (
 
 FOLDER = Path(fault_matrix.__file__).parent / "faults"
 NOT_SCRIPTS = {"__init__", "common", "table"}
-QUICK = {"input_iterator", "outside_periodic"}
-"""Scripts that run in every test run: one of either form, with and without a main()."""
+QUICK = {("input_iterator", False), ("outside_periodic", True)}
+"""Runs that are part of every test run: one without and one with a main(), with the fault and without it."""
 
 FAULT = CASES["input_storage"]
 CONTROL = CASES["healthy_mlp"]
@@ -87,7 +87,7 @@ RUNS = [(case, fixed) for case in CASES.values() for fixed in (False, True) if n
             case,
             fixed,
             id=f"{case.name}{'-fixed' if fixed else ''}",
-            marks=() if case.name in QUICK else pytest.mark.slow,
+            marks=() if (case.name, fixed) in QUICK else pytest.mark.slow,
         )
         for case, fixed in RUNS
     ],
@@ -103,8 +103,10 @@ def test_script_prints_one_line_of_figures(case: Case, fixed: bool) -> None:
 
 
 def test_script_refuses_fewer_steps_than_its_warm_up() -> None:
+    reads = [sys.executable, "-c", "import common; common.arguments(None)"]
     with pytest.raises(RunFailed, match=r"--steps must be larger than 10\. Found: 10"):
-        train(CASES["input_iterator"], "--steps", "10")
+        fault_runs.run([*reads, "--steps", "10"], FOLDER)
+    assert fault_runs.run([*reads, "--steps", "11"], FOLDER) == ""
 
 
 # Commands

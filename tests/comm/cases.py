@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.compressor import Compressor, Exact
+from accel.comm.engine import pipeline
 from accel.comm.engine.switch import Switch
 from accel.comm.half import Half
 from accel.comm.hooks import CommState, hook
@@ -430,10 +431,13 @@ def chained(rank: int, world: int) -> dict[str, Any]:
 
 # Faults
 
+WAIT = timedelta(seconds=30)
+"""A failure is noticed sooner than this where ranks are told of it, and no sooner where one merely falls silent."""
+
 
 def dies(rank: int, world: int, hierarchical: bool) -> dict[str, Any] | None:
     """Let rank 1 end at its third step, as if killed."""
-    ddp, state = make(Int8(64), hierarchical=hierarchical, timeout=timedelta(seconds=10))
+    ddp, state = make(Int8(64), hierarchical=hierarchical, timeout=WAIT)
     for step in range(2):
         backward(ddp, gradients(rank, step))
     if rank == 1:
@@ -445,19 +449,26 @@ def dies(rank: int, world: int, hierarchical: bool) -> dict[str, Any] | None:
 def different_buckets(rank: int, world: int) -> dict[str, Any]:
     """Give rank 1 buckets of another size; with find_unused_parameters DDP doesn't even them out."""
     ddp, state = make(
-        Half(), bucket_cap_mb=0.01 if rank == 1 else 0.004, find_unused_parameters=True, timeout=timedelta(seconds=10)
+        Half(),
+        bucket_cap_mb=0.01 if rank == 1 else 0.004,
+        find_unused_parameters=True,
+        timeout=WAIT,
     )
     return _failure(ddp, state, rank)
 
 
 def hangs(rank: int, world: int) -> dict[str, Any]:
-    """Let rank 1 not come to its third step."""
-    ddp, state = make(Int8(64), timeout=timedelta(seconds=1))
+    """Let rank 1 not come to its third step before the others have given up."""
+    pipeline.PATIENCE_S = 2.0
+    ddp, state = make(Int8(64), timeout=timedelta(seconds=2))
     for step in range(2):
         backward(ddp, gradients(rank, step))
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     if rank == 1:
-        time.sleep(7.5)
-    return _failure(ddp, state, rank)
+        store.wait(["0 gave up", "2 gave up"])
+    found = _failure(ddp, state, rank)
+    store.set(f"{rank} gave up", "")
+    return found
 
 
 class Failing(Half):
@@ -471,7 +482,7 @@ class Failing(Half):
 
 def compressor_fails(rank: int, world: int) -> dict[str, Any]:
     """Let a compressor raise on one rank."""
-    ddp, state = make(Failing(), timeout=timedelta(seconds=10))
+    ddp, state = make(Failing(), timeout=WAIT)
     return _failure(ddp, state, rank)
 
 

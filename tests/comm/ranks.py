@@ -18,11 +18,7 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-# What each rank would import for itself: making a DDP module imports torch._dynamo (1 s of CPU time for each rank), and
-# a process of multiprocessing imports the main module, which is pytest's.
-_context.set_forkserver_preload(
-    ["pytest", "torch._dynamo", "accel.comm.bandwidth", "accel.comm.selector", "tests.comm.cases"]
-)
+_context.set_forkserver_preload(["tests.comm.rank_server"])
 
 
 def run_ranks(

@@ -7,7 +7,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from accel.comm.cost_model.choice import describe
 from accel.comm.cost_model.cost import Link, Network
 from accel.comm.engine import switch as switching
 from accel.comm.engine.switch import Switch, hook
+from accel.comm.engine.timing import Times, work
 from accel.comm.half import Half
 from accel.comm.hooks import CommState
 from accel.comm.hooks import hook as fixed_hook
@@ -227,6 +228,36 @@ SLOW_S = 0.02
 """What DDP's own all-reduce of a bucket takes in the played runs."""
 
 
+class PlayedTime:
+    """A clock of steps that goes on where a test says so, and by 10 us at each look: no machine is too busy for it."""
+
+    def __init__(self) -> None:
+        self._now, self._lock = 0.0, threading.Lock()
+
+    def __call__(self) -> float:
+        self.spend(1e-5)
+        return self._now
+
+    def spend(self, seconds: float) -> None:
+        with self._lock:
+            self._now += seconds
+
+
+_spend: Callable[[float], None] = time.sleep
+
+
+def spend(seconds: float) -> None:
+    """Let so much time pass, of this machine's or, once it is played, of the played one."""
+    _spend(seconds)
+
+
+def play_time(state: AutoComm) -> None:
+    """Let the steps of a search last as long as what `spend` was asked for."""
+    global _spend
+    clock = PlayedTime()
+    _spend, state.times = clock.spend, Times(clock, work)
+
+
 class Lying(Half):
     """A compressor that is quick in a dry run and slow in earnest; below 0 it is as slow in both, and works for it."""
 
@@ -239,7 +270,7 @@ class Lying(Half):
 
         def run(piece: Any, channel: Any) -> None:
             if self.seconds > 0 and threading.current_thread().name.startswith("accel-comm"):
-                time.sleep(self.seconds)
+                spend(self.seconds)
             end = time.thread_time() - self.seconds
             while self.seconds < 0 and time.thread_time() < end:
                 pass
@@ -257,7 +288,7 @@ def _slow_plain() -> None:
             return getattr(dist, name)
 
         def all_reduce(self, *arguments: Any, **options: Any) -> Any:
-            time.sleep(SLOW_S)
+            spend(SLOW_S)
             return real(*arguments, **options)
 
     switching.dist = Slow()  # type: ignore[assignment]
@@ -294,6 +325,7 @@ def _search(rank: int, world: int, allow: str, slow: bool) -> dict[str, Any]:
     state = AutoComm(
         ddp, allow, watch=3, check=4, network=played_network(world, SLOW_S / nbytes), verbose=rank == 0, timeout=SECONDS
     )
+    play_time(state)
     ddp.register_comm_hook(state, hook)
     same, plans = searched(ddp, state, rank)
     found = {
