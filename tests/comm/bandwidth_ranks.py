@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 
 from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings, measure
 from accel.comm.bandwidth import links as bandwidth_links
 from accel.commands.bench import Request, _measured
+from accel.commands.cli import main
 from tests.comm import tcp_bytes
 
 
@@ -44,6 +46,14 @@ def alone(rank: int, world: int, request: Request) -> str:
     with contextlib.redirect_stdout(printed):
         _measured(request, rank, world, "gloo")
     return printed.getvalue()
+
+
+def command(rank: int, world: int, *options: str) -> tuple[int, str, str]:
+    """Run the command as a rank of torchrun does; return its status, what it prints, and its errors."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), COLUMNS="80")
+    dist.init_process_group = lambda *_, **__: None  # there is one
+    done = CliRunner().invoke(main, ["bench", "comm", *options])
+    return done.exit_code, done.stdout, done.stderr
 
 
 def two_nodes(rank: int, world: int, operations: list[str], sizes: list[int]) -> Bandwidth:

@@ -327,13 +327,13 @@ def command(*arguments: str, timeout: float = 120, **variables: str) -> subproce
 
 def test_the_command_prints_a_table_of_eighty_columns_and_writes_it(tmp_path: Path) -> None:
     target = tmp_path / "speed.json"
-    done = command(
-        *["accel", "bench", "comm", "--max", "64K", "--iters", "3", "--dtype", "bfloat16", "--json", str(target)]
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == f"wrote {target}\n"
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    assert "every result exact" in done.stdout
+    options = ["--max-size", "64K", "--iters", "3", "--dtype", "bfloat16", "--json", str(target)]
+    (code, printed, errors), other = run_ranks(bandwidth_ranks.command, 2, *options, meet=False)
+    assert code == 0, errors
+    assert other == (0, "", "")
+    assert errors == f"wrote {target}\n"
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "every result exact" in printed
     written = json.loads(target.read_text())
     assert (written["kind"], written["schema"], written["backend"], written["nodes"]) == ("comm", 1, "gloo", [[0, 1]])
     rows = [row for row in written["rows"] if row["operation"] == "all_reduce"]
@@ -383,6 +383,15 @@ def test_one_rank_alone_says_what_needs_two() -> None:
     request = Request(("send_recv",), (4096,), (), "float32", "sum", "gloo", 2, 1, 0.1, 5.0, "", "")
     (printed,) = run_ranks(bandwidth_ranks.alone, 1, request, meet=False)  # the command ends the group itself
     assert "4K: not supported: it needs two ranks" in printed
+
+
+@pytest.mark.slow
+def test_the_command_starts_ranks_of_its_own() -> None:
+    done = command("accel", "bench", "comm", "--max", "64K", "-o", "all_reduce")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "all_reduce, intra: 2 ranks" in done.stdout
+    assert "every result exact" in done.stdout
 
 
 @pytest.mark.slow
