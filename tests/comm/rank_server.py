@@ -9,6 +9,11 @@ main module, which is pytest's.
 from __future__ import annotations
 
 import gc
+import os
+
+# Before OpenMP is loaded: torch.set_num_threads(1) is for its own thread, and LAPACK in the threads of hooks would spin
+# on all cores (three quarters of the CPU time of PowerSGD's ranks).
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch._dynamo

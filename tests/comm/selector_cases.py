@@ -8,7 +8,6 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,7 +26,17 @@ from accel.comm.hooks import CommState
 from accel.comm.hooks import hook as fixed_hook
 from accel.comm.memory import reshard
 from accel.comm.selector import AutoComm
-from tests.comm.cases import SECONDS, Given, backward, gradients, mean_gradient, message, residual, same_everywhere
+from tests.comm.cases import (
+    SECONDS,
+    WAIT,
+    Given,
+    backward,
+    gradients,
+    mean_gradient,
+    message,
+    residual,
+    same_everywhere,
+)
 
 
 def module(**options: Any) -> DistributedDataParallel:
@@ -399,9 +408,7 @@ def resumed(rank: int, world: int) -> dict[str, Any]:
 def dies_in_the_search(rank: int, world: int) -> dict[str, Any] | None:
     """Let rank 1 end before all ranks choose."""
     ddp = module(bucket_cap_mb=25)
-    state = AutoComm(
-        ddp, "reduced", watch=1, check=2, network=played_network(world, 1e-9), timeout=timedelta(seconds=10)
-    )
+    state = AutoComm(ddp, "reduced", watch=1, check=2, network=played_network(world, 1e-9), timeout=WAIT)
     ddp.register_comm_hook(state, hook)
     for step in range(4):
         backward(ddp, gradients(rank, step))

@@ -18,14 +18,14 @@ EVERY_WAY = {"sparse", "dense", "clipped"}
 
 
 def test_ratio_one_is_dense_sgd_with_momentum() -> None:
-    for found in run_ranks(dgc_cases.as_dense, 4, per_host=2, timeout_s=120):
+    for found in run_ranks(dgc_cases.as_dense, 4, per_host=2):
         assert len(found) == 8
         # float64: 6 steps of sums in another order.
         assert max(found.values()) < 1e-13, found
 
 
 def test_small_ratios_are_the_published_algorithm() -> None:
-    for found in run_ranks(dgc_cases.as_published, 3, timeout_s=120):
+    for found in run_ranks(dgc_cases.as_published, 3):
         assert set(found) == set(dgc_cases.PUBLISHED)
         for name, one in found.items():
             assert one["error"] < 1e-13, name
@@ -68,7 +68,7 @@ def test_a_parameter_that_no_rank_used_stands_still() -> None:
 
 
 def test_resuming_equals_not_stopping() -> None:
-    for found in run_ranks(dgc_cases.resume, 4, per_host=2, timeout_s=120):
+    for found in run_ranks(dgc_cases.resume, 4, per_host=2):
         for what, one in found.items():
             assert one["same bits"], what
             assert "was not handed over" in one["asks"]

@@ -100,7 +100,7 @@ def test_resuming_equals_not_stopping() -> None:
     ],
 )
 def test_by_hosts_equals_flat_for_every_shape(world: int, per_host: list[int]) -> None:
-    for found in run_ranks(cases.shapes_of_hosts, world, per_host, timeout_s=240):
+    for found in run_ranks(cases.shapes_of_hosts, world, per_host):
         assert len(found) == 2 * len(per_host)
         for (count, name), one in found.items():
             assert one["hosts"] == world // count

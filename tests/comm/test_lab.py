@@ -138,5 +138,5 @@ def test_a_lab_that_is_asked_to_end_cleans_up() -> None:
         prefix = process.stdout.readline().strip()
         assert namespaces(prefix)
         process.terminate()
-        assert process.wait(20) == 143
+        assert process.wait(120) == 143
     assert not namespaces(prefix)
