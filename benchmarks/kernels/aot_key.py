@@ -6,6 +6,7 @@ import inspect
 import io
 import tokenize
 from collections.abc import Callable, Mapping
+from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
 from typing import Any
@@ -35,6 +36,7 @@ def _sources(kernel: Any) -> list[str]:
     return [f"{name}: {text}" for name, text in sorted(known.items())]
 
 
+@cache  # helpers are part of most kernels, and a kernel of several variants
 def _text(function: Callable[..., Any]) -> str:
     skipped = (tokenize.COMMENT, tokenize.NL)
     lines = io.StringIO(inspect.getsource(function)).readline

@@ -22,11 +22,6 @@ ROW = Row("op forward", 90, 128, 0, 4096, "wgmma.mma_async", "0123")
 RECORDED_WITH = "3.6.0"
 SAMPLE = (
     "window_attention forward 7x7 D32 fp16 masked",  # tensor cores of all three generations
-    "window_attention backward 7x7 D32 fp16 masked",
-    "window_attention backward 12x12 D32 bf16 masked cosine",  # several row blocks
-    "simota match fp16 center",
-    "fcos3d targets",
-    "compact bf16",
     "quantise encode 1024",  # options of the compiler
 )
 

@@ -68,11 +68,13 @@ def test_all_ran() -> None:
 
 def test_a_command_is_ended_with_all_it_started() -> None:
     starts = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    began = time.monotonic()
-    code, output = gpu.run([sys.executable, "-c", f"{starts}; print(p.pid, flush=True); p.wait()"], 3)
-    assert code is None
-    assert time.monotonic() - began < 30
-    while _runs(int(output)) and time.monotonic() - began < 30:
+    for limit_s in (0.5, 2, 8, 32):  # a busy machine takes long to start what is to be ended
+        code, output = gpu.run([sys.executable, "-c", f"{starts}; print(p.pid, flush=True); p.wait()"], limit_s)
+        assert code is None
+        if output:
+            break
+    deadline = time.monotonic() + 30
+    while _runs(int(output)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _runs(int(output))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from accel.comm.engine.switch import hook
 from accel.comm.selector import AutoComm
 from tests.comm import selector_cases
 from tests.comm.cases import SECONDS, backward, gradients, mean_gradient, message, residual, same_everywhere
-from tests.comm.selector_cases import module, played_network, search_entries, switched
+from tests.comm.selector_cases import module, play_time, played_network, search_entries, spend, switched
 
 SMALL_MB = 0.004
 
@@ -104,7 +103,7 @@ def searched(rank: int, world: int, small_helps: bool) -> dict[str, Any]:
 
         def all_reduce(self, values: torch.Tensor, *arguments: Any, **options: Any) -> Any:
             small = values.nbytes < SMALL_MB * (1 << 20) * 2
-            time.sleep(0.001 if small == small_helps else 0.03)
+            spend(0.001 if small == small_helps else 0.03)
             return real(values, *arguments, **options)
 
     switching.dist = Slow()  # type: ignore[assignment]
@@ -113,6 +112,7 @@ def searched(rank: int, world: int, small_helps: bool) -> dict[str, Any]:
         ddp = module(bucket_cap_mb=25)
         network = played_network(world, 1e-12)
         state = AutoComm(ddp, "reduced", watch=3, check=4, network=network, verbose=False, timeout=SECONDS)
+        play_time(state)
         ddp.register_comm_hook(state, hook)
         same, _ = selector_cases.searched(ddp, state, rank)
     found = {

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.compressor import Compressor, Exact
+from accel.comm.engine import pipeline
 from accel.comm.engine.switch import Switch
 from accel.comm.half import Half
 from accel.comm.hooks import CommState, hook
@@ -24,7 +25,8 @@ from accel.comm.int8 import Int8
 from accel.comm.memory import reshard
 from accel.comm.one_bit import OneBit
 
-SECONDS = timedelta(seconds=20)
+SECONDS = timedelta(seconds=60)
+"""Nothing waits for it: a rank that is late by this long on a busy machine is no fault."""
 
 
 class OneBitTwice(OneBit):
@@ -143,7 +145,7 @@ def laws(rank: int, world: int) -> dict[Any, Any]:
         compressor = COMPRESSORS[name]()
         ddp, state = make(compressor, dtype, hierarchical=hierarchical, error_feedback=compressor.takes_feedback)
         applied, wanted, errors, same = 0.0, 0.0, [], True
-        for step in range(4):
+        for step in range(3):
             got = backward(ddp, gradients(rank, step, dtype))
             want = mean_gradient(world, step, dtype)
             same &= same_everywhere(got)
@@ -199,7 +201,7 @@ def void_step(rank: int, world: int) -> dict[Any, Any]:
     for name, hierarchical in itertools.product(COMPRESSORS, (False, True)):
         compressor = COMPRESSORS[name]()
         ddp, state = make(compressor, hierarchical=hierarchical, error_feedback=compressor.takes_feedback)
-        for step in range(3):
+        for step in range(2):
             backward(ddp, gradients(rank, step))
         before = residual(state)
         arrived = []
@@ -430,10 +432,13 @@ def chained(rank: int, world: int) -> dict[str, Any]:
 
 # Faults
 
+WAIT = timedelta(seconds=60)
+"""A failure is noticed sooner than this where ranks are told of it, and no sooner where one merely falls silent."""
+
 
 def dies(rank: int, world: int, hierarchical: bool) -> dict[str, Any] | None:
     """Let rank 1 end at its third step, as if killed."""
-    ddp, state = make(Int8(64), hierarchical=hierarchical, timeout=timedelta(seconds=10))
+    ddp, state = make(Int8(64), hierarchical=hierarchical, timeout=WAIT)
     for step in range(2):
         backward(ddp, gradients(rank, step))
     if rank == 1:
@@ -445,19 +450,26 @@ def dies(rank: int, world: int, hierarchical: bool) -> dict[str, Any] | None:
 def different_buckets(rank: int, world: int) -> dict[str, Any]:
     """Give rank 1 buckets of another size; with find_unused_parameters DDP doesn't even them out."""
     ddp, state = make(
-        Half(), bucket_cap_mb=0.01 if rank == 1 else 0.004, find_unused_parameters=True, timeout=timedelta(seconds=10)
+        Half(),
+        bucket_cap_mb=0.01 if rank == 1 else 0.004,
+        find_unused_parameters=True,
+        timeout=WAIT,
     )
     return _failure(ddp, state, rank)
 
 
 def hangs(rank: int, world: int) -> dict[str, Any]:
-    """Let rank 1 not come to its third step."""
-    ddp, state = make(Int8(64), timeout=timedelta(seconds=1))
+    """Let rank 1 not come to its third step before the others have given up."""
+    pipeline.PATIENCE_S = 2.0
+    ddp, state = make(Int8(64), timeout=timedelta(seconds=2))
     for step in range(2):
         backward(ddp, gradients(rank, step))
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     if rank == 1:
-        time.sleep(7.5)
-    return _failure(ddp, state, rank)
+        store.wait(["0 gave up", "2 gave up"])
+    found = _failure(ddp, state, rank)
+    store.set(f"{rank} gave up", "")
+    return found
 
 
 class Failing(Half):
@@ -471,7 +483,7 @@ class Failing(Half):
 
 def compressor_fails(rank: int, world: int) -> dict[str, Any]:
     """Let a compressor raise on one rank."""
-    ddp, state = make(Failing(), timeout=timedelta(seconds=10))
+    ddp, state = make(Failing(), timeout=WAIT)
     return _failure(ddp, state, rank)
 
 

@@ -71,7 +71,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None
 
 
 def as_published(rank: int, world: int) -> dict[str, dict[str, Any]]:
-    """Compare with the algorithm on one process over 10 steps, at 2 %."""
+    """Compare with the algorithm on one process over 8 steps, at 2 %: as many as the warm-up has."""
     found = {}
     for name, (settings, given, second) in PUBLISHED.items():
         compressor = DGC(**{"ratio": 0.02, "dense_below": DENSE_BELOW, **settings})
@@ -80,7 +80,7 @@ def as_published(rank: int, world: int) -> dict[str, dict[str, Any]]:
             Published(world, compressor, {**SGD, **given}, second),
         )
         worst, same = 0.0, True
-        for step in range(10):
+        for step in range(8):
             got, right = run.step(rank, step), want.step(step)
             same &= same_everywhere(got)
             worst = max(worst, ((got - right).abs().max() / right.abs().max()).item())
@@ -101,14 +101,12 @@ def law(rank: int, world: int) -> dict[str, dict[str, Any]]:
     for name, options in {
         "flat": {},
         "hosts": {"hierarchical": True},
-        "no masking": {"masking": False},
-        "clipped": {"clip_norm": 0.05},
+        "no masking, rebuilt": {"masking": False, "find_unused_parameters": False},
+        "clipped, views": {"clip_norm": 0.05, "gradient_as_bucket_view": True},
         "static": {"find_unused_parameters": False, "static_graph": True},
         "float32": {"dtype": torch.float32},
         "bfloat16": {"dtype": torch.bfloat16, "bucket_cap_mb": 0.001},
         "float16": {"dtype": torch.float16, "hierarchical": True, "bucket_cap_mb": 0.001},
-        "views": {"gradient_as_bucket_view": True},
-        "rebuilt": {"find_unused_parameters": False},
     }.items():
         settings = {key: options.pop(key) for key in ("masking", "clip_norm") if key in options}
         run = Training(DGC(0.01, dense_below=DENSE_BELOW, **settings), SGD, **options)
@@ -116,7 +114,7 @@ def law(rank: int, world: int) -> dict[str, dict[str, Any]]:
         decoded = {n: torch.zeros(p.numel(), dtype=torch.float64) for n, p in run.net.named_parameters()}
         moved = {n: torch.zeros(p.numel(), dtype=torch.float64) for n, p in run.net.named_parameters()}
         same = True
-        for step in range(5):
+        for step in range(4):
             run.sgd.zero_grad()
             velocity, gradient = run.own("velocity"), clipped_gradient(plain, run, rank, step)
             loss(run.ddp, rank, step, True, run.dtype).backward()
@@ -209,7 +207,7 @@ def void_step(rank: int, world: int) -> dict[str, dict[str, Any]]:
     """Meet steps that are void."""
     found = {}
     for name, settings in {"sparse": {}, "dense": {"ratio": 1.0}, "clipped": {"clip_norm": 0.1}}.items():
-        for hierarchical in (False, True):
+        for hierarchical in (False, True) if name == "sparse" else (name == "clipped",):
             compressor = DGC(**{"ratio": 0.01, "dense_below": DENSE_BELOW, **settings})
             run = Training(compressor, SGD, hierarchical=hierarchical)
             found[f"{name}, {'hosts' if hierarchical else 'flat'}"] = void_steps(run, rank)

@@ -29,7 +29,7 @@ COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "1-bit": lambda: OneBit(64),
     "PowerSGD": lambda: PowerSGD(2),
 }
-VOID = 12
+STEPS, VOID = 40, 12
 
 
 class Loop:
@@ -68,12 +68,12 @@ class Loop:
 def train(rank: int, world: int) -> dict[str, dict[str, Any]]:
     """Meet an infinity on rank 1 amid training: with each compressor, and with DDP alone."""
     dense = Loop(None)
-    losses = [dense.step(rank, step, infinite=rank == 1 and step == VOID) for step in range(60)]
+    losses = [dense.step(rank, step, infinite=rank == 1 and step == VOID) for step in range(STEPS)]
     found = {}
     for name, compressor in COMPRESSORS.items():
         run = Loop(compressor())
         others, clean, skipped = [], True, []
-        for step in range(60):
+        for step in range(STEPS):
             before = run.weights()
             others.append(run.step(rank, step, infinite=rank == 1 and step == VOID))
             clean &= bool(torch.isfinite(run.withheld()).all())

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "accel.comm.hooks", "tests.comm.cases"])
+_context.set_forkserver_preload(["tests.comm.rank_server"])
 
 
 def run_ranks(
@@ -26,7 +26,7 @@ def run_ranks(
     world: int,
     *arguments: Any,
     per_host: int = 1,
-    timeout_s: float = 60,
+    timeout_s: float = 240,
     meet: bool = True,
 ) -> list[Any]:
     """Return what `function(rank, world, *arguments)` returned on each rank; the exit code where a rank died.
@@ -67,9 +67,9 @@ def _rank(
     os.environ.update(GLOO_SOCKET_IFNAME="lo", GROUP_RANK=str(rank // per_host), LOCAL_WORLD_SIZE=str(per_host))
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world, timeout=timedelta(seconds=40)
-        )
+        store = f"file://{folder / 'store'}"
+        timeout = timedelta(seconds=120)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timeout)
         said: tuple[str, Any] = ("value", function(rank, world, *arguments))
         left = [thread.name for thread in threading.enumerate() if thread.name.startswith("accel-comm")]
         if left:

@@ -7,8 +7,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,12 +20,23 @@ from accel.comm.cost_model.choice import describe
 from accel.comm.cost_model.cost import Link, Network
 from accel.comm.engine import switch as switching
 from accel.comm.engine.switch import Switch, hook
+from accel.comm.engine.timing import Times, work
 from accel.comm.half import Half
 from accel.comm.hooks import CommState
 from accel.comm.hooks import hook as fixed_hook
 from accel.comm.memory import reshard
 from accel.comm.selector import AutoComm
-from tests.comm.cases import SECONDS, Given, backward, gradients, mean_gradient, message, residual, same_everywhere
+from tests.comm.cases import (
+    SECONDS,
+    WAIT,
+    Given,
+    backward,
+    gradients,
+    mean_gradient,
+    message,
+    residual,
+    same_everywhere,
+)
 
 
 def module(**options: Any) -> DistributedDataParallel:
@@ -227,6 +237,36 @@ SLOW_S = 0.02
 """What DDP's own all-reduce of a bucket takes in the played runs."""
 
 
+class PlayedTime:
+    """A clock of steps that goes on where a test says so, and by 10 us at each look: no machine is too busy for it."""
+
+    def __init__(self) -> None:
+        self._now, self._lock = 0.0, threading.Lock()
+
+    def __call__(self) -> float:
+        self.spend(1e-5)
+        return self._now
+
+    def spend(self, seconds: float) -> None:
+        with self._lock:
+            self._now += seconds
+
+
+_spend: Callable[[float], None] = time.sleep
+
+
+def spend(seconds: float) -> None:
+    """Let so much time pass, of this machine's or, once it is played, of the played one."""
+    _spend(seconds)
+
+
+def play_time(state: AutoComm) -> None:
+    """Let the steps of a search last as long as what `spend` was asked for."""
+    global _spend
+    clock = PlayedTime()
+    _spend, state.times = clock.spend, Times(clock, work)
+
+
 class Lying(Half):
     """A compressor that is quick in a dry run and slow in earnest; below 0 it is as slow in both, and works for it."""
 
@@ -239,7 +279,7 @@ class Lying(Half):
 
         def run(piece: Any, channel: Any) -> None:
             if self.seconds > 0 and threading.current_thread().name.startswith("accel-comm"):
-                time.sleep(self.seconds)
+                spend(self.seconds)
             end = time.thread_time() - self.seconds
             while self.seconds < 0 and time.thread_time() < end:
                 pass
@@ -257,7 +297,7 @@ def _slow_plain() -> None:
             return getattr(dist, name)
 
         def all_reduce(self, *arguments: Any, **options: Any) -> Any:
-            time.sleep(SLOW_S)
+            spend(SLOW_S)
             return real(*arguments, **options)
 
     switching.dist = Slow()  # type: ignore[assignment]
@@ -294,6 +334,7 @@ def _search(rank: int, world: int, allow: str, slow: bool) -> dict[str, Any]:
     state = AutoComm(
         ddp, allow, watch=3, check=4, network=played_network(world, SLOW_S / nbytes), verbose=rank == 0, timeout=SECONDS
     )
+    play_time(state)
     ddp.register_comm_hook(state, hook)
     same, plans = searched(ddp, state, rank)
     found = {
@@ -367,9 +408,7 @@ def resumed(rank: int, world: int) -> dict[str, Any]:
 def dies_in_the_search(rank: int, world: int) -> dict[str, Any] | None:
     """Let rank 1 end before all ranks choose."""
     ddp = module(bucket_cap_mb=25)
-    state = AutoComm(
-        ddp, "reduced", watch=1, check=2, network=played_network(world, 1e-9), timeout=timedelta(seconds=10)
-    )
+    state = AutoComm(ddp, "reduced", watch=1, check=2, network=played_network(world, 1e-9), timeout=WAIT)
     ddp.register_comm_hook(state, hook)
     for step in range(4):
         backward(ddp, gradients(rank, step))

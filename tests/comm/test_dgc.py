@@ -18,14 +18,14 @@ EVERY_WAY = {"sparse", "dense", "clipped"}
 
 
 def test_ratio_one_is_dense_sgd_with_momentum() -> None:
-    for found in run_ranks(dgc_cases.as_dense, 4, per_host=2, timeout_s=120):
+    for found in run_ranks(dgc_cases.as_dense, 4, per_host=2):
         assert len(found) == 8
         # float64: 6 steps of sums in another order.
         assert max(found.values()) < 1e-13, found
 
 
 def test_small_ratios_are_the_published_algorithm() -> None:
-    for found in run_ranks(dgc_cases.as_published, 3, timeout_s=120):
+    for found in run_ranks(dgc_cases.as_published, 3):
         assert set(found) == set(dgc_cases.PUBLISHED)
         for name, one in found.items():
             assert one["error"] < 1e-13, name
@@ -37,10 +37,10 @@ def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities() -> None:
     # Halves round what is decoded, and their gradients differ more from each other.
     bounds = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}
     for found in run_ranks(dgc_cases.law, 4, per_host=2):
-        assert len(found) == 10
+        assert len(found) == 8
         for name, one in found.items():
             assert one["law"] < bounds.get(name, 1e-13), name
-            # Four ranks, five steps, 1 % each, and one element more of each tensor or its slices.
+            # Four ranks, four steps, 1 % each, and one element more of each tensor or its slices.
             assert one["share"] < 0.25, name
             assert one["same"], name
             assert one["buckets"] >= 3, name
@@ -56,7 +56,7 @@ def test_masking_clears_velocity_and_residual_where_sent() -> None:
 
 def test_a_void_step_arrives_and_leaves_velocity_and_residual_alone() -> None:
     for found in run_ranks(dgc_cases.void_step, 4, per_host=2):
-        assert len(found) == 6
+        assert len(found) == 4
         for what, one in found.items():
             assert one == {"arrived": True, "untouched": True, "recovers": True, "moved": True}, what
 
@@ -68,7 +68,7 @@ def test_a_parameter_that_no_rank_used_stands_still() -> None:
 
 
 def test_resuming_equals_not_stopping() -> None:
-    for found in run_ranks(dgc_cases.resume, 4, per_host=2, timeout_s=120):
+    for found in run_ranks(dgc_cases.resume, 4, per_host=2):
         for what, one in found.items():
             assert one["same bits"], what
             assert "was not handed over" in one["asks"]

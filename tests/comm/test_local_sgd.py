@@ -98,7 +98,7 @@ def test_closing_averages_and_gives_back_what_was_there() -> None:
     ],
 )
 def test_ranks_stay_the_same_under_ddp_alone_after_closing(world: int, per_host: int, names: list[str]) -> None:
-    for found in run_ranks(cases.closes, world, per_host, names, per_host=per_host, timeout_s=120):
+    for found in run_ranks(cases.closes, world, per_host, names, per_host=per_host):
         assert list(found) == names
         for name, one in found.items():
             assert one == {"apart": True, "closed": True, "buffers": True, "trained on": True}, name

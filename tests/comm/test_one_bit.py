@@ -10,14 +10,14 @@ from tests.comm.ranks import run_ranks
 
 
 def test_dense_steps_are_those_of_sgd_with_momentum() -> None:
-    for found in run_ranks(cases.as_dense, 4, per_host=2, timeout_s=120):
+    for found in run_ranks(cases.as_dense, 4, per_host=2):
         assert len(found) == 6
         # float64: 6 steps of sums in another order.
         assert max(found.values()) < 1e-13, found
 
 
 def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities() -> None:
-    for found in run_ranks(cases.law, 4, per_host=2, timeout_s=120):
+    for found in run_ranks(cases.law, 4, per_host=2):
         for way, one in found.items():
             # Magnitudes of blocks are float32, and so is what they lost of the sum.
             assert one["law"] < 1e-13, (way, one)
@@ -26,26 +26,26 @@ def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities() -> None:
 
 
 def test_a_void_step_arrives_and_leaves_velocity_and_residual_alone() -> None:
-    for found in run_ranks(cases.void_step, 4, per_host=2, timeout_s=120):
+    for found in run_ranks(cases.void_step, 4, per_host=2):
         for way, one in found.items():
             assert one == {"arrived": True, "untouched": True, "recovers": True, "moved": True}, way
 
 
 def test_a_parameter_that_no_rank_used_stands_still() -> None:
-    for found in run_ranks(cases.unused, 4, per_host=2, timeout_s=120):
+    for found in run_ranks(cases.unused, 4, per_host=2):
         assert len(found) == 9
         for what, one in found.items():
             assert one == {"stood": True, "kept": True, "same": True, "went on": True}, what
 
 
 def test_resuming_equals_not_stopping() -> None:
-    for found in run_ranks(cases.resume, 4, per_host=2, timeout_s=120):
+    for found in run_ranks(cases.resume, 4, per_host=2):
         assert all(one["same bits"] for one in found.values()), found
 
 
 def test_memory_does_not_depend_on_the_loss_scale() -> None:
     # Scales are powers of 2: nothing rounds.
-    assert max(run_ranks(cases.scaled, 4, per_host=2, timeout_s=120)) < 1e-15
+    assert max(run_ranks(cases.scaled, 4, per_host=2)) < 1e-15
 
 
 def test_momentum_goes_back() -> None:

@@ -42,7 +42,7 @@ def connected(count: int, monkeypatch: pytest.MonkeyPatch) -> list[PostMortem]:
     addresses = {rank: one.address for rank, one in enumerate(ports)}
     heard: list[bool] = []
     threads = [
-        threading.Thread(target=lambda r=rank: heard.append(ports[r].connect(r, count, addresses)))
+        threading.Thread(target=lambda r=rank: heard.append(ports[r].connect(r, count, addresses, patience_s=60)))
         for rank in range(count)
     ]
     for thread in threads:
@@ -59,7 +59,7 @@ def test_reports_wait_in_the_port_and_a_closed_one_means_ended(monkeypatch: pyte
         said = ports[1].ask(RankReport("here", "broke " + "é" * 2000, True), 0.2)
         assert said == {0: "silent", 2: "silent"}
         ports[2].close()
-        found = ports[0].ask(OWN, 0.3)
+        found = ports[0].ask(OWN, 60)
     finally:
         for one in ports:
             one.close()
@@ -77,7 +77,7 @@ def test_rank_that_spoke_and_ended_is_heard_behind_one_that_repeats_itself(monke
             ports[0].ask(OWN, 0.0)
         ports[1].ask(OWN, 0.0)
         ports[1].close()
-        assert ports[2].ask(OWN, 2.0) == {0: OWN, 1: OWN, 3: "ended"}
+        assert ports[2].ask(OWN, 60) == {0: OWN, 1: OWN, 3: "ended"}
     finally:
         for one in ports:
             one.close()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accel.comm.engine.channel import Channel, GlooChannel
 
-_PATIENCE_S = 20.0
+_PATIENCE_S = 120.0
 
 
 class Broken(RuntimeError):
