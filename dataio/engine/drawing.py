@@ -38,7 +38,14 @@ class SeparateStates:
         self._before: list[tuple[Stream, Any]] = []
 
     def call(
-        self, function: Callable[[Any], Any], argument: Any, seeded: Sequence[Stream], seed: int, *, listen: bool
+        self,
+        function: Callable[[Any], Any],
+        argument: Any,
+        seeded: Sequence[Stream],
+        seed: int,
+        *,
+        listen: bool,
+        may_write: Callable[[], bool] = lambda: True,
     ) -> tuple[Any, list[Stream]]:
         """Return `function(argument)`, and the generators that it drew from, which are as they were before.
 
@@ -48,6 +55,7 @@ class SeparateStates:
             seeded: generators to be seeded for it.
             seed: what with.
             listen: other threads could draw meanwhile: only what was heard counts.
+            may_write: asked once the call has ended; if False, nothing is put back and nothing counts as drawn.
         """
         before = [(stream, stream.read()) for stream in streams()]
         self._before = [(stream, state) for stream, state in before if stream in seeded]
@@ -59,9 +67,10 @@ class SeparateStates:
             result = listener.call(function, argument) if listen else function(argument)
         finally:
             moved = [stream for stream, state in began if stream.read() != state]
-            drawn = [each for each in moved if not listen or each in seeded or each.name in listener.heard]
-            self._before = [(stream, state) for stream, state in before if stream in seeded or stream in drawn]
-            self.put_back()
+            if may_write():
+                drawn = [each for each in moved if not listen or each in seeded or each.name in listener.heard]
+                self._before = [(stream, state) for stream, state in before if stream in seeded or stream in drawn]
+                self.put_back()
         return result, drawn
 
     def put_back(self) -> None:

@@ -235,13 +235,13 @@ class ThreadEngine:
         # loop waits for it: what others draw meanwhile would be taken for its own, and be undone.
         self._quiet = False
         self._held: deque[BatchJob] = deque()
-        self._looking: Future[Any] | None = None
+        self._check: _DrawCheck | None = None
         self._owner = os.getpid()
 
     def start(self) -> None:
         """Make the pool; its threads start with the first jobs."""
         if os.getpid() != self._owner:  # a copy of the loader in a forked process, where no thread came along
-            self._owner, self._pool = os.getpid(), None
+            self._owner, self._pool, self._check = os.getpid(), None, None
             self._held.extendleft(job for job, _ in reversed(self._futures))
             self._futures.clear()
         if self._pool is None:
@@ -258,17 +258,29 @@ class ThreadEngine:
         assert self._pool is not None
         while self._held:
             job = self._held.popleft()
-            future = self._pool.submit(self._make, job, None if self._quiet else threading.get_ident())
+            self._check = check = None if self._quiet else _DrawCheck()
+            future = self._pool.submit(self._make, job, check)
             self._futures.append((job, future))
-            if not self._quiet:
-                self._looking = future
+            if check is not None:
+                check.future = future
                 return
 
     def collect(self) -> Any:
         """Return the batch of the oldest job; raises what fetching it raised."""
         self.start()
-        if not self._futures:
+        try:
+            if not self._futures:
+                self._hand_out()
+            batch, future = self._oldest()
+        except BaseException:
+            self._abandon_check()
+            raise
+        if self._check is not None and future is self._check.future:
+            self._quiet, self._check = True, None
             self._hand_out()
+        return batch
+
+    def _oldest(self) -> tuple[Any, Future[Any]]:
         with _Oldest(self._futures) as (job, future):
             wait([future], self._timeout_s)
             if not future.done():
@@ -276,18 +288,19 @@ class ThreadEngine:
                     f"a thread has been fetching {blame(RuntimeError(), job.indices)} for {self._timeout_s:g} s "
                     f"(timeout={self._timeout_s:g})"
                 )
-            batch = future.result()
-        if future is self._looking:
-            self._quiet, self._looking = True, None
-            self._hand_out()
-        return batch
+            return future.result(), future
 
-    def _make(self, job: BatchJob, waiting: int | None) -> Any:
-        """Make a batch, in a thread; look whether it draws while the loop's thread is `waiting` for it."""
+    def _abandon_check(self) -> None:
+        if self._check is not None:
+            self._check.abandon()
+            self._check = None
+
+    def _make(self, job: BatchJob, check: _DrawCheck | None) -> Any:
+        """Make a batch, in a thread; `check` whether it draws, while the loop waits for it."""
         thread = f"thread {threading.current_thread().name.rpartition('_')[2]}"
         fetch = self._fetch if job.dataset is None else self._fetch.of(job.dataset)
         try:
-            return fetch(job.indices) if waiting is None else _looked_at(fetch, job, waiting)
+            return fetch(job.indices) if check is None else check.make(fetch, job.indices)
         except Exception as error:
             _tell(error, thread, job)
             raise
@@ -304,7 +317,8 @@ class ThreadEngine:
 
     def update(self, leaves: dict[Path, Any]) -> None:
         """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
-        self._quiet, self._looking = False, None
+        self._abandon_check()
+        self._quiet = False
 
     def restart(self) -> None:
         """Forget all jobs, and look again."""
@@ -313,23 +327,50 @@ class ThreadEngine:
 
     def reset(self) -> None:
         """Forget all jobs and leave the threads to end by themselves; the next job starts others."""
+        self._abandon_check()
         for _, future in self._futures:
             future.cancel()
         if self._pool is not None:
             self._pool.shutdown()
         self._pool, self._futures, self._held = None, deque(), deque()
-        self._quiet, self._looking = False, None
+        self._quiet = False
 
     def close(self) -> None:
         """End the threads once they are done with the batch in hand."""
         self.reset()
 
 
-def _looked_at(fetch: Callable[[Any], Any], job: BatchJob, waiting: int) -> Any:
-    batch, drawn = SeparateStates().call(fetch, job.indices, (), 0, listen=others_could_draw([waiting]))
-    if drawn:
-        raise ThreadsDraw("fetching a sample draws random numbers, which threads can't keep apart")
-    return batch
+class _DrawCheck:
+    """Whether fetching draws random numbers, seen at one batch while the loop waits for it.
+
+    Once the loop waits no more, after Ctrl-C say, what it draws would be taken for the batch's and be undone: then
+    the thread leaves the generators alone.
+    """
+
+    def __init__(self) -> None:
+        self.future: Future[Any] | None = None
+        self._waiting = threading.get_ident()
+        # Whoever pops it decides whether states are written. No lock: Ctrl-C could leave it locked.
+        self._decision = [True]
+
+    def make(self, fetch: Callable[[Any], Any], indices: Any) -> Any:
+        """Return the batch; raises `ThreadsDraw` if it drew."""
+        listen = others_could_draw([self._waiting])
+        batch, drawn = SeparateStates().call(fetch, indices, (), 0, listen=listen, may_write=self._decides)
+        if drawn:
+            raise ThreadsDraw("fetching a sample draws random numbers, which threads can't keep apart")
+        return batch
+
+    def abandon(self) -> None:
+        """Have the thread write no states from now on."""
+        if not self._decides() and self.future is not None:
+            wait([self.future], timeout=1.0)  # it is writing them, or has done so: a moment
+
+    def _decides(self) -> bool:
+        try:
+            return self._decision.pop()
+        except IndexError:
+            return False
 
 
 def as_raised(pickled: bytes | None, text: str, where: str) -> BaseException:

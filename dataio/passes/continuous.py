@@ -316,6 +316,7 @@ class Continuous:
         Args:
             handed: number of the first batch that the loop has not got; None for the first in the record.
         """
+        self.engine.reset()  # first: a thread that still fetches could put back states that are restored below
         self._draws.mend()
         if self._ahead is not None:
             self._ahead.draws.mend()
@@ -333,7 +334,6 @@ class Continuous:
                 if all(job is not other for other in self._record):
                     self._record.appendleft(job)
                 self.served, self._after = job.number, after
-        self.engine.reset()
         self._given, self._failed = 0, False
         self._forget_ahead()
         self._may_look_ahead = False

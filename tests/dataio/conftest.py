@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 
 from tests.dataio.engines import watched
 from tests.dataio.numbers import ENGINES
+
+# Workers by forkserver are forked from one that has imported torch: seconds each.
+multiprocessing.set_forkserver_preload(["torch", "accel.dataio.engine.worker"])
 
 
 @pytest.fixture(autouse=True)

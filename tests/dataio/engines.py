@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from accel.dataio.engine.processes import ProcessEngine
 
 
 @contextmanager
-def watched(seconds: float = 120) -> Iterator[None]:
+def watched(seconds: float = 600) -> Iterator[None]:
     """End the test run with all stacks if the body hangs."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     try:
@@ -144,15 +144,50 @@ def gone(pid: int, seconds: float = 30) -> bool:
     return False
 
 
-def held() -> dict[str, int]:
-    """Return what this process holds that a loader may leak."""
+def in_child(work: Any) -> bytes:
+    """Return what `work` returns in a forked process."""
+    here, there = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(there, work())
+        except BaseException as error:
+            os.write(there, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(there)
+    with os.fdopen(here, "rb") as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def held(earlier: Collection[threading.Thread] = ()) -> dict[str, int]:
+    """Return what this process holds that a loader may leak.
+
+    Args:
+        earlier: threads that don't count: those of earlier tests may end at any time.
+    """
     gc.collect()
     with open("/proc/self/maps") as maps:
         batches = sum("accel-batch" in line for line in maps)
     return {
         "files": len(os.listdir("/proc/self/fd")),
         "slots": batches,
-        "threads": threading.active_count(),
+        "threads": sum(thread not in earlier for thread in threading.enumerate()),
         "children": len(multiprocessing.active_children()),
-        "shared memory": len(os.listdir("/dev/shm")),
+        "shared memory": sum(not _of_another(name) for name in os.listdir("/dev/shm")),
     }
+
+
+def _of_another(name: str) -> bool:
+    """Tell whether torch's shared memory belongs to a process that runs and is neither this one nor its child."""
+    parts = name.split("_")
+    if parts[0] != "torch" or not parts[1].isdigit():
+        return True
+    try:
+        with open(f"/proc/{parts[1]}/stat") as stat:
+            parent = int(stat.read().rsplit(")", 1)[1].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return os.getpid() not in (int(parts[1]), parent)

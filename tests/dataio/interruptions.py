@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,9 +10,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import accel.dataio.passes.continuous as code
+import accel.dataio.engine
 
-HERE = str(Path(code.__file__).resolve().parent)
+HERE = str(Path(accel.dataio.engine.__file__).resolve().parents[1])
 
 
 class Interrupter:
@@ -34,8 +35,7 @@ class Interrupter:
             sys.settrace(before)
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        ours = str(Path(frame.f_code.co_filename).resolve()).startswith(HERE)
-        return self._line if ours and not _swallowed(frame) else None
+        return self._line if _ours(frame.f_code.co_filename) and not _swallowed(frame) else None
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
@@ -46,10 +46,15 @@ class Interrupter:
         return self._line
 
 
+@functools.cache
+def _ours(filename: str) -> bool:
+    return str(Path(filename).resolve()).startswith(HERE)
+
+
 def _swallowed(frame: FrameType | None) -> bool:
     """Tell whether Python would print an exception there and go on: in a finalizer, or a weak reference's callback."""
     while frame is not None:
-        if frame.f_code.co_name in ("__del__", "gone"):
+        if frame.f_code.co_name in ("__del__", "gone", "_end"):
             return True
         frame = frame.f_back
     return False

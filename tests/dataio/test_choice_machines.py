@@ -68,7 +68,7 @@ def stored(number: int) -> Machine:
     )
 
 
-@pytest.mark.parametrize("first", [0, 20, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (20, 40))])
 def test_on_crowded_machines_nothing_is_faster_and_workers_are_no_more_than_cores(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from accel.dataio.engine import engine as engine_module
 from accel.dataio.engine.drawing import Drawing, SeparateStates, others_could_draw
-from accel.dataio.engine.engine import InlineEngine, ThreadEngine, ThreadsDraw
+from accel.dataio.engine.engine import BatchJob, FetchTimeout, InlineEngine, ThreadEngine, ThreadsDraw
 from accel.dataio.engine.randomness import random_state, seed_everything, streams
 from accel.dataio.loader import ContinuousLoader
-from tests.dataio.engines import loader_of, run
+from tests.dataio.engines import in_child, loader_of, run
 
 DRAWS: dict[str, Callable[[], float]] = {
     "torch": lambda: float(torch.rand(1)),
@@ -288,17 +290,54 @@ def test_what_native_code_draws_is_not_heard_beside_others_and_nothing_is_put_ba
 
 
 def test_only_this_packages_threads_and_waiting_ones_could_not_draw() -> None:
-    if others_could_draw():
-        pytest.skip("threads that earlier tests left could draw")
-    stop = threading.Event()
-    for name, could in (("accel-loader_0", False), ("worker", True)):
-        thread = threading.Thread(target=stop.wait, name=name)
-        thread.start()
-        assert others_could_draw() == could
-        assert not others_could_draw([thread.ident or 0])
-        stop.set()
-        thread.join()
-        stop.clear()
+    def work() -> bytes:
+        alone = others_could_draw()
+        seen = []
+        for name in ("accel-loader_0", "worker"):
+            stop = threading.Event()
+            thread = threading.Thread(target=stop.wait, name=name)
+            thread.start()
+            seen.append((others_could_draw(), others_could_draw([thread.ident or 0])))
+            stop.set()
+            thread.join()
+        return repr((alone, seen)).encode()
+
+    # In a forked process, where no thread of another test is.
+    assert in_child(work) == b"(False, [(False, False), (True, False)])"
+
+
+@pytest.mark.parametrize("kind", ["interrupt", "timeout"])
+def test_what_the_loop_draws_is_not_undone_by_a_thread_that_it_waits_for_no_more(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, goes_on = threading.Event(), threading.Event()
+
+    class Waits(Quiet):
+        def __getitem__(self, index: int) -> Tensor:
+            began.set()
+            goes_on.wait(60)
+            return torch.tensor(index)
+
+    def interrupted(*_: Any) -> None:
+        began.wait(60)
+        if kind == "interrupt":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine_module, "wait", interrupted)
+    engine = ThreadEngine(loader_of(Waits(), timeout=1, num_workers=1), 1)
+    engine.submit(BatchJob([1], None))
+    with pytest.raises(KeyboardInterrupt if kind == "interrupt" else FetchTimeout):
+        engine.collect()
+    seed_everything(3)
+    for draw in DRAWS.values():
+        draw()
+    state = random_state()
+    goes_on.set()
+    assert engine._pool is not None
+    engine._pool.shutdown()
+    engine._pool.join(time.monotonic() + 60)
+
+    assert random_state() == state
 
 
 def test_a_profilers_hook_is_left_in_place() -> None:

@@ -247,7 +247,7 @@ def test_a_quiet_dataset_is_no_more_looked_at() -> None:
 
 
 def test_threads_work_side_by_side() -> None:
-    barrier = threading.Barrier(2, timeout=60)
+    barrier = threading.Barrier(2, timeout=100)
 
     class Meets(Squares):
         def __getitem__(self, index: int) -> torch.Tensor:

@@ -113,7 +113,7 @@ def test_threads_change_nothing(samples: list[tuple[bytes, int]], threads: int) 
 
 def test_work_is_shared_between_threads(samples: list[tuple[bytes, int]]) -> None:
     seen = set()
-    waiting = threading.Barrier(3, timeout=20)
+    waiting = threading.Barrier(3, timeout=100)
 
     class Meet(Resize):
         def place(self, height: int, width: int, draws: Sequence[float]) -> Placement:
@@ -163,7 +163,7 @@ def test_crops_follow_seed_and_epoch(samples: list[tuple[bytes, int]]) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_epoch_reaches_workers_that_are_kept(samples: list[tuple[bytes, int]], workers: int, context: str) -> None:
     dataset = make(samples, threads=2)
     expected = []

@@ -82,7 +82,7 @@ def test_batches_are_the_plain_loaders_while_ways_are_tried(samples: Any) -> Non
         assert_same(run(loader, dataset, list(range(20))), expected)
 
 
-@pytest.mark.parametrize(("mode", "workers"), [*AHEAD, ("spawn", 1)])
+@pytest.mark.parametrize(("mode", "workers"), [*AHEAD, pytest.param("spawn", 1, marks=pytest.mark.slow)])
 def test_each_next_epoch_is_made_ahead_by_the_same_workers(samples: Any, mode: Any, workers: int) -> None:
     plain, dataset = make(samples), make(samples)
     expected = run(loader_of(plain), plain, list(range(5)))

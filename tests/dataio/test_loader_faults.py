@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -70,17 +71,18 @@ def test_a_batch_that_kills_its_workers_is_told_and_the_loop_may_go_on() -> None
     assert sum(seen, []) == [*range(12), *range(16, 40)]  # noqa: RUF017
 
 
-def _settled(before: dict[str, int]) -> dict[str, int]:
+def _settled(before: dict[str, int], earlier: list[threading.Thread]) -> dict[str, int]:
     """Return what is held once threads that were told to end have done so."""
     until = time.monotonic() + 30
-    while held() != before and time.monotonic() < until:
+    while held(earlier) != before and time.monotonic() < until:
         time.sleep(0.01)
-    return held()
+    return held(earlier)
 
 
 @pytest.mark.parametrize("mode", ["threads", "fork"])
 def test_nothing_is_left_of_many_epochs_that_were_left_early(mode: Any) -> None:
-    before = held()
+    earlier = threading.enumerate()
+    before = held(earlier)
     with ContinuousLoader(DataLoader(Numbers(), 4, shuffle=True), mode=mode, workers=2) as loader:
         counts = []
         for epoch in range(50):
@@ -88,11 +90,11 @@ def test_nothing_is_left_of_many_epochs_that_were_left_early(mode: Any) -> None:
                 if number == epoch % 15:
                     break
             if epoch % 15 == 4:
-                counts.append(held())
+                counts.append(held(earlier))
     least = before["threads"] + before["children"]
     assert all(count["threads"] + count["children"] == least + 2 for count in counts), counts
     assert counts[-1]["files"] == counts[0]["files"]
     assert counts[-1]["slots"] <= 2 * 7
     del loader, _
 
-    assert _settled(before) == before
+    assert _settled(before, earlier) == before

@@ -120,16 +120,17 @@ def test_tensors_in_memory() -> None:
 
 def test_all_batches_may_be_kept() -> None:
     indices = [[n % 40, (n * 7) % 40] for n in range(300)]
-    before = held()
+    earlier = threading.enumerate()
+    before = held(earlier)
     with engine_of() as engine:
         made = run(engine, indices)
         assert_made(made, expected(indices=indices))
-        mid = held()
+        mid = held(earlier)
     assert mid["files"] - before["files"] < 30
     assert mid["slots"] <= 2 * (64 + 6)
     assert_made(made, expected(indices=indices))  # the engine is closed
     del made
-    assert held() == before
+    assert held(earlier) == before
 
 
 def test_parts_and_arrays_are_kept_while_slots_go_round() -> None:
@@ -156,7 +157,8 @@ def test_the_loop_may_write_in_its_batches() -> None:
 def test_nothing_is_left_after_many_engines() -> None:
     with engine_of() as engine:
         run(engine)
-    before = held()
+    earlier = threading.enumerate()
+    before = held(earlier)
     for cycle in range(50):
         with engine_of(workers=1 + cycle % 2) as engine:
             for index in ([0, 1], [2]):
@@ -165,7 +167,7 @@ def test_nothing_is_left_after_many_engines() -> None:
                 engine.collect()
         del engine
 
-    assert held() == before
+    assert held(earlier) == before
 
 
 def test_nothing_piles_up_over_epochs() -> None:
@@ -175,11 +177,12 @@ def test_nothing_piles_up_over_epochs() -> None:
 
     with engine_of(Growing(), workers=2) as engine:
         ready(engine)
-        before = held()
+        earlier = threading.enumerate()
+        before = held(earlier)
         for n in range(400):
             engine.submit(BatchJob([n % 40], None))
             assert engine.collect().shape == (1, 1 + n % 40 * 500)
-        after = held()
+        after = held(earlier)
 
     assert after["files"] == before["files"]
     assert after["slots"] <= 2 * 7

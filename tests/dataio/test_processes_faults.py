@@ -6,6 +6,7 @@ import functools
 import os
 import pickle
 import signal
+import threading
 import time
 from typing import Any
 
@@ -173,14 +174,15 @@ def test_killed_at_the_start() -> None:
 
 
 def test_killed_between_batches_and_closed() -> None:
-    before = held()
+    earlier = threading.enumerate()
+    before = held(earlier)
     with engine_of(workers=2) as engine:
         ready(engine)
         for pid in pids(engine):
             os.kill(pid, signal.SIGKILL)
             assert gone(pid)
         engine.close()
-    assert held() == before
+    assert held(earlier) == before
 
 
 @pytest.mark.parametrize("seed", range(3))

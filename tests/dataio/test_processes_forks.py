@@ -6,10 +6,13 @@ import multiprocessing
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from torch.utils.data import DataLoader
 from accel.dataio.engine import processes
 from accel.dataio.engine.engine import BatchJob, WorkersStuck
 from accel.dataio.loader import ContinuousLoader
-from tests.dataio.engines import Squares, assert_made, engine_of, expected, gone, pids, ready, run
+from tests.dataio.engines import Squares, assert_made, engine_of, expected, gone, in_child, loader_of, pids, ready, run
 
 # Locks held at a fork
 
@@ -91,73 +94,91 @@ def test_start_methods_that_pickle_say_what_they_can_not() -> None:
 
 # Processes beside the loop's
 
-_PARENT = """
-import os, sys, time, torch
-from torch.utils.data import DataLoader, Dataset
-from accel.dataio.engine.engine import Job
-from accel.dataio.engine.processes import ProcessEngine
 
-class Slow(Dataset):
-    def __len__(self): return 100
-    def __getitem__(self, index):
-        time.sleep({sleep})
-        return torch.ones(3)
+class Slow(Squares):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
 
-loader = DataLoader(Slow(), batch_size=1, worker_init_fn={init})
-engine = ProcessEngine(loader, 2)
-for n in range(4): engine.submit(Job([n], None))
-print(*(handle.process.pid for handle in engine._handles), flush=True)
-{then}
-"""
-
-
-def parent(then: str, *, sleep: float = 0.01, init: str = "None") -> tuple[subprocess.Popen[str], list[int]]:
-    code = _PARENT.format(sleep=sleep, then=then, init=init)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, [int(pid) for pid in process.stdout.readline().split()]
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return super().__getitem__(index)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"sleep": 100}, {"init": "lambda _: time.sleep(100)"}],
+    ("seconds", "init"),
+    [(0.01, None), (100, None), (0.01, lambda _: time.sleep(100))],
     ids=["between batches", "in a batch", "in worker_init_fn"],
 )
-def test_workers_end_when_the_loops_process_is_killed(options: dict[str, Any]) -> None:
-    process, workers = parent("time.sleep(100)", **options)
-    process.kill()
-    process.communicate()
+def test_workers_end_when_the_loops_process_is_killed(seconds: float, init: Any) -> None:
+    here, told = os.pipe()
+    loop = os.fork()
+    if not loop:
+        try:
+            engine = processes.ProcessEngine(loader_of(Slow(seconds), worker_init_fn=init), 2)
+            for n in range(4):
+                engine.submit(BatchJob([n], None))
+            os.write(told, b"%d %d" % tuple(pids(engine)))
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    os.waitpid(loop, 0)
+    workers = [int(pid) for pid in os.read(here, 100).split()]
+    os.close(here)
+    os.close(told)
 
     assert len(workers) == 2
     assert all(gone(pid) for pid in workers)
 
 
-@pytest.mark.parametrize("then", ["engine.collect()", "raise SystemExit", "del engine", "1/0"])
-def test_a_script_that_just_ends(then: str) -> None:
-    process, workers = parent(then)
-    _, errors = process.communicate(timeout=60)
+# Each script is a fork of one interpreter that has imported torch, and ends as an interpreter does.
+_ENDS = ["engine.collect()", "raise SystemExit", "del engine", "1/0"]
+_SCRIPTS = """
+import os, sys, time, torch
+from torch.utils.data import DataLoader
+from accel.dataio.engine.engine import BatchJob
+from accel.dataio.engine.processes import ProcessEngine
 
-    assert process.returncode == (1 if then == "1/0" else 0)
-    assert errors.count("Traceback") == (1 if then == "1/0" else 0)
-    assert all(gone(pid) for pid in workers)
+class Slow:
+    def __len__(self): return 100
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.ones(3)
 
-
-def in_child(work: Any) -> bytes:
-    """Return what `work` returns in a forked process."""
-    here, there = os.pipe()
+folder, then = sys.argv[1], ""
+for number, each in enumerate(sys.argv[2:]):
     child = os.fork()
     if not child:
-        try:
-            os.write(there, work())
-        except BaseException as error:
-            os.write(there, repr(error).encode())
-        finally:
-            os._exit(0)
-    os.close(there)
-    with os.fdopen(here, "rb") as pipe:
-        said = pipe.read()
-    os.waitpid(child, 0)
-    return said
+        then = each
+        os.dup2(os.open(f"{folder}/{number}.err", os.O_CREAT | os.O_WRONLY), 2)
+        break
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    open(f"{folder}/{number}.status", "w").write(str(status))
+if then:
+    engine = ProcessEngine(DataLoader(Slow(), batch_size=1), 2)
+    for n in range(4): engine.submit(BatchJob([n], None))
+    open(f"{folder}/{number}.pids", "w").write(" ".join(str(handle.process.pid) for handle in engine._handles))
+    exec(then)
+"""
+
+
+@pytest.fixture(scope="module")
+def ended_scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scripts")
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    subprocess.run([sys.executable, "-c", _SCRIPTS, str(folder), *_ENDS], check=True, timeout=300, env=environment)
+    return folder
+
+
+@pytest.mark.parametrize("then", _ENDS)
+def test_a_script_that_just_ends(then: str, ended_scripts: Path) -> None:
+    script = ended_scripts / str(_ENDS.index(then))
+    errors, workers = script.with_suffix(".err").read_text(), script.with_suffix(".pids").read_text().split()
+
+    assert script.with_suffix(".status").read_text() == str(int(then == "1/0"))
+    assert errors.count("Traceback") == (1 if then == "1/0" else 0)
+    assert len(workers) == 2
+    assert all(gone(int(pid)) for pid in workers)
 
 
 def test_a_forked_process_makes_the_batches_by_workers_of_its_own() -> None:

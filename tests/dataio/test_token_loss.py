@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.dataio.token_loss import count_tokens, global_tokens, scale_gradients, token_mean
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 90
+TIMEOUT_S = 300
 
 # Scenario → rank → tokens of each micro-batch. Counts differ; a rank, a micro-batch and all may have no token.
 SCENARIOS = {
