@@ -260,7 +260,7 @@ def test_a_run_that_is_interrupted_writes_its_report(tmp_path: Path, way: str) -
     try:
         assert process.stdout.readline() == "trial\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=200)
     finally:
         process.kill()
 
