@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import gc
+import importlib
 import os
 import runpy
 import signal
@@ -11,6 +12,12 @@ import sys
 import types
 from multiprocessing.connection import Connection
 from typing import Any
+
+_PRELOADED = (
+    *("torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.profiler", "torch.utils.data"),
+    *("accel.commands.cli", "accel.entry", "accel.strategies", "accel.report.profile_page"),
+    *("accel.profiler.gather", "accel.profiler.script", "accel.profiler.session", "accel.profiler.diagnose.verdict"),
+)
 
 
 def serve(descriptor: int) -> None:
@@ -40,14 +47,8 @@ def serve(descriptor: int) -> None:
 
 def _preload() -> None:
     """Import what a profiled script needs; nothing is computed, for threads would not survive a fork."""
-
-    import accel.commands.cli
-    import accel.entry
-    import accel.profiler.gather
-    import accel.profiler.script
-    import accel.profiler.session
-    import accel.report.profile_page
-    import accel.strategies  # noqa: F401
+    for name in _PRELOADED:
+        importlib.import_module(name)
 
 
 def _become(arguments: list[str], cwd: str, environment: dict[str, str], output: str, errors: str, before: str) -> None:
