@@ -19,7 +19,6 @@ STEPS = 1000
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer, list[Any]]:
-    torch.set_num_threads(1)
     model = nn.Linear(4, 4)
     batches = [(torch.randn(8, 4), torch.zeros(8, dtype=torch.long)) for _ in range(STEPS)]
     return model, torch.optim.SGD(model.parameters(), lr=0.1), batches

@@ -45,14 +45,12 @@ def each(names: Iterable[str]) -> Callable[..., Any]:
 
 @functools.cache
 def plain(name: str) -> Outcome:
-    torch.set_num_threads(1)
     return run(name, steps=200)
 
 
 @functools.cache
 def accelerated(name: str, allow: str) -> tuple[Outcome, accel.Report]:
     """Run a loop under a search that tries everything the level allows."""
-    torch.set_num_threads(1)
     models: list[Any] = []
 
     def wrap(model: Any, loader: Any, optimizer: Any = None) -> tuple[Any, ...]:
