@@ -5,10 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +21,7 @@ from accel.search import controller
 from accel.search.pace import Pace
 from accel.search.plan import Plan
 from accel.strategies import Exactness
+from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -146,16 +144,7 @@ def test_the_strategy_of_the_manual_gets_a_verdict_and_is_taken_back(
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 def test_example_runs(example: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("ACCEL", None)
-    done = subprocess.run(
-        [sys.executable, "-m", f"examples.{example.stem}"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = warm.run(["-m", f"examples.{example.stem}"], cwd=ROOT, environment={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert "Traceback" not in done.stderr

@@ -57,7 +57,6 @@ class Loop:
     """The user's script; with `optimized` the calls of `optimize` in it are made."""
 
     def __init__(self, optimized: bool) -> None:
-        torch.set_num_threads(1)
         torch.manual_seed(0)
         Quick.on = False
         self.optimized = optimized

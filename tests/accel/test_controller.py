@@ -40,18 +40,19 @@ def test_the_best_of_several_settings_is_kept() -> None:
     assert row.gain == pytest.approx(1.5, rel=0.05)
 
 
-def test_no_false_keep_in_a_thousand_runs_at_twenty_percent_noise() -> None:
+@pytest.mark.parametrize("runs", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_false_keep_in_many_runs_at_twenty_percent_noise(runs: int) -> None:
     """Measured: in 10 of 1,000 runs of five worthless candidates a trial kept one (1.0 %, or 0.2 % of trials); the
     closing trial undid each, so no run ended with one."""
     names = ["a", "b", "c", "d", "e"]
     kept = ended_with_one = 0
-    for seed in range(1000):
+    for seed in range(runs):
         controller = simulate([candidate(name) for name in names], Machine(noise=0.2, seed=seed))
         ended_with_one += bool(controller.plan)
         kept += bool(controller.plan) or any("undone" in event.text for event in controller.events)
 
-    assert kept <= 20  # 2 %
-    assert ended_with_one <= 5
+    assert kept <= runs * 0.02
+    assert ended_with_one <= runs * 0.005
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.3])

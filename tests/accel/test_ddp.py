@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import warm
 from tests.accel.loops import assert_same
 
 ROOT = Path(__file__).parents[2]
 RANKS = (0, 1)
-TIMEOUT_S = 90
+TIMEOUT_S = 200
 
 
 def train_on_two_ranks(scenario: str, folder: Path) -> list[dict[str, Any]]:
     """Run both ranks of a scenario and return what each saved; a rank that waits for ever fails the test."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.accel.ddp_worker", scenario, str(folder)],
-            cwd=ROOT,
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in RANKS
-    ]
+    arguments = ["-m", "tests.accel.ddp_worker", scenario, str(folder)]
+    shared = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [warm.Running(arguments, cwd=ROOT, environment={**shared, "RANK": str(rank)}) for rank in RANKS]
     try:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in ranks]
+        ended = [rank.wait(TIMEOUT_S) for rank in ranks]
     finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    for process, output in zip(ranks, outputs, strict=True):
-        assert process.returncode == 0, output
+        for rank in ranks:
+            rank.kill()
+    outputs = [done.stdout + done.stderr for done in ended]
+    for done, output in zip(ended, outputs, strict=True):
+        assert done.returncode == 0, output
     assert "accel: " not in outputs[1], "rank 0 alone prints"
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in RANKS]
 

@@ -51,7 +51,6 @@ class Counted(Net):
 
 
 def make(kind: type[Any] = Counted) -> tuple[Any, Any, torch.optim.Optimizer]:
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = kind()
     return model, make_loader(), torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -47,7 +47,6 @@ class Itself(Module):
 
 
 def train(kind: type[Module], optimized: bool, epochs: int = 3) -> tuple[Any, dict[str, Tensor]]:
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     Quick.on = True
     model, loader = kind(), make_loader()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.accel.test_profile_command import accel_profile, script
+from tests.accel.profiled import accel_profile, script
 
 IN_A_THREAD = """
 import threading

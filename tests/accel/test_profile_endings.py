@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.accel.test_profile_command import accel_profile, report, script
+from tests.accel.profiled import accel_profile, report, script
 
 SIGNAL_WITHIN_A_COLLECTION = """
 import _thread, functools, gc, signal

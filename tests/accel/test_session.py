@@ -79,7 +79,6 @@ def train(
 ) -> tuple[list[Tensor], list[float], Report | None]:
     """Train a small net with `kind` as the only strategy; None trains plainly."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     x = torch.randn(256, 10)
     data = TensorDataset(x, (x[:, 0] > 0).long())
     model = Slow(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 2))

@@ -88,7 +88,6 @@ def faulty_loss(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 def make_faulty() -> tuple[FaultyNet, Any, torch.optim.SGD]:
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = FaultyNet()
     loader = make_loader(FaultySamples(), collate_fn=faulty_collate)
@@ -138,7 +137,6 @@ def test_an_error_in_a_worker_process_is_the_dataset_s_own() -> None:
                 raise BrokenSample("sample", index)
             return super().__getitem__(index)
 
-    torch.set_num_threads(1)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     plan = Plan(fingerprint=fingerprint(model), model="Net", strategies={"loader_workers": 1})
@@ -260,7 +258,7 @@ def test_a_run_that_is_interrupted_writes_its_report(tmp_path: Path, way: str) -
     try:
         assert process.stdout.readline() == "trial\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=200)
     finally:
         process.kill()
 

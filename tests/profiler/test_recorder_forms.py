@@ -17,7 +17,7 @@ from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.evidence import Evidence
 from accel.profiler.phases import Measurement
 
-FORWARD_S = 0.001
+FORWARD_S = 0.003
 
 Form = tuple[list[nn.Parameter], Callable[[Tensor], Tensor]]
 

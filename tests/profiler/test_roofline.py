@@ -32,7 +32,6 @@ def test_each_dtype_has_its_rate() -> None:
 
 def test_a_product_is_no_faster_than_its_time_says() -> None:
     """The rate is 2·n³ over a time that a stopwatch around the same product can't beat by much."""
-    torch.set_num_threads(1)
     run = roofline._multiply(CPU, torch.float32, 128)
     run()
     watched = []

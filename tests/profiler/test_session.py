@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,13 +12,6 @@ from torch.utils.data import DataLoader
 
 from accel.profiler.gather import Exchange
 from accel.profiler.session import ProfileSession
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def train(session: ProfileSession, *, around: Any, within: Any = nullcontext, threads: int = 1) -> None:

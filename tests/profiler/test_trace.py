@@ -41,7 +41,6 @@ def images() -> tuple[nn.Module, torch.Tensor]:
 
 
 def traced(make: Callable[[], tuple[nn.Module, torch.Tensor]], steps: int = 3) -> TraceSummary:
-    torch.set_num_threads(1)  # threads that wait for each other on a busy machine make 10 µs 10 ms
     model, batch = make()
     step = training(model, batch)
     for _ in range(2):
@@ -141,7 +140,6 @@ def test_operators_are_counted_as_the_script_calls_them() -> None:
 
 
 def test_the_dtypes_of_products_share_their_time() -> None:
-    torch.set_num_threads(1)
     double, half = torch.ones(192, 192, dtype=torch.float64), torch.ones(192, 192)
     window = Window(CPU)
     window.start()
