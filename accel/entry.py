@@ -390,3 +390,15 @@ def _at_exit() -> None:
             optimized.journal.say_interrupted()
         except Exception as error:
             print(f"accel: the report could not be written: {error}", file=sys.stderr)
+    if getattr(sys, "last_type", None) is KeyboardInterrupt:
+        _die_of_the_interrupt()
+
+
+def _die_of_the_interrupt() -> None:
+    """Let the process end by SIGINT, as Python has it when nobody catches Ctrl-C: a shell's loop then ends too.
+
+    CPython remembers what the last source text that it ran ended with, not the script. Imports for the report run
+    some: dataclasses and named tuples are made from text.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")

@@ -48,6 +48,12 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(usable_cores(), _MOST_WORKERS)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # pytest-xdist's processes must collect the same: an object's address in a name differs from process to process.
+    if addresses := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"Names of tests must be the same in each process. Found: {addresses}. Give them ids=.")
+
+
 def _why_no_gpu() -> str:
     return "" if torch.cuda.is_available() else "needs a CUDA device: torch.cuda.is_available() is False"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 _PRELOADED = (
     *("torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.profiler", "torch.utils.data"),
-    *("accel.commands.cli", "accel.entry", "accel.strategies", "accel.report.profile_page"),
+    *("accel.commands.cli", "accel.entry", "accel.strategies", "accel.report.rendering"),
     *("accel.profiler.gather", "accel.profiler.script", "accel.profiler.session", "accel.profiler.diagnose.verdict"),
 )
 

@@ -49,6 +49,12 @@ def scaled(whole: Saving, factor: float) -> Saving:
     return Saving(value=whole.value * factor, low=whole.low * factor, high=whole.high * factor)
 
 
+def of_share(whole: Saving, share: float) -> Saving:
+    """Return the saving of a share of the step, as uncertain as that of the whole phase in which it lies."""
+    # The share is a mean over the steps, the saving leaves outliers out: a phase that few steps have saves nothing.
+    return scaled(whole, share / whole.value if whole.value > 0.0 else 0.0)
+
+
 def of_phases(evidence: Evidence, *names: str) -> Saving:
     return saving(evidence.steps, lambda m: sum(m.phases.get(name, 0.0) for name in names))
 

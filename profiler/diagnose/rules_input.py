@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from accel.profiler.diagnose.anatomy import Anatomy
-from accel.profiler.diagnose.findings import WORTH, finding, ms_of, of_phases, scaled, thread_text, top_lines
+from accel.profiler.diagnose.findings import WORTH, finding, ms_of, of_phases, of_share, thread_text, top_lines
 from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.report import Finding, Saving
 
@@ -48,7 +48,7 @@ def loader(evidence: Evidence, found: Anatomy) -> Finding | None:
     if share < WORTH:
         return None
     whole = of_phases(evidence, "data")
-    predicted = scaled(whole, share / whole.value)
+    predicted = of_share(whole, share)
     why = [f"the loop waits for its loader for {ms_of(found, share)}"]
     if evidence.loader.workers:
         return _from_workers(evidence, share, why, predicted)
@@ -99,4 +99,4 @@ def iterator(evidence: Evidence, found: Anatomy) -> Finding | None:
         *top_lines(evidence, phases, "next batch"),
     ]
     whole = of_phases(evidence, *phases)
-    return finding("input.iterator", share, why, scaled(whole, share / whole.value))
+    return finding("input.iterator", share, why, of_share(whole, share))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel.profiler.diagnose.anatomy import COMPUTING, Anatomy
-from accel.profiler.diagnose.findings import WORTH, finding, ms_of, of_phases, scaled, tagged, top_lines
+from accel.profiler.diagnose.findings import WORTH, finding, ms_of, of_phases, of_share, scaled, tagged, top_lines
 from accel.profiler.evidence import Evidence
 from accel.profiler.report import Finding, Saving
 
@@ -30,7 +30,7 @@ def step_code(evidence: Evidence, found: Anatomy) -> Finding | None:
         why.append(f"{ms_of(found, inside)} of it in {', '.join(found.own_code)}, in no operator of torch's")
     why += top_lines(evidence, phases)
     whole = of_phases(evidence, *phases)
-    return finding("host.step_code", share, why, scaled(whole, share / whole.value))
+    return finding("host.step_code", share, why, of_share(whole, share))
 
 
 def _collected_in(evidence: Evidence, found: Anatomy, phase: str) -> float:
@@ -92,4 +92,4 @@ def each_step(evidence: Evidence, found: Anatomy) -> Finding | None:
         return None
     why = [f"work between each update and the next batch takes {ms_of(found, share)}"]
     whole = of_phases(evidence, "outside")
-    return finding("outside.step", share, why + top_lines(evidence, ["outside"]), scaled(whole, share / whole.value))
+    return finding("outside.step", share, why + top_lines(evidence, ["outside"]), of_share(whole, share))

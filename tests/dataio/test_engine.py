@@ -141,7 +141,7 @@ def test_closed_engines_begin_again(make: Any) -> None:
 def test_an_interrupt_takes_no_job(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     engine.submit(BatchJob([1], None))

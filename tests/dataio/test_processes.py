@@ -372,9 +372,9 @@ def test_no_shared_memory_of_the_system_is_needed() -> None:
         "import torch\n"
         "from torch.utils.data import DataLoader, StackDataset\n"
         "from accel.dataio.engine.processes import ProcessEngine\n"
-        "from accel.dataio.engine.engine import Job\n"
+        "from accel.dataio.engine.engine import BatchJob\n"
         "engine = ProcessEngine(DataLoader(StackDataset(torch.rand(64, 20000)), batch_size=16), 2)\n"
-        "for _ in range(4): engine.submit(Job(list(range(16)), None))\n"
+        "for _ in range(4): engine.submit(BatchJob(list(range(16)), None))\n"
         "print(sum(engine.collect()[0].shape[0] for _ in range(4)))\n"
         "engine.close()\n"
     )

@@ -9,6 +9,7 @@ import pickle
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +20,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel.comm import one_bit
 from accel.comm.compression import low_rank
-from accel.kernels import fcos_heads, gather_rows
+from accel.kernels import fcos_heads, gather_rows, quantise, sign_pack
 from accel.kernels.fcos_targets import near as fcos_near
 from accel.kernels.fcos_targets.inputs import Grid, Rule
 from accel.kernels.tables import hides_values, kept
@@ -29,8 +29,9 @@ from accel.kernels.window_attention import attention as window_attention
 from accel.kernels.window_attention import regions as window_regions
 from accel.kernels.window_attention import shifted_window_attention
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-MODULES = (fcos_heads, fcos_near, gather_rows, window_regions, one_bit, low_rank)
+MODULES = (fcos_heads, fcos_near, gather_rows, window_regions, sign_pack, quantise, low_rank)
 GRIDS = (Grid(4, 6, 8, 0.0, 64.0), Grid(2, 3, 16, 64.0, 1e8))
 
 TABLES: dict[str, Callable[[int], Any]] = {
@@ -41,7 +42,8 @@ TABLES: dict[str, Callable[[int], Any]] = {
     "plane of grids": lambda n: fcos_near._plane(GRIDS, n / 2),
     "offsets of grids": lambda n: fcos_near._offsets(GRIDS, 2 + n),
     "regular points": lambda n: fcos_heads._grids(((n, 3),), (8,), ((0.0, 64.0),), torch.float32),
-    "signs of bytes": lambda n: one_bit._table(CPU),
+    "signs of bytes": lambda n: sign_pack._table(CPU),
+    "levels": lambda n: quantise._levels(CPU),
     "noise": lambda n: low_rank.noise(n, 2, 8, torch.float32, CPU),
 }
 """Every function that keeps tensors, with a number that makes its arguments others."""
@@ -100,6 +102,8 @@ def is_kept(function: Any) -> bool:
 def test_every_cache_of_tensors_is_one_of_these() -> None:
     with unkept(*MODULES) as found:
         assert found == len(TABLES)
+    sources = [path.read_text("utf-8") for folder in ("comm", "kernels") for path in (ROOT / folder).rglob("*.py")]
+    assert sum(source.count("\n@kept(") for source in sources) == len(TABLES)
 
 
 @pytest.mark.parametrize("mode", MODES)
