@@ -20,16 +20,16 @@ from accel import strategies
 from accel.dataio.passes.proxy import LoaderProxy, is_proxy
 from accel.errors import InvalidArgument
 from accel.report import Report
-from accel.report.journal import Journal
-from accel.report.voice import Voice
 from accel.run import Run
 from accel.run.gate import Gate
-from accel.run.listeners import follow, free_fetching, leave
-from accel.run.session import Session
 from accel.search.actions import Candidate
 from accel.search.budget import Budget
 from accel.search.controller import Controller
 from accel.search.plan import Plan
+from accel.session.announcer import Announcer
+from accel.session.journal import Journal
+from accel.session.listeners import follow, free_fetching, leave
+from accel.session.session import Session
 from accel.strategies.base import Exactness, Strategy
 
 M = TypeVar("M", bound=nn.Module)
@@ -50,7 +50,7 @@ class _LeftOut(Enum):
 class _Optimized:
     """What belongs to one optimized model."""
 
-    def __init__(self, session: Session, journal: Journal, voice: Voice, settings: OptimizeSettings) -> None:
+    def __init__(self, session: Session, journal: Journal, voice: Announcer, settings: OptimizeSettings) -> None:
         self.session = session
         self.journal = journal
         self.voice = voice
@@ -220,7 +220,7 @@ def _start(
     gate = Gate(model, list(chosen))
     fetching = free_fetching(proxy)
     run = Run(model, proxy._accel_loader, [] if optimizer is None else [optimizer], gate, fetching)
-    voice = Voice()
+    voice = Announcer()
     taken = fetching is not proxy._accel_fetching
     controller = Controller(
         [_candidate(s, run, settings, taken) for s in chosen.values()],

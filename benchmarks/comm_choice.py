@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import Scheme, allowed
 from accel.comm.cost_model.choice import describe
-from accel.comm.engine.switch import Switch, hook
+from accel.comm.selection.switch import Switch, hook
 from accel.comm.selector import AutoComm
 from benchmarks.comm.gradient_profiles import PROFILES, Replayed
 from benchmarks.comm.lab import why_not

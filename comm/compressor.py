@@ -25,9 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accel.comm.compression.unused import any_nonzero, stand_still
-from accel.comm.engine.channel import Channel
 from accel.comm.layout import Layout, Piece, equal_cuts
+from accel.comm.ranks.channel import Channel
 
 RESIDUAL = "residual"
 _ALIGNED = 16  # bytes of the widest load: ranks' codes begin at multiples of it
@@ -151,7 +150,7 @@ class Quantised(Compressor):
         """Give the sums to everyone, and leave what no rank used where it was."""
         self._gather(piece, channel)
         if "flags" in piece.carry:
-            stand_still(piece, piece.carry["spans"], piece.carry["flags"], (RESIDUAL,))
+            piece.stand_still(piece.carry["spans"], piece.carry["flags"], (RESIDUAL,))
 
     def _scatter(self, piece: Piece, channel: Channel) -> None:
         """Sum this rank's chunk of the piece over all ranks, as they encoded it, and encode the sum."""
@@ -220,3 +219,10 @@ def add_residual(values: Tensor, factor: float, residual: Tensor | None) -> None
 def part_of(values: Tensor | None, part: slice) -> Tensor | None:
     """Return a range of what may not be there."""
     return None if values is None else values[part]
+
+
+def any_nonzero(values: Tensor) -> Tensor:
+    """Return whether anything is not zero, () bool; mostly the first elements show it."""
+    if values.device.type == "cpu" and (first := values[:64].any()):
+        return first
+    return values.any()

@@ -31,10 +31,9 @@ from torch import Tensor
 from accel.comm.compression.dgc_pack import Pack, ParameterRange
 from accel.comm.compression.momentum import VELOCITY, Corrected, MomentumSource
 from accel.comm.compression.top_k import largest
-from accel.comm.compression.unused import any_nonzero, stand_still
-from accel.comm.compressor import RESIDUAL, Stage
-from accel.comm.engine.channel import Channel
+from accel.comm.compressor import RESIDUAL, Stage, any_nonzero
 from accel.comm.layout import Layout, Piece
+from accel.comm.ranks.channel import Channel
 
 
 class DGC(Corrected):
@@ -191,7 +190,7 @@ class DGC(Corrected):
                 piece.values[span].mul_(scale)
         if spans:
             told = torch.stack([used[number] for number in chosen])
-            stand_still(piece, spans, told, (VELOCITY, RESIDUAL))
+            piece.stand_still(spans, told, (VELOCITY, RESIDUAL))
 
     def _sum_all(self, piece: Piece, channel: Channel, parts: list[ParameterRange], gathered: Tensor) -> Tensor:
         """Leave the sum of all in `piece.values` and nothing in `gathered`; tell which parameters were used."""

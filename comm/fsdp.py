@@ -27,11 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
 from accel.comm.compressor import RESIDUAL, Compressor, Exact
-from accel.comm.engine.channel import Channel, ConnectionBroken, GlooChannel, NcclChannel
-from accel.comm.engine.post_mortem import CommError
 from accel.comm.engine.reduction import BucketJob, Reduction
 from accel.comm.periodic.fsdp_groups import ShardGroup, check_mesh, contents, join, part, shard_groups
-from accel.comm.ranks.talk import Talk
+from accel.comm.ranks.channel import Channel, ConnectionBroken, GlooChannel, NcclChannel
+from accel.comm.ranks.object_group import ObjectGroup
+from accel.comm.ranks.post_mortem import CommError
 
 _made: dict[str, itertools.count[int]] = {}
 
@@ -62,7 +62,7 @@ class FSDPComm:
 
     Raises:
         ValueError: if mesh, model and compressor don't go together, or differ between ranks.
-        accel.comm.engine.post_mortem.CommError: from `loss.backward()`, if communication fails.
+        accel.comm.ranks.post_mortem.CommError: from `loss.backward()`, if communication fails.
 
     Example:
         >>> comm = FSDPComm(model, mesh, Int8(), error_feedback=True)
@@ -110,8 +110,8 @@ class FSDPComm:
             return kind(store, range(group.size()), group.rank(), timeout)
 
         self._across: Channel = channel(kind, 0, "replicas")
-        self._within = Talk(channel(GlooChannel, 1, "shards"))
-        self._between = Talk(channel(GlooChannel, 0, "talk"))
+        self._within = ObjectGroup(channel(GlooChannel, 1, "shards"))
+        self._between = ObjectGroup(channel(GlooChannel, 0, "talk"))
 
     def _check_same(self, model: nn.Module) -> None:
         mine = {

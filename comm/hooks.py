@@ -23,14 +23,14 @@ from torch.autograd import Variable
 from torch.distributed.distributed_c10d import PrefixStore
 
 from accel.comm.compressor import RESIDUAL, Compressor, Exact
-from accel.comm.engine.channel import Channel, GlooChannel, NcclChannel
 from accel.comm.engine.pipeline import Pipeline, PipelineStage
-from accel.comm.engine.post_mortem import Address, CommError, PostMortem, neighbours
 from accel.comm.engine.reduction import BucketJob, Reduction
 from accel.comm.layout import Layout
 from accel.comm.memory import LossScale, Memory
 from accel.comm.ranks import topology
-from accel.comm.ranks.meeting import Apart, Each, Meeting
+from accel.comm.ranks.channel import Channel, GlooChannel, NcclChannel
+from accel.comm.ranks.post_mortem import Address, CommError, PostMortem, neighbours
+from accel.comm.ranks.rendezvous import Apart, Each, Rendezvous
 
 _made: dict[str, "itertools.count[int]"] = {}
 
@@ -112,7 +112,7 @@ class CommState:
         prefix = f"accel-comm/{next(_made.setdefault(group.group_name, itertools.count()))}"
         store = PrefixStore(prefix, store)
         remedy = "every rank must make as many, in the same order"
-        meeting = Meeting(PrefixStore("meeting", store), rank, size, self.timeout.total_seconds(), remedy)
+        meeting = Rendezvous(PrefixStore("meeting", store), rank, size, self.timeout.total_seconds(), remedy)
         post_mortem = PostMortem(secrets.token_hex(8))
         try:
             told: _Told = meeting.meet(self._introduction(model, post_mortem), _introduced, "made no CommState")

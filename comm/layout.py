@@ -6,7 +6,7 @@ new buckets in the order in which gradients arrived. So whatever outlives a step
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -102,6 +102,32 @@ class Piece:
         for one, shape in self.parameters():
             assert one.length == shape.numel(), "a slice cuts through a parameter"
             yield one.name, self.values[one.begin : one.begin + one.length].view(shape)
+
+    def stand_still(self, spans: Sequence[slice], used: Tensor, fields: Sequence[str]) -> None:
+        """Send nothing of the ranges that no rank used, and leave these own fields of them as they were before.
+
+        DDP drops what is sent for a parameter that no rank used in a step, so neither its residual nor its momentum
+        may change: SGD passes over a parameter without a gradient too.
+
+        Args:
+            spans: ranges of `values` and of the fields.
+            used: (ranges,), not 0 where a rank used one.
+            fields: those that are there.
+        """
+        own = [name for name in fields if self.slot.has(name)]
+        if used.device.type == "cpu":
+            for span, is_used in zip(spans, used.tolist(), strict=True):
+                if not is_used:
+                    self.values[span].zero_()
+                    for name in own:
+                        self.slot.write(name)[span] = self.slot.read(name)[span]
+            return
+        # The host, which issues the next bucket after this one, must not wait for the device to hear the flags.
+        for span, idle in zip(spans, (used == 0).unbind(), strict=True):
+            self.values[span].masked_fill_(idle, 0.0)
+            for name in own:
+                new = self.slot.write(name)[span]
+                torch.where(idle, self.slot.read(name)[span], new, out=new)
 
 
 def equal_cuts(total: int, parts: int, unit: int = 1) -> list[int]:

@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.engine.reducer import unhook
 from accel.comm.hooks import CommState
 from accel.comm.periodic.local_checks import check_arguments, check_parts, difference
 from accel.comm.periodic.local_mean import HostMean, Named, WeightMean, fingerprint
 from accel.comm.periodic.local_state import same_state
+from accel.comm.selection.reducer import unhook
 
 _VERSION = 1
 
@@ -62,7 +62,7 @@ class LocalSGD:
 
     Raises:
         ValueError: if an argument is out of range, or module, optimizer and states don't go together.
-        accel.comm.engine.post_mortem.CommError: from `optimizer.step()`, if communication fails.
+        accel.comm.ranks.post_mortem.CommError: from `optimizer.step()`, if communication fails.
 
     Example:
         >>> ddp = DistributedDataParallel(model)

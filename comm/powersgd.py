@@ -38,8 +38,8 @@ from accel.comm.compression.low_rank_plan import (
     project,
 )
 from accel.comm.compressor import RESIDUAL, Compressor, Stage, add_residual
-from accel.comm.engine.channel import Channel
 from accel.comm.layout import Layout, Piece, between
+from accel.comm.ranks.channel import Channel
 
 Rank = int | Mapping[tuple[int, ...], int] | Callable[[torch.Size], int]
 

@@ -42,9 +42,9 @@ from accel.comm.cost_model.choice import (
 from accel.comm.cost_model.cost import Network, Profile, Stages
 from accel.comm.cost_model.dry_run import copy_byte_s, costs, shared_out
 from accel.comm.cost_model.probe import probe
-from accel.comm.engine.post_mortem import CommError
-from accel.comm.engine.switch import Switch, hook
 from accel.comm.layout import Layout
+from accel.comm.ranks.post_mortem import CommError
+from accel.comm.selection.switch import Switch, hook
 from accel.profiler.trial import Trial, TrialConfig, Verdict
 
 __all__ = ["AutoComm", "Choice", "choose", "hook"]
@@ -178,7 +178,7 @@ class AutoComm(Switch):
 
     Raises:
         ValueError: if an argument is out of range, or the module has a hook or a process group of its own.
-        accel.comm.engine.post_mortem.CommError: from `loss.backward()`, if communication fails.
+        accel.comm.ranks.post_mortem.CommError: from `loss.backward()`, if communication fails.
 
     Example:
         >>> ddp = DistributedDataParallel(model)

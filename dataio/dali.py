@@ -23,7 +23,7 @@ from torch.utils.data import DistributedSampler
 
 from accel.dataio.image.dali_graph import Batch, Graph
 from accel.dataio.images import ImageDataset
-from accel.dataio.sampling.dealing import world
+from accel.dataio.sampling.round_robin import world
 
 LastBatch = Literal["partial", "drop", "fill"]
 Batches = Generator[tuple[Tensor, Tensor], None, None]

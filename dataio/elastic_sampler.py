@@ -3,7 +3,7 @@
 An epoch is one order π of [0, n), the same on every rank. A step takes the next G = Σ_r b_r places of it and deals them
 to the ranks; what is left is a suffix of the order. So its first place is all the state there is, and any number of
 ranks with any batch sizes goes on from there. State and memory don't grow with n (order "feistel"; "torch" keeps the
-list). Who gets which place, and the last step: accel.dataio.sampling.dealing. The order:
+list). Who gets which place, and the last step: accel.dataio.sampling.round_robin. The order:
 accel.dataio.sampling.permutation.
 
 Others: torchelastic's ElasticDistributedSampler shuffles the *numbers* from start_index on, which are not what is left
@@ -22,8 +22,8 @@ import torch
 from torch.utils.data import Sampler
 
 from accel.dataio.foreseen import Foreseen
-from accel.dataio.sampling.dealing import Deal, Tail, world
 from accel.dataio.sampling.permutation import Items, Permutation
+from accel.dataio.sampling.round_robin import RoundRobin, Tail, world
 
 T = TypeVar("T")
 _VERSION = 1
@@ -300,15 +300,15 @@ class ElasticSampler(Sampler[list[int]]):
             position, step = under_way[-1].stop, step + 1
             yield ready.popleft()
 
-    def _deal(self, batch_size: int | Sequence[int]) -> Deal:
+    def _deal(self, batch_size: int | Sequence[int]) -> RoundRobin:
         sizes = [batch_size] * self.num_replicas if isinstance(batch_size, int) else list(batch_size)
         _check(
             len(sizes) == self.num_replicas,
             f"batch_size must be one number or one for each of the {self.num_replicas} ranks, got {len(sizes)}",
         )
-        return Deal(sizes, self.rank, self.tail, self.drop_last)
+        return RoundRobin(sizes, self.rank, self.tail, self.drop_last)
 
-    def _deal_at(self, step: int) -> Deal:
+    def _deal_at(self, step: int) -> RoundRobin:
         return next(deal for at, deal in reversed(self._deals) if at <= step)
 
     def _order(self, epoch: int) -> Callable[[Items], Items]:

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes import epochs, resume
+from accel.dataio.passes.loader_core import MODES, LoaderCore, Mode, Options, not_movable
 from accel.dataio.passes.passes import Pass, Through
-from accel.dataio.passes.way import MODES, LoaderCore, Mode, Options, not_movable
 
 # Attributes of a `DataLoader` that may be set, and that batches depend on.
 _FETCHES_BY = frozenset(

@@ -11,11 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from accel.profiler.bottleneck import Bottleneck
-from accel.profiler.diagnose import anatomy, consistency, inside, rules_compute, rules_input, rules_loop
+from accel.profiler.diagnose import (
+    anatomy,
+    consistency,
+    rules_compute,
+    rules_input,
+    rules_loop,
+)
+from accel.profiler.diagnose import (
+    phase_contents as inside,
+)
 from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CROWDS
+from accel.profiler.diagnose.communication_wait import exchanged
 from accel.profiler.diagnose.consistency import Held
-from accel.profiler.diagnose.exchange import exchanged
 from accel.profiler.diagnose.findings import WORTH, finding, thread_text
 from accel.profiler.evidence import Evidence
 from accel.profiler.report import Finding

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from accel.profiler import naming
-from accel.profiler.clocks import facts, roots
+from accel.profiler.clocks import called_modules as roots
+from accel.profiler.clocks import facts
 from accel.profiler.clocks.probes import Loaders
 from accel.profiler.clocks.recorder import Recorder, kept_steps
 from accel.profiler.clocks.settings import TorchSettings
-from accel.profiler.diagnose import judging
+from accel.profiler.conclusion import judging
 from accel.profiler.diagnose.causes import CROWDS
 from accel.profiler.evidence import Evidence, TraceSummary
 from accel.profiler.experiments import suspects

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from accel.profiler import student
+from accel.profiler import t_distribution as student
 
 Arm = Literal["A", "B"]
 Verdict = Literal["keep", "drop", "refused"]

@@ -14,9 +14,9 @@ import torch
 
 import accel
 from accel import entry, strategies
+from accel.guard.guard import Tolerance
 from accel.profiler.trial import TrialConfig
 from accel.report import model as report
-from accel.run.guard import Tolerance
 from accel.search import controller
 from accel.search.pace import Pace
 from accel.search.plan import Plan

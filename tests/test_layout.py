@@ -195,7 +195,7 @@ def test_folder_imports_only_what_the_table_allows(folder: str) -> None:
         ("accel.profiler.trial", "from importlib import import_module\nimport_module('accel.kernels.adam')"),
         ("accel.profiler.trial", "from ..kernels import adam"),
         ("accel.comm.hooks", "from accel.dataio import pack"),
-        ("accel.dataio.pack", "import accel.profiler.diagnose.verdict"),
+        ("accel.dataio.pack", "import accel.profiler.conclusion.verdict"),
         ("accel.dataio.pack", "import accel.profiler.hosts"),
         ("accel.comm.hooks", "from accel.profiler import session"),
         ("accel.kernels.adam", "from accel.profiler.host import usable_cores"),

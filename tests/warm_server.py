@@ -16,7 +16,7 @@ from typing import Any
 _PRELOADED = (
     *("torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.profiler", "torch.utils.data"),
     *("accel.commands.cli", "accel.entry", "accel.strategies", "accel.report.rendering"),
-    *("accel.profiler.gather", "accel.profiler.script", "accel.profiler.session", "accel.profiler.diagnose.verdict"),
+    *("accel.profiler.gather", "accel.profiler.script", "accel.profiler.session", "accel.profiler.conclusion.verdict"),
 )
 
 

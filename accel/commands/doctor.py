@@ -16,9 +16,7 @@ from accel.files import check_folder, write_atomic
 from accel.report.terminal import Page
 
 if TYPE_CHECKING:
-    from accel.comm.doctor import Examination
-    from accel.comm.doctor.checks import CheckFinding
-    from accel.comm.doctor.nccl_log import NcclLog
+    from accel.comm.doctor import CheckFinding, Examination, NcclLog
 
 FOUND = 1
 SCHEMA = 1
@@ -76,8 +74,7 @@ def network(ctx: click.Context, log: Path | None, target: Path | None) -> None:
 
 
 def _network(log: Path | None, target: Path | None) -> int:
-    from accel.comm.doctor import examine
-    from accel.comm.doctor.host import Host
+    from accel.comm.doctor import Host, examine
 
     diagnosis = examine(Host(), None if log is None else _read_log(log))
     click.echo(render_network(diagnosis))
@@ -87,13 +84,13 @@ def _network(log: Path | None, target: Path | None) -> int:
 
 
 def _read_log(log: Path) -> NcclLog:
-    from accel.comm.doctor import nccl_log
+    from accel.comm.doctor import NotALog, read_nccl_log
 
     try:
-        return nccl_log.read(log)
+        return read_nccl_log(log)
     except OSError as error:
         raise InvalidArgument(f"--log {log} can't be read: {(error.strerror or str(error)).lower()}") from None
-    except nccl_log.NotALog as error:
+    except NotALog as error:
         raise InvalidArgument(f"--log {log} is not an NCCL log: {error}") from None
 
 

@@ -167,7 +167,7 @@ def _conclude(
     session: ProfileSession, exchange: Exchange, ending: Ending, target: Path, line: str, started: datetime
 ) -> None:
     """Make the report of all ranks and write it, or say why there is none."""
-    from accel.profiler.diagnose import verdict
+    from accel.profiler.conclusion import verdict
 
     recorder = session.recorder
     wall_s = time.perf_counter() - session.begun

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 if TYPE_CHECKING:
-    from accel.comm.ranks.meeting import Meeting
+    from accel.comm.ranks.rendezvous import Rendezvous
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -58,7 +58,7 @@ class Ranks:
         self.distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if self.distributed else 0
         self.size = dist.get_world_size() if self.distributed else 1
-        self._meeting: Meeting | None = None
+        self._meeting: Rendezvous | None = None
 
     def join(self, since: float) -> None:
         """Come to the first meeting.
@@ -69,13 +69,13 @@ class Ranks:
         """
         if not self.distributed:
             return
-        from accel.comm.ranks.meeting import Meeting
+        from accel.comm.ranks.rendezvous import Rendezvous
 
         assert dist.group.WORLD is not None
         store = dist.group.WORLD.get_group_store()
         while self._meeting is None or self._meeting.given_up_before(since):
             prefix = f"accel-optimize/{next(_made)}"
-            self._meeting = Meeting(PrefixStore(prefix, store), self.rank, self.size, PATIENCE_S, _REMEDY)
+            self._meeting = Rendezvous(PrefixStore(prefix, store), self.rank, self.size, PATIENCE_S, _REMEDY)
 
     @property
     def leads(self) -> bool:
@@ -92,7 +92,7 @@ class Ranks:
             step_s: what the last step took, with all that was done after it.
 
         Raises:
-            accel.comm.ranks.meeting.Apart: on every rank, if one does not come in time, has left, or rank 0 fails.
+            accel.comm.ranks.rendezvous.Apart: on every rank, if one does not come in time, has left, or rank 0 fails.
         """
         if self._meeting is None:
             return decision([mine])
@@ -107,7 +107,7 @@ class Ranks:
         text = f"{type(error).__name__}: {error}"
         if not self.distributed:
             return Failure(text, everywhere=True)
-        from accel.comm.ranks.meeting import Apart, Left
+        from accel.comm.ranks.rendezvous import Apart, Left
 
         if not isinstance(error, Apart):
             return Failure(text, everywhere=False)

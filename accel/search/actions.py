@@ -6,10 +6,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from accel.guard.guard import Comparison
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.evidence import Evidence
 from accel.profiler.phases import Measurement
-from accel.run.guard import Comparison
 from accel.search.plan import Choices
 from accel.strategies.base import Exactness
 

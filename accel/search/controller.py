@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 from accel.profiler import naming
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.diagnose import anatomy, causes
-from accel.profiler.diagnose.exchange import exchanged
+from accel.profiler.diagnose.communication_wait import exchanged
 from accel.profiler.evidence import Evidence
 from accel.profiler.trial import Outcome, Trial, TrialConfig
 from accel.report import Event, StrategyRow

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from accel.guard.guard import Comparison
 from accel.profiler.trial import Outcome
 from accel.report import Event, Status, StrategyRow
-from accel.run.guard import Comparison
 from accel.search.actions import Candidate
 from accel.search.plan import Choices
 

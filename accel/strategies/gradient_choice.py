@@ -21,8 +21,8 @@ from accel.comm.catalogue import allowed
 from accel.comm.cost_model.choice import WORTH, Option, worthwhile
 from accel.comm.cost_model.cost import Network
 from accel.comm.cost_model.probe import probe
-from accel.comm.engine.post_mortem import CommError
-from accel.comm.engine.switch import Switch, why_not
+from accel.comm.ranks.post_mortem import CommError
+from accel.comm.selection.switch import Switch, why_not
 from accel.comm.selector import Choice, choose, costs_of
 from accel.strategies.base import NothingHelps
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class LoaderWorkers(Strategy):
     """Move the fetching of a loader without workers out of the loop's way, in the same sample order.
 
-    It applies only when fetching depends on the indices alone (see `accel.dataio.dataset.witness`): then the batches
-    are the same bits. The next epoch's first batches are fetched while the last ones of this epoch are used. Threads
-    are tried only on a dataset that they may read together (see `accel.dataio.dataset.thread_safety`).
+    It applies only when fetching depends on the indices alone (see `accel.dataio.dataset.fetch_watch`): then the
+    batches are the same bits. The next epoch's first batches are fetched while the last ones of this epoch are used.
+    Threads are tried only on a dataset that they may read together (see `accel.dataio.dataset.thread_safety`).
     """
 
     name = "loader_workers"

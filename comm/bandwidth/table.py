@@ -32,8 +32,8 @@ from accel.comm.bandwidth import links as bandwidth_links
 from accel.comm.bandwidth.cases import OPERATIONS, REDUCTIONS, Case, Operation, RankPlace, elements
 from accel.comm.bandwidth.fit import Fit, fit_line
 from accel.comm.bandwidth.links import LinkClass
-from accel.comm.engine.channel import GlooChannel
-from accel.comm.ranks.talk import Talk
+from accel.comm.ranks.channel import GlooChannel
+from accel.comm.ranks.object_group import ObjectGroup
 
 PROBE_SIZES = (1 << 12, 1 << 19, 1 << 21)
 PROBE_OPERATIONS = ("all_reduce", "all_gather", "all_to_all")
@@ -253,7 +253,7 @@ def _plan(
     return sorted(steps, key=lambda step: step.size_bytes) if by_size else steps
 
 
-def _talk(timeout_s: float) -> Talk:
+def _talk(timeout_s: float) -> ObjectGroup:
     """Return what ranks talk through beside the measurement."""
     world = dist.group.WORLD
     assert world is not None
@@ -261,7 +261,7 @@ def _talk(timeout_s: float) -> Talk:
     # Ranks that wait for an operation to time out come late to the next exchange.
     timeout = timedelta(seconds=2 * timeout_s + 5)
     channel = GlooChannel(store, range(world.size()), world.rank(), timeout)
-    return Talk(channel, lambda error: PeerLost(f"a rank no longer answers ({_brief(error)})"))
+    return ObjectGroup(channel, lambda error: PeerLost(f"a rank no longer answers ({_brief(error)})"))
 
 
 def _brief(error: BaseException) -> str:
@@ -273,7 +273,7 @@ def _brief(error: BaseException) -> str:
 
 @dataclass
 class _Sweep:
-    talk: Talk
+    talk: ObjectGroup
     groups: dict[str, Any]
     nodes: list[tuple[int, ...]]
     device: torch.device

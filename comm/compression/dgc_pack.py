@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accel.comm.engine import small_sums
-from accel.comm.engine.channel import Channel
+from accel.comm.ranks import small_sums
+from accel.comm.ranks.channel import Channel
 
 
 class ParameterRange(NamedTuple):

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from accel.comm.compression.block_compressor import BlockCompressor
 from accel.comm.compression.momentum import VELOCITY, Corrected
-from accel.comm.compression.unused import any_nonzero, stand_still
-from accel.comm.compressor import RESIDUAL, Stage
-from accel.comm.engine.channel import Channel
+from accel.comm.compressor import RESIDUAL, Stage, any_nonzero
 from accel.comm.layout import Piece
+from accel.comm.ranks.channel import Channel
 
 
 class ParameterPart(NamedTuple):
@@ -170,4 +169,4 @@ class Gathered(Corrected, BlockCompressor):
         if scale != 1.0:
             for span in coarse:
                 piece.values[span] *= scale
-        stand_still(piece, coarse, piece.carry["used"], fields)
+        piece.stand_still(coarse, piece.carry["used"], fields)

@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from accel.comm.engine.channel import PIECE_BYTES
+from accel.comm.ranks.channel import PIECE_BYTES
 
 _EPSILON_S = 1e-12
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from accel.comm.doctor.checks import CheckFinding
 from accel.comm.doctor.examination import NO_LOG, Examination, examine
+from accel.comm.doctor.host import Host
+from accel.comm.doctor.nccl_log import NcclLog, NotALog
+from accel.comm.doctor.nccl_log import read as read_nccl_log
 
-__all__ = ["NO_LOG", "Examination", "examine"]
+__all__ = ["NO_LOG", "CheckFinding", "Examination", "Host", "NcclLog", "NotALog", "examine", "read_nccl_log"]

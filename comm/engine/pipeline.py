@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from accel.comm.engine.channel import Channel, ConnectionBroken
-from accel.comm.engine.post_mortem import CommError, PostMortem, RankReport, verdict
 from accel.comm.layout import Layout
+from accel.comm.ranks.channel import Channel, ConnectionBroken
+from accel.comm.ranks.post_mortem import CommError, PostMortem, RankReport, verdict
 
 PATIENCE_S = 5.0
 

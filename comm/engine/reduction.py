@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from accel.comm.compressor import Compressor
-from accel.comm.engine.channel import Channel
 from accel.comm.layout import Layout, Piece
 from accel.comm.memory import Memory, Slot
+from accel.comm.ranks.channel import Channel
 
 
 @dataclass

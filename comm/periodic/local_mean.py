@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 
 from accel.comm.compressor import Exact
-from accel.comm.engine.channel import Channel, GlooChannel, NcclChannel
 from accel.comm.engine.pipeline import PipelineStage
 from accel.comm.engine.reduction import BucketJob, Reduction
 from accel.comm.hooks import CommState, pipeline_stages
 from accel.comm.layout import Layout
-from accel.comm.ranks.talk import Talk
+from accel.comm.ranks.channel import Channel, GlooChannel, NcclChannel
+from accel.comm.ranks.object_group import ObjectGroup
 from accel.comm.ranks.topology import Topology
 
 BUCKET_BYTES = 25 << 20  # DDP's own
@@ -57,14 +57,14 @@ class HostMean(CommState):
 class WeightMean(CommState):
     """Replaces tensors by their means over all ranks, the same bits on each."""
 
-    _talk: Talk | None = None
+    _talk: ObjectGroup | None = None
 
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         super().__init__(model, Exact(), process_group=process_group, timeout=timeout)
 
     def _stages(self, rank: int, size: int, store: Any, device: torch.device) -> list[PipelineStage]:
         self.hierarchical = by_hosts_pays(self.topology)
-        self._talk = Talk(GlooChannel(PrefixStore("talk", store), range(size), rank, self.timeout))
+        self._talk = ObjectGroup(GlooChannel(PrefixStore("talk", store), range(size), rank, self.timeout))
         return super()._stages(rank, size, store, device)
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class WeightMean(CommState):
             self._talk = None
 
     @property
-    def talk(self) -> Talk:
+    def talk(self) -> ObjectGroup:
         """Return the line to the other ranks."""
         assert self._talk is not None
         return self._talk

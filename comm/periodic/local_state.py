@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from accel.comm.periodic.local_mean import Named
-from accel.comm.ranks.talk import Talk
+from accel.comm.ranks.object_group import ObjectGroup
 
 Key = tuple[str, str]
 """Name of a parameter, and of a field of its state."""
@@ -39,7 +39,7 @@ class _Sent(NamedTuple):
 def same_state(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
-    talk: Talk,
+    talk: ObjectGroup,
     average: Callable[[Named], None],
 ) -> None:
     """Give all ranks one optimizer state; every rank calls it.
@@ -109,7 +109,7 @@ def _adopt(
     state: Mapping[str, dict[str, Any]],
     owners: Mapping[Key, int],
     parameters: Mapping[str, nn.Parameter],
-    talk: Talk,
+    talk: ObjectGroup,
 ) -> None:
     """Take each field over from its owner."""
     told = talk.gather(
@@ -125,7 +125,7 @@ def _adopt(
             state[name][field] = _unpacked(sent, parameters[name].device)
 
 
-def _adopt_options(optimizer: torch.optim.Optimizer, talk: Talk) -> None:
+def _adopt_options(optimizer: torch.optim.Optimizer, talk: ObjectGroup) -> None:
     """Take over the first rank's numbers in groups: some optimizers find their step size there."""
     groups = [
         {name: one for name, one in group.items() if type(one) in (int, float)} for group in optimizer.param_groups

@@ -46,7 +46,7 @@ from accel.dataio.dataset.reach import (
     own_attributes,
     packages,
 )
-from accel.dataio.engine.fetch import Fetch
+from accel.dataio.fetching.fetch import Fetch
 
 Path = tuple[tuple[str, Any], ...]
 """How to reach a leaf from the dataset on.

@@ -5,8 +5,8 @@ made of numbers, texts, tensors, arrays and plain Python objects of such is read
 together. An open file has a position, a database connection a cursor, a generator a state; two threads would read
 nonsense from them, and no measurement would show it. Whatever is not known to be harmless counts as that.
 
-Fetching must not write either, unless the dataset says that threads may: that is for `accel.dataio.dataset.witness` to
-see.
+Fetching must not write either, unless the dataset says that threads may: `accel.dataio.dataset.fetch_watch` sees to
+that.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio.dataset.mirror import Path
-from accel.dataio.engine.drawing import Drawing, SeparateStates, others_could_draw
-from accel.dataio.engine.fetch import blame, fetch_of
 from accel.dataio.engine.thread_pool import ThreadPool
+from accel.dataio.fetching.drawing import Drawing, SeparateStates, others_could_draw
+from accel.dataio.fetching.fetch import blame, fetch_of
 
 
 class WorkerDied(RuntimeError):
@@ -143,7 +143,7 @@ class _Elsewhere(Exception):
 class InlineEngine:
     """Make each batch when it is asked for, in the loop's own thread.
 
-    A job's seed holds for its batch alone: the loop's own random states are put back (`accel.dataio.engine.drawing`).
+    A job's seed holds for its batch alone: the loop's own random states are put back (`accel.dataio.fetching.drawing`).
     So augmentation is the same as in a worker process, and the loop draws the same numbers whoever fetches.
     """
 

@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader
 from accel.dataio.dataset.mirror import Path
 from accel.dataio.engine import wire, worker
 from accel.dataio.engine.engine import BatchJob, FetchTimeout, WorkerDied, WorkersStuck, as_raised
-from accel.dataio.engine.fetch import blame, fetch_of
 from accel.dataio.engine.slots import MOST_HELD, SlotReader
 from accel.dataio.engine.thread_pool import at_rest
 from accel.dataio.engine.worker_handle import WorkerHandle, end_all
+from accel.dataio.fetching.fetch import blame, fetch_of
 
 log = logging.getLogger("accel.dataio")
 

@@ -34,8 +34,8 @@ from torch.utils.data._utils import worker as torch_worker
 
 from accel.dataio.dataset.mirror import apply_leaves
 from accel.dataio.engine import slots, wire
-from accel.dataio.engine.fetch import Fetch, blame
-from accel.dataio.engine.randomness import seed_everything
+from accel.dataio.fetching.fetch import Fetch, blame
+from accel.dataio.fetching.randomness import seed_everything
 
 # How long a worker whose loop is gone may go on with the sample in hand.
 _GRACE_S = 5.0

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.dataset.mirror import Forecast, Glance, State, compare, state_of
 from accel.dataio.engine.engine import BatchJob, Engine
-from accel.dataio.engine.fetch import fetch_of
+from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes import epochs
 from accel.dataio.passes.epochs import (
     Ahead,

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from accel.dataio.engine.drawing import others_could_draw
+from accel.dataio.fetching.drawing import others_could_draw
 from accel.dataio.foreseen import Foreseen
 
 States = list[torch.Tensor]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from accel.dataio.engine.engine import BatchJob
-from accel.dataio.engine.randomness import derived_seed
+from accel.dataio.fetching.randomness import derived_seed
 from accel.dataio.passes import epochs
 from accel.dataio.passes.epochs import Draws, States, same
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from accel.dataio.dataset.witness import Witness
+from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.engine import transfer
 from accel.dataio.engine.engine import (
     BatchJob,
@@ -23,9 +23,9 @@ from accel.dataio.engine.engine import (
     WorkerDied,
     WorkersStuck,
 )
-from accel.dataio.passes.choice import Tuner
 from accel.dataio.passes.continuous import Continuous
-from accel.dataio.passes.way import INLINE, LoaderCore
+from accel.dataio.passes.loader_core import INLINE, LoaderCore
+from accel.dataio.passes.tuner import Tuner
 
 log = logging.getLogger("accel.dataio")
 
@@ -211,7 +211,7 @@ class Pass(_Handing):
             choice.failed(error)
         return batch
 
-    def _watched(self, witness: Witness, choice: Tuner) -> Any:
+    def _watched(self, witness: FetchWatch, choice: Tuner) -> Any:
         """Fetch one of the first batches under a witness: may threads read this dataset?"""
         continuous, way = self._continuous, self._way
         assert continuous is not None

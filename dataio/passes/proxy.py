@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader
 
 from accel.dataio.batches import equal
-from accel.dataio.dataset.witness import Witness
+from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.stand_in import StandIn
 
@@ -53,7 +53,7 @@ class Fetching:
         self.workers: Continuous | None = None
         self.running: Callable[[], _Epoch | None] = lambda: None
         self.transforms: dict[str, Callable[[Any], Any]] = {}
-        self.witness: Witness | None = None
+        self.witness: FetchWatch | None = None
 
 
 class LoaderProxy(StandIn):

@@ -128,7 +128,7 @@ def simota_assign(
         return _background(boxes)
     pairs = boxes.shape[1] * gt_boxes.shape[1]
     if boxes.is_cpu and len(boxes) <= _FEW and pairs <= _PAIRS_CPU and chunk is None and not support.runs_triton(boxes):
-        from accel.kernels.simota import few as simota_few
+        from accel.kernels.simota import small_batch as simota_few
 
         cells, own = cells_of(points, strides, rules.radius, boxes), (gt_boxes, gt_classes, gt_mask)
         return simota_few.assign_few(

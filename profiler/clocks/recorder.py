@@ -23,13 +23,14 @@ from torch import nn
 from torch.nn.modules import module as module_globals
 from torch.optim import Optimizer
 
-from accel.profiler.clocks import facts, samples
-from accel.profiler.clocks.collating import Collating
+from accel.profiler.clocks import batch_size as samples
+from accel.profiler.clocks import facts
+from accel.profiler.clocks.called_modules import CalledModules
+from accel.profiler.clocks.collate_time import CollateTimer
 from accel.profiler.clocks.device_events import DeviceEvents
-from accel.profiler.clocks.hot import Hot
-from accel.profiler.clocks.pieces import Pieces
+from accel.profiler.clocks.mark_state import MarkState
 from accel.profiler.clocks.probes import Function, Loaders, Probes
-from accel.profiler.clocks.roots import Roots
+from accel.profiler.clocks.segments import Segments
 from accel.profiler.evidence import LoaderFacts
 from accel.profiler.phases import CUT, STEP, Measurement, PairTape, StepClock, Tape
 
@@ -86,16 +87,16 @@ class Recorder:
         """The loader of the last training step."""
         self.iterator: Any = None
         self.probes = Probes(self, loaders)
-        self.collating = Collating(self.clock.now)
+        self.collating = CollateTimer(self.clock.now)
         self._training: set[int] = set()
         self._recent: list[int] = []
-        self._hot = Hot()
-        self._pieces = Pieces(_KEPT_STEPS, self.clock.now)
+        self._hot = MarkState()
+        self._segments = Segments(_KEPT_STEPS, self.clock.now)
         self._piece = 1
         self._new = False
         self._others = 0
         self._asked_at = 0
-        self.roots = Roots(self.calling, self.call_hooks)
+        self.roots = CalledModules(self.calling, self.call_hooks)
 
     def start(self) -> None:
         """Begin to record."""
@@ -441,13 +442,13 @@ class Recorder:
         hot = self._hot
         if self.late:
             self.steps += self._piece
-            self._pieces.append(self._piece, self.clock.tear())
+            self._segments.append(self._piece, self.clock.tear())
             self.on_look()
         else:
             for measured in self.clock.read():
                 self.steps += 1
                 self._ended(measured)
-        hot.left = self._piece = self._pieces.next(self._piece) if self.late else 1
+        hot.left = self._piece = self._segments.next(self._piece) if self.late else 1
         hot.learning = self._is_learning()
         hot.counting = True
         hot.iterator = None
@@ -463,12 +464,12 @@ class Recorder:
 
     def catch_up(self) -> None:
         """Tell of the steps that were put by, once the loop is over."""
-        for number, torn in enumerate(self._pieces):
-            if number == 0 and self._pieces.dropped:  # what came before is out of the account
+        for number, torn in enumerate(self._segments):
+            if number == 0 and self._segments.dropped:  # what came before is out of the account
                 self.first_boundary, self.step_s, self.clock.aside_s = torn[1], 0.0, 0.0
             for measured in self.clock.read(torn):
                 self._ended(measured)
-        self._pieces.clear()
+        self._segments.clear()
         for measured in self.clock.read():
             self._ended(measured)
 

@@ -6,7 +6,7 @@ import os
 
 from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.findings import WORTH, finding, ms_of
-from accel.profiler.diagnose.inside import OVERHEAD
+from accel.profiler.diagnose.phase_contents import OVERHEAD
 from accel.profiler.evidence import Evidence
 from accel.profiler.report import Finding, Saving
 

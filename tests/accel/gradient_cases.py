@@ -17,8 +17,8 @@ import accel
 from accel import entry, strategies
 from accel.comm.catalogue import CATALOGUE, Entry
 from accel.comm.cost_model.choice import describe
-from accel.comm.engine import switch as switching
-from accel.comm.engine.reducer import cap_mb
+from accel.comm.selection import switch as switching
+from accel.comm.selection.reducer import cap_mb
 from accel.search import controller
 from accel.strategies import gradient_choice
 from accel.strategies.base import NothingHelps

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from accel.guard.guard import Comparison
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.phases import Measurement
-from accel.run.guard import Comparison
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
 from accel.search.controller import Controller

@@ -19,20 +19,20 @@ from torch import nn
 import accel
 from accel.profiler import naming
 from accel.profiler.bottleneck import Bottleneck
-from accel.profiler.diagnose import verdict
+from accel.profiler.conclusion import verdict
 from accel.profiler.evidence import Evidence, OpTime, Roofline, ThreadShare
 from accel.profiler.phases import Measurement
 from accel.profiler.trace.roofline import measure
 from accel.profiler.trace.window import Window
 from accel.profiler.trial import Trial
 from accel.report import Report, StrategyRow
-from accel.report import journal as journals
-from accel.report.journal import Journal
 from accel.report.optimize_document import limit_text
-from accel.report.voice import Voice
 from accel.run import Run
 from accel.search.budget import Budget
 from accel.search.controller import Controller
+from accel.session import journal as journals
+from accel.session.announcer import Announcer
+from accel.session.journal import Journal
 from tests.accel import profile_reports, run_reports, test_report
 from tests.accel.agreement import numbers_of_decisions, of_profile, of_report, roofs
 from tests.accel.loops import advance, advance_until, make, settled, training
@@ -124,7 +124,7 @@ class Followed:
     def __init__(self, candidates: list[Any], machine: Machine, **options: Any) -> None:
         run = Run(nn.Linear(2, 2), [], [], None, None)  # type: ignore[arg-type]
         self.printed = io.StringIO()
-        voice, budget = Voice(), Budget.parse(options.pop("budget", 1e9))
+        voice, budget = Announcer(), Budget.parse(options.pop("budget", 1e9))
         self.controller = Controller(candidates, budget=budget, announce=voice.announce, pace=FAST, **options)
         self.session: Any = SimpleNamespace(rank=0, steps=0, active={}, samples_per_step=32.0, alive=True, failed="")
         self.journal = Journal(

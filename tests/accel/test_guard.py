@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.run import guard, update_guard
-from accel.run.guard import Comparison, Tolerance
+from accel.guard import guard, update_guard
+from accel.guard.guard import Comparison, Tolerance
 from accel.strategies.base import Exactness
 
 CPU = torch.device("cpu")

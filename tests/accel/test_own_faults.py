@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import accel
 from accel import entry
-from accel.run import backward, guard, update_guard
-from accel.run.moving import Moving
+from accel.guard import guard, update_guard
+from accel.guard.changing_buffers import ChangingBuffers
+from accel.run import backward
 from accel.strategies.base import Exactness
 from tests.accel.loops import Net, loss_of, make_loader
 
@@ -264,7 +265,7 @@ def test_what_moves_is_found_and_put_back() -> None:
     model.register_buffer("cache", torch.ones(1))
     counter: Any = model
     counter.calls = 0
-    moving = Moving(model)
+    moving = ChangingBuffers(model)
     for number in range(3):
         moving.look()
         model(torch.randn(4, 2))

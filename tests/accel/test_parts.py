@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import accel
-from accel.run.parts import PartsCalled, advice
+from accel.session.submodule_calls import SubmoduleCalls, advice
 from tests.accel.loops import Quick, assert_same, everything, loss_of, make_loader
 
 
@@ -99,7 +99,7 @@ def test_parts_are_left_as_they_were_found() -> None:
     model = Module()
     model.net.compile(backend="eager")
     found = dict(vars(model.net))
-    parts = PartsCalled(model)
+    parts = SubmoduleCalls(model)
     model.spare(torch.ones(1, 3))
     assert parts.close() == ["spare"]
     assert vars(model.net) == found

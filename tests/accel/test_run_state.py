@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.run.state import Mode, RunState
+from accel.session.state import Mode, RunState
 
 
 def test_a_rest_ends_after_its_steps() -> None:

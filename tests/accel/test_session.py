@@ -277,7 +277,7 @@ def test_a_right_and_faster_strategy_is_kept_and_changes_nothing(registry: Any) 
 
 
 def test_when_accel_itself_fails_the_loop_goes_on_plainly(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel.run.session import Session
+    from accel.session.session import Session
 
     def broken(self: Any) -> Any:
         raise ZeroDivisionError("a bug")

@@ -10,7 +10,7 @@ from torch import nn
 
 import accel
 from accel import entry
-from accel.run.turns import Turns
+from accel.session.turns import Turns
 from tests.accel.loops import Net, Quick, assert_same, everything, loss_of, make, make_loader, training
 
 

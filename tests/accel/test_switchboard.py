@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel.run.switchboard import Switchboard
+from accel.session.switchboard import Switchboard
 from accel.strategies.base import Exactness, NothingHelps, Strategy
 
 

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 
 from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings, measure
 from accel.comm.bandwidth import links as bandwidth_links
-from accel.commands.bench import Request, _measured
+from accel.commands.bench import _measured
+from accel.commands.bench_table import Request
 from accel.commands.cli import main
 from tests.comm import tcp_bytes
 

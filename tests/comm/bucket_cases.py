@@ -11,9 +11,9 @@ from accel.comm import selector as selecting
 from accel.comm.catalogue import Scheme
 from accel.comm.cost_model.bucket_size import Size
 from accel.comm.cost_model.choice import describe
-from accel.comm.engine import switch as switching
-from accel.comm.engine.reducer import cap_mb, rebucket
-from accel.comm.engine.switch import hook
+from accel.comm.selection import switch as switching
+from accel.comm.selection.reducer import cap_mb, rebucket
+from accel.comm.selection.switch import hook
 from accel.comm.selector import AutoComm
 from tests.comm import selector_cases
 from tests.comm.cases import SECONDS, backward, gradients, mean_gradient, message, residual, same_everywhere

@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.compressor import Compressor, Exact
 from accel.comm.engine import pipeline
-from accel.comm.engine.switch import Switch
 from accel.comm.half import Half
 from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
 from accel.comm.memory import reshard
 from accel.comm.one_bit import OneBit
+from accel.comm.selection.switch import Switch
 
 SECONDS = timedelta(seconds=60)
 """Nothing waits for it: a rank that is late by this long on a busy machine is no fault."""

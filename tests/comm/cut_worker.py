@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.engine.post_mortem import CommError
 from accel.comm.hooks import CommState, hook
+from accel.comm.ranks.post_mortem import CommError
 
 
 def main(folder: Path) -> None:

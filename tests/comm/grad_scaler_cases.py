@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.comm.catalogue import Scheme
 from accel.comm.compressor import Compressor
 from accel.comm.dgc import DGC
-from accel.comm.engine.switch import Switch
-from accel.comm.engine.switch import hook as switch_hook
 from accel.comm.half import Half
 from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
+from accel.comm.selection.switch import Switch
+from accel.comm.selection.switch import hook as switch_hook
 from tests.comm.cases import SECONDS, backward, flat, gradients, make, mean_gradient, message, residual, same_everywhere
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {

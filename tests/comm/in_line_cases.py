@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import Scheme
 from accel.comm.engine import pipeline
-from accel.comm.engine.channel import GlooChannel
-from accel.comm.engine.switch import Switch, hook
 from accel.comm.int8 import Int8
+from accel.comm.ranks.channel import GlooChannel
+from accel.comm.selection.switch import Switch, hook
 from tests.comm import cases
 from tests.comm.cases import COMPRESSORS, SECONDS, Given, backward, gradients, make, same_everywhere
 

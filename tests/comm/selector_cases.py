@@ -18,13 +18,13 @@ from accel.comm.catalogue import CATALOGUE, Entry, Scheme, allowed, error_feedba
 from accel.comm.cost_model import probe as probing
 from accel.comm.cost_model.choice import describe
 from accel.comm.cost_model.cost import Link, Network
-from accel.comm.engine import switch as switching
-from accel.comm.engine.switch import Switch, hook
-from accel.comm.engine.timing import Times, work
 from accel.comm.half import Half
 from accel.comm.hooks import CommState
 from accel.comm.hooks import hook as fixed_hook
 from accel.comm.memory import reshard
+from accel.comm.selection import switch as switching
+from accel.comm.selection.switch import Switch, hook
+from accel.comm.selection.timing import Times, work
 from accel.comm.selector import AutoComm
 from tests.comm.cases import (
     SECONDS,

@@ -21,7 +21,8 @@ from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings
 from accel.comm.bandwidth.cases import DTYPES, OPERATIONS, RankPlace, elements, modulus
 from accel.comm.bandwidth.fit import fit_line
 from accel.comm.bandwidth.links import LinkClass, links_of, node_key, nodes_of, sent_bytes
-from accel.commands.bench import Request, _child, _Table, size_text
+from accel.commands.bench import _child
+from accel.commands.bench_table import BandwidthTable, Request, size_text
 from accel.commands.cli import main
 from benchmarks.comm.lab import Lab
 from tests.comm import bandwidth_ranks
@@ -353,7 +354,7 @@ def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_meas
 
 def test_a_fit_that_is_no_line_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     request = Request(("all_reduce",), (), (), "float32", "sum", "gloo", 2, 1, 0.1, 5.0, "", "")
-    table = _Table(request, "gloo", 2)
+    table = BandwidthTable(request, "gloo", 2)
 
     def rows(operation: str, times: list[float]) -> list[Row]:
         return [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from accel.comm.engine.channel import GlooChannel
+from accel.comm.ranks.channel import GlooChannel
 
 
 def everywhere(count: int, work: Callable[[int], Any]) -> list[Any]:

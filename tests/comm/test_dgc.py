@@ -10,7 +10,7 @@ import torch
 
 from accel.comm.compression.dgc_pack import Pack, ParameterRange
 from accel.comm.dgc import DGC
-from accel.comm.engine.small_sums import TINY_BYTES
+from accel.comm.ranks.small_sums import TINY_BYTES
 from tests.comm import dgc_cases
 from tests.comm.ranks import run_ranks
 

@@ -10,9 +10,9 @@ import torch
 from accel.comm.catalogue import CATALOGUE, Scheme, allowed
 from accel.comm.cost_model.cost import CollectiveCall, Stages
 from accel.comm.cost_model.dry_run import copy_byte_s, costs, dry_run
-from accel.comm.engine.channel import PIECE_BYTES
 from accel.comm.layout import Layout
 from accel.comm.powersgd import PowerSGD
+from accel.comm.ranks.channel import PIECE_BYTES
 from accel.comm.ranks.topology import Topology
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel.comm.engine.channel import ConnectionBroken, NcclChannel
+from accel.comm.ranks.channel import ConnectionBroken, NcclChannel
 from tests.comm import in_line_cases as cases
 from tests.comm.ranks import run_ranks
 

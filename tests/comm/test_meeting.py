@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.comm.ranks.meeting import Apart, Each, Left, Meeting, named
+from accel.comm.ranks.rendezvous import Apart, Each, Left, Rendezvous, named
 from tests.comm.simulated import CountingStore
 
 PATIENCE_S = 10.0
@@ -25,7 +25,7 @@ class World:
         self.counts: Counter[int] = Counter()
         self.stores = [CountingStore(self.world, self.counts, rank) for rank in range(size)]
         self.ranks = [
-            Meeting(store, rank, size, PATIENCE_S, "come", clock=lambda: self.now, sleep=self._sleep)
+            Rendezvous(store, rank, size, PATIENCE_S, "come", clock=lambda: self.now, sleep=self._sleep)
             for rank, store in enumerate(self.stores)
         ]
 

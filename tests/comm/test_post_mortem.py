@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accel.comm.engine.post_mortem import Inquiry, PostMortem, RankReport, neighbours, verdict
+from accel.comm.ranks.post_mortem import Inquiry, PostMortem, RankReport, neighbours, verdict
 
 OWN = RankReport("step 3, bucket 1", "Connection closed", False)
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from accel.comm.engine import small_sums
-from accel.comm.engine.small_sums import TINY_BYTES, best_way, rounds, seconds
+from accel.comm.ranks import small_sums
+from accel.comm.ranks.small_sums import TINY_BYTES, best_way, rounds, seconds
 from tests.comm.simulated import Counting, together
 
 SIZES = (2, 3, 4, 6, 8, 16, 64, 250, 1000)

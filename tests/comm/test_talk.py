@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from accel.comm.engine.post_mortem import CommError
-from accel.comm.ranks.talk import Talk
+from accel.comm.ranks.object_group import ObjectGroup
+from accel.comm.ranks.post_mortem import CommError
 from tests.comm.simulated import Mailed, together
 
 
 def exchanged(line: Mailed) -> dict[str, Any]:
-    talk = Talk(line)  # type: ignore[arg-type]
+    talk = ObjectGroup(line)  # type: ignore[arg-type]
     mine = "x" * (line.rank + 1)
     found: dict[str, Any] = {"collect": talk.collect(mine)}
     found["messages"] = line.messages
@@ -48,7 +48,7 @@ def test_a_thousand_ranks_have_a_tree_of_ten_levels(size: int) -> None:
         def __init__(self, rank: int) -> None:
             self.rank, self.size = rank, size
 
-    talks = [Talk(Line(rank)) for rank in range(size)]  # type: ignore[arg-type]
+    talks = [ObjectGroup(Line(rank)) for rank in range(size)]  # type: ignore[arg-type]
     steps = math.ceil(math.log2(size))
     assert sorted(child for one in talks for child in one._children) == list(range(1, size))
     for rank, one in enumerate(talks):
@@ -62,7 +62,7 @@ def test_what_rank_0_raises_is_raised_everywhere() -> None:
             raise error
 
         with pytest.raises((ValueError, CommError)) as caught:
-            Talk(line).decide(0, decision)  # type: ignore[arg-type]
+            ObjectGroup(line).decide(0, decision)  # type: ignore[arg-type]
         return f"{type(caught.value).__name__}: {caught.value}"
 
     assert together(3, lambda line: decided(line, ValueError("unlike"))) == ["ValueError: unlike"] * 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel.comm.cost_model.choice import ObservedStep
-from accel.comm.engine.timing import Times
+from accel.comm.selection.timing import Times
 
 
 class Clock:

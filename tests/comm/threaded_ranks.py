@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.comm.engine.channel import Channel, GlooChannel
+from accel.comm.ranks.channel import Channel, GlooChannel
 
 _PATIENCE_S = 120.0
 

@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.compressor import Compressor, Exact
 from accel.comm.dgc import DGC
-from accel.comm.engine.channel import GlooChannel
 from accel.comm.half import Half
 from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
+from accel.comm.ranks.channel import GlooChannel
 from tests.comm.cases import SECONDS, backward, flat, gradients, make, same_everywhere
 from tests.comm.local_sgd_training import Net, Run, loss
 

@@ -7,8 +7,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel.dataio.passes.choice import Busy, Tuner
 from accel.dataio.passes.rounds import Setting
+from accel.dataio.passes.tuner import Busy, Tuner
 
 
 @dataclass

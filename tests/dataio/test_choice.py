@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from accel.dataio.passes import choice as module
-from accel.dataio.passes.choice import Busy, InlineCost, Tuner, candidates
+from accel.dataio.passes import tuner as module
 from accel.dataio.passes.rounds import Setting
+from accel.dataio.passes.tuner import Busy, InlineCost, Tuner, candidates
 
 
 class Clock:

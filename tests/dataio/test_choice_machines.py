@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from accel.dataio.passes import choice as module
-from accel.dataio.passes.choice import Busy, InlineCost, Tuner, candidates, most_workers
+from accel.dataio.passes import tuner as module
 from accel.dataio.passes.rounds import Setting
+from accel.dataio.passes.tuner import Busy, InlineCost, Tuner, candidates, most_workers
 from accel.profiler.host import ThreadMeter
 from tests.dataio.machines import Clock, Machine
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.dataio.sampling.dealing import Deal, world
+from accel.dataio.sampling.round_robin import RoundRobin, world
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6))
@@ -18,7 +18,7 @@ def test_a_step_is_dealt_like_cards(sizes: list[int]) -> None:
             if len(pile) < size:
                 pile.append(place)
                 place += 1
-    assert [Deal(sizes, rank, "pad").mine(place).tolist() for rank in range(len(sizes))] == piles
+    assert [RoundRobin(sizes, rank, "pad").mine(place).tolist() for rank in range(len(sizes))] == piles
 
 
 def test_a_rank_does_not_take_itself_for_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:

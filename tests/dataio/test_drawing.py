@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from accel.dataio.engine import engine as engine_module
-from accel.dataio.engine.drawing import Drawing, SeparateStates, others_could_draw
 from accel.dataio.engine.engine import BatchJob, FetchTimeout, InlineEngine, ThreadEngine, ThreadsDraw
-from accel.dataio.engine.randomness import random_state, seed_everything, streams
+from accel.dataio.fetching.drawing import Drawing, SeparateStates, others_could_draw
+from accel.dataio.fetching.randomness import random_state, seed_everything, streams
 from accel.dataio.loader import ContinuousLoader
 from tests.dataio.engines import in_child, loader_of, run
 

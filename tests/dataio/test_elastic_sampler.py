@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.dataio.sampling.dealing import Tail
+from accel.dataio.sampling.round_robin import Tail
 
 
 class Numbers(Dataset[int]):

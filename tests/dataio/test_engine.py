@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel.dataio.engine.engine import BatchJob, Engine, InlineEngine, ThreadEngine
 from accel.dataio.engine.processes import ProcessEngine
-from accel.dataio.engine.randomness import derived_seed, random_state
+from accel.dataio.fetching.randomness import derived_seed, random_state
 from tests.dataio.engines import Draws, Squares, assert_made, expected, lists, loader_of, run
 from tests.dataio.faults import ERRORS, GARBAGE, throw
 

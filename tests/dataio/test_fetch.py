@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from accel.dataio.engine.fetch import blame, fetch_of, whole_tensors
+from accel.dataio.fetching.fetch import blame, fetch_of, whole_tensors
 
 
 class Rows(Dataset[Any]):

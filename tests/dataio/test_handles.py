@@ -28,7 +28,7 @@ from accel.dataio.dataset.handles import HandleShared, check_fork, moved, positi
 from accel.dataio.dataset.thread_safety import unsafe
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.passes import choice
+from accel.dataio.passes import tuner as choice
 
 # Files that are open are what these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")

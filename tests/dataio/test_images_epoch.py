@@ -10,7 +10,7 @@ from torch.utils.data import Subset, default_collate
 
 from accel.dataio.dataset.dataset_epoch import at_epoch, dataset_epoch
 from accel.dataio.dataset.mirror import Forecast, apply_leaves, compare, state_of
-from accel.dataio.engine.fetch import Fetch
+from accel.dataio.fetching.fetch import Fetch
 from accel.dataio.image.epoch import Epoch
 from tests.dataio.numbers import Numbers
 

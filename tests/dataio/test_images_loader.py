@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from accel.dataio.dataset.witness import Witness
+from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.image_geometry import RandomResizedCrop
 from accel.dataio.images import ImageDataset, collate
 from accel.dataio.loader import ContinuousLoader
@@ -139,7 +139,7 @@ def test_threads_are_tried(samples: Any, wrap: Any) -> None:
 
 def test_fetching_does_not_change_it(samples: Any) -> None:
     dataset = make(samples)
-    witness = Witness(dataset)
+    witness = FetchWatch(dataset)
     witness.before()
     dataset.__getitems__(range(13))
     witness.after()

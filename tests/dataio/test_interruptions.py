@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.passes import choice
+from accel.dataio.passes import tuner as choice
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.jobs import ListLost
 from accel.dataio.passes.proxy import LoaderProxy

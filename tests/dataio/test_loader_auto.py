@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.passes import choice as module
+from accel.dataio.passes import tuner as module
 from tests.dataio.numbers import Numbers, indices, seeded
 
 

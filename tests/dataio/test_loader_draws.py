@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from accel.dataio.engine.engine import InlineEngine, ThreadEngine, ThreadsDraw
-from accel.dataio.engine.randomness import derived_seed, random_state
+from accel.dataio.fetching.randomness import derived_seed, random_state
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes.rounds import Setting
 from tests.dataio.engines import Draws, Squares, assert_made, loader_of, run

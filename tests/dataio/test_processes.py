@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accel.dataio.dataset.mirror import compare, state_of
 from accel.dataio.engine.engine import BatchJob, InlineEngine
-from accel.dataio.engine.fetch import fetch_of
-from accel.dataio.engine.randomness import derived_seed
+from accel.dataio.fetching.fetch import fetch_of
+from accel.dataio.fetching.randomness import derived_seed
 from tests.dataio.engines import (
     Draws,
     Squares,

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from accel.dataio.dataset import content
-from accel.dataio.dataset.witness import Witness
+from accel.dataio.dataset.fetch_watch import FetchWatch
 
 CALLS = [0]
 NUMBER = 0
@@ -85,7 +85,7 @@ LEAVES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("where", LEAVES)
 def test_what_a_fetch_changes(where: str) -> None:
     data = Data(LEAVES[where])
-    witness = Witness(data)
+    witness = FetchWatch(data)
     witness.before()
     data[0]
     witness.after()
@@ -95,7 +95,7 @@ def test_what_a_fetch_changes(where: str) -> None:
 
 def test_a_fetch_that_leaves_nothing() -> None:
     data = Data(lambda data: None)
-    witness = Witness(data)
+    witness = FetchWatch(data)
     for index in range(5):
         witness.before()
         data[index]

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.profiler import naming
+from accel.profiler.conclusion import judging, verdict
 from accel.profiler.diagnose import anatomy as anatomies
-from accel.profiler.diagnose import consistency, inside, judging, verdict
+from accel.profiler.diagnose import consistency
+from accel.profiler.diagnose import phase_contents as inside
 from accel.profiler.diagnose.causes import CAUSES, CROWDS
 from accel.profiler.diagnose.consistency import BATCHES, OWN_CODE, SLACK, Held
 from accel.profiler.evidence import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel.profiler.diagnose.exchange import exchanged
+from accel.profiler.diagnose.communication_wait import exchanged
 from accel.profiler.phases import Measurement
 
 

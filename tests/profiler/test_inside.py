@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.profiler.diagnose import anatomy, inside, verdict
+from accel.profiler.conclusion import verdict
+from accel.profiler.diagnose import anatomy
+from accel.profiler.diagnose import phase_contents as inside
 from accel.profiler.evidence import Evidence, LineTime, LoaderFacts, TraceSummary
 from accel.profiler.gather import Exchange
 from accel.profiler.naming import diagnose

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from accel.profiler.conclusion.judging import judge
 from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CAUSES
-from accel.profiler.diagnose.judging import judge
 from accel.profiler.naming import Diagnosis
 from accel.profiler.report import Experiment, Finding, Saving
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.profiler import student
+from accel.profiler import t_distribution as student
 from accel.profiler.trial import Trial, TrialConfig, interval
 
 

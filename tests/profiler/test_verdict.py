@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from accel.profiler import naming
-from accel.profiler.diagnose import verdict
+from accel.profiler.conclusion import verdict
 from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.evidence import Evidence, TraceSummary
 from accel.profiler.naming import Diagnosis

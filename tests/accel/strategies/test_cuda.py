@@ -136,7 +136,7 @@ class _logged:  # noqa: N801  (reads as a function)
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", [TF32(), CudnnBenchmark(), AutocastBf16()], ids=lambda s: s.name)
 def test_on_a_gpu_model_strategies_pass_the_guard(strategy: Strategy) -> None:
-    from accel.run import guard
+    from accel.guard import guard
 
     run = make_run("cuda")
     x = torch.randn(4, 3, 8, 8, device="cuda")

@@ -1,0 +1,318 @@
+"""The guard: does a candidate compute the same thing as the plain path?
+
+The real step runs plain, and one call of the model in it is *recorded*: its inputs, the random state before it, and
+the gradient that arrives at its outputs. At the step boundary that call is *replayed* twice, plain and under the
+candidate, from the same random state and the same buffers, and the arriving gradient is sent back through both. So
+outputs, parameter gradients and input gradients can be compared without knowing the user's loss, and a wrong candidate
+never touches the weights. Whatever a replay changes (random states, buffers, attributes of modules) is put back.
+
+Compared, for a candidate with a base precision ε (fp32's 1.2e-7 for `reordered`, bfloat16's 3.9e-3 for `reduced`):
+
+    outputs     ‖y_c − y_r‖ ≤ δ ‖y_r‖      δ = 2^10 ε (reordered), 2^4 ε (reduced): rounding, grown through the layers
+    gradients   ‖g_c − g_r‖ ≤ 4 √δ ‖g_r‖   for each parameter, and at most 0.5. At kinks (ReLU, max-pooling) a
+                                           difference of δ sends a share δ of the units the other way, each an error
+                                           of the order of 1, so the gradient moves by some √δ (measured: outputs
+                                           2e-5, gradient 1.4e-2). Differences below 5 % of that bound taken over all
+                                           gradients together are let pass: a bias before BatchNorm has a gradient
+                                           of pure rounding noise
+    scale       |⟨g_c, g_r⟩ / ⟨g_r, g_r⟩ − 1| ≤ 2^-7 (reordered), 2^-6 (reduced): errors without direction average out
+                                           in it, so it finds a gradient 5 % too long even in bfloat16
+    exact       the same bits
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel.dataio.batches import map_tensors, tensors
+from accel.dataio.fetching.randomness import streams
+from accel.strategies.base import Exactness
+
+_REDUCED_EPS = 2.0**-8
+"""bfloat16, the coarsest format a `reduced` strategy may use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """How far a candidate may be from the plain path; all are relative."""
+
+    output: float
+    gradient: float
+    scale: float
+
+    @classmethod
+    def of(cls, exactness: Exactness, dtype: torch.dtype) -> Tolerance:
+        """Derive the tolerance from the declared exactness and the dtype of the compared tensors."""
+        eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+        if exactness == Exactness.EXACT:
+            return cls(output=0.0, gradient=0.0, scale=0.0)
+        if exactness == Exactness.REORDERED:
+            output, scale = 2**10 * eps, 2.0**-7
+        else:
+            output, scale = 2**4 * max(eps, _REDUCED_EPS), 2.0**-6
+        return cls(output=output, gradient=min(4 * math.sqrt(output), 0.5), scale=scale)
+
+
+@dataclass
+class Comparison:
+    """What the guard found: '' in `problem` if all is well."""
+
+    problem: str = ""
+    output_error: float = 0.0
+    """Relative RMS difference of the outputs."""
+    gradient_error: float = 0.0
+    """Relative difference of all gradients together."""
+    tolerance: float = 0.0
+    unsure: str = ""
+    """Why nothing could be compared; '' if something was."""
+
+    def merge(self, other: Comparison) -> Comparison:
+        """Return the worse of two findings; one that could compare is enough."""
+        return Comparison(
+            self.problem or other.problem,
+            max(self.output_error, other.output_error),
+            max(self.gradient_error, other.gradient_error),
+            max(self.tolerance, other.tolerance),
+            self.unsure and other.unsure,
+        )
+
+
+@dataclass
+class Recording:
+    """One call of the model in a plain step."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: RandomStates
+    modules: ModuleState
+    autocast: tuple[bool, torch.dtype]
+    device: str
+    outputs: list[Tensor] = field(default_factory=list)
+    arrived: dict[int, Tensor] = field(default_factory=dict)
+    """Output number → gradient that arrived at it."""
+
+    def listen(self, outputs: Any) -> None:
+        """Take note of the gradients that arrive at the outputs."""
+        for number, tensor in enumerate(tensors(outputs)):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._arrive, number))  # type: ignore[no-untyped-call]
+
+    def _arrive(self, number: int, gradient: Tensor) -> None:
+        # A loop may call backward twice; the gradients then add up.
+        kept = gradient.detach().clone()
+        self.arrived[number] = self.arrived[number] + kept if number in self.arrived else kept
+
+
+class RandomStates:
+    """The random states a model may draw from: torch on each device, Python, numpy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = [(stream, stream.read()) for stream in streams()]
+        self._device = device
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Put back the states that are others now; what nobody drew from is not written: other threads may draw."""
+        for stream, state in self._host:
+            if stream.read() != state:
+                stream.write(state)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+class ModuleState:
+    """What a forward pass may change in a model: buffers, and plain attributes such as counters and caches."""
+
+    _CONTAINERS = (list, dict, set, deque)
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._attributes = [(vars(module), self._plain(vars(module))) for module in model.modules()]
+        found = (v for _, state in self._attributes for v in state.values() if isinstance(v, self._CONTAINERS))
+        self._contents = [(container, copy.copy(container)) for container in found]
+
+    @staticmethod
+    def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
+        return {n: v for n, v in attributes.items() if n == "_buffers" or not (n.startswith("_") or n == "training")}
+
+    def restore(self) -> None:
+        """Put buffers and attributes back as they were; containers are refilled, so that they stay the same objects."""
+        for attributes, state in self._attributes:
+            for name in self._plain(attributes).keys() - state.keys():
+                del attributes[name]
+            attributes.update(state)
+        for container, contents in self._contents:
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(contents)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+
+
+def record(model: nn.Module, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    """Record a call that is about to be made; its inputs are copied, since a forward may change them in place."""
+    kind = device.type
+    return Recording(
+        args=map_tensors(_copied, args),
+        kwargs=map_tensors(_copied, kwargs),
+        state=RandomStates(device),
+        modules=ModuleState(model),
+        autocast=(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+        device=kind,
+    )
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@dataclass
+class Replayed:
+    """What a replay gave."""
+
+    outputs: list[Tensor]
+    gradients: list[Tensor | None]
+    names: list[str]
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put back, at the end, whatever the block changes in random states, buffers and module attributes."""
+    states, modules = RandomStates(device), ModuleState(model)
+    try:
+        yield
+    finally:
+        modules.restore()
+        states.restore()
+
+
+def replay(model: nn.Module, call: Any, recording: Recording) -> Replayed:
+    """Make the recorded call again through `call`, and send the recorded gradient back through it.
+
+    The modules must be in the recorded state (`recording.modules.restore()`); that is not done here, because a strategy
+    may have set attributes of its own since. If no gradient arrived (the loop made none), a fixed random one is sent.
+    """
+    recording.state.restore()
+    args, kwargs = map_tensors(_copied, recording.args), map_tensors(_copied, recording.kwargs)
+    named: list[tuple[str, Tensor]] = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    named += [(f"input {i}", t) for i, t in enumerate(tensors((args, kwargs))) if t.requires_grad]
+    enabled, dtype = recording.autocast
+    no_sync: Any = getattr(model, "no_sync", contextlib.nullcontext)  # DDP: a replay is no business of other ranks
+    with torch.enable_grad(), no_sync(), torch.autocast(recording.device, dtype=dtype, enabled=enabled):
+        outputs = tensors(call(*args, **kwargs))
+    roots = [(i, t) for i, t in enumerate(outputs) if t.requires_grad]
+    wanted = [(i, t) for i, t in roots if i in recording.arrived] or roots
+    gradients: list[Tensor | None] = [None] * len(named)
+    if wanted and named:
+        sent = [_cotangent(recording, i, t) for i, t in wanted]
+        roots_only = [t for _, t in wanted]
+        gradients = list(torch.autograd.grad(roots_only, [p for _, p in named], sent, allow_unused=True))
+    return Replayed([t.detach() for t in outputs], gradients, [name for name, _ in named])
+
+
+def _cotangent(recording: Recording, number: int, output: Tensor) -> Tensor:
+    arrived = recording.arrived.get(number)
+    if arrived is not None and arrived.shape == output.shape:
+        return arrived.to(output.dtype)
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(output.shape, generator=generator, dtype=torch.float32).to(output.device, output.dtype)
+
+
+def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
+    """Compare a candidate's replay with the plain one under the tolerance of its exactness."""
+    if len(plain.outputs) != len(candidate.outputs):
+        return Comparison(f"it returns {len(candidate.outputs)} tensors, the plain path {len(plain.outputs)}")
+    if exactness != Exactness.EXACT and not all(map(_is_finite, plain.outputs)):
+        return Comparison(unsure="the plain call's own output is not finite")
+    finding = Comparison()
+    for one, other in zip(plain.outputs, candidate.outputs, strict=True):
+        finding = finding.merge(_compare_output(one, other, exactness))
+    return finding if finding.problem else finding.merge(_compare_gradients(plain, candidate, exactness))
+
+
+def _compare_output(plain: Tensor, candidate: Tensor, exactness: Exactness) -> Comparison:
+    if plain.shape != candidate.shape or plain.dtype != candidate.dtype:
+        was, now = f"{tuple(plain.shape)} {plain.dtype}", f"{tuple(candidate.shape)} {candidate.dtype}"
+        return Comparison(f"its output is {now}, the plain one {was}")
+    if exactness == Exactness.EXACT or not plain.is_floating_point():
+        return Comparison() if _same_bits(plain, candidate) else Comparison("its output has other bits", math.nan)
+    tolerance = Tolerance.of(exactness, plain.dtype).output
+    if not _is_finite(candidate):
+        return Comparison("its output is not finite, unlike the plain one", math.inf)
+    error, size = _norm(candidate.double() - plain.double()), _norm(plain.double())
+    relative = error / size if size > 0 else error
+    if relative > tolerance:
+        return Comparison(f"its output is off by {relative:.1e}, allowed {tolerance:.1e}", relative)
+    return Comparison(output_error=relative)
+
+
+def _compare_gradients(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
+    pairs = list(zip(plain.names, plain.gradients, candidate.gradients, strict=True))
+    for name, one, other in pairs:
+        if (one is None) != (other is None):
+            return Comparison(
+                f"it gives {'no' if other is None else 'a'} gradient for {name}, unlike the plain path", 0.0, 1.0
+            )
+        if one is not None and other is not None and one.shape != other.shape:
+            return Comparison(
+                f"its gradient for {name} has shape {tuple(other.shape)}, the plain one {tuple(one.shape)}"
+            )
+    known = [(name, one, other) for name, one, other in pairs if one is not None and other is not None]
+    if exactness == Exactness.EXACT:
+        wrong = [name for name, one, other in known if not _same_bits(one, other)]
+        return Comparison(f"its gradient for {wrong[0]} has other bits", 0.0, math.nan) if wrong else Comparison()
+    return _compare_sizes(known, exactness) if known else Comparison()
+
+
+def _compare_sizes(known: list[tuple[str, Tensor, Tensor]], exactness: Exactness) -> Comparison:
+    tolerance = Tolerance.of(exactness, known[0][1].dtype)
+    errors = [_norm(other.double() - one.double()) for _, one, other in known]
+    sizes = [_norm(one.double()) for _, one, _ in known]
+    if not all(map(math.isfinite, sizes)):
+        return Comparison()  # the plain gradients are not finite: the loop's own affair, nothing to compare with
+    total = math.hypot(*sizes)
+    overall = math.hypot(*errors) / total if total > 0 else math.hypot(*errors)
+    floor = 0.05 * tolerance.gradient * total
+    for (name, _, _), error, size in zip(known, errors, sizes, strict=True):
+        if not error <= max(tolerance.gradient * size, floor):
+            off = error / size if size > 0 else math.inf
+            return Comparison(
+                f"its gradient for {name} is off by {off:.1e}, allowed {tolerance.gradient:.1e}",
+                0.0,
+                off,
+                tolerance.gradient,
+            )
+    product = math.fsum(float((one.double() * other.double()).sum()) for _, one, other in known)
+    scale = product / total**2 if total > 0 else 1.0
+    if abs(scale - 1) > tolerance.scale:
+        return Comparison(
+            f"its gradients are {scale:.3f} times as long, allowed 1 ± {tolerance.scale:.1e}",
+            0.0,
+            overall,
+            tolerance.gradient,
+        )
+    return Comparison("", 0.0, overall, tolerance.gradient)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor))
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())

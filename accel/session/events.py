@@ -1,0 +1,254 @@
+"""From the loop's events to its steps: the boundaries between them, and the clock.
+
+The loader tells when a batch is asked for and handed over, the optimizers when a step begins and is done, the gate when
+the model is called, autograd when a backward pass is done. A step ends where the next batch is asked for after an
+optimizer has stepped, or at each batch if the model has no optimizer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from accel.dataio import batches
+from accel.dataio.passes.proxy import Fetching, LoaderProxy
+from accel.profiler.phases import StepClock
+from accel.run import backward
+from accel.run.context import Run
+from accel.run.gate import Call
+from accel.session.guard_runner import GuardRunner
+from accel.session.observation import Observation
+from accel.session.state import Mode, RunState
+from accel.session.training_loader import TrainingLoader
+from accel.session.usage import Usage
+
+_MEASURING, _RESTING, _SUSPENDED, _CLOSED = Mode
+# Batches without a step of any of the model's optimizers after which the loop is taken to have none.
+_NO_OPTIMIZER_AFTER = 16
+# The first steps, whose plain calls show what the model is called with and what it returns.
+_LEARNING_STEPS = 64
+
+
+class StepListener(Protocol):
+    """What is told of the steps."""
+
+    def epoch_begins(self) -> None:
+        """The first batch of an epoch is asked for."""
+
+    def step_ended(self) -> None:
+        """A measured step has ended; the place where everything is switched."""
+
+    def step_passed(self) -> None:
+        """A step of rest has ended."""
+
+    def fetching_failed(self, error: Exception) -> None:
+        """Fetching ahead failed; the loop fetches plainly again, and has lost nothing."""
+
+
+class StepEvents:
+    """Turn what the loop does into steps.
+
+    Args:
+        run: the user's objects.
+        state: says what is done with the events.
+        clock: gets the marks.
+        guard: sees the calls, gradients and updates.
+        usage: notes what the loop uses.
+        loader: notes where batches come from.
+        listener: told of the steps.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        state: RunState,
+        clock: StepClock,
+        guard: GuardRunner,
+        usage: Usage,
+        loader: TrainingLoader,
+        listener: StepListener,
+    ) -> None:
+        self._run, self._state, self._clock = run, state, clock
+        self._guard, self._usage, self._loader, self._listener = guard, usage, loader, listener
+        self.steps = 0
+        """Steps that have ended."""
+        self.begun = False
+        """The first boundary has been passed."""
+        self.observation: Observation | None = None
+        """What the profiler is told of the present steps."""
+        self._parameters = {id(p) for p in run.model.parameters()}
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._epoch_is_new = False
+        self._updated = False
+        self._batches = 0
+        """Since the last boundary."""
+        self._hooks: list[Any] = []
+
+    def start(self) -> None:
+        """Listen to the optimizers and to the model's calls."""
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+            register_optimizer_step_post_hook(self._optimizer_ended),
+        ]
+        self._run.gate.watch(self)
+
+    def close(self) -> None:
+        """Listen to nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        backward.forget(self)
+
+    def observe(self, wanted: bool) -> None:
+        """Let the profiler look at the coming steps, or no more."""
+        if self.observation is not None:
+            self.observation.close()
+        self.observation = Observation(self._clock, self._run) if wanted else None
+
+    # -- the loader (listeners.Follower) -------------------------------------------------------------------------------
+
+    @property
+    def fetching(self) -> Fetching:
+        """The fetching that strategies may change."""
+        return self._run.fetching
+
+    def epoch_begins(self) -> None:
+        """Begin a step: what lies between two epochs belongs to neither."""
+        self._usage.iterated = True
+        self._clock.restart(first=True)
+        self._epoch_is_new = True
+
+    def batch_requested(self) -> None:
+        """End the step if an optimizer has stepped since the last boundary."""
+        mode = self._state.mode
+        if mode is _SUSPENDED or mode is _CLOSED:
+            return
+        if self._epoch_is_new:
+            self._epoch_is_new = False
+            self._listener.epoch_begins()
+            if self._state.mode is _CLOSED:
+                return
+        if mode is _RESTING:
+            if self._updated or self._batch_is_step():
+                self._updated, self._batches = False, 0
+                self._listener.step_passed()
+            return
+        self._clock.request()
+        if self.observation is not None:
+            self.observation.asked()
+        if self._updated or self._batch_is_step():
+            self._updated, self._batches = False, 0
+            self._listener.step_ended()
+
+    def _batch_is_step(self) -> bool:
+        """Tell whether the loop has no optimizer, and a batch has been used."""
+        return not self._run.optimizers and self._batches >= (1 if self.begun else _NO_OPTIMIZER_AFTER)
+
+    def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
+        """Take note of the batch."""
+        mode = self._state.mode
+        if mode is _SUSPENDED or mode is _CLOSED:
+            return
+        self._batches += 1
+        self._loader.delivered = proxy
+        if not self.steps and not self._usage.called:
+            self._count_untrained()
+        if mode is _MEASURING:
+            self._clock.batch(*batches.describe(batch))
+            if self.observation is not None:
+                self.observation.delivered()
+
+    def _count_untrained(self) -> None:
+        # Under no_grad the loop validates; without an optimizer each batch is a step.
+        if self._run.optimizers and torch.is_grad_enabled() and self._usage.untrained_batch():
+            backward.listen(self)
+
+    def epoch_ended(self) -> None:
+        """Nothing to do: the request that found the epoch's end has closed its last step."""
+
+    def fetching_failed(self, error: Exception) -> None:
+        """Take note that worker processes failed; the proxy has gone back to plain fetching and lost nothing."""
+        self._listener.fetching_failed(error)
+
+    # -- the optimizers ------------------------------------------------------------------------------------------------
+
+    def _owns(self, optimizer: Optimizer) -> bool:
+        for known in self._run.optimizers:  # no any(): it takes 0.5 µs more, twice a step
+            if optimizer is known:
+                return True
+        if self._strangers.get(optimizer) == len(optimizer.param_groups):
+            return False  # looked through once: a cross validation leaves many sessions that each optimizer passes by
+        mine = any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+        if mine:
+            self._run.optimizers.append(optimizer)
+        else:
+            self._strangers[optimizer] = len(optimizer.param_groups)
+        return mine
+
+    def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        mode = self._state.mode
+        if mode is _SUSPENDED or not self._owns(optimizer):
+            return
+        if mode is _MEASURING:
+            self._clock.update()
+        self._guard.before_update(optimizer)
+
+    def _optimizer_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        mode = self._state.mode
+        if mode is _SUSPENDED:
+            return
+        if not self._owns(optimizer):
+            self._usage.trained_elsewhere()
+            return
+        if mode is _MEASURING:
+            self._clock.updated()
+        self._updated = True
+        self._loader.source = self._loader.delivered
+        if not self._usage.iterated:
+            self._usage.updated_unheard()
+
+    # -- the backward pass (backward.BackwardListener) -----------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """Take note of what the gradients are before it."""
+        self._guard.backward_begins()
+
+    def backward_ended(self, roots: list[Tensor]) -> None:
+        """See that the gradients are well."""
+        if self._state.mode is not _SUSPENDED:
+            self._usage.trained_elsewhere()
+            self._guard.backward_ended(roots)
+
+    # -- the model's calls (gate.Watcher) ------------------------------------------------------------------------------
+
+    def around(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Measure a call, record it for the guard if asked, and see that its outputs are well."""
+        mode = self._state.mode
+        if mode is _SUSPENDED:
+            return self._run.gate.plain(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self._guard.evaluate(call, args, kwargs)
+        self._usage.called = True
+        if mode is _RESTING:
+            return self._guard.call(call, args, kwargs)
+        if not self._usage.iterated:
+            self._usage.called_unheard()
+        self._clock.call()
+        try:
+            if self._guard.wants_recording():
+                return self._guard.recorded(args, kwargs)
+            outputs = self._guard.call(call, args, kwargs)
+            if self.steps < _LEARNING_STEPS:
+                self._guard.learn(args, kwargs, outputs)
+            return outputs
+        finally:
+            self._clock.returned()

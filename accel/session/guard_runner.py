@@ -1,0 +1,215 @@
+"""The guard runner: which checks run at which step.
+
+before a plan runs       one call is recorded in a plain step; at the boundary it is replayed plainly and under the
+                         plan, and compared (`guard`); the optimizers' update likewise (`update_guard`)
+in each call under it    its outputs are looked at (`watch`)
+in each step under it    its gradients are looked at; if one is not finite, the step's calls are made again (`blame`)
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from accel.guard import guard, update_guard
+from accel.guard.blame import Blame
+from accel.guard.guard import Comparison, Recording, Replayed
+from accel.guard.watch import Excuse, Watch
+from accel.run.context import Run
+from accel.run.gate import Call
+from accel.search.plan import Choices
+from accel.session.state import RunState
+from accel.session.switchboard import Switchboard
+from accel.strategies.base import Exactness
+
+log = logging.getLogger("accel")
+
+
+class GuardRunner:
+    """Run the checks.
+
+    Args:
+        run: the user's objects.
+        switchboard: switches between the plain path and a plan, and takes back what is found wrong.
+        state: suspended while a call is replayed.
+    """
+
+    def __init__(self, run: Run, switchboard: Switchboard, state: RunState) -> None:
+        self._run, self._switchboard, self._state = run, switchboard, state
+        self._watch = Watch(run.gate, run.device, switchboard.trip)
+        self._blame = Blame(run.model, run.device)
+        self._excuse = Excuse()
+        self._plan: Choices | None = None
+        self._recording: Recording | None = None
+        self._finding: Comparison | None = None
+        self._gradients_seen = False
+        self._leaves_out_update = False
+        self.steps_alone = True
+        """No other rank takes the same steps: an update may be left out here."""
+
+    # -- before a plan runs --------------------------------------------------------------------------------------------
+
+    def expect(self, plan: Choices | None) -> None:
+        """Record what a check of this plan at the end of the coming steps needs; None needs nothing."""
+        self._plan = plan
+
+    def take_finding(self) -> Comparison | None:
+        """Return what was found since the last time; None if nothing was compared."""
+        finding, self._finding = self._finding, None
+        return finding
+
+    def wants_recording(self) -> bool:
+        """Tell whether the next call of the model is to be recorded."""
+        if not self._plan or self._recording is not None:
+            return False
+        return "model" in self._switchboard.touched_by(self._switchboard.new_in(self._plan))
+
+    def recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a plain call and record it."""
+        recording: Recording | None = None
+        try:
+            recording = guard.record(self._run.model, self._run.device, args, kwargs)
+        except Exception as error:  # inputs that can't be copied; what can't be compared is not tried
+            self._note(Comparison(f"the call can't be recorded: {type(error).__name__}: {error}"))
+        outputs = self._run.gate.plain(*args, **kwargs)
+        if recording is not None:
+            recording.listen(outputs)
+        self._recording = recording  # only now: a call that raised is no reference
+        return outputs
+
+    def check(self, plan: Choices) -> None:
+        """Compare a plan with the plain path, in what it touches."""
+        recording, self._recording = self._recording, None
+        # A candidate on top of a plan is new only in what it touches itself; the rest was compared when it was new.
+        touched = self._switchboard.touched_by(self._switchboard.new_in(plan))
+        exactness = self._switchboard.exactness(plan)
+        before = dict(self._switchboard.active)
+        try:
+            if "model" in touched and recording is not None:
+                self._note(self._check_model(plan, recording, exactness))
+            elif "model" in touched:
+                self._note(Comparison(unsure="the model was not called in the steps it looked at"))
+            if "optimizer" in touched:
+                self._note(self._check_update(plan, exactness))
+            if touched <= {"input"}:
+                self._switchboard.switch(plan)  # switching it on compares a batch with a plain fetch; see the strategy
+        except Exception as error:
+            self._note(Comparison(f"{type(error).__name__}: {error}"))
+        finally:
+            self._switchboard.switch(before)
+
+    def _check_model(self, plan: Choices, recording: Recording, exactness: Exactness) -> Comparison:
+        gate, model, switch = self._run.gate, self._run.model, self._switchboard.switch
+        with guard.untouched(model, self._run.device), self._state.suspended():
+            switch({})
+            recording.modules.restore()
+            plain = guard.replay(model, gate.plain, recording)
+            recording.modules.restore()
+            switch(self._switchboard.acting_on("model", plan))
+            candidate = guard.replay(model, gate.call, recording)
+            switch({})  # before attributes are put back: a strategy undoes its own
+        return guard.compare(plain, candidate, exactness)
+
+    def _check_update(self, plan: Choices, exactness: Exactness) -> Comparison:
+        finding = Comparison()
+        with self._state.suspended():
+            for optimizer in self._run.optimizers:
+                self._switchboard.switch({})
+                start = update_guard.start_of(optimizer)
+                plain = update_guard.updated(optimizer)
+                self._switchboard.switch(self._switchboard.acting_on("optimizer", plan))
+                candidate = update_guard.updated(optimizer)
+                finding = finding.merge(update_guard.compare(plain, candidate, start, exactness))
+        return finding
+
+    def _note(self, finding: Comparison) -> None:
+        self._finding = finding if self._finding is None else self._finding.merge(finding)
+
+    # -- in each call --------------------------------------------------------------------------------------------------
+
+    def evaluate(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call without gradients, and see that its outputs are well."""
+        return self._watch.call(call, args, kwargs)
+
+    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call, see that its outputs are well, and keep it until its gradients have been looked at."""
+        if not self._run.gate.wrapped or self._run.device.type != "cpu":
+            return self._watch.call(call, args, kwargs)
+        kept = self._blame.begin(args, kwargs)
+        outputs = self._watch.call(call, args, kwargs)
+        self._blame.keep(kept, outputs)
+        return outputs
+
+    def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Take note of what the plain loop's calls are like, while nothing is on."""
+        if not self._switchboard.active:
+            self._run.observed.note_call(args, kwargs, self._run.device)
+            self._watch.learn(outputs)
+
+    # -- in each step --------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Forget what belongs to the step that has ended."""
+        self._gradients_seen = self._leaves_out_update = False
+        if self._blame.calls:
+            self._blame.forget()
+
+    def backward_begins(self) -> None:
+        """Take note of what the gradients are before it."""
+        self._blame.backward_begins()
+
+    def backward_ended(self, roots: list[Tensor]) -> None:
+        """See that the gradients are well."""
+        self._gradients_seen = True
+        if self._blame.calls:
+            self._look_at_gradients(roots)
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """See that the gradients are well, where no backward pass was seen; leave out what strategies have spoiled."""
+        if not self._gradients_seen and self._blame.calls:
+            self._look_at_gradients(None)
+        if self._leaves_out_update and not self._watch.gradients_are_finite(optimizer):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    def _look_at_gradients(self, roots: list[Tensor] | None) -> None:
+        """If strategies have made a gradient that is not finite, switch them off, and leave out its update."""
+        if not self._switchboard.suspects() or self._excuse.holds():
+            return
+        self._blame.seen()
+        if all(self._watch.gradients_are_finite(optimizer) for optimizer in self._run.optimizers):
+            self._excuse.clear()
+            return
+        try:
+            why = self._blame.verdict(roots, self._repeated)
+        except Exception as error:  # what can't be made again proves nothing
+            log.debug("accel: a call could not be made again: %s", error)
+            why = ""
+        if not why:
+            self._excuse.grant()
+            return
+        # Ranks step together: one that leaves out an update alone is no replica any more.
+        self._leaves_out_update = self.steps_alone
+        self._switchboard.trip(why + ("; that update was left out" if self._leaves_out_update else ""))
+
+    def _repeated(self, call: Recording) -> tuple[Replayed, Comparison]:
+        """Make a call again, plainly and under the strategies that are on."""
+        gate, model, switch = self._run.gate, self._run.model, self._switchboard.switch
+        active = dict(self._switchboard.active)
+        on_model = self._switchboard.acting_on("model", active)
+        with guard.untouched(model, self._run.device), self._state.suspended():
+            try:
+                switch({name: setting for name, setting in active.items() if name not in on_model})
+                plain = guard.replay(model, gate.plain, call)
+            finally:
+                switch(active)
+            candidate = guard.replay(model, gate.call, call)
+        return plain, guard.compare(plain, candidate, self._switchboard.exactness(active))
+
+    def close(self) -> None:
+        """Let go of the calls that were kept."""
+        self._blame.forget()

@@ -1,0 +1,290 @@
+"""The journal: turns what the controller knows into the report, prints it and writes the files."""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+import shlex
+import sys
+from datetime import datetime
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+import accel
+from accel.profiler.diagnose.consistency import Held
+from accel.profiler.naming import PHASES_OF
+from accel.report.model import Machine, Report, State
+from accel.run import Run
+from accel.search.controller import Controller
+from accel.search.plan import Plan, fingerprint
+from accel.session.announcer import Announcer
+from accel.session.session import Session
+
+_ANATOMIES = ("anatomy_before", "anatomy_after")
+_CONCLUSIONS = (
+    *("plain_ms", "accel_ms", "speedup", "speedup_low", "speedup_high", "training_same", "break_even_step"),
+    *("bottleneck", "bottleneck_share", "bottleneck_advice", "plan", "rows"),
+    *_ANATOMIES,
+)
+"""Fields of a report that a search ends with."""
+_LIMITS = {
+    "host.oversubscribed": "crowded cores",
+    "host.own_processes": "crowded cores",
+    "host.gc": "garbage collection",
+    "outside.periodic": "stalls",
+    "outside.checkpoint": "checkpoints",
+    "outside.evaluation": "evaluations",
+}
+"""Causes that are no phase of the usual step, and must not pass for the phase whose name their class has."""
+
+
+class Journal:
+    """Keep the report of one run.
+
+    Args:
+        run: the run.
+        session: what is on in it, and its steps.
+        controller: what was decided, and why.
+        voice: says a line to the user.
+        allow: the exactness asked for.
+        budget: the budget, in words.
+        report: a `.json` or `.html` file, a folder, or None for the terminal alone.
+        replayed: True if a plan was taken over.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        session: Session,
+        controller: Controller,
+        voice: Announcer,
+        *,
+        allow: str,
+        budget: str,
+        report: str | os.PathLike[str] | None,
+        replayed: bool,
+    ) -> None:
+        self._run, self._session, self._controller, self._voice = run, session, controller, voice
+        self._target = None if report is None else Path(report)
+        if self._target is not None and self._target.suffix != ".json":
+            # Now, not at exit: there it would make Python forget that Ctrl-C ended the run, and exit with 1, not 130.
+            import_module("accel.report.page")
+        self._replayed = replayed
+        self._finished = False
+        self._concluded: Report | None = None
+        """The report when the last search had ended: what stands while another one is under way."""
+        self._report = Report(
+            started=datetime.now().astimezone().isoformat(timespec="seconds"),
+            command=shlex.join(["python", *sys.orig_argv[1:]]),
+            machine=_machine(run),
+            model=type(run.model).__name__,
+            parameters=sum(p.numel() for p in run.model.parameters()),
+            fingerprint=fingerprint(run.model),
+            allow=allow,
+            budget=budget,
+        )
+
+    def settled(self) -> None:
+        """The search is over: print the report and write the files."""
+        from accel.report.rendering import as_text  # brings rich: only where there is something to print
+
+        report = self.report()
+        print(as_text(report), file=sys.stderr, flush=True)
+        self._write(report)
+
+    def finish(self) -> None:
+        """The run is over, or accel was undone: write the files with the last numbers."""
+        if self._finished or not self._leads():
+            return
+        self._finished = True
+        self._write(self.report())
+
+    def say_interrupted(self) -> None:
+        """The process ends: say so if the search has not come to its end."""
+        report = self.report()
+        if report.state != "interrupted" or not self._leads():
+            return
+        if report.steps == 0:
+            what = self._session.untrained or f"no training step of {report.model} was seen"
+            what = "" if self._voice.was_heard else what
+        else:
+            kept = ", ".join(report.plan) or "nothing"
+            what = (
+                f"the run ended after {report.steps} steps, before the search for {report.model} had a verdict; "
+                f"kept so far: {kept}"
+            )
+        if what:
+            self._voice.say(what)
+
+    def _leads(self) -> bool:
+        return self._session.rank == 0
+
+    def _write(self, report: Report) -> None:
+        if self._target is None:
+            return
+        try:
+            self._save(report, self._target)
+        except OSError as error:  # a full disk is no reason to give up the plan, or to raise from `undo`
+            print(f"accel: the report could not be written: {error}", file=sys.stderr, flush=True)
+
+    def _save(self, report: Report, target: Path) -> None:
+        if target.suffix in (".json", ".html"):
+            report.save(target)
+            return
+        report.save(target / "report.json")
+        report.save(target / "report.html")
+        self.plan(report).save(target / "plan.json")
+
+    def plan(self, report: Report) -> Plan:
+        """Return the plan as it stands."""
+        return Plan(
+            fingerprint=report.fingerprint,
+            model=report.model,
+            strategies=dict(report.plan),
+            allow=report.allow,
+            device=report.machine.device,
+            torch=report.machine.torch,
+            speedup=report.speedup,
+        )
+
+    def report(self) -> Report:
+        """Return the report as it stands."""
+        report, controller, session = self._report, self._controller, self._session
+        report.machine.world_size = self._run.world_size
+        report.rows = list(controller.rows.values())
+        report.events = list(controller.events)
+        report.plan = dict(controller.plan) if session.rank == 0 else session.active
+        report.state = self._state(controller)
+        report.steps, report.search_steps = session.steps, controller.search_steps
+        report.search_s = controller.cost_s
+        report.samples_per_step = session.samples_per_step or None
+        report.break_even_step = controller.break_even_step()
+        self._speed(report, controller)
+        _anatomy(report, controller)
+        _limit(report, controller)
+        report.training_same = _training_same(report)
+        report.unseen = self._unseen(session)
+        if session.rank == 0:
+            self._stand_by(report, controller)
+        return report
+
+    def _stand_by(self, report: Report, controller: Controller) -> None:
+        """Keep the conclusions of a search that has ended; while another one is under way, they still hold."""
+        if not controller.searching:
+            self._concluded = copy.deepcopy(report)
+            return
+        concluded = self._concluded
+        # A strategy that was undone since is not on: then nothing is known but what this search will find.
+        if concluded is None or any(controller.rows[name].status == "undone" for name in concluded.plan):
+            return
+        for name in _CONCLUSIONS:
+            setattr(report, name, copy.deepcopy(getattr(concluded, name)))
+        if self._finished:
+            report.state = concluded.state
+
+    def _state(self, controller: Controller) -> State:
+        if not self._session.alive:
+            return "undone"
+        if controller.searching:
+            return "interrupted" if self._finished else "searching"
+        return "replayed" if self._replayed else "done"
+
+    def _speed(self, report: Report, controller: Controller) -> None:
+        closing = controller.closing
+        report.plain_ms = report.accel_ms = report.speedup = report.speedup_low = report.speedup_high = None
+        if closing is not None and controller.plan:
+            report.plain_ms, report.accel_ms = closing.before_ms, closing.after_ms
+            report.speedup, report.speedup_low, report.speedup_high = closing.gain, closing.low, closing.high
+        elif not controller.searching and not controller.plan and controller.plain_ms:
+            report.plain_ms = report.accel_ms = controller.plain_ms
+            report.speedup = 1.0
+
+    def _unseen(self, session: Session) -> list[str]:
+        unseen = ["the loss: outputs, gradients and updates were compared instead"]
+        if not self._run.cuda:
+            unseen.append("GPU phases: the model runs on the CPU")
+        if not self._run.optimizers:
+            unseen.append(
+                "an optimizer: none of the model's parameters was stepped by one; each batch counts as a step"
+            )
+        if session.steps == 0:
+            unseen.append("any training step: is the loader that accel.optimize returned the one the loop iterates?")
+        if session.rank != 0:
+            unseen.append(f"the search: rank 0 decides and holds the report, this is rank {session.rank}")
+        if session.failed:
+            unseen.append(f"anything after accel itself failed and left the loop as it was: {session.failed}")
+        return unseen
+
+
+def _anatomy(report: Report, controller: Controller) -> None:
+    """Take in the phases of the two looks, scaled to the reported steps: a look is not the closing trial."""
+    parts = [controller.anatomy_before, controller.anatomy_after]
+    if not controller.searching and not controller.plan:
+        parts[1] = parts[0]  # what was undone may have been looked at since
+    for name, part, step_ms in zip(_ANATOMIES, parts, (report.plain_ms, report.accel_ms), strict=True):
+        total = sum(part.values())
+        factor = step_ms / total if step_ms and total > 0 else 1e3
+        setattr(report, name, {phase: seconds * factor for phase, seconds in part.items()})
+
+
+def _limit(report: Report, controller: Controller) -> None:
+    """Say what limits the run, with the share that the anatomy beside it shows."""
+    diagnosis = controller.diagnosis if controller.plan or controller.searching else controller.plain_diagnosis
+    total = sum(report.anatomy_after.values())
+    shares = {phase: ms / total for phase, ms in report.anatomy_after.items()} if total > 0 else {}
+    report.bottleneck, report.bottleneck_share, report.bottleneck_advice = "", None, ""
+    if diagnosis.findings:
+        finding = diagnosis.findings[0]
+        report.bottleneck = _LIMITS.get(finding.cause, finding.bottleneck)
+        report.bottleneck_share = finding.share
+        if finding.cause not in _LIMITS:
+            report.bottleneck_share = min(finding.share, Held(shares=shares).room(finding.cause))
+        report.bottleneck_advice = f"{finding.title}: {finding.remedy}"
+    elif shares:
+        parts = {part: sum(shares.get(phase, 0.0) for phase in phases) for part, phases in PHASES_OF.items()}
+        largest = max(parts, key=lambda part: parts[part])
+        report.bottleneck, report.bottleneck_share = largest.value, parts[largest]
+        report.bottleneck_advice = "the largest part; nothing else stands out"
+
+
+def _machine(run: Run) -> Machine:
+    return Machine(
+        device=machine_name(run.device),
+        cores=run.cores,
+        threads=run.threads,
+        platform=platform.platform(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        accel=accel.__version__,
+    )
+
+
+def machine_name(device: torch.device) -> str:
+    """Return the device in words, e.g. `cpu (AMD EPYC)`."""
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    if device.type != "cpu":
+        return device.type
+    name = ""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = (
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        )
+        name = next(lines, "")
+    return f"cpu ({name or platform.processor() or platform.machine()})"
+
+
+def _training_same(report: Report) -> str:
+    """Say what the guard has seen of the kept strategies."""
+    kept = [row for row in report.rows if row.status == "kept"]
+    if not kept:
+        return ""
+    errors = [max(row.output_error or 0.0, row.gradient_error or 0.0) for row in kept]
+    worst = max(errors)
+    if worst == 0:
+        return "same bits" if all(row.exactness == "exact" for row in kept) else "the guard found the same bits"
+    return f"outputs, gradients and updates agree to {worst:.1e}"

@@ -1,0 +1,421 @@
+"""The session: carries out the controller's actions on the user's loop, step by step.
+
+    StepEvents    the loop's events → step boundaries and the clock
+    Switchboard   which strategies are on
+    GuardRunner   which checks run at which step
+
+At each boundary the session books the step that has ended; where an action has all its steps, it tells the controller
+what happened and begins the next action, together with the other ranks. All of it happens while the loop waits for its
+next batch, so user code is never interrupted.
+
+If the session itself fails, it takes everything back and the loop goes on plainly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator
+
+import torch
+
+from accel.dataio.passes.proxy import LoaderProxy
+from accel.profiler.phases import Measurement, StepClock
+from accel.run import backward
+from accel.run.context import Run
+from accel.run.ranks import Failure, Ranks
+from accel.search.actions import Action, Result
+from accel.search.controller import Decisions
+from accel.search.plan import Choices
+from accel.session.events import StepEvents
+from accel.session.guard_runner import GuardRunner
+from accel.session.state import Mode, RunState
+from accel.session.switchboard import Switchboard
+from accel.session.training_loader import TrainingLoader
+from accel.session.turns import TURNS, Searcher
+from accel.session.usage import Usage
+from accel.strategies.base import Strategy
+
+log = logging.getLogger("accel")
+
+# Steps between two looks at whether another model's search has ended.
+_PAUSE = 25
+
+
+class Session:
+    """Drive one run.
+
+    Args:
+        run: the user's objects and where to act on them.
+        strategies: by name, in registry order.
+        decisions: makes the controller's generator, given the ranks; called on the first batch, on rank 0 only.
+        clock: seconds, monotonic.
+        say: prints one line for the user.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        strategies: dict[str, Strategy],
+        decisions: Callable[[], Decisions],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.run = run
+        self.strategies = strategies
+        self.samples_per_step: float | None = None
+        self.failed: str = ""
+        self._make_decisions = decisions
+        self._say = say
+        self._decisions: Decisions | None = None
+        self._ranks: Ranks | None = None
+        self._called_at = time.time()
+        self._clock = StepClock(clock)
+        self._state = RunState()
+        self._usage = Usage(run, say)
+        self._loader = TrainingLoader(run)
+        self.switchboard = Switchboard(
+            run, strategies, suspected=lambda: backward.listen(self.events), tripped=self._wake
+        )
+        self.guard = GuardRunner(run, self.switchboard, self._state)
+        self.events = StepEvents(
+            run,
+            state=self._state,
+            clock=self._clock,
+            guard=self.guard,
+            usage=self._usage,
+            loader=self._loader,
+            listener=self,
+        )
+        self._is_alone = True
+        self._action: Action | None = None
+        self._result = Result()
+        self._boundary_ended = 0.0
+        self._sizes: deque[int] = deque(maxlen=64)
+        self._usual_size = 0
+        self._waits_for = ""
+        self._on_settled: Callable[[], None] | None = None
+        self._is_settled = False
+
+    def start(self, settled: Callable[[], None] = lambda: None) -> None:
+        """Listen to the loop from now on; `settled` is called on rank 0 when the search is over."""
+        self._on_settled = settled
+        self._loader.watch(True)
+        self.events.start()
+        TURNS.join(self)
+
+    # -- as others see it ----------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The class of the model."""
+        return type(self.run.model).__name__
+
+    @property
+    def steps(self) -> int:
+        """Steps that have ended."""
+        return self.events.steps
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, 0 until the ranks have met."""
+        return 0 if self._ranks is None else self._ranks.rank
+
+    @property
+    def active(self) -> Choices:
+        """The strategies that are on in this process now."""
+        return dict(self.switchboard.active)
+
+    @property
+    def searching(self) -> bool:
+        """True while trials may switch something on or off; the same on all ranks."""
+        return self.alive and self._action is not None and not self._action.settled
+
+    @property
+    def alive(self) -> bool:
+        """False once everything has been taken back."""
+        return self._state.mode is not Mode.CLOSED
+
+    @property
+    def untrained(self) -> str:
+        """A line for the user if the loop has gone through many batches and never trained the model, else ''."""
+        return "" if self.steps else self._usage.untrained
+
+    # -- what the steps tell (events.StepListener) ---------------------------------------------------------------------
+
+    def epoch_begins(self) -> None:
+        """Stop where the other ranks have stopped during the last epoch, which was shorter here."""
+        if self._ranks is not None:
+            try:
+                self._ranks.check()
+            except Exception as error:
+                self._fail(error)
+
+    def step_ended(self) -> None:
+        """Book the step, and do what is due between two steps."""
+        try:
+            self._boundary()
+        except Exception as error:
+            self._fail(error)
+
+    def step_passed(self) -> None:
+        """Count a step and measure nothing: 150 of 200 steps of a finished search."""
+        TURNS.step(self)
+        if (successor := self._loader.successor()) is not None:
+            self._move_to(successor)
+        self.guard.begin_step()
+        self.events.steps += 1
+        self._result.steps += 1
+        self._boundary_ended = self._clock.now()
+        if self._state.rested():
+            began = self._clock.last
+            self._result.elapsed_s += self._clock.restart() - began
+
+    def fetching_failed(self, error: Exception) -> None:
+        """Go on without what fetched ahead."""
+        first_line = next(iter(str(error).splitlines()), "")
+        self.switchboard.drop_fetching(f"fetching failed: {type(error).__name__}: {first_line}")
+
+    # -- the boundary --------------------------------------------------------------------------------------------------
+
+    def _boundary(self) -> None:
+        began = self._clock.last
+        other = TURNS.step(self)
+        if (successor := self._loader.successor()) is not None:
+            self._move_to(successor)
+        if self._action is not None:
+            self._close_step(other is not None)
+        elif other is None:
+            self._begin()
+        else:
+            self._wait_for(other)
+        self.guard.begin_step()
+        # Work done here is the search's cost, not the step's time.
+        now = self._boundary_ended = self._clock.restart()
+        self._result.aside_s += now - began
+
+    def _move_to(self, loader: LoaderProxy) -> None:
+        """Let strategies act on this loader: the loop has gone on to it."""
+        self.switchboard.drop_fetching("the loop went on to another loader")
+        self.switchboard.close_fetching()
+        self._loader.move(loader)
+
+    def _wake(self) -> None:
+        """Rest no longer: the controller should hear of something. Ranks end an action together, so they sleep on."""
+        if self._is_alone:
+            self._state.wake()
+
+    def _wait_for(self, other: Searcher) -> None:
+        """Count a step of a search that has not begun, because another model's is going on in the same steps."""
+        self._clock.close(self.steps)
+        self.events.steps += 1
+        if not self._waits_for:
+            self._waits_for = other.name
+            self._say(f"the search for {self.name} begins once that for {other.name}, in the same steps, has ended")
+
+    def _begin(self) -> None:
+        """Meet the other ranks and take the first action; the steps until here only warmed up."""
+        backward.forget(self.events)  # until a strategy is on that could make a gradient wrong
+        self._ranks = Ranks()
+        self._ranks.join(since=self._called_at)
+        self.run.world_size = self._ranks.size
+        self._is_alone = self.guard.steps_alone = not self._ranks.distributed
+        if self._ranks.leads:
+            self._decisions = self._make_decisions()
+        self._usage.look_at_parts()
+        self.events.begun = True
+        self._next_action(first=True)
+        self._result.steps = self.steps  # those that went by while another model was searched for
+
+    # -- an action's steps ---------------------------------------------------------------------------------------------
+
+    def _close_step(self, disturbed: bool) -> None:
+        """Book a step; `disturbed` if another model's trials run in the same steps."""
+        assert self._action is not None
+        measured = self._clock.close(self.events.steps)
+        self.events.steps += 1
+        result, action = self._result, self._action
+        result.steps += 1
+        result.elapsed_s += measured.seconds
+        self._sizes.append(measured.samples)
+        if action.check is not None:
+            self.guard.check(action.check)
+        self._book(measured, action, result)
+        if len(result.measurements) >= action.steps:
+            if disturbed and action.settled and action.check is None and not self.switchboard.trips:
+                self._pause()
+            else:
+                self._finish_action()
+        elif action.steps and len(result.settling) == action.settle and not result.measurements:
+            self._synchronise()
+
+    def _book(self, measured: Measurement, action: Action, result: Result) -> None:
+        if measured.first or self._is_odd(measured.samples):
+            return  # the first step of an epoch holds the start of the loader; a smaller last batch is another job
+        if len(result.settling) < action.settle:
+            result.settling.append(measured.seconds)
+        else:
+            result.measurements.append(measured)
+
+    def _is_odd(self, samples: int) -> bool:
+        """Tell whether a step held another number of samples than most."""
+        if samples != self._usual_size or len(self._sizes) < 2:  # counting costs 5 µs: only when it may have changed
+            self._usual_size = Counter(self._sizes).most_common(1)[0][0]
+        # Ranks must end an action at the same step, and they may differ in which of their batches are odd.
+        return self._is_alone and samples != self._usual_size
+
+    def _pause(self) -> None:
+        """Leave out what was measured beside another model's trials, and try nothing while they last."""
+        result = self._result
+        self._result = Result(steps=result.steps, elapsed_s=result.elapsed_s, aside_s=result.aside_s)
+        self._state.rest(_PAUSE)
+
+    def _synchronise(self) -> None:
+        """On a device that runs ahead, let a block begin and end with an idle device."""
+        if self.run.cuda:
+            torch.cuda.synchronize(self.run.device)
+
+    # -- from action to action -----------------------------------------------------------------------------------------
+
+    def _finish_action(self) -> None:
+        self._synchronise()
+        if self.events.observation is not None:
+            self._result.evidence = self.events.observation.evidence(self._result.measurements)
+        self.samples_per_step = statistics.median(self._sizes) if self._sizes else None
+        self._result.regime = self._regime()
+        self.run.observed.fetch_finding = self._loader.finding
+        self._usage.note_parts()
+        self._next_action()
+
+    def _regime(self) -> Hashable:
+        shapes = Counter(m.shape for m in self._result.measurements)
+        shape, count = shapes.most_common(1)[0] if shapes else (None, 0)
+        settled = shape if count >= 0.8 * sum(shapes.values()) else "varying"
+        threads = torch.get_num_threads() if "intraop_threads" not in self.switchboard.active else self.run.threads
+        return (settled, self.run.world_size, threads, self._loader.moves, self._usage.called)
+
+    def _next_action(self, first: bool = False) -> None:
+        assert self._ranks is not None
+
+        def decision(results: list[Result]) -> Action:
+            assert self._decisions is not None
+            merged = _merged(results)
+            self.run.refused_elsewhere = merged.refusals
+            return next(self._decisions) if first else self._decisions.send(merged)
+
+        missed = f"did not come to the end of step {self.steps + first}"
+        step_s = self._clock.now() - self._boundary_ended
+        action = self._ranks.decide(self._own_result(), decision, missed, 0.0 if first else step_s)
+        self._action, self._result = action, Result()
+        self._state.rest(action.rest)
+        self._loader.watch(action.anatomy)
+        self.events.observe(action.anatomy)
+        self.switchboard.switch_together(action.plan, self._ranks)
+        self.guard.expect(action.check)
+        self._quieten(action)
+        if action.settled and not self._is_settled:
+            self._settle()
+
+    def _own_result(self) -> Result:
+        """Return what rank 0 wants to know of this rank: all of its own, of others what may stop a strategy."""
+        assert self._ranks is not None
+        self._result.trips, self._result.finding = self.switchboard.take_trips(), self.guard.take_finding()
+        if self._ranks.leads:
+            return self._result
+        collective = {name: strategy for name, strategy in self.strategies.items() if strategy.collective}
+        refusals = {name: why for name, strategy in collective.items() if (why := _refusal(strategy, self.run))}
+        return Result(trips=self._result.trips, finding=self._result.finding, refusals=refusals)
+
+    def _settle(self) -> None:
+        """The search is over: give up what strategies that are off have kept, and say so."""
+        self._is_settled = True
+        self.switchboard.close_idle()
+        if self._on_settled is not None and self._ranks is not None and self._ranks.leads:
+            self._on_settled()
+
+    def _quieten(self, action: Action) -> None:
+        """Take the gate out of the way when nothing needs it."""
+        needed = action.check is not None or action.anatomy or self.switchboard.active or not self._usage.called
+        self.run.gate.watch(self.events if needed else None)
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: Exception) -> None:
+        failure = self._failure(error)
+        self.failed = failure.text
+        self._stop(together=failure.everywhere)
+        if failure.reported:
+            log.info("accel stopped and left the loop as it was: %s", failure.text)
+            return
+        warnings.warn(f"accel stopped and left the loop as it was: {failure.text}", RuntimeWarning, stacklevel=5)
+
+    def _failure(self, error: Exception) -> Failure:
+        if self._ranks is None:
+            return Failure(f"{type(error).__name__}: {error}", everywhere=True)
+        failure = self._ranks.failure(error)
+        return failure._replace(everywhere=False) if self._ranks.distributed and self._joins() else failure
+
+    def _joins(self) -> bool:
+        """Tell whether the model is within DDP's join(), where a rank may have ended its steps before the others."""
+        config = getattr(self.run.model, "_join_config", None)
+        return config is not None and bool(config.enable)
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Run the loop plainly for a while, then go on."""
+        active = self.active
+        with self._state.suspended():
+            self.switchboard.switch({})
+            try:
+                yield
+            finally:
+                if self.alive:
+                    self.switchboard.switch(active)
+                self._clock.restart()
+
+    def close(self) -> None:
+        """Switch everything off, take all hooks out, and end worker processes; the loop goes on plainly.
+
+        With several ranks all of them close at the same step.
+        """
+        self._stop(together=True)
+
+    def _stop(self, together: bool) -> None:
+        """Close; where other ranks don't at this step, leave on what all ranks must switch at the same one."""
+        was_alive = self.alive
+        self._state.close()
+        TURNS.leave(self)
+        self.events.close()
+        kept = {} if together else self.switchboard.collective()
+        self.switchboard.switch(kept)
+        self.events.observe(False)
+        self._usage.close()
+        self.guard.close()
+        self._loader.watch(False)
+        self.run.gate.close()
+        self.switchboard.close(kept)
+        if was_alive and self._ranks is not None:
+            self._ranks.leave(f"takes no part any more: {self.failed or 'accel was undone there'}")
+
+
+def _refusal(strategy: Strategy, run: Run) -> str:
+    try:
+        return strategy.refusal(run)
+    except Exception as error:
+        return f"it failed to look at the run: {type(error).__name__}: {error}"
+
+
+def _merged(results: list[Result]) -> Result:
+    """Merge the ranks' results: rank 0's times, everyone's trips and refusals, the worst finding."""
+    merged = results[0]
+    for rank, other in enumerate(results[1:], 1):
+        merged.refusals.update({name: f"on rank {rank} {why}" for name, why in other.refusals.items()})
+        merged.trips.update({name: why for name, why in other.trips.items() if name not in merged.trips})
+        if other.finding is not None:
+            merged.finding = other.finding if merged.finding is None else merged.finding.merge(other.finding)
+    return merged

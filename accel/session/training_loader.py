@@ -1,0 +1,65 @@
+"""The loader that the loop trains on: which one it is now, and what was seen of its fetching."""
+
+from __future__ import annotations
+
+from accel.dataio.dataset.fetch_watch import FetchWatch
+from accel.dataio.passes.proxy import LoaderProxy
+from accel.run.context import Run
+from accel.session.listeners import free_fetching
+
+# Steps without a batch of the loader that strategies act on after which the loop is taken to have gone on to another.
+_GONE_AFTER = 32
+
+
+class TrainingLoader:
+    """Follow the loop from loader to loader.
+
+    Args:
+        run: its loader and fetching are those that strategies act on.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._met = {id(run.loader)}
+        self._steps_without = 0
+        self._witness = FetchWatch(getattr(run.loader, "dataset", None))
+        self.delivered: LoaderProxy | None = None
+        """Where the last batch came from."""
+        self.source: LoaderProxy | None = None
+        """Where the last batch before an update came from: one after it may be one to validate on."""
+        self.moves = 0
+        """How often the loop has gone on to another loader."""
+
+    @property
+    def finding(self) -> str:
+        """Why fetching can't be moved elsewhere; '' if nothing was seen."""
+        return self._run.observed.fetch_finding or self._witness.finding
+
+    def watch(self, wanted: bool) -> None:
+        """Let the witness see the next batches being fetched, or no more."""
+        self._run.fetching.witness = self._witness if wanted else None
+
+    def successor(self) -> LoaderProxy | None:
+        """Count a step, and return another loader that the loop has gone on to, or None.
+
+        A loader that is made anew for each epoch or fold is met here; one whose batches are only validated on, or serve
+        every other step, is not.
+        """
+        source = self.source if self._run.optimizers else self.delivered
+        if source is None:
+            return None
+        loader = source._accel_loader
+        self._steps_without = 0 if loader is self._run.loader else self._steps_without + 1
+        if self._steps_without < _GONE_AFTER or id(loader) in self._met:
+            return None
+        return source
+
+    def move(self, successor: LoaderProxy) -> None:
+        """Let strategies act on this loader from now on."""
+        self.watch(False)
+        loader = successor._accel_loader
+        self._met.add(id(loader))
+        self.moves += 1
+        self._run.loader, self._run.fetching = loader, free_fetching(successor)
+        self._run.observed.fetch_finding = ""
+        self._witness = FetchWatch(getattr(loader, "dataset", None))

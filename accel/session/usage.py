@@ -1,0 +1,108 @@
+"""Whether the loop uses what was passed to `accel.optimize`; the user is told where it doesn't."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from accel.run.context import Run
+from accel.session import submodule_calls as parts
+from accel.session.submodule_calls import SubmoduleCalls
+
+# Updates, or training calls, without a batch after which the loop is taken to iterate another loader.
+_UNHEARD_UPDATES, _UNHEARD_CALLS = 3, 12
+# Batches without a call of the model or a step of its optimizer after which, if something else is seen to train, the
+# loop is taken to train another model.
+_UNTRAINED_BATCHES = 32
+
+
+class Usage:
+    """Take note of what the loop uses.
+
+    Args:
+        run: the user's objects.
+        say: prints one line for the user.
+    """
+
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        self._run, self._say = run, say
+        self._model = type(run.model).__name__
+        self.iterated = False
+        """The loop has iterated the loader."""
+        self.called = False
+        """The loop has called the model to train it."""
+        self._batches = 0
+        """Batches that came before the first call of the model and the first step."""
+        self._trained_elsewhere_at = 0
+        """Of these, the one at which something was trained."""
+        self._updates = self._calls = 0
+        self._said = False
+        self._parts: SubmoduleCalls | None = None
+
+    # -- the loader ----------------------------------------------------------------------------------------------------
+
+    def updated_unheard(self) -> None:
+        """The model was updated, and the loader has not been iterated."""
+        self._updates += 1
+        self._say_unheard(self._updates, _UNHEARD_UPDATES, "was updated")
+
+    def called_unheard(self) -> None:
+        """The model was called, and the loader has not been iterated."""
+        self._calls += 1
+        self._say_unheard(self._calls, _UNHEARD_CALLS, "was called")
+
+    def _say_unheard(self, times: int, limit: int, what: str) -> None:
+        if times == limit and not self._said:
+            self._said = True
+            self._say(
+                f"{self._model} {what} {times} times without a batch from the loader that "
+                "accel.optimize returned; iterate that one, or nothing is made faster"
+            )
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    def untrained_batch(self) -> bool:
+        """Count a batch that came before any training of the model; tell whether it is time to look at backward passes.
+
+        A loop that trains nothing at all may gather statistics; only the end of the run tells that it did no more.
+        """
+        self._batches += 1
+        if self._trained_elsewhere_at and self._batches - self._trained_elsewhere_at == _UNTRAINED_BATCHES - 1:
+            self._say(self.untrained)
+        return self._batches == _UNTRAINED_BATCHES
+
+    def trained_elsewhere(self) -> None:
+        """Something was trained: this model or another one, as its optimizer's next step tells."""
+        self._trained_elsewhere_at = self._trained_elsewhere_at or self._batches
+
+    @property
+    def untrained(self) -> str:
+        """A line for the user if the loop has gone through many batches and never trained the model, else ''."""
+        if self.called or self._batches < _UNTRAINED_BATCHES:
+            return ""
+        return (
+            f"{self._batches} batches were fetched without a training call of {self._model} or a "
+            "step of its optimizer; pass the model that the loop trains"
+        )
+
+    # -- its parts -----------------------------------------------------------------------------------------------------
+
+    def look_at_parts(self) -> None:
+        """If the loop has not called the model so far, look what it calls in place of it."""
+        if not self.called:
+            self._parts = SubmoduleCalls(self._run.model)
+
+    def note_parts(self) -> None:
+        """Note, and say, which parts of the model are called in place of it."""
+        observed = self._run.observed
+        if self._parts is not None:
+            called, self._parts = self._parts.close(), None
+            if not self.called:
+                observed.uncalled = parts.advice(self._run.model, called)
+                self._say(f"{observed.uncalled}. Until then only its loader and optimizer are looked at")
+        elif self.called:
+            observed.uncalled = ""
+
+    def close(self) -> None:
+        """Leave the parts as they were."""
+        if self._parts is not None:
+            self._parts.close()

@@ -1,0 +1,265 @@
+"""Ranks that meet: what each brings goes to rank 0 through a store, and rank 0's answer goes to all.
+
+A meeting costs each rank a few operations on the store, and rank 0 one more for each rank: O(ranks) in all. Nothing but
+the store takes part, so a meeting that fails leaves no collective half open, which the next one of the user's would
+trip over.
+
+It is held by all ranks or by none. Rank 0 closes it once all have come, another rank once it has waited too long; an
+atomic count decides who was first, and that one's word holds for all, those that come later included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+A = TypeVar("A")
+
+_SHORTEST_S, _LONGEST_S = 0.0005, 0.05
+"""Between two looks, doubling: `wait` of a TCPStore writes to stderr when its time is up."""
+_ANSWER_S = 60.0
+"""What rank 0 may take to answer once all have come."""
+_NAMED = 8
+"""Ranks that a message names."""
+
+
+class Apart(RuntimeError):
+    """Ranks did not meet; the message is a sentence that says who was missing and what to do.
+
+    Attributes:
+        by: the rank that found it out, or None if each does.
+    """
+
+    by: int | None = None
+
+
+class Left(Apart):
+    """A rank went alone, perhaps before the step that the others are at."""
+
+
+class Each(NamedTuple):
+    """An answer with a part for each rank."""
+
+    parts: Sequence[Any]
+
+
+class _Said(NamedTuple):
+    """The word that closes a meeting."""
+
+    kind: str
+    """`answer`, `parts` (each rank has its own), `apart`, `left` (a rank went alone) or `refused`."""
+    value: Any = None
+    at: float = 0.0
+    """Of the clock on the wall."""
+    by: int | None = None
+    """The rank whose word it is."""
+
+
+class Rendezvous:
+    """Meetings of the same ranks, one after the other; every rank takes part in each.
+
+    Args:
+        store: of `torch.distributed`, for these meetings alone: give it a prefix.
+        rank: this rank.
+        size: number of ranks.
+        patience_s: how long to wait for a rank that does not come.
+        remedy: what to do about it, the end of a sentence.
+        clock: seconds, monotonic.
+        sleep: waits for some seconds.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        patience_s: float,
+        remedy: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.rank, self.size, self.patience_s = rank, size, patience_s
+        self._store, self._remedy, self._clock, self._sleep = store, remedy, clock, sleep
+        self._number = 0
+        self._lost = False
+        """Another rank is closing the present meeting."""
+        self._deadline = 0.0
+
+    def meet(self, mine: T, answer: Callable[[list[T]], A | Each], missed: str) -> A:
+        """Return what rank 0 makes of what all ranks brought.
+
+        Args:
+            mine: what this rank brings; pickled.
+            answer: called on rank 0 with what each rank brought, by rank; `Each` gives every rank its own part.
+            missed: what a rank that doesn't come has not done, after "which".
+
+        Raises:
+            Apart: on every rank, if one does not come in time, has left, or `answer` fails.
+            ValueError: on every rank, if `answer` raises it.
+        """
+        self.arrive(mine)
+        pause_s = _SHORTEST_S
+        while not (found := self.look(answer, missed)):
+            self._sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_S)
+        value: A = found[0]
+        return value
+
+    def check(self) -> None:
+        """Raise `Apart` if the others have given up a meeting that this rank has not come to yet."""
+        with _reached():
+            if (said := self._read("said")) is not None:
+                self._conclude(said)
+
+    def given_up_before(self, moment: float) -> bool:
+        """Tell whether the others gave the coming meeting up before a moment of the clock on the wall."""
+        with _reached():
+            said = self._read("said")
+        return said is not None and said.at < moment
+
+    def arrive(self, mine: Any) -> None:
+        """Come to the next meeting; `look` tells when it is over."""
+        self._deadline, self._lost = self._clock() + self.patience_s, False
+        with _reached():
+            self._store.set(self._key(self.rank), pickle.dumps(mine))
+
+    def look(self, answer: Callable[[list[Any]], Any], missed: str) -> tuple[Any, ...]:
+        """Return rank 0's answer in a tuple, an empty one while the meeting goes on; see `meet`."""
+        with _reached():
+            said = self._read("said")
+            if said is None and not self._lost:
+                said = self._close(answer, missed)
+            if said is None:
+                self._check_answered()
+                return ()
+            return (self._conclude(said),)
+
+    def _close(self, answer: Callable[[list[Any]], Any], missed: str) -> _Said | None:
+        """Close the meeting if all have come, or it is too late, unless another rank does."""
+        store = self._store
+        posts = [self._key(rank) for rank in range(self.size)]
+        complete = self.rank == 0 and store.check(posts)
+        if not complete and self._clock() < self._deadline:
+            return None
+        if not self._claim():
+            self._lost, self._deadline = True, self._clock() + _ANSWER_S
+            return None
+        if complete:
+            return self._answer(answer, posts)
+        missing = [rank for rank, key in enumerate(posts) if not store.check([key])]
+        waited = f"rank {self.rank} waits for {named(missing or [0])}, which {missed} within {self.patience_s:g} s"
+        return self._say(_Said("apart", f"{waited}; {self._remedy}"))
+
+    def _answer(self, answer: Callable[[list[Any]], Any], posts: Sequence[str]) -> _Said:
+        try:
+            return self._say(_said_of(answer, [pickle.loads(one) for one in _read_all(self._store, posts)]))
+        except BaseException as error:  # the others wait for a word
+            self._say(_Said("apart", f"rank 0 could not answer the others: {type(error).__name__}: {error}"))
+            raise
+
+    def _check_answered(self) -> None:
+        if self._lost and self._clock() > self._deadline:
+            self._number += 1
+            raise Apart(f"a rank closed a meeting and then said nothing for {_ANSWER_S:g} s: it has ended; see its log")
+
+    def _claim(self) -> bool:
+        return bool(self._store.add(self._key("closed"), 1) == 1)
+
+    def _say(self, said: _Said) -> _Said:
+        said = said._replace(at=time.time(), by=self.rank)
+        if said.kind == "parts":
+            for rank, part in enumerate(said.value):
+                self._store.set(self._key(f"to {rank}"), pickle.dumps(part))
+            self._store.set(self._key("said"), pickle.dumps(said._replace(value=None)))
+        else:
+            self._store.set(self._key("said"), pickle.dumps(said))
+        return said
+
+    def _conclude(self, said: _Said) -> Any:
+        value = said.value
+        if said.kind == "parts":
+            value = self._read(f"to {self.rank}") if value is None else value[self.rank]
+            self._forget(self._number, f"to {self.rank}")
+        if said.kind in ("answer", "parts"):
+            self._forget(self._number, self.rank)
+            if self.rank == 0 and self._number:  # all have come to this one, so all have heard the word of the last
+                self._forget(self._number - 1, "said", "closed")
+        self._number += 1
+        if said.kind == "refused":
+            raise ValueError(value)
+        if said.kind in ("apart", "left"):
+            apart = (Left if said.kind == "left" else Apart)(value)
+            apart.by = said.by
+            raise apart
+        return value
+
+    def leave(self, why: str) -> None:
+        """Tell the others, who hear it at the next meeting at once, that this rank comes to no more of them.
+
+        Args:
+            why: a sentence without its end.
+        """
+        with contextlib.suppress(RuntimeError):  # without a store there is nobody to tell
+            for _ in range(2):  # the present meeting may have been closed by another rank, with an answer
+                if self._claim():
+                    self._say(_Said("left", why))
+                    return
+                self._number += 1
+
+    def _key(self, name: object, number: int | None = None) -> str:
+        return f"{self._number if number is None else number}/{name}"
+
+    def _read(self, name: str) -> Any:
+        key = self._key(name)
+        return pickle.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _forget(self, number: int, *names: object) -> None:
+        for name in names:
+            with contextlib.suppress(RuntimeError):  # a store that can't delete keeps it
+                self._store.delete_key(self._key(name, number))
+
+
+def _said_of(answer: Callable[[list[Any]], Any], brought: list[Any]) -> _Said:
+    try:
+        found = answer(brought)
+        return _Said("parts", list(found.parts)) if isinstance(found, Each) else _Said("answer", found)
+    except ValueError as error:
+        return _Said("refused", str(error))
+    except Exception as error:
+        return _Said("apart", f"rank 0 failed to answer the others: {type(error).__name__}: {error}")
+
+
+def _read_all(store: Any, keys: Sequence[str]) -> list[bytes]:
+    return list(store.multi_get(keys)) if store.has_extended_api() else [store.get(key) for key in keys]
+
+
+@contextlib.contextmanager
+def _reached() -> Iterator[None]:
+    """Tell a store that can't be reached, whose errors are of several kinds, from other errors."""
+    try:
+        yield
+    except Apart:
+        raise
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise Apart(
+            f"the store of the process group can't be reached: {first}; the process that holds it has ended"
+        ) from None
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks in words.
+
+    Example:
+        >>> named([1]), named([1, 4, 5])
+        ('rank 1', 'each of rank 1, rank 4, rank 5')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"each of {', '.join(f'rank {rank}' for rank in ranks[:_NAMED])}{more}"

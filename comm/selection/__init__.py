@@ -1,0 +1,1 @@
+"""The scheme of each bucket, measured in training and switched between steps."""

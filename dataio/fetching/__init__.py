@@ -1,0 +1,1 @@
+"""Fetching one batch: what it calls, what it draws, and with which random state."""

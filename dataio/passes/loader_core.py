@@ -1,0 +1,298 @@
+"""How a continuous loader's batches are made, and where its loop stands."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel.dataio.dataset.dataset_epoch import said
+from accel.dataio.dataset.fetch_watch import FetchWatch
+from accel.dataio.dataset.handles import HandleShared, check_fork, shared_handle
+from accel.dataio.dataset.thread_safety import unsafe
+from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.engine.engine import Engine, InlineEngine, ThreadEngine
+from accel.dataio.engine.processes import ProcessEngine
+from accel.dataio.passes import epochs, resume
+from accel.dataio.passes.continuous import Continuous
+from accel.dataio.passes.look_ahead import LookAhead
+from accel.dataio.passes.rounds import Setting
+from accel.dataio.passes.tuner import Tuner
+from accel.profiler.host import usable_cores
+
+log = logging.getLogger("accel.dataio")
+
+Mode = Literal["auto", "inline", "threads", "processes", "fork", "forkserver", "spawn"]
+MODES = ("auto", "inline", "threads", "processes", "fork", "forkserver", "spawn")
+_STALL_S = 3.0
+INLINE = Setting("inline")
+_CALLS_INIT = "only processes call the loader's worker_init_fn"
+
+
+class Options(NamedTuple):
+    """The arguments of a `ContinuousLoader`."""
+
+    mode: Mode
+    workers: int | None
+    prefetch: int | None
+    thread_safe: bool | None
+    device: torch.device | str | None
+
+
+def not_movable(loader: DataLoader[Any]) -> str:
+    """Return '' if the loader's batches can be made elsewhere, else the reason why not."""
+    if loader._dataset_kind != 0:
+        return "its dataset is iterable: which items a worker reads is the dataset's own affair"
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return f"{type(loader).__name__} iterates in its own way"
+    return ""
+
+
+class Running(Protocol):
+    """A pass that is under way."""
+
+    def detach(self) -> None:
+        """Go on without the engine."""
+
+
+class LoaderCore:
+    """How a loader's batches are made, and where its loop stands."""
+
+    def __init__(self, loader: DataLoader[Any], options: Options) -> None:
+        self.loader, self.options = loader, options
+        self.passed_through = not_movable(loader)
+        self.device = None if options.device is None else torch.device(options.device)
+        self.counts: bool | None = None
+        self.choice: Tuner | None = None
+        self.setting = self._first_setting()
+        self.reason = "as told"
+        # Draws are seen by the engine: around a fetch the sampler draws too. Whoever says that threads may read a
+        # dataset together means what it changes, too.
+        watch = options.mode == "auto" and self.setting.mode == "inline"
+        self.witness = FetchWatch(None if self._told else loader.dataset, draws=False) if watch else None
+        self.served, self.finished = 0, True
+        self.loaded: Mapping[str, Any] | None = None
+        self.moved_file = ""  # by fetching, and open before
+        self._accepted = ""  # of `shared_handle`, when the user's own workers were started
+        self.slowest_s = 0.0  # batch made in the loop's own thread
+        self._engines: dict[Setting, Engine] = {}
+        self._continuous: Continuous | None = None
+        self._running: weakref.ref[Running] | None = None
+        self._begun: dict[str, Any] | None = None
+        self._base_seed: int | None = None
+
+    @property
+    def calls_init(self) -> bool:
+        """Whether batches must come from workers, which call the worker_init_fn."""
+        return self.loader.worker_init_fn is not None
+
+    @property
+    def _asked(self) -> bool:
+        """Whether the user asked for workers."""
+        return self.options.mode != "auto" or self.loader.num_workers > 0 or self.calls_init
+
+    @property
+    def _told(self) -> bool | None:
+        """Whether threads may read the dataset at once, where somebody says so."""
+        if self.options.thread_safe is not None:
+            return self.options.thread_safe
+        told = said(self.loader.dataset, "thread_safe")
+        return told if isinstance(told, bool) else None
+
+    def _first_setting(self) -> Setting:
+        mode, loader = self.options.mode, self.loader
+        if mode == "auto" and not self.passed_through:
+            told = self.options.thread_safe
+            reason = unsafe(loader.dataset) if told is None else "" if told else "as told (thread_safe=False)"
+            ahead = LookAhead(self._prefetch, fixed=self.options.prefetch is not None)
+            init, limit = self.calls_init, self.options.workers
+            self.choice = Tuner(
+                _start_method(loader, self._asked),
+                no_threads=reason,
+                ahead=ahead,
+                limit=limit or (loader.num_workers if init else 0) or None,
+                processes_only=_CALLS_INIT if init else "",
+                own=loader.num_workers,
+            )
+            return self.choice.current
+        if mode in ("auto", "inline"):
+            return Setting("inline")
+        count = self.options.workers or loader.num_workers or usable_cores()
+        return Setting(_start_method(loader) if mode == "processes" else mode, count)
+
+    # -- engines -----------------------------------------------------------------------------------------------------
+
+    def _engine(self, setting: Setting) -> Engine:
+        if setting not in self._engines:
+            self._engines[setting] = self._make(setting)
+        return self._engines[setting]
+
+    @property
+    def _prefetch(self) -> int:
+        return self.options.prefetch or self.loader.prefetch_factor or 2
+
+    def _make(self, setting: Setting) -> Engine:
+        prefetch = self._prefetch
+        if setting.mode == "inline":
+            return InlineEngine(self.loader)
+        if not self._asked and self.moved_file:
+            raise HandleShared(f"fetching reads on in a file that was open before: {self.moved_file}")
+        if setting.mode == "threads":
+            reason = "" if self._asked or self._told else shared_handle(self.loader)
+            if reason:
+                raise HandleShared(reason)
+            return ThreadEngine(self.loader, setting.workers, prefetch=prefetch)
+        # On trial the loop must not stand still for long: nobody asked for processes.
+        stall_s = None if self.choice is None else max(_STALL_S, 10 * self.slowest_s)
+        return ProcessEngine(
+            self.loader,
+            setting.workers,
+            start_method=setting.mode,
+            prefetch=prefetch,
+            stall_s=stall_s,
+            check=None if self.choice is None else self._check_fork,
+        )
+
+    def _check_fork(self, start_method: str) -> None:
+        if self.calls_init or (self._asked and start_method != "fork"):
+            return
+        check_fork(self.loader, start_method, accepted=self._accepted)
+
+    def _start_own(self, continuous: Continuous) -> None:
+        """Start the workers that the user asked for: the loop has opened nothing yet that fetching opens."""
+        setting = Setting(_start_method(self.loader), self.loader.num_workers)
+        self._accepted = shared_handle(self.loader)
+        try:
+            engine = self._engine(setting)
+            engine.start()
+            continuous.know(engine)
+        except Exception as error:
+            log.info("%s can't be started: %s", setting, error)
+
+    def follow(self, choice: Tuner) -> None:
+        """Make batches as `choice` wants from the next one on; a setting that can't be had is not tried again."""
+        assert self._continuous is not None
+        while choice.current != self.setting:
+            try:
+                engine = self._engine(choice.current)
+                engine.base_seed = self._continuous.base_seed
+                engine.start()
+            except Exception as error:
+                choice.failed(error)
+                if choice.exhausted:
+                    raise
+                continue
+            self._continuous.switch(engine)
+            self.setting = choice.current
+        if self.setting.mode != "inline":
+            self._engines[self.setting].capacity = self.setting.workers * choice.ahead.batches
+        if choice.decided:
+            for other in [each for each in self._engines if each != self.setting]:
+                self._engines.pop(other).close()
+
+    def go_inline(self, reason: str) -> None:
+        """Go on in the loop's own thread, with the very batch that was to come."""
+        assert self._continuous is not None
+        self._continuous.switch(self._engine(INLINE))
+        self.setting, self.reason = INLINE, reason
+
+    def worker_processes(self) -> list[Any]:
+        """Return the processes that make batches now."""
+        engine = self._engines.get(self.setting)
+        return engine.processes if isinstance(engine, ProcessEngine) else []
+
+    def close(self) -> None:
+        """End threads and processes."""
+        self._detach()
+        if self._continuous is not None:
+            self._continuous.drop()
+            self._continuous = None
+        for engine in self._engines.values():
+            engine.close()
+        self._engines.clear()
+
+    def _detach(self) -> None:
+        running = None if self._running is None else self._running()
+        if running is not None:
+            running.detach()
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def begin(self, running: Running) -> Continuous:
+        """Begin a pass: go on with what was fetched ahead, or draw the epoch now."""
+        self._detach()
+        self._running = weakref.ref(running)
+        if self._continuous is None:
+            self._continuous = Continuous(self.loader, self._engine(self.setting), strict=not self._asked)
+            if self.choice is not None and self.loader.num_workers > 0 and not self.calls_init:
+                self._start_own(self._continuous)
+        loaded = self.loaded
+        self.finished, self.served = False, 0
+        if loaded is not None and loaded["begun"]["sampler_epoch"] == epochs.epoch_of(self.loader):
+            self._go_on(self._continuous, loaded)
+        else:
+            self._begin_epoch(self._continuous)
+        self.loaded = None
+        if self.loader.num_workers > 0:
+            self._continuous.prime()  # a loader with workers draws its first lists now, one without when it is asked
+        return self._continuous
+
+    def _go_on(self, continuous: Continuous, loaded: Mapping[str, Any]) -> None:
+        self._begun, self.served = resume.begun_again(self.loader, loaded), loaded["served"]
+        indices, self._base_seed = resume.draw_again(self.loader, self._begun, loaded)
+        continuous.take(indices, base_seed=self._base_seed, first=self.served)
+
+    def _begin_epoch(self, continuous: Continuous) -> None:
+        self._begun = resume.begun(self.loader)
+        if continuous.resume():
+            return
+        continuous.drop()  # before anything is drawn: it puts the generators back
+        self._begun = resume.begun(self.loader)
+        indices, self._base_seed = epochs.begin(self.loader, seeded=self._base_seed if self._persistent else None)
+        continuous.take(indices, base_seed=self._base_seed)
+
+    @property
+    def _persistent(self) -> bool:
+        return self.loader.num_workers > 0 and self.loader.persistent_workers
+
+    # -- the loop's place --------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the loop's place; see `accel.dataio.passes.resume`."""
+        if self.loaded is not None:
+            return dict(self.loaded)  # loaded and not begun: the loop stands where it stood
+        # An elastic sampler knows its place itself, and begins its next pass there.
+        finished = self.finished or isinstance(self.loader.batch_sampler, ElasticSampler)
+        place = {"version": resume.VERSION, "served": 0 if finished else self.served, "finished": finished}
+        if self.passed_through:
+            return place
+        return place | {
+            "length": len(self.loader.dataset),  # type: ignore[arg-type]
+            "begun": resume.begun(self.loader) if finished else self._begun,
+            "base_seed": self._base_seed,
+            "kept_seed": self._persistent,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take note of a state; the next pass goes on from it."""
+        self._detach()
+        if self._continuous is not None:
+            self._continuous.drop()
+        self.loaded = None if state["finished"] else dict(state)
+        self.finished = True  # if nothing was loaded: the loop stands between two epochs
+        if not self.passed_through:
+            resume.put_back(self.loader, state["begun"])
+            self._base_seed = state["base_seed"]
+
+
+def _start_method(loader: DataLoader[Any], asked: bool = True) -> str:
+    if not asked and sys.platform == "linux":
+        return "fork"  # others import the user's script
+    context = loader.multiprocessing_context or multiprocessing.get_context()
+    return str(context.get_start_method())

@@ -1,0 +1,145 @@
+"""Assign the places of one step to the ranks round robin: one to each in turn, while its batch has room.
+
+With batch sizes b_r, round j = 1, 2, … ends after E_j = Σ_r min(b_r, j) places; the whole step takes G = Σ_r b_r. With
+equal batches rank r of W gets places r, r + W, r + 2W, …, which is how torch's DistributedSampler divides an epoch.
+
+What is done at the end of an epoch, when m < G places are left:
+
+| tail | the last step takes | each sample comes |
+|---|---|---|
+| pad | the least E_j ≥ m: repeats from the epoch's beginning end the round | at least once; < W repeats |
+| drop | the greatest E_j ≤ m: a round that cannot be ended is left out | at most once; < W never |
+| uneven | m | exactly once |
+
+"pad" and "drop" are DistributedSampler's drop_last=False and True. The number of steps is a function of the batch sizes
+and of what is left, so it is the same on every rank. After "pad" and "drop" ranks have equally many, or as many as
+their smaller batch holds. Under "uneven" the last two steps share their samples where m < W would leave a rank without
+any, so that each has one in both; only where there are too few for that (n < W, or batches of 1) does a
+rank get an empty batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+Tail = Literal["pad", "drop", "uneven"]
+
+
+class RoundRobin:
+    """Tell which places of the next step are one rank's, and how many the step takes.
+
+    Args:
+        sizes: batch size of each rank, samples, at least 1.
+        rank: this one, an index into `sizes`.
+        tail: what becomes of a last step that doesn't fill all batches; see the module.
+        drop_last: leave that step out if a rank's batch in it were short.
+
+    Raises:
+        ValueError: if a size is less than 1, or `tail` is unknown.
+
+    Example:
+        >>> [RoundRobin([4, 2], rank, "pad").mine(6).tolist() for rank in range(2)]
+        [[0, 2, 4, 5], [1, 3]]
+    """
+
+    def __init__(self, sizes: Sequence[int], rank: int, tail: Tail, drop_last: bool = False) -> None:
+        if min(sizes) < 1:
+            raise ValueError(f"batch_size must be at least 1 on every rank, got {min(sizes)}")
+        if tail not in get_args(Tail):
+            raise ValueError(f"tail must be one of {get_args(Tail)}, got {tail!r}")
+        self.tail, self.drop_last = tail, drop_last
+        self._ranks = len(sizes)
+        self._ends = np.cumsum(_with_room(sizes, max(sizes)))
+        before = np.concatenate([[0], self._ends[: sizes[rank] - 1]])
+        self._places = before + _with_room(sizes[:rank], sizes[rank])
+        self._all = int(self._ends[-1])
+
+    def mine(self, width: int) -> NDArray[np.int64]:
+        """Return this rank's places, ascending, of a step that takes `width` places."""
+        return self._places[: self.count(width)]
+
+    def count(self, places: int) -> int:
+        """Return how many of the step's first `places` are this rank's."""
+        return int(np.searchsorted(self._places, places))
+
+    def width(self, left: int) -> int:
+        """Return how many places the next step takes when `left` are left of the epoch; 0 if it is over."""
+        if left >= self._all:
+            return (left + 1) // 2 if self._shares(left) else self._all
+        width = self._last(left)
+        return 0 if self.drop_last and width < self._all else width
+
+    def ahead(self, left: int, most: int) -> NDArray[np.int64]:
+        """Return this rank's places in the next step and in those after it that are dealt alike, one row per step.
+
+        Args:
+            left: places left of the epoch, more than 0; the first of them is place 0.
+            most: places to return, but for a single step's; what bounds memory.
+        """
+        width = self.width(left)
+        alike = (left - self._ranks) // self._all  # with fewer than W left after a step, it may be shared
+        rows = max(1, min(most // len(self._places), alike))
+        return width * np.arange(rows)[:, None] + self.mine(width)
+
+    def steps(self, left: int) -> int:
+        """Return how many steps are to come when `left` places are left."""
+        full, rest = divmod(left, self._all)
+        return full + (self.width(rest) > 0)
+
+    def _shares(self, left: int) -> bool:
+        """Tell whether this step and the last one share what is left, so that each rank has a sample in both."""
+        alone = 0 < left - self._all < self._ranks
+        return self.tail == "uneven" and not self.drop_last and alone and left >= 2 * self._ranks
+
+    def _last(self, left: int) -> int:
+        if left == 0 or self.tail == "uneven":
+            return left
+        if self.tail == "pad":
+            return int(self._ends[np.searchsorted(self._ends, left)])
+        ended = int(np.searchsorted(self._ends, left, side="right"))
+        return int(self._ends[ended - 1]) if ended else 0
+
+
+def _with_room(sizes: Sequence[int], rounds: int) -> NDArray[np.int64]:
+    """Return how many of the batches have room in each of the rounds 1 to `rounds`: Σ_r [b_r ≥ j]."""
+    full_after = np.bincount(np.minimum(np.asarray(sizes, dtype=np.int64), rounds), minlength=rounds + 1)
+    return len(sizes) - np.cumsum(full_after)[:rounds]
+
+
+def world(num_replicas: int | None = None, rank: int | None = None) -> tuple[int, int]:
+    """Return the number of ranks and this one, from the process group where they are not given.
+
+    Args:
+        num_replicas: number of ranks; default the process group's, or 1 outside torchrun.
+        rank: this one; default the process group's, or 0 if it is the only one.
+
+    Raises:
+        ValueError: if they are out of range or cannot be known: every rank taking itself for the only one would go
+            unnoticed.
+
+    Example:
+        >>> world(4, 3)
+        (4, 3)
+    """
+    grouped = dist.is_available() and dist.is_initialized()
+    if num_replicas is None:
+        num_replicas = dist.get_world_size() if grouped else 1
+        started = os.environ.get("WORLD_SIZE", "1")
+        if not grouped and started != "1":
+            raise ValueError(
+                f"num_replicas must be given or known from a process group, got None and WORLD_SIZE={started}; "
+                "call torch.distributed.init_process_group first"
+            )
+    if rank is None:
+        if not grouped and num_replicas != 1:
+            raise ValueError(f"rank must be given without a process group, got None for num_replicas={num_replicas}")
+        rank = dist.get_rank() if grouped else 0
+    if not 0 <= rank < num_replicas:
+        raise ValueError(f"rank must be at least 0 and less than num_replicas={num_replicas}, got {rank}")
+    return num_replicas, rank

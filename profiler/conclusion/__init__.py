@@ -1,0 +1,1 @@
+"""From the findings and the experiments to the verdict that a report shows."""
