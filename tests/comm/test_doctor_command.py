@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from accel.comm import doctor
 from accel.comm.doctor import examine, registry
-from accel.comm.doctor import host as doctor_host
 from accel.commands import doctor as doctor_command
 from accel.commands.cli import main
 from tests.comm.fake_host import CARD, host
@@ -24,7 +24,7 @@ LOG = "node1:1:2 [0] NCCL INFO NCCL_P2P_DISABLE set by environment to 1\n"
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put the good machine in the place of this one; return the folder beside it."""
     good = host(tmp_path / "root")
-    monkeypatch.setattr(doctor_host, "Host", lambda: good)
+    monkeypatch.setattr(doctor, "Host", lambda: good)
     return tmp_path
 
 
@@ -58,7 +58,7 @@ def test_a_log_with_a_warning_gives_status_1_and_a_file(words: list[str], machin
 
 def test_information_alone_leaves_status_0(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = host(machine / "other", files={f"{CARD}/mtu": "1500"})
-    monkeypatch.setattr(doctor_host, "Host", lambda: small)
+    monkeypatch.setattr(doctor, "Host", lambda: small)
     done = run()
     assert done.exit_code == 0
     assert "info: small packets on a fast link (mtu)" in done.output

@@ -155,10 +155,10 @@ import os, time
 from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, Dataset
-from accel.dataio.passes import choice
+from accel.dataio.passes import tuner
 from accel.dataio.loader import ContinuousLoader
 
-choice._NEGLIGIBLE = -1.0
+tuner._NEGLIGIBLE = -1.0
 with open({runs!r}, "a") as file:
     file.write("run ")
 
