@@ -8,9 +8,9 @@ write phase and time to a list and look at nothing, so what no marks in Python c
 same objects: the marks are taken out and put back between two pieces.
 
 A round of one arm is eight pieces of either kind. Each of its sides is a whole epoch, from the making of the iterator
-on, so that what comes only now and then (an epoch's start, the tape put by, looks at the stack) comes at its ordinary
-rate. Figures are the median of the differences of neighbouring pieces, and the 95 % interval of that median by order
-statistics; beside it their mean, in which a disturbance of the machine counts as much as what is rare.
+on, so that what comes only now and then (an epoch's start, a stored segment of the tape, a sample of the stack) comes
+at its ordinary rate. Figures are the median of the differences of neighbouring pieces, and the 95 % interval of that
+median by order statistics; beside it their mean, in which a disturbance of the machine counts as much as what is rare.
 """
 
 from __future__ import annotations

@@ -1,0 +1,69 @@
+"""CONTRIBUTING and the glossary say what is there: rooms, paths to read, words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_layout import ROOT, own_files
+from tests.test_rooms import ROOMS
+
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PATHS = dict(re.findall(r"^\*\*(.+)\*\*\n\n((?:\d+\. .*\n(?:   .*\n)*)+)", GUIDE, re.MULTILINE))
+
+# The private words of the first version, by what the field says.
+NOT_OUR_WORDS = {
+    "residual": re.compile(r"withheld"),
+    "automatically": re.compile(r"chosen by itself"),
+    "estimated": re.compile(r"told (?:within|against)"),
+    "stored": re.compile(r"\bput by\b"),
+}
+OLD_TEXTS = {"CHANGELOG.md", "docs/glossary.md", "tests/test_contributing.py"}
+
+
+@pytest.mark.parametrize("folder", ROOMS)
+def test_map_has_each_room(folder: str) -> None:
+    assert not {room for room in ROOMS[folder] - kernels() if f"`{folder}/{room}/`" not in GUIDE}
+
+
+def kernels() -> set[str]:
+    """Rooms of one op each, which have one row together."""
+    return {"codes", "fcos_targets", "rows", "simota", "window_attention"}
+
+
+def test_there_are_three_paths_to_read() -> None:
+    assert len(PATHS) == 3
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_is_a_dozen_files_that_exist(path: str) -> None:
+    files = re.findall(r"^\d+\. `([\w/]+\.py)`", PATHS[path], re.MULTILINE)
+    assert 5 <= len(files) <= 12
+    assert len(files) == len(re.findall(r"^\d+\. ", PATHS[path], re.MULTILINE))
+    assert not [file for file in files if not (ROOT / file).is_file()]
+
+
+def test_every_file_that_the_guide_names_exists() -> None:
+    named = re.findall(r"`((?:accel|profiler|comm|dataio|kernels|benchmarks|tests)/[\w/*]+\.py)`", GUIDE)
+    assert not [file for file in named if not list(ROOT.glob(file))]
+
+
+@pytest.mark.parametrize("word", NOT_OUR_WORDS)
+def test_the_fields_word_is_used(word: str) -> None:
+    assert not [place for place in places(NOT_OUR_WORDS[word])]
+
+
+def places(pattern: re.Pattern[str]) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in written()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if pattern.search(line)
+    ]
+
+
+def written() -> list[Path]:
+    texts = [path for path in own_files() if path.suffix in {".py", ".md"}]
+    return [path for path in texts if path.relative_to(ROOT).as_posix() not in OLD_TEXTS]
