@@ -17,6 +17,7 @@ from tests.comm.ranks import run_ranks
 EVERY_WAY = {"sparse", "dense", "clipped"}
 
 
+@pytest.mark.slow
 def test_ratio_one_is_dense_sgd_with_momentum() -> None:
     for found in run_ranks(dgc_cases.as_dense, 4, per_host=2):
         assert len(found) == 8
@@ -61,12 +62,14 @@ def test_a_void_step_arrives_and_leaves_velocity_and_residual_alone() -> None:
             assert one == {"arrived": True, "untouched": True, "recovers": True, "moved": True}, what
 
 
+@pytest.mark.slow
 def test_a_parameter_that_no_rank_used_stands_still() -> None:
     for found in run_ranks(dgc_cases.unused, 4, per_host=2):
         for what, one in found.items():
             assert one == {"stood": True, "paused": True, "same": True, "went on": True}, what
 
 
+@pytest.mark.slow
 def test_resuming_equals_not_stopping() -> None:
     for found in run_ranks(dgc_cases.resume, 4, per_host=2):
         for what, one in found.items():
@@ -82,6 +85,7 @@ def test_accumulated_passes_are_one_step() -> None:
         assert found["same"]
 
 
+@pytest.mark.slow
 def test_memory_does_not_depend_on_the_loss_scale() -> None:
     # Scales are powers of 2: nothing rounds.
     assert max(run_ranks(dgc_cases.scaled, 3)) < 1e-15

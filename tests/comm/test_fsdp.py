@@ -31,6 +31,7 @@ def test_applied_and_withheld_are_the_sum_and_void_steps_change_neither() -> Non
             assert one["steps"] == 6
 
 
+@pytest.mark.slow
 def test_training_goes_on_and_resumes_to_the_bit() -> None:
     for found in run_ranks(cases.training, 4, per_host=2):
         assert len(found) == 3
@@ -41,6 +42,7 @@ def test_training_goes_on_and_resumes_to_the_bit() -> None:
             assert one["resumed"], name
 
 
+@pytest.mark.slow
 def test_bytes_between_hosts_are_those_of_the_encoding() -> None:
     # With two replicas 2 (n − 1)/n = 1 of the shard, encoded; 4 bytes of scale for each block of 1024.
     want = {"exact": 1.0, "bf16": 1 / 2, "int8": (1 + 4 / 1024) / 4, "1-bit": (1 / 8 + 4 / 1024) / 4}

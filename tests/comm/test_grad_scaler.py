@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.comm import grad_scaler_cases as cases
 from tests.comm.ranks import run_ranks
 
 
+@pytest.mark.slow
 def test_training_goes_on_like_dense_after_an_infinite_step() -> None:
     for found in run_ranks(cases.train, 2):
         assert found.keys() == cases.COMPRESSORS.keys()

@@ -56,6 +56,7 @@ def test_what_was_withheld_of_a_parameter_waits_while_no_rank_uses_it() -> None:
             assert {key: one[key] for key in kept} == kept, (name, hierarchical)
 
 
+@pytest.mark.slow
 def test_signs_after_a_dense_start() -> None:
     for found in run_ranks(cases.dense_start, 4, per_host=2):
         for errors in found.values():

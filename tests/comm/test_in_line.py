@@ -27,6 +27,7 @@ def test_one_thread_issues_everything_in_the_order_of_buckets() -> None:
     assert first["mean"].equal(second["mean"])
 
 
+@pytest.mark.slow
 def test_it_computes_what_threads_compute() -> None:
     for found in run_ranks(cases.as_threads, 4, per_host=2):
         assert len(found) == 6

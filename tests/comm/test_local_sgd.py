@@ -13,9 +13,13 @@ SHAPES = pytest.mark.parametrize(
     ("world", "per_host"),
     [pytest.param(2, 1, marks=pytest.mark.slow, id="2 ranks"), pytest.param(4, 2, id="2 hosts of 2")],
 )
+FLAT_FIRST = pytest.mark.parametrize(
+    ("world", "per_host"),
+    [pytest.param(2, 1, id="2 ranks"), pytest.param(4, 2, marks=pytest.mark.slow, id="2 hosts of 2")],
+)
 
 
-@SHAPES
+@FLAT_FIRST
 def test_averaging_at_every_step_is_dense_sgd(world: int, per_host: int) -> None:
     for found in run_ranks(cases.as_dense, world, per_host, per_host=per_host):
         assert len(found) == 3
@@ -41,7 +45,7 @@ def test_three_ranks_on_one_host_and_one_each() -> None:
             assert all(one["error"] < ROUNDING and one["same"] for one in found.values())
 
 
-@SHAPES
+@FLAT_FIRST
 def test_steps_that_grad_scaler_skips_keep_ranks_together(world: int, per_host: int) -> None:
     for found in run_ranks(cases.scaled, world, per_host, per_host=per_host):
         assert len(found) == 2 * per_host
@@ -65,7 +69,7 @@ def test_ranks_that_skip_different_steps_unseen_are_told() -> None:
         )
 
 
-@SHAPES
+@FLAT_FIRST
 def test_resuming_equals_not_stopping(world: int, per_host: int) -> None:
     for found in run_ranks(cases.resume, world, per_host, per_host=per_host):
         assert len(found) == 1 + per_host

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pickle
 
+import pytest
+
 from accel.comm.one_bit import OneBit
 from tests.comm import one_bit_cases as cases
 from tests.comm.ranks import run_ranks
 
 
+@pytest.mark.slow
 def test_dense_steps_are_those_of_sgd_with_momentum() -> None:
     for found in run_ranks(cases.as_dense, 4, per_host=2):
         assert len(found) == 6
@@ -31,6 +34,7 @@ def test_a_void_step_arrives_and_leaves_velocity_and_residual_alone() -> None:
             assert one == {"arrived": True, "untouched": True, "recovers": True, "moved": True}, way
 
 
+@pytest.mark.slow
 def test_a_parameter_that_no_rank_used_stands_still() -> None:
     for found in run_ranks(cases.unused, 4, per_host=2):
         assert len(found) == 9
@@ -38,11 +42,13 @@ def test_a_parameter_that_no_rank_used_stands_still() -> None:
             assert one == {"stood": True, "kept": True, "same": True, "went on": True}, what
 
 
+@pytest.mark.slow
 def test_resuming_equals_not_stopping() -> None:
     for found in run_ranks(cases.resume, 4, per_host=2):
         assert all(one["same bits"] for one in found.values()), found
 
 
+@pytest.mark.slow
 def test_memory_does_not_depend_on_the_loss_scale() -> None:
     # Scales are powers of 2: nothing rounds.
     assert max(run_ranks(cases.scaled, 4, per_host=2)) < 1e-15

@@ -65,7 +65,7 @@ class Published:
         return decoded
 
 
-@pytest.mark.parametrize("alternate", [False, True], ids=["PowerSGD", "ACP-SGD"])
+@pytest.mark.parametrize("alternate", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["PowerSGD", "ACP-SGD"])
 def test_ten_steps_on_three_ranks_are_those_of_the_papers(alternate: bool) -> None:
     world = 3
     found = run_ranks(steps, world, alternate)
@@ -190,6 +190,7 @@ def unused(rank: int, world: int) -> dict[Any, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_unused_and_empty_parameters() -> None:
     for found in run_ranks(unused, 2):
         for (k, _), one in found.items():
@@ -216,6 +217,7 @@ def start(rank: int, world: int) -> dict[Any, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_first_steps_are_plain_for_any_start_step() -> None:
     for found in run_ranks(start, 2):
         for (first, _), errors in found.items():
@@ -311,6 +313,7 @@ def modes(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_options_and_dtypes_of_ddp() -> None:
     bounds = {"float16": 2**-9, "bfloat16": 2**-6}
     for found in run_ranks(modes, 4, per_host=2):

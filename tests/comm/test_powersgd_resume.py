@@ -6,6 +6,7 @@ import itertools
 import pickle
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -93,6 +94,7 @@ def resume(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_resuming_equals_not_stopping() -> None:
     for rank, found in enumerate(run_ranks(resume, 4, per_host=2)):
         assert len(found) == 4

@@ -50,6 +50,7 @@ def test_one_rank_has_nothing_to_choose() -> None:
     assert found["plan"] == ()
 
 
+@pytest.mark.slow
 def test_four_ranks_on_two_hosts_agree() -> None:
     found = same_on_all(run_ranks(cases.real_search, 4, "lossy", per_host=2))
     assert any(way is not None and way.hierarchical for plan in found["options"] for way in plan)

@@ -23,7 +23,7 @@ def test_each_way_is_the_hook_of_its_own_state(world: int, ways: int) -> None:
         assert all(one == {"as its own state": True, "same on all ranks": True} for one in found.values()), found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_after_each_switch_replicas_are_equal_and_nothing_is_lost(world: int) -> None:
     for found in run_ranks(cases.back_and_forth, world, per_host=world // 2):
         assert found["same"]

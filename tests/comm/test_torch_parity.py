@@ -25,6 +25,7 @@ from tests.comm.ranks import run_ranks
 APART = {"exact": 1e-4, "fp16": 0.01, "bf16": 0.03, "int8": 0.05}
 
 
+@pytest.mark.slow
 def test_fifty_steps_beside_ddp() -> None:
     for found in run_ranks(cases.training, 2):
         assert found.keys() == cases.COMPRESSORS.keys()
