@@ -12,8 +12,8 @@ import pytest
 
 RECORD = Path(__file__).with_name("slowest_ten.json")
 
-# Of ten tests together: 0.9 to 1.15 of the share that they had before from run to run on a quiet machine, up to 1.4 on a
-# crowded one, where ranks wait for each other.
+# Of ten tests together, from run to run: 0.9 to 1.15 of the share that they had before on a quiet machine, up to 1.4 on
+# a crowded one, where ranks wait for each other.
 MOST_GROWTH = 2.0
 
 

@@ -49,9 +49,9 @@ def test_the_committed_list_is_of_the_whole_run() -> None:
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.1, pytest.ExitCode.OK), (5.0, pytest.ExitCode.TESTS_FAILED)])
 def test_growth_ends_a_green_run_red(seconds: float, expected: pytest.ExitCode, tmp_path: Path) -> None:
-    Slowest(20, 2.0, dict.fromkeys(map(str, range(10)), 0.1)).write(tmp_path / "ten.json")
+    Slowest(100, 10.0, dict.fromkeys(map(str, range(10)), 0.1)).write(tmp_path / "ten.json")
     plugin = Durations(record=False, path=tmp_path / "ten.json")
-    for number in range(20):
+    for number in range(100):
         for duration in (0.0, seconds if number == 0 else 0.1, 0.0):
             plugin.pytest_runtest_logreport(report(str(number), duration))
     session = cast(pytest.Session, SimpleNamespace(exitstatus=pytest.ExitCode.OK))
