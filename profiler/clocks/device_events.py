@@ -1,7 +1,7 @@
-"""How long the device works in each phase: an event at each mark, read some steps late, so that nothing waits for it.
+"""How long the device works in each phase: an event at each mark, read some steps later, so that nothing waits.
 
 The host runs ahead of the device, so its marks say when work was issued. An event recorded beside each mark says when
-the device got there. Events are read once the device has passed them, and used again.
+the device got there. Events are read once the device has passed them, and reused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DeviceEvents:
         self._ms: defaultdict[str, float] = defaultdict(float)
 
     def write(self, pair: Any) -> None:
-        """Take a pair for the tape; a phase is marked on the device too."""
+        """Write a pair to the tape, and mark a phase on the device too."""
         self._write(pair)
         if not self.on:
             return
@@ -70,8 +70,8 @@ class DeviceEvents:
 
     def _read(self, marks: list[tuple[str, Any]]) -> None:
         if marks[-1][1].query():
-            for (phase, begins), (_, ends) in itertools.pairwise(marks):
-                self._ms[phase] += begins.elapsed_time(ends)
+            for (phase, start), (_, end) in itertools.pairwise(marks):
+                self._ms[phase] += start.elapsed_time(end)
             self.steps += 1
         self._free += [event for _, event in marks]
 

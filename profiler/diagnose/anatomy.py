@@ -24,12 +24,12 @@ class Anatomy:
     shares: dict[str, float]
     """Phase → share; they add up to 1."""
     epoch_start: float = 0.0
-    """Of the data phase: what the first steps of epochs waited longer than others."""
+    """Of the data phase: how much longer the first steps of epochs waited than others."""
     epoch_slow: float = 0.0
-    """Of the model's phases and the update: what these steps take longer. Starting a process makes its parent slow for
-    a while: its memory is shared, and each page is copied when it is next written."""
+    """Of the model's phases and the update: how much longer they take in these steps. Forking a process slows its
+    parent down for a while: memory is shared copy-on-write, and each page is copied when it is next written."""
     each: float = 0.0
-    """Of `outside`: what each step has."""
+    """Of `outside`: what every step has."""
     stalls: float = 0.0
     """Of `outside` and `evaluation`: what only some steps have."""
     stall_every: float = 0.0
@@ -39,11 +39,11 @@ class Anatomy:
     own_code: dict[str, float] = field(default_factory=dict)
     """Phase of the model → the part of it in which surely no operator runs, batches left out."""
     own_unplaced: float = 0.0
-    """Of the model's phases together: the same, where it can't be said of any of them."""
+    """Of the model's phases together: the same, where it can't be assigned to one of them."""
 
     @property
     def computing(self) -> float:
-        """Forward pass, loss and backward pass, without what else is done in them."""
+        """Forward pass, loss and backward pass, without batches and the loop's own code in them."""
         return max(0.0, sum(self.works(phase) for phase in COMPUTING) - self.own_unplaced)
 
     def works(self, phase: str) -> float:
@@ -52,7 +52,7 @@ class Anatomy:
 
 
 def of(steps: Sequence[Measurement]) -> Anatomy:
-    """Take the steps apart; means, because a stall every twenty steps is time too."""
+    """Return the anatomy of some steps; means, because a stall every twenty steps is time too."""
     total = sum(m.seconds for m in steps)
     if total <= 0:
         return Anatomy(steps=len(steps), step_s=0.0, shares=dict.fromkeys(PHASES, 0.0))
@@ -78,7 +78,7 @@ def of(steps: Sequence[Measurement]) -> Anatomy:
 
 
 def _starting(steps: Sequence[Measurement]) -> list[int]:
-    """Return the places of each epoch's first steps: one worker after the other delivers its first batch."""
+    """Return the indices of each epoch's first steps: one worker after the other delivers its first batch."""
     firsts = [n for n, m in enumerate(steps) if m.first]
     return sorted({n + k for n in firsts for k in range(_STARTING) if n + k < len(steps)})
 

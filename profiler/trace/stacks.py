@@ -1,8 +1,8 @@
 """The line of the user's script that each traced operator or runtime call comes from.
 
 Kineto's tree holds Python's calls with the line each was made from. A call of a method (`loss.item()`) is among them;
-what goes through a type's slot (`float(loss)`, `if loss > 0`) is not, and gets the last line of its function that was
-seen.
+what goes through a type's slot (`float(loss)`, `if loss > 0`) is not, and gets the last recorded line of its
+function.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def users_lines(
         roots: kineto's `experimental_event_tree()`, recorded with stacks.
         operators: correlation ids of the operators to find.
         calls: correlation ids of the runtime calls to find; they are counted apart from the operators'.
-        is_file: tells whether a file is the user's.
+        is_file: returns whether a file is the user's.
 
     Returns:
         (is it an operator, its correlation id) → (file, line); events without a place are left out.
     """
-    found: dict[tuple[bool, int], Place] = {}
+    places: dict[tuple[bool, int], Place] = {}
     # Not by recursion: a deep model's calls are nested deeper than Python's limit.
     pending = [(root, NOWHERE) for root in roots]
     while pending:
@@ -46,12 +46,12 @@ def users_lines(
         if place is not NOWHERE and tag in ("TorchOp", "Kineto"):
             number = node.correlation_id
             if number in (operators if tag == "TorchOp" else calls):
-                found[tag == "TorchOp", number] = place
+                places[tag == "TorchOp", number] = place
         here = _own_place(node, tag, is_file) or place
         for child in node.children:
             here = _call_place(child, is_file) or here
             pending.append((child, here))
-    return found
+    return places
 
 
 def _call_place(node: Any, is_file: Callable[[str], bool]) -> Place | None:
@@ -64,7 +64,7 @@ def _call_place(node: Any, is_file: Callable[[str], bool]) -> Place | None:
 
 
 def _own_place(node: Any, tag: str, is_file: Callable[[str], bool]) -> Place | None:
-    """Return where a function of the user's begins, if the node is a call of one."""
+    """Return where a user's function begins, if the node is a call of one."""
     if tag != "PyCall":
         return None
     callee = node.extra_fields.callsite
