@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-_POLL_S, _LONGEST_POLL_S = 0.05, 0.4
+_POLL_S, _MAX_POLL_S = 0.05, 0.4
 """Pauses between two polls, doubling: 1,000 ranks share one store."""
 
 
@@ -91,7 +91,7 @@ class Exchange:
         while time.monotonic() < deadline:
             yield
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+            pause_s = min(2 * pause_s, _MAX_POLL_S)
 
     def _read(self, key: str) -> Any:
         return self._query(lambda store: json.loads(store.get(key)) if store.check([key]) else None)

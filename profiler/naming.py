@@ -119,8 +119,8 @@ def refusal(findings: Sequence[Finding], retracted: Sequence[str]) -> str:
 def _crowded(evidence: Evidence) -> Finding | None:
     thread, others = evidence.thread, evidence.foreign_cores
     waits = thread is not None and thread.wait > CROWDED_WAIT
-    taken = others is not None and others > CROWDED_CORES * evidence.cores and _disturbed(evidence, others)
-    if not waits and not taken:
+    occupied = others is not None and others > CROWDED_CORES * evidence.cores and _disturbed(evidence, others)
+    if not waits and not occupied:
         return None
     why = []
     if thread is not None:
@@ -130,7 +130,7 @@ def _crowded(evidence: Evidence) -> Finding | None:
     throttled = evidence.throttled is not None and evidence.throttled > THROTTLED
     if throttled:
         why.append(f"the quota of {evidence.cores} cores held this run up in {evidence.throttled:.0%} of its periods")
-    own = not taken and (others is not None or throttled or evidence.loader.workers > 0)
+    own = not occupied and (others is not None or throttled or evidence.loader.workers > 0)
     name = CROWDS[own]
     return finding(name, thread.wait if thread is not None else 0.0, why, None)
 

@@ -38,7 +38,7 @@ WAS = ".was"
 """The open phase is renamed, from its beginning, to the one in the next entry."""
 CUT = (STEP, None)
 """What `cut` writes."""
-LONG = 4096
+MAX_TAPE = 4096
 """Length at which a tape is read early: a loop whose steps never end would fill the memory."""
 
 
@@ -133,7 +133,7 @@ class StepClock:
     def enter(self, phase: str) -> None:
         """Book the time since the last mark to the open phase, and open `phase`."""
         self.write((phase, self.now()))
-        if len(self.tape) > LONG and not self._has_segments:  # detached segments come first
+        if len(self.tape) > MAX_TAPE and not self._has_segments:  # detached segments come first
             self._early = self.read()
 
     def request(self) -> None:

@@ -196,7 +196,7 @@ class ProfileSession:
         def updated(optimizer: Any) -> None:
             self.recorder.on_update = self.recorder.on_call = None
             self._updates.add(tuple(users_frames(sys._getframe(1))))
-            step_lines = {place for frames in self._updates for place in frames}
+            step_lines = {line for frames in self._updates for line in frames}
             lines = (batch_lines(list(frames), self._model_lines) for frames in self._updates)
             self._sampler.batch_lines = set().union(*lines)
             self._sampler.call_lines = self._model_lines - step_lines

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from accel.profiler.clocks import callslot
 from accel.profiler.clocks.callslot import Call
 
-_DEEPEST = 6
+_MAX_DEPTH = 6
 
 
 class CalledModules:
@@ -55,8 +55,8 @@ class CalledModules:
             return
         self._owned |= own
         # type(), not isinstance: proxies answer isinstance for what they stand for.
-        everything = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
-        owners = [module for module in everything if self._owns(module)]
+        modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
+        owners = [module for module in modules if self._owns(module)]
         inner = {id(child) for module in owners for child in module.children()}
         for module in owners:
             if id(module) not in inner:
@@ -65,7 +65,7 @@ class CalledModules:
     def descend(self, step: int) -> None:
         """Replace modules that were not called in two whole steps by their children."""
         for module, _, depth, since in list(self._watched.values()):
-            if self._calls[id(module)][0] or depth >= _DEEPEST or step - since < 2:
+            if self._calls[id(module)][0] or depth >= _MAX_DEPTH or step - since < 2:
                 continue
             children = [child for child in module.children() if self._owns(child)]
             if children:

@@ -15,7 +15,7 @@ import torch
 
 from accel.profiler.phases import CUT, MEANING, WAS
 
-LATE = 8
+READ_AFTER_STEPS = 8
 """Steps after which events are read; by then the device has passed them, or the step is left out."""
 
 
@@ -65,7 +65,7 @@ class DeviceEvents:
             begin = self._free.pop() if self._free else self._make()
             begin.record()
             self._step = [(self._step[-1][0], begin)]
-        if len(self._pending) > LATE:
+        if len(self._pending) > READ_AFTER_STEPS:
             self._read(self._pending.popleft())
 
     def _read(self, marks: list[tuple[str, Any]]) -> None:

@@ -11,18 +11,18 @@ class MarkState:
     """State of the marked functions; in slots, since reading attributes of the recorder, which has many, is slower."""
 
     __slots__ = (
-        *("counting", "inside", "inside_backward", "iterator", "learning"),
-        *("left", "optimizer", "stepped", "updating"),
+        *("counting", "in_backward", "in_call", "iterator", "learning"),
+        *("steps_left", "optimizer", "stepped", "updating"),
     )
 
     def __init__(self) -> None:
         self.iterator: Any = None
         """The loop's iterator, unless its batches take the slow path."""
-        self.stepped = self.updating = self.inside = self.inside_backward = False
+        self.stepped = self.updating = self.in_call = self.in_backward = False
         self.learning = True
         self.counting = True
         """Whether the batches and calls of the open step are counted."""
         self.optimizer: Optimizer | None = None
         """The optimizer whose update ends a step that no loader ends: the first that stepped."""
-        self.left = 1
+        self.steps_left = 1
         """Steps until the tape is handed over."""

@@ -122,13 +122,13 @@ class Recorder:
     def _iterate(self, loader: Any, original: Function) -> Any:
         training = self._is_training(loader)
         self.clock.enter("data" if training else "evaluation")
-        if training and self._hot.stepped:
+        if training and self._hot.stepped:  # starting an epoch is part of its first step
             self._boundary()
         try:
             iterator = original(loader)
         finally:
             self.clock.enter("host" if training else "evaluation")
-        with contextlib.suppress(AttributeError):  # a generator around the iterator, which is marked itself
+        with contextlib.suppress(AttributeError):  # a generator, around an iterator that is marked itself
             iterator._accel_loader = loader
         if training and iterator is self.iterator:  # persistent workers reuse the iterator, which must be adopted anew
             self.iterator = self._hot.iterator = None
@@ -148,9 +148,9 @@ class Recorder:
                 hot.stepped = False
                 tape.append(STEP)
                 tape.append(None)
-                hot.left -= 1
-                if hot.left <= 0:
-                    self._deliver()
+                hot.steps_left -= 1
+                if hot.steps_left <= 0:
+                    self._deliver()  # a segment's first batch takes the slow path, which counts it
                     return self._fetch(iterator, original)
             try:
                 batch = original(iterator)
@@ -183,7 +183,7 @@ class Recorder:
         finally:
             if self.ahead:
                 clock.skip()
-            clock.enter("host" if self.roots.called else "forward")
+            clock.enter("host" if self.roots.called else "forward")  # forward: no call of a model is marked yet
         if counting:
             clock.count(samples.of(batch))
         self.fetched += 1
@@ -216,9 +216,9 @@ class Recorder:
         before_b, after_b = module_globals._global_backward_pre_hooks, module_globals._global_backward_hooks
 
         def marked(*args: Any, **kwargs: Any) -> Any:
-            if hot.inside or get_ident() != thread:
+            if hot.in_call or get_ident() != thread:
                 return target(*args, **kwargs)
-            hot.inside = True
+            hot.in_call = True
             trains = training()
             if hot.counting and trains:
                 calls[0] += 1
@@ -236,7 +236,7 @@ class Recorder:
                     return target(*args, **kwargs)
                 return module.forward(*args, **kwargs)
             finally:
-                hot.inside = False
+                hot.in_call = False
                 if trains:
                     tape.append("loss")
                     tape.append(now())
@@ -245,12 +245,12 @@ class Recorder:
 
     def call_hooks(self, calls: list[int]) -> tuple[Function, Function]:
         """Return forward hooks that mark a call as `calling` does, for a module whose slot is taken."""
-        marking = [False]
+        marking = [False]  # whether `before` marked the call that `after` ends
 
         def before(module: Any, args: Any) -> None:
-            if self._hot.inside or get_ident() != self.thread:
+            if self._hot.in_call or get_ident() != self.thread:
                 return
-            self._hot.inside = marking[0] = True
+            self._hot.in_call = marking[0] = True
             calls[0] += torch.is_grad_enabled()
             if self._hot.stepped or not torch.is_grad_enabled():
                 self._call()
@@ -261,7 +261,7 @@ class Recorder:
 
         def after(module: Any, args: Any, output: Any) -> None:
             if marking[0] and get_ident() == self.thread:
-                self._hot.inside = marking[0] = False
+                self._hot.in_call = marking[0] = False
                 if torch.is_grad_enabled():
                     self.clock.enter("loss")
 
@@ -285,17 +285,17 @@ class Recorder:
         @functools.wraps(original)
         def marked(*args: Any, **kwargs: Any) -> Any:
             # A backward pass within one (checkpointing) belongs to it.
-            if hot.inside_backward or get_ident() != thread:
+            if hot.in_backward or get_ident() != thread:
                 return original(*args, **kwargs)
             if recent or hot.learning:
                 self._differentiated()
-            hot.inside_backward = True
+            hot.in_backward = True
             tape.append("backward")
             tape.append(now())
             try:
                 return original(*args, **kwargs)
             finally:
-                hot.inside_backward = False
+                hot.in_backward = False
                 tape.append("optimizer" if hot.updating else "host")
                 tape.append(now())
 
@@ -358,7 +358,7 @@ class Recorder:
         hot.stepped = hot.stepped or ends_step or bool(self._training)
         if self._on_update is not None:
             self._on_update(optimizer)
-        if not any(optimizer is known for known in self.optimizers):
+        if not any(optimizer is other for other in self.optimizers):
             self.optimizers.append(optimizer)
             self.roots.learn(optimizer, self.steps)
         elif self.steps < _LEARNING_STEPS:
@@ -427,8 +427,8 @@ class Recorder:
         self._other_updates = 0
         hot.counting = not self.deferred
         self.clock.write(CUT)
-        hot.left -= 1
-        if hot.left <= 0:
+        hot.steps_left -= 1
+        if hot.steps_left <= 0:
             self._deliver()
 
     def _deliver(self) -> None:
@@ -437,7 +437,7 @@ class Recorder:
             self._hand_over()
         except Exception as error:
             self.failed = f"the recorder stopped at step {self.steps}: {type(error).__name__}: {error}"
-            self._hot.left = sys.maxsize
+            self._hot.steps_left = sys.maxsize  # never again
 
     def _hand_over(self) -> None:
         hot = self._hot
@@ -449,10 +449,10 @@ class Recorder:
             for measured in self.clock.read():
                 self.steps += 1
                 self._record(measured)
-        hot.left = self._segment_steps = self._segments.next(self._segment_steps) if self.deferred else 1
+        hot.steps_left = self._segment_steps = self._segments.next(self._segment_steps) if self.deferred else 1
         hot.learning = self._is_learning()
         hot.counting = True
-        hot.iterator = None
+        hot.iterator = None  # the next batch takes the slow path, which counts it
         self.clock.resume()
 
     def _record(self, measured: Measurement) -> None:

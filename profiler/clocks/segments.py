@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-LEAST, MOST, SECONDS = 64, 512, 1.0
+MIN_STEPS, MAX_STEPS, SECONDS = 64, 512, 1.0
 """A segment has as many steps as take a second, within these bounds. With 64 always, handing segments over and the
 readings that come with that cost 1 µs of a step of 70 µs."""
 
@@ -15,16 +15,16 @@ class Segments:
     """Keeps the last segments.
 
     Args:
-        most: steps to keep at least, if there are as many.
+        keep_steps: at least so many of the last steps are kept.
         now: the clock, s.
 
     Attributes:
         dropped: True once a segment was dropped at the front.
     """
 
-    def __init__(self, most: int, now: Callable[[], float]) -> None:
+    def __init__(self, keep_steps: int, now: Callable[[], float]) -> None:
         self.dropped = False
-        self._most, self._now = most, now
+        self._keep_steps, self._now = keep_steps, now
         self._kept: deque[tuple[int, list[Any]]] = deque()
         self._steps, self._at = 0, 0.0
 
@@ -35,7 +35,7 @@ class Segments:
         """Store a tape with so many steps."""
         self._steps += steps
         self._kept.append((steps, tape))
-        while self._steps - self._kept[0][0] >= self._most:
+        while self._steps - self._kept[0][0] >= self._keep_steps:
             self._steps -= self._kept.popleft()[0]
             self.dropped = True
 
@@ -44,7 +44,7 @@ class Segments:
         now = self._now()
         step_s = (now - self._at) / steps
         self._at = now
-        return max(LEAST, min(MOST, int(SECONDS / step_s) if step_s > 0 else MOST))
+        return max(MIN_STEPS, min(MAX_STEPS, int(SECONDS / step_s) if step_s > 0 else MAX_STEPS))
 
     def clear(self) -> None:
         """Drop all segments."""

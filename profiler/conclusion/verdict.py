@@ -256,8 +256,8 @@ def merge(report: ProfileReport, ranks: Mapping[int, Mapping[str, Any]], anatomy
     report.ranks = [_row_of(ranks[rank]) for rank in sorted(ranks)]
     crowded = [rank for rank in sorted(ranks) if ranks[rank]["crowded"]]
     if crowded:
-        named = ", ".join(map(str, crowded))
-        report.unseen.append(f"which rank is slow: other processes crowd the cores of rank {named}")
+        numbers = ", ".join(map(str, crowded))
+        report.unseen.append(f"which rank is slow: other processes crowd the cores of rank {numbers}")
     too_few = bool(report.refused) and not report.refused.startswith(naming.OVERLAP)
     if len(ranks) < 2 or anatomy.step_s <= 0 or crowded or too_few:
         return

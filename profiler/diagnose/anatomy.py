@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from accel.profiler.phases import PHASES, Measurement
 
 COMPUTING = ("forward", "loss", "backward")
-_AROUND = ("evaluation", "outside")
+_BETWEEN_UPDATES = ("evaluation", "outside")
 _STARTING = 4
 """Steps that belong to the start of an epoch."""
 
@@ -58,20 +58,20 @@ def of(steps: Sequence[Measurement]) -> Anatomy:
         return Anatomy(steps=len(steps), step_s=0.0, shares=dict.fromkeys(PHASES, 0.0))
     shares = {phase: sum(m.phases.get(phase, 0.0) for m in steps) / total for phase in PHASES}
     usual_data = statistics.median([m.phases.get("data", 0.0) for m in steps if not m.first] or [0.0])
-    late = sum(max(0.0, steps[n].phases.get("data", 0.0) - usual_data) for n in _starting(steps))
+    waited = sum(max(0.0, steps[n].phases.get("data", 0.0) - usual_data) for n in _starting(steps))
     slow = _excess(steps, ("forward", "loss", "backward", "optimizer"))
-    around = [sum(m.phases.get(phase, 0.0) for phase in _AROUND) for m in steps]
-    usual = statistics.median(around)
+    between = [sum(m.phases.get(phase, 0.0) for phase in _BETWEEN_UPDATES) for m in steps]
+    usual = statistics.median(between)
     limit = usual + 0.5 * statistics.median(m.seconds for m in steps)
-    stalled = [number for number, seconds in enumerate(around) if seconds > limit]
-    stalls = sum(around[number] - usual for number in stalled)
+    stalled = [number for number, seconds in enumerate(between) if seconds > limit]
+    stalls = sum(between[number] - usual for number in stalled)
     return Anatomy(
         steps=len(steps),
         step_s=total / len(steps),
         shares=shares,
-        epoch_start=late / total,
+        epoch_start=waited / total,
         epoch_slow=slow / total,
-        each=max(0.0, (sum(around) - stalls) / total),
+        each=max(0.0, (sum(between) - stalls) / total),
         stalls=stalls / total,
         stall_every=(stalled[-1] - stalled[0]) / (len(stalled) - 1) if len(stalled) > 1 else 0.0,
     )

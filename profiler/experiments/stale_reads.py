@@ -1,4 +1,4 @@
-"""Reads of values on a device, answered by what the same place in the code read before, without waiting.
+"""Reads of values on a device, answered by what the same call site read before, without waiting.
 
 What a read returns decides what the script does, so the answer has the type, dtype and shape of the true value, and
 every 64th read is a true one: a loop that goes on until a value changes must terminate. `Tensor.numpy()` is not
@@ -22,7 +22,7 @@ READS = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__", "__index__
 _TRUE_READ_EVERY = 64
 _TENSOR_FILE = Tensor.__format__.__code__.co_filename
 
-_Place = tuple[Any, ...]
+_Site = tuple[Any, ...]
 
 
 def _on_device(tensor: Tensor) -> bool:
@@ -31,7 +31,7 @@ def _on_device(tensor: Tensor) -> bool:
 
 
 class StaleReads:
-    """Reads on the device return what the same place read before, without waiting for the device.
+    """Reads on the device return what the same call site read before, without waiting for the device.
 
     Args:
         waits: returns whether reading a tensor waits; default: it is on a CUDA device.
@@ -47,7 +47,7 @@ class StaleReads:
     def __init__(self, waits: Callable[[Tensor], bool] = _on_device) -> None:
         self.answered = 0
         self._waits = waits
-        self._values: dict[_Place, tuple[Tensor, int]] = {}
+        self._values: dict[_Site, tuple[Tensor, int]] = {}
         self._patches = Patches()
 
     def enable(self) -> None:
@@ -75,15 +75,15 @@ class StaleReads:
 
         return read
 
-    def _value_at(self, place: _Place, tensor: Tensor) -> Tensor:
-        """Return, on the CPU, the value that a place read before or, if there is none or it is too old, reads now."""
-        value, uses = self._values.get(place, (None, 0))
+    def _value_at(self, site: _Site, tensor: Tensor) -> Tensor:
+        """Return, on the CPU, the value that a call site read before or, if that is missing or too old, reads now."""
+        value, uses = self._values.get(site, (None, 0))
         if value is None or uses >= _TRUE_READ_EVERY - 1:
             value, uses = tensor.detach().to("cpu", copy=True), 0
         else:
             self.answered += 1
             uses += 1
-        self._values[place] = value, uses
+        self._values[site] = value, uses
         return value
 
 

@@ -22,7 +22,7 @@ from accel.profiler.experiments.whatif import (
 from accel.profiler.gather import Exchange
 from accel.profiler.host import usable_cores
 
-MOST = 3
+MAX_TESTED = 3
 """Most suspects that are tested in a run."""
 _AHEAD = ("input.cpu", "input.storage", "input.workers", "input.worker_storage", "input.handover", "input.collate")
 
@@ -52,11 +52,11 @@ def agreed(own: Sequence[str], exchange: Exchange) -> list[str]:
         OSError: if the other ranks can't be reached.
     """
     if not exchange.launched:
-        return list(own[:MOST])
+        return list(own[:MAX_TESTED])
     exchange.post("suspects", list(own))
     suspects = exchange.collect("suspects") if exchange.rank == 0 else {}
     # A waiting rank suspects what the slow one can't see, so all votes count. A rank that can't switch a cause takes
     # part unchanged.
     votes = Counter(cause for causes in suspects.values() for cause in causes)
-    shared = [cause for cause, _ in votes.most_common(MOST)] if len(suspects) == exchange.size else []
+    shared = [cause for cause, _ in votes.most_common(MAX_TESTED)] if len(suspects) == exchange.size else []
     return [str(cause) for cause in exchange.broadcast("experiments", shared) or []]

@@ -67,7 +67,7 @@ class Paths:
                 self.saved[id(group)] = group["foreach"], group.get("fused")
                 _set(group, not fused, fused)
             if fused:
-                _place_steps(optimizer, on_device=True)
+                _move_step_counters(optimizer, on_device=True)
 
     def restore(self) -> None:
         """Restore the original paths."""
@@ -75,7 +75,7 @@ class Paths:
             for group in optimizer.param_groups:
                 if id(group) in self.saved:
                     _set(group, *self.saved[id(group)])
-            _place_steps(optimizer, on_device=False)
+            _move_step_counters(optimizer, on_device=False)
         self._switched.clear()
         self.saved.clear()
 
@@ -86,7 +86,7 @@ def _set(group: dict[str, Any], foreach: bool | None, fused: bool | None) -> Non
         group["fused"] = fused
 
 
-def _place_steps(optimizer: Optimizer, *, on_device: bool) -> None:
+def _move_step_counters(optimizer: Optimizer, *, on_device: bool) -> None:
     """Move the step counters: the fused path wants them on the parameter's device, the others on the CPU."""
     for parameter, state in optimizer.state.items():
         step = state.get("step")

@@ -291,10 +291,10 @@ def experiment(
     on = False
     try:
         while trial.verdict is None:
-            is_b = trial.arm == "B"
-            if is_b != on:
-                counterfactual.enable() if is_b else counterfactual.disable()
-                on = is_b
+            enable = trial.arm == "B"
+            if enable != on:
+                counterfactual.enable() if enable else counterfactual.disable()
+                on = enable
                 yield  # the first step after a switch still depends on the one before it
             block: list[float] = []
             while len(block) < config.block_steps:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 Loop = ast.For | ast.AsyncFor | ast.While
 StepBody = Loop | ast.FunctionDef | ast.AsyncFunctionDef
 """Code that runs once a step: the body of a loop, or a function that a loop calls."""
-_Place = tuple[int, int]
+_Position = tuple[int, int]
 _OTHER_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _OF_MODULES = ("parameters", "named_parameters", "param_groups", "zero_grad", "train", "eval")
 """Attributes that show that their owner is a module or an optimizer."""
@@ -31,7 +31,7 @@ class _Use:
     """Names that are read at one position in the source."""
 
     names: frozenset[str]
-    at: _Place
+    at: _Position
     plain: frozenset[str] = frozenset()
     """The names that are read as a whole, as in `f(net)` or `net(x)`, not for one of their attributes."""
     weights: bool = False
@@ -44,7 +44,7 @@ class _Assignment:
 
     names: frozenset[str]
     use: _Use
-    ends: _Place
+    ends: _Position
     lines: range
 
     def holds(self, lines: Collection[int]) -> bool:
@@ -196,8 +196,8 @@ def _losses(backward: ast.AST) -> frozenset[str]:
     assert isinstance(backward, ast.Call) and isinstance(backward.func, ast.Attribute)
     owner = backward.func.value
     scaled = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute) and owner.func.attr == "scale"
-    places = [*backward.args, *(owner.args if scaled and isinstance(owner, ast.Call) else [owner])]
-    return frozenset(ast.unparse(place) for place in places if isinstance(place, ast.Name | ast.Attribute))
+    operands = [*backward.args, *(owner.args if scaled and isinstance(owner, ast.Call) else [owner])]
+    return frozenset(ast.unparse(operand) for operand in operands if isinstance(operand, ast.Name | ast.Attribute))
 
 
 def _assignment(node: ast.AST) -> _Assignment | None:
@@ -208,8 +208,8 @@ def _assignment(node: ast.AST) -> _Assignment | None:
     elif isinstance(node, ast.For | ast.AsyncFor):
         targets, source = [node.target], node.iter
     elif isinstance(node, ast.FunctionDef):  # its names are read where it is called, as a closure's are
-        place = (node.lineno, node.col_offset)
-        return _Assignment(frozenset([node.name]), _Use(_use(node).names, place), place, range(0))
+        position = (node.lineno, node.col_offset)
+        return _Assignment(frozenset([node.name]), _Use(_use(node).names, position), position, range(0))
     else:
         return None
     use = _use(source)

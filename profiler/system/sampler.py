@@ -30,14 +30,14 @@ _TAGS = (
     ("tensorboard", "logging"),
     ("wandb", "logging"),
 )
-_DEEPEST = 80
+_MAX_DEPTH = 80
 _SWITCH_S = 0.0001
 _METER_EVERY = 16
 """Samples between two readings of the thread's waiting time, which release the interpreter's lock once more."""
 
 
 @dataclass
-class _Place:
+class _LineSamples:
     seconds: float = 0.0
     blocked: float = 0.0
     tags: set[str] = field(default_factory=set)
@@ -63,7 +63,7 @@ class Sampler:
         self._meter = ThreadMeter(tid=native)
         self._cpu = time.pthread_getcpuclockid(ident) if hasattr(time, "pthread_getcpuclockid") else None
         self.interval_s = interval_s
-        self._places: defaultdict[tuple[str, str, int], _Place] = defaultdict(_Place)
+        self._samples: defaultdict[tuple[str, str, int], _LineSamples] = defaultdict(_LineSamples)
         self._phases: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._waited = [0.0, 0.0]
         self._stop = threading.Event()
@@ -119,36 +119,36 @@ class Sampler:
         phase = self._clock.phase
         frame = sys._current_frames().get(self._ident)
         batch_lines = self.batch_lines | self.call_lines if phase == "outside" else self.batch_lines
-        place, tags = self._inspect(frame, batch_lines)
+        location, tags = self._inspect(frame, batch_lines)
         del frame
         with self._lock:
             totals = self._phases[phase]
             totals[0] += seconds
             totals[1] += ran
-            entry = self._places[(phase, *place)]
+            entry = self._samples[(phase, *location)]
             entry.seconds += seconds
             entry.blocked += seconds - ran
             entry.tags |= tags
 
     def _inspect(self, frame: FrameType | None, batch_lines: set[tuple[str, int]]) -> tuple[tuple[str, int], set[str]]:
         """Return the user's innermost line, and tags for what the stack around it is doing."""
-        place: tuple[str, int] | None = None
+        location: tuple[str, int] | None = None
         tags: set[str] = set()
         depth = 0
-        while frame is not None and depth < _DEEPEST:
+        while frame is not None and depth < _MAX_DEPTH:
             file = frame.f_code.co_filename
             if is_users(file):
-                here = (file, frame.f_lineno or 0)
-                place = place or here
+                line = (file, frame.f_lineno or 0)
+                location = location or line
                 if "collate" in frame.f_code.co_name:
                     tags.add("collate")
-                if here in batch_lines:
+                if line in batch_lines:
                     tags.add("next batch")
             else:
                 tags.update(tag for part, tag in _TAGS if part in file)
             frame = frame.f_back
             depth += 1
-        return place or ("", 0), tags
+        return location or ("", 0), tags
 
     def thread(self, phase: str | None = None) -> ThreadShare | None:
         """Return how the thread spent its time, in one phase or in all; None if less than 50 ms were sampled."""
@@ -166,22 +166,22 @@ class Sampler:
     def lines(self) -> list[LineTime]:
         """Return where the time went, line by line, the most expensive first."""
         with self._lock:
-            places = {key: _Place(p.seconds, p.blocked, set(p.tags)) for key, p in self._places.items()}
+            samples = {key: _LineSamples(p.seconds, p.blocked, set(p.tags)) for key, p in self._samples.items()}
         totals: defaultdict[str, float] = defaultdict(float)
-        for (phase, _, _), place in places.items():
-            totals[phase] += place.seconds
+        for (phase, _, _), line_samples in samples.items():
+            totals[phase] += line_samples.seconds
         rows = [
             LineTime(
                 phase=phase,
                 file=file,
                 line=line,
                 source=source(file, line) if file else "",
-                seconds=place.seconds,
-                share=place.seconds / totals[phase],
-                blocked=place.blocked / place.seconds,
-                tags=sorted(place.tags),
+                seconds=line_samples.seconds,
+                share=line_samples.seconds / totals[phase],
+                blocked=line_samples.blocked / line_samples.seconds,
+                tags=sorted(line_samples.tags),
             )
-            for (phase, file, line), place in places.items()
-            if place.seconds > 0
+            for (phase, file, line), line_samples in samples.items()
+            if line_samples.seconds > 0
         ]
         return sorted(rows, key=lambda row: -row.seconds)

@@ -68,7 +68,7 @@ def read(results: Any, *, window_ns: tuple[int, int], closing_ns: int, gpu: int 
         copied = {event.correlation_id(): event.end_ns() for event in mine if work_kind(event.name()) == "copy out"}
         trace.waits = _waits(runtime, copied, zero, closing_ns)
         if stacks:
-            _place(trace.waits, results)
+            _locate(trace.waits, results)
     return trace
 
 
@@ -127,11 +127,11 @@ def _waits(runtime: dict[int, Any], copied: dict[int, int], zero: int, closing_n
     return waits
 
 
-def _place(waits: list[Wait], results: Any) -> None:
+def _locate(waits: list[Wait], results: Any) -> None:
     """Give each wait its line in the user's script, by its operator or else by the runtime call itself."""
     operators = {wait.operator for wait in waits}
     calls = {wait.call for wait in waits}
-    places = users_lines(results.experimental_event_tree(), operators, calls)
+    locations = users_lines(results.experimental_event_tree(), operators, calls)
     for wait in waits:
-        place = places.get((True, wait.operator)) or places.get((False, wait.call)) or NOWHERE
-        wait.file, wait.line = place
+        location = locations.get((True, wait.operator)) or locations.get((False, wait.call)) or NOWHERE
+        wait.file, wait.line = location

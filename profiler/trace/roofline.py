@@ -36,7 +36,7 @@ _CPU = _Scale(sides=(128, 256, 512, 1024, 2048), product_s=0.02, copy_bytes=64 *
 _GPU = _Scale(sides=(1024, 2048, 4096, 8192), product_s=0.05, copy_bytes=512 * _MIB)
 
 # On a CPU with another process on its cores, single copies take 1 to 9 times the shortest.
-_LEAST, _MOST, _ENOUGH_S = 3, 12, 0.03
+_MIN_RUNS, _MAX_RUNS, _MIN_TOTAL_S = 3, 12, 0.03
 
 _products: dict[tuple[str, torch.dtype, int], float] = {}
 _copies: dict[tuple[str, int], float] = {}
@@ -80,7 +80,7 @@ def _product(device: torch.device, dtype: torch.dtype, threads: int) -> float:
         for side in scale.sides:
             run = _multiply(device, dtype, side)
             _set_threads(min(threads, 1))
-            product_s = _shortest(run, device, least=1)
+            product_s = _shortest(run, device, min_runs=1)
             if 8 * product_s > scale.product_s:
                 break
         return 2 * side**3 / min(product_s, *_with_threads(run, device, threads)) / 1e9
@@ -117,7 +117,7 @@ def _with_threads(run: Callable[[], object], device: torch.device, threads: int)
     times_s = []
     for count in sorted({min(threads, 1), threads}):
         _set_threads(count)
-        times_s.append(_shortest(run, device, _LEAST))
+        times_s.append(_shortest(run, device, _MIN_RUNS))
     return times_s
 
 
@@ -126,11 +126,11 @@ def _set_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-def _shortest(run: Callable[[], object], device: torch.device, least: int) -> float:
+def _shortest(run: Callable[[], object], device: torch.device, min_runs: int) -> float:
     """Return the shortest time of a few repetitions after a first one, s."""
     run()
     times_s: list[float] = []
-    while len(times_s) < least or (len(times_s) < _MOST and sum(times_s) < _ENOUGH_S * least / _LEAST):
+    while len(times_s) < min_runs or (len(times_s) < _MAX_RUNS and sum(times_s) < _MIN_TOTAL_S * min_runs / _MIN_RUNS):
         times_s.append(_timed(run, device))
     return min(times_s)
 
