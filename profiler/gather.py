@@ -50,7 +50,7 @@ class Exchange:
         """Store a value under this rank's key.
 
         Raises:
-            OSError: if there is no store.
+            OSError: if the store can't be reached, whatever the reason, so that callers can let the script go on.
         """
         try:
             self._open().set(f"{key}/{self.rank}", json.dumps(value))

@@ -21,7 +21,7 @@ _MAX_DEPTH = 6
 
 
 class CalledModules:
-    """Mark the calls of the loop's models.
+    """Marks the calls of the loop's models.
 
     Args:
         mark: wraps a model's call in a marked one, which counts the calls with gradients in the given list.
@@ -54,7 +54,7 @@ class CalledModules:
         if own <= self._owned:
             return
         self._owned |= own
-        # type(), not isinstance: proxies answer isinstance for what they stand for.
+        # type(), not isinstance: proxies answer isinstance for the object they wrap.
         modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
         owners = [module for module in modules if self._owns(module)]
         inner = {id(child) for module in owners for child in module.children()}

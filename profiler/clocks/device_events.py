@@ -24,7 +24,7 @@ def _cuda_event() -> Any:
 
 
 class DeviceEvents:
-    """Record an event at each mark of a step clock.
+    """Records an event at each mark of a step clock.
 
     Args:
         write: the clock's own `write`; each pair goes there too.

@@ -279,7 +279,7 @@ class Recorder:
         self.clock.enter("forward")
 
     def differentiating(self, original: Function) -> Function:
-        """Mark a backward pass; the loaders that were asked for batches since the last one are the training's."""
+        """Mark a backward pass; the loaders that batches came from since the last one are training loaders."""
         tape, now, thread, hot, recent = self._tape, self.clock.now, self.thread, self._hot, self._recent
 
         @functools.wraps(original)

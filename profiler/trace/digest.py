@@ -51,7 +51,7 @@ def _outside(calls: Sequence[OperatorCall], updates: Sequence[tuple[float, float
 
 
 def _kinds(trace: Trace, parents: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Return the shares of the kinds of operators, apart for those that autograd's engine calls and the others."""
+    """Return the shares of the kinds of operators, separately for those that autograd's engine calls and the rest."""
     in_engine: dict[int, bool] = {}
     sides: dict[str, list[OperatorCall]] = {"forward": [], "backward": []}
     for index in sorted(range(len(trace.calls)), key=lambda i: (trace.calls[i].start, -trace.calls[i].end)):

@@ -39,7 +39,7 @@ class CallGroup:
     call: OperatorCall | None
     times: list[float] = field(default_factory=list)
     computing: int = 0
-    """How many of them did the operator's work themselves, rather than in a call or launch of theirs."""
+    """How many of them did the operator's work themselves, instead of delegating it to a call or launch."""
     us: float = 0.0
     small: bool = False
 

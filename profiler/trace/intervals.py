@@ -13,7 +13,7 @@ Interval = tuple[float, float]
 
 @dataclass(slots=True, kw_only=True)
 class DeviceRun:
-    """Something the device did."""
+    """An interval in which the device did something."""
 
     start: float
     end: float
@@ -33,7 +33,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return how much time the intervals cover, what several of them cover counted once."""
+    """Return how much time the intervals cover, overlaps counted once."""
     return sum(end - start for start, end in union(intervals))
 
 

@@ -77,7 +77,7 @@ class Window:
         self._began_ns = 0
 
     def start(self) -> None:
-        """Begin to record.
+        """Start recording.
 
         Raises:
             WindowTaken: if the script has a profiler, recording or waiting for its turn in its schedule.
@@ -189,7 +189,7 @@ def _is_taken() -> bool:
 
 
 def _before_another(call: Callable[[], None]) -> Callable[[], None]:
-    """Have `call` called before another profiler starts, once; return what undoes that."""
+    """Arrange for `call` to be called before another profiler starts; return a function that undoes that."""
     original = profiler.profile._prepare_trace
 
     def prepare(other: Any) -> None:
