@@ -118,10 +118,10 @@ class Marks:
         self._recorder = recorder = Recorder()
         recorder.start()
         microseconds(loop(32), 32)
-        recorder.late = True
+        recorder.deferred = True
         microseconds(loop(1024), 1024)  # until it knows how many steps a second has
         self.modules = list(recorder.roots.modules)
-        self._calls = [(module, callslot.held(module)) for module in self.modules]
+        self._calls = [(module, callslot.contents(module)) for module in self.modules]
         self._sampler = Sampler(recorder.clock, recorder.thread, threading.get_native_id(), WATCH_S)
         self._sampler.pause(True)
         self._sampler.start()
@@ -152,7 +152,7 @@ class Marks:
 
 
 class Floor:
-    """The least that marks can do: phase and time, whoever calls (an `Ear` for `Probes`)."""
+    """The least that marks can do: phase and time, whoever calls (a `Marker` for `Probes`)."""
 
     thread = 0
 

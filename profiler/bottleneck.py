@@ -8,8 +8,8 @@ from enum import Enum
 class Bottleneck(str, Enum):
     """What a step can be waiting for.
 
-    `outside` (work between two steps) and `host` (the machine or the interpreter itself) stand beside the classes of
-    the design: they are what a step waits for as often as any, and neither is input nor computation.
+    `outside` (work between two steps) and `host` (the machine or the interpreter itself) complete the list: steps wait
+    for them as often as for the others, and they are neither input nor computation.
     """
 
     INPUT = "input"

@@ -1,7 +1,7 @@
-"""What this process's control groups allow: cores by quota, how often that held it up, and memory. Versions 1 and 2.
+"""The limits of this process's control groups: CPU quota, throttling and memory. Versions 1 and 2.
 
-Everything is read below a root, so that a made-up machine can take the place of this one. A group without a limit gives
-None; a file that holds something else than it should raises ValueError, which `quota` and `Throttle` take for no limit.
+All files are read below a root, so that a test can substitute a fake machine. A group without a limit yields None; a
+malformed file raises ValueError, which `quota` and `Throttle` treat as no limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CoreQuota(NamedTuple):
 
 
 class Periods(NamedTuple):
-    """How often a group's quota held it up."""
+    """A group's quota periods so far, and how many of them were throttled."""
 
     total: int
     throttled: int
@@ -37,7 +37,7 @@ class Periods(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """Bytes that a group uses, page cache left out, and may use."""
+    """Bytes that a group uses, without the page cache, and its limit."""
 
     used: int
     limit: int
@@ -45,15 +45,15 @@ class MemoryUse(NamedTuple):
 
 
 def quota(root: Path = ROOT) -> float | None:
-    """Return the cores that the quotas of the group and of those above it allow, or None if there is none."""
+    """Return the cores that the quotas of the group and its ancestors allow, or None if there are no quotas."""
     return min((limit.cores for folder in groups("cpu", root) if (limit := _or_none(core_quota, folder))), default=None)
 
 
 class Throttle:
-    """Tells in how many of its periods the quota held the group up.
+    """Measures the share of quota periods in which the group was throttled.
 
     Args:
-        root: what stands for `/`.
+        root: used in place of `/`.
     """
 
     def __init__(self, root: Path = ROOT) -> None:
@@ -66,28 +66,28 @@ class Throttle:
     def share(self) -> float | None:
         """Return the share of the periods since the last call, or None without a quota or a period."""
         before, self._before = self._before, self._read()
-        grown = [(b.total - a.total, b.throttled - a.throttled) for a, b in zip(before, self._before, strict=True)]
-        return max((throttled / total for total, throttled in grown if total > 0), default=None)
+        growth = [(b.total - a.total, b.throttled - a.throttled) for a, b in zip(before, self._before, strict=True)]
+        return max((throttled / total for total, throttled in growth if total > 0), default=None)
 
 
 def groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
-    """Yield the folders of the groups that may limit this process: its own first, then those above it.
+    """Yield the folders of the groups that may limit this process: its own first, then its ancestors.
 
     Args:
         controller: `cpu` or `memory`; version 1 has a tree for each.
-        root: what stands for `/`.
+        root: used in place of `/`.
     """
     mount = root / "sys/fs/cgroup"
     # A container without the list still sees its own group at the top of the mount.
     lines = (_text(root / "proc/self/cgroup") or "0::/\n1:cpu,memory:/").splitlines()
     for line in lines:
         _, _, rest = line.partition(":")
-        controllers, _, place = rest.partition(":")
+        controllers, _, group_path = rest.partition(":")
         if controllers and controller not in controllers.split(","):
             continue
         base = mount / controller if controllers else mount
-        path = Path(place.lstrip("/"))
-        # A container sees the mount as its own, whatever its place is called outside.
+        path = Path(group_path.lstrip("/"))
+        # A container sees its own group at the mount, whatever the group's path is outside.
         yield from (base / part for part in dict.fromkeys((path, *path.parents, Path())) if ".." not in part.parts)
 
 

@@ -1,4 +1,4 @@
-"""What was seen of a run, as plain numbers: the only thing that naming looks at."""
+"""What was measured of a run, as plain numbers: the only input of naming."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LineTime:
     blocked: float = 0.0
     """Share of these seconds the thread was asleep."""
     tags: list[str] = field(default_factory=list)
-    """What the line was doing, as far as the stack tells: `next batch`, `collate`, `checkpoint`, `read`."""
+    """What the line was doing, as far as the stack shows: `next batch`, `collate`, `checkpoint`, `read`."""
 
 
 @dataclass(kw_only=True)
@@ -72,7 +72,7 @@ class OptimizerFacts:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether it updates so many tensors one by one that this shows."""
+        """Whether it updates so many tensors one by one that it matters."""
         return not self.multi_tensor and self.tensors >= 20
 
 
@@ -113,7 +113,7 @@ class SyncPoint:
 
 @dataclass(kw_only=True)
 class TraceSummary:
-    """What a window of two or three traced steps held."""
+    """Summary of a window of two or three traced steps."""
 
     steps: int
     ops: list[OpTime]
@@ -125,7 +125,7 @@ class TraceSummary:
     """Of the same time."""
     elementwise_share: float
     operators_ms: float | None = None
-    """Of all operators on the host, with what tracing adds; None where their work ran on a device."""
+    """Of all operators on the host, tracing overhead included; None where their work ran on a device."""
     kinds: dict[str, dict[str, float]] = field(default_factory=dict)
     """`backward`, or `forward` with the loss → kind of operator → share of its operators' time; {} on a device."""
     dtypes: dict[str, float] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class Roofline:
 
 @dataclass(kw_only=True)
 class GpuShare:
-    """One GPU as NVML showed it, medians over the run."""
+    """One GPU as reported by NVML, medians over the run."""
 
     index: int
     name: str
@@ -194,10 +194,10 @@ class Evidence:
     foreign_cores: float | None = None
     """Of the cores that this process may use, those kept busy by other processes than this run's."""
     throttled: float | None = None
-    """Share of its periods in which the control group's quota held this run up; None without a quota."""
+    """Share of periods in which the control group's quota throttled this run; None without a quota."""
     lines: list[LineTime] = field(default_factory=list)
     model_called: bool = True
-    """False if no call of the model was seen: its phase then holds all that comes before the backward pass."""
+    """False if no call of the model was marked: the forward phase then contains all that precedes the backward pass."""
     loader: LoaderFacts = field(default_factory=LoaderFacts)
     workers: list[WorkerShare] = field(default_factory=list)
     collate_share: float = 0.0
@@ -219,4 +219,4 @@ class Evidence:
     gpus: list[GpuShare] = field(default_factory=list)
     model_name: str = ""
     unseen: list[str] = field(default_factory=list)
-    """What could not be looked at, one sentence each."""
+    """What could not be measured, one sentence each."""

@@ -1,7 +1,7 @@
-"""One report from all ranks: each posts what it saw in the launcher's store, and rank 0 reads it.
+"""One report from all ranks: each posts its evidence in the launcher's store, and rank 0 reads it.
 
-The store is torchrun's own, found by the variables it sets. So nothing is asked of the script's process group, which
-may be gone, or busy, when the report is made.
+The store is torchrun's own, at the address in the variables it sets. The script's process group is not used: it may be
+gone, or busy, when the report is made.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-_POLL_S, _LONGEST_POLL_S = 0.05, 0.4
-"""Between two looks, doubling: 1,000 ranks share one store."""
+_POLL_S, _MAX_POLL_S = 0.05, 0.4
+"""Pauses between two polls, doubling: 1,000 ranks share one store."""
 
 
 class Exchange:
@@ -47,10 +47,10 @@ class Exchange:
         return self._store
 
     def post(self, key: str, value: Any) -> None:
-        """Leave a value under this rank's key; a store that can't be reached is no reason to fail the script.
+        """Store a value under this rank's key.
 
         Raises:
-            OSError: if there is no store.
+            OSError: if the store can't be reached, whatever the reason, so that callers can let the script go on.
         """
         try:
             self._open().set(f"{key}/{self.rank}", json.dumps(value))
@@ -64,13 +64,13 @@ class Exchange:
             OSError: if there is no store.
         """
         keys = {rank: f"{key}/{rank}" for rank in range(self.size)}
-        for _ in self._looks():
+        for _ in self._polls():
             if self._has(list(keys.values())):
                 break
-        found = {rank: self._read(one) for rank, one in keys.items()}
-        return {rank: value for rank, value in found.items() if value is not None}
+        values = {rank: self._read(path) for rank, path in keys.items()}
+        return {rank: value for rank, value in values.items() if value is not None}
 
-    def decided(self, key: str, value: Any) -> Any:
+    def broadcast(self, key: str, value: Any) -> Any:
         """Post a value on rank 0, and return on every rank what rank 0 posted; None if it did not in time.
 
         Raises:
@@ -79,28 +79,28 @@ class Exchange:
         if self.rank == 0:
             self.post(key, value)
             return value
-        for _ in self._looks():
-            found = self._read(f"{key}/0")
-            if found is not None:
-                return found
+        for _ in self._polls():
+            posted = self._read(f"{key}/0")
+            if posted is not None:
+                return posted
         return None
 
-    def _looks(self) -> Iterator[None]:
-        """Yield until the time is up, with a pause after each look."""
+    def _polls(self) -> Iterator[None]:
+        """Yield until the timeout, with a pause after each poll."""
         deadline, pause_s = time.monotonic() + self._timeout, _POLL_S
         while time.monotonic() < deadline:
             yield
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+            pause_s = min(2 * pause_s, _MAX_POLL_S)
 
     def _read(self, key: str) -> Any:
-        return self._asked(lambda store: json.loads(store.get(key)) if store.check([key]) else None)
+        return self._query(lambda store: json.loads(store.get(key)) if store.check([key]) else None)
 
     def _has(self, keys: list[str]) -> bool:
-        return bool(self._asked(lambda store: store.check(keys)))
+        return bool(self._query(lambda store: store.check(keys)))
 
-    def _asked(self, question: Callable[[Any], Any]) -> Any:
+    def _query(self, request: Callable[[Any], Any]) -> Any:
         try:
-            return question(self._open())
+            return request(self._open())
         except (RuntimeError, KeyError, ValueError) as error:
             raise OSError(f"the launcher's store can't be reached: {error}") from None

@@ -1,7 +1,7 @@
-"""What the operating system says about this run: on a core, waiting for one, or asleep; and who else is busy.
+"""What the operating system reports about this run: on a core, waiting for one, or asleep; and the load of others.
 
-Linux keeps, per thread, the time it ran and the time it waited for a core (`/proc/…/schedstat`); what is left of the
-wall time it slept. That tells decoding from storage, and a slow script from a crowded machine.
+Linux keeps, per thread, the time it ran and the time it waited for a core (`/proc/…/schedstat`); for the rest of
+the wall time it slept. That distinguishes decoding from storage, and a slow script from a crowded machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
 
 @dataclass(frozen=True)
 class ThreadTime:
-    """Cumulated seconds of a thread."""
+    """Cumulative seconds of a thread."""
 
     at: float
     """When it was read, s on the monotonic clock."""
@@ -38,18 +38,18 @@ class ThreadTime:
 
 
 class ThreadMeter:
-    """Reads one thread's times; 2 µs a reading, since the file stays open.
+    """Reads one thread's times; 2 µs per reading, since the file stays open.
 
     Args:
         pid: process.
-        tid: thread as the system numbers it; the process's first thread if None.
+        tid: the system's thread id; the process's first thread if None.
     """
 
     def __init__(self, pid: int | str = "self", tid: int | None = None) -> None:
         self._file = -1
-        place = f"/proc/{pid}/schedstat" if tid is None else f"/proc/{pid}/task/{tid}/schedstat"
+        path = f"/proc/{pid}/schedstat" if tid is None else f"/proc/{pid}/task/{tid}/schedstat"
         with contextlib.suppress(OSError):
-            self._file = os.open(place, os.O_RDONLY)
+            self._file = os.open(path, os.O_RDONLY)
 
     @property
     def works(self) -> bool:
@@ -96,14 +96,14 @@ class _Reading:
 
 
 class CrowdMeter:
-    """Tells how many of the cores that this process may use are kept busy by processes outside this run.
+    """Measures how many of the cores that this process may use are kept busy by processes outside this run.
 
-    This run's are this process, its descendants, and, under a launcher, the descendants of its parent: the other ranks.
-    Under a quota smaller than these cores it tells nothing: what others leave free may be all that the quota allows.
+    The run is this process, its descendants, and, under a launcher, the descendants of its parent: the other ranks.
+    Under a quota smaller than these cores it reports nothing: what others leave free may be all that the quota allows.
 
     Args:
         launched: a launcher has started this process.
-        proc: where the system shows its processes.
+        proc: the mount point of procfs.
     """
 
     def __init__(self, *, launched: bool = False, proc: Path = Path("/proc")) -> None:
@@ -119,7 +119,7 @@ class CrowdMeter:
         return _Reading(time.perf_counter(), cores, busy, _tree_seconds(self._proc, self._top, cores))
 
     def cores(self) -> float | None:
-        """Return the cores that others kept busy since the last call, or None if that can't be told."""
+        """Return the cores that others kept busy since the last call, or None if that can't be determined."""
         before, now = self._before, self._read()
         if before is None or now is None or now.at - before.at < 0.2:
             return None
@@ -131,23 +131,23 @@ class CrowdMeter:
 
 
 def _busy_seconds(proc: Path, cores: frozenset[int]) -> float | None:
-    """Return the busy seconds of some cores since the machine started."""
+    """Return the busy seconds of `cores` since boot."""
     mine = {f"cpu{number}" for number in cores}
-    busy, seen = 0, 0
+    busy, matched = 0, 0
     try:
         for line in (proc / "stat").read_text(encoding="ascii").splitlines():
             name, _, rest = line.partition(" ")
             if name in mine:
                 user, nice, system, _idle, _io, irq, soft, *_ = map(int, rest.split()[:7])
                 busy += user + nice + system + irq + soft
-                seen += 1
+                matched += 1
     except (OSError, ValueError):
         return None
-    return busy * TICK_S if seen else None
+    return busy * TICK_S if matched else None
 
 
 def _tree_seconds(proc: Path, top: int, cores: frozenset[int]) -> float:
-    """Return the seconds that `top` and its descendants, those that have ended included, have run on some cores."""
+    """Return the seconds that `top` and its descendants, ended ones included, have run on `cores`."""
     parents: dict[int, tuple[int, float]] = {}
     for entry in os.listdir(proc):
         if not entry.isdigit():
@@ -159,16 +159,16 @@ def _tree_seconds(proc: Path, top: int, cores: frozenset[int]) -> float:
             parents[int(entry)] = (int(fields[1]), sum(map(int, fields[11:15])) * TICK_S)
     total = 0.0
     for pid in parents:
-        above = pid
-        while above in parents and above != top:
-            above = parents[above][0]
-        if above == top:
+        ancestor = pid
+        while ancestor in parents and ancestor != top:
+            ancestor = parents[ancestor][0]
+        if ancestor == top:
             total += parents[pid][1] * _share_on(pid, cores)
     return total
 
 
 def _share_on(pid: int, cores: frozenset[int]) -> float:
-    """Return how many of the cores that a process may run on are among some."""
+    """Return the share of the cores that a process may run on that are in `cores`."""
     with contextlib.suppress(OSError):
         allowed = _affinity(pid)
         return len(allowed & cores) / len(allowed)

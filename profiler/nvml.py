@@ -1,8 +1,8 @@
-"""What NVML tells about this process's GPUs, sampled four times a second by a thread of its own.
+"""NVML telemetry of this process's GPUs, sampled four times a second in a thread of its own.
 
 Utilisation says how long any kernel was resident, not how full the device was; power against its limit, clocks against
 their maximum and the reasons for throttling say more. Nothing here raises because of a missing package, driver or
-permission: `Nvml.unseen` says what could not be seen.
+permission: `Nvml.unseen` says what could not be read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _THROTTLE = {
 _HARDWARE, _HARDWARE_CAUSES = 0x08, 0x40 | 0x80
 
 # Codes of nvmlReturn_t, as the driver's interface fixes them.
-_WHY = {
+_ERRORS = {
     3: "this GPU or driver does not support it",
     4: "this user has no permission",
     9: "no NVIDIA driver is loaded",
@@ -41,9 +41,9 @@ _PERMANENT = {3, 4, 13}  # not worth asking again
 
 _SM_CLOCK, _PCIE_TX, _PCIE_RX = 1, 0, 1
 _GIB = 1024**3
-_PATIENCE_S = 5.0
+_JOIN_TIMEOUT_S = 5.0
 
-# Field of GpuShare → what to call it, how to ask for it.
+# Field of GpuShare → its name in messages, its query.
 _QUERIES: dict[str, tuple[str, Callable[[Any, Any], float]]] = {
     "utilisation": ("utilisation", lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
     "memory_used_gib": ("memory in use", lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / _GIB),
@@ -62,7 +62,7 @@ _QUERIES: dict[str, tuple[str, Callable[[Any, Any], float]]] = {
 
 @dataclass
 class _Gpu:
-    """One GPU's handle and what was sampled of it."""
+    """One GPU's handle and its samples."""
 
     index: int
     handle: Any
@@ -83,8 +83,8 @@ class _Gpu:
     def share(self) -> GpuShare:
         medians = {query: statistics.median(values) for query, values in self.samples.items() if values}
         medians.pop("throttled", None)
-        for must in ("utilisation", "memory_used_gib", "memory_total_gib"):
-            medians.setdefault(must, 0.0)
+        for required in ("utilisation", "memory_used_gib", "memory_total_gib"):
+            medians.setdefault(required, 0.0)
         return GpuShare(index=self.index, name=self.name, throttled=reasons(self.samples["throttled"]), **medians)
 
 
@@ -97,7 +97,7 @@ class Nvml:
         interval_s: pause between samples, s.
 
     Attributes:
-        unseen: one sentence on what could not be seen and why, '' if nothing; final once `stop` has returned.
+        unseen: one sentence on what could not be read and why, '' if nothing; final once `stop` has returned.
 
     Example:
         >>> nvml = Nvml()
@@ -127,12 +127,12 @@ class Nvml:
         self._thread.start()
 
     def stop(self) -> list[GpuShare]:
-        """Stop sampling and return the medians, GPU by GPU; nothing if nothing was seen or started."""
+        """Stop sampling and return the medians, GPU by GPU; an empty list if nothing was sampled."""
         self._halt.set()
         if self._thread is not None:
-            self._thread.join(timeout=_PATIENCE_S)
+            self._thread.join(timeout=_JOIN_TIMEOUT_S)
             if self._thread.is_alive():
-                self.unseen = f"GPU telemetry is missing: NVML did not answer within {_PATIENCE_S:g} s."
+                self.unseen = f"GPU telemetry is missing: NVML did not answer within {_JOIN_TIMEOUT_S:g} s."
                 return []
         return [gpu.share() for gpu in self._gpus]
 
@@ -159,16 +159,16 @@ class Nvml:
 
     def _watch(self, nvml: Any, setting: str | None) -> None:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        shown = visible([_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles], setting)
+        indices = visible([_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles], setting)
         gpus = [
             _Gpu(ordinal, handles[index], _text(nvml.nvmlDeviceGetName(handles[index])))
-            for ordinal, index in enumerate(shown)
+            for ordinal, index in enumerate(indices)
             if self._devices is None or ordinal in self._devices
         ]
         if not gpus:
-            told = "is not set" if setting is None else f"is {setting!r}"
+            set_to = "is not set" if setting is None else f"is {setting!r}"
             self.unseen = (
-                f"GPU telemetry is missing: NVML shows none of this process's GPUs (CUDA_VISIBLE_DEVICES {told})."
+                f"GPU telemetry is missing: NVML shows none of this process's GPUs (CUDA_VISIBLE_DEVICES {set_to})."
             )
             return
         self._gpus = gpus
@@ -181,7 +181,7 @@ class Nvml:
 
 
 def visible(uuids: Sequence[str], setting: str | None) -> list[int]:
-    """Return NVML's indices of the GPUs that CUDA shows, in CUDA's order.
+    """Return NVML's indices of the GPUs that are visible to CUDA, in CUDA's order.
 
     As CUDA does it: entries are numbers or the beginnings of UUIDs, the first one that names no GPU ends the list, and
     a GPU named twice leaves none. MIG slices are left out: NVML has no utilisation for them. In a machine with unlike
@@ -193,26 +193,26 @@ def visible(uuids: Sequence[str], setting: str | None) -> list[int]:
     """
     if setting is None:
         return list(range(len(uuids)))
-    shown: list[int] = []
+    indices: list[int] = []
     for entry in (part.strip() for part in setting.split(",")):
         if entry.startswith("GPU-"):
-            named = [index for index, uuid in enumerate(uuids) if uuid.lower().startswith(entry.lower())]
+            matches = [index for index, uuid in enumerate(uuids) if uuid.lower().startswith(entry.lower())]
         else:
-            named = [int(entry)] if entry.isdecimal() and int(entry) < len(uuids) else []
-        if len(named) != 1:
+            matches = [int(entry)] if entry.isdecimal() and int(entry) < len(uuids) else []
+        if len(matches) != 1:
             break
-        shown += named
-    return shown if len(set(shown)) == len(shown) else []
+        indices += matches
+    return indices if len(set(indices)) == len(indices) else []
 
 
 def reasons(masks: Sequence[float]) -> list[str]:
-    """Return the reasons for throttling that stood in more than a tenth of the samples, the most frequent first."""
-    seen: Counter[str] = Counter()
+    """Return the reasons for throttling in more than a tenth of the samples, the most frequent first."""
+    counts: Counter[str] = Counter()
     for mask in map(int, masks):
         if mask & _HARDWARE_CAUSES:
             mask &= ~_HARDWARE  # the general bit says nothing beside its cause
-        seen.update(text for bit, text in _THROTTLE.items() if mask & bit)
-    return [text for text, count in seen.most_common() if count > len(masks) / 10]
+        counts.update(text for bit, text in _THROTTLE.items() if mask & bit)
+    return [text for text, count in counts.most_common() if count > len(masks) / 10]
 
 
 def _refusals(gpus: Sequence[_Gpu]) -> str:
@@ -221,7 +221,7 @@ def _refusals(gpus: Sequence[_Gpu]) -> str:
         codes = [gpu.refused[query] for gpu in gpus if query in gpu.refused and not gpu.samples[query]]
         if codes:
             by_code[codes[0]].append(name)
-    parts = [f"{', '.join(names)} ({_WHY.get(code, f'error {code}')})" for code, names in sorted(by_code.items())]
+    parts = [f"{', '.join(names)} ({_ERRORS.get(code, f'error {code}')})" for code, names in sorted(by_code.items())]
     return f"NVML does not show {' and '.join(parts)}." if parts else ""
 
 
@@ -230,9 +230,9 @@ def _code(error: Exception) -> int:
 
 
 def _why(error: Exception) -> str:
-    return _WHY.get(_code(error)) or f"NVML failed ({error})"
+    return _ERRORS.get(_code(error)) or f"NVML failed ({error})"
 
 
 def _text(value: str | bytes) -> str:
-    # pynvml before 11.5 gives bytes.
+    # pynvml before 11.5 returns bytes.
     return value.decode() if isinstance(value, bytes) else value

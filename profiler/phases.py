@@ -31,15 +31,15 @@ MEANING = {
 
 PHASES = tuple(MEANING)
 
-# What else stands on the tape; the entry after it is a time, or what the name says.
+# The other codes on the tape; the entry after each is a time, or what the name says.
 STEP, _RESUME, _SKIP = ".step", ".resume", ".skip"
 _FIRST, _BATCH = ".first", ".batch"
 WAS = ".was"
-"""The open phase was the one in the next entry from its beginning."""
+"""The open phase is renamed, from its beginning, to the one in the next entry."""
 CUT = (STEP, None)
 """What `cut` writes."""
-LONG = 4096
-"""Length of a tape that is read early: a loop whose steps never end would fill the memory."""
+MAX_TAPE = 4096
+"""Length at which a tape is read early: a loop whose steps never end would fill the memory."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Measurement:
     phases: dict[str, float] = field(default_factory=dict)
     """Phase → seconds; the values add up to `seconds`."""
     samples: int = 0
-    """Samples in all batches of the step; 0 when batches have no length or were not looked at."""
+    """Samples in all batches of the step; 0 when batches have no length or were not counted."""
     batches: int = 1
     shape: Hashable = None
     """Signature of the step's first batch: shapes and dtypes of its tensors."""
@@ -60,10 +60,10 @@ class Measurement:
 
 
 class Tape(Protocol):
-    """What takes phases and times in turns."""
+    """Takes phases and times alternately."""
 
     def append(self, entry: Any, /) -> None:
-        """Take a phase, or the time that belongs to the phase before it."""
+        """Take a phase, or the time of the phase before it."""
 
 
 class PairTape:
@@ -78,7 +78,7 @@ class PairTape:
         self._code: str | None = None
 
     def append(self, entry: Any, /) -> None:
-        """Keep a phase until its time has come too."""
+        """Hold a phase back until its time follows."""
         if self._code is None:
             self._code = entry
             return
@@ -95,8 +95,8 @@ class StepClock:
     Attributes:
         now: the clock.
         write: writes a pair to the tape: a phase and a time.
-        tape: phases and times in turns. Two appends to it are the cheapest mark, half of what `write` takes.
-        aside_s: seconds left out by `skip` and `resume`.
+        tape: phases and times alternately. Two appends to it are the cheapest mark, half the time of `write`.
+        aside_s: seconds excluded by `skip` and `resume`.
         cut_at: when the last step that was read ended, s.
         backward_is_seen: True while `backward` and `backwarded` are called; without them, the loss counts as backward.
 
@@ -116,7 +116,7 @@ class StepClock:
         self._open = "outside"
         self._steps = 0
         self._early: list[Measurement] = []
-        self._is_torn = False
+        self._has_segments = False
         self._updating = False
         self._opened: float = self.tape[1]
         self._last: float = self.tape[1]
@@ -133,7 +133,7 @@ class StepClock:
     def enter(self, phase: str) -> None:
         """Book the time since the last mark to the open phase, and open `phase`."""
         self.write((phase, self.now()))
-        if len(self.tape) > LONG and not self._is_torn:  # torn pieces come first
+        if len(self.tape) > MAX_TAPE and not self._has_segments:  # detached segments come first
             self._early = self.read()
 
     def request(self) -> None:
@@ -184,7 +184,7 @@ class StepClock:
         self.write((WAS, phase))
 
     def skip(self) -> None:
-        """Leave the time since the last mark out of the step."""
+        """Exclude the time since the last mark from the step."""
         self.write((_SKIP, self.now()))
 
     def cut(self) -> None:
@@ -192,11 +192,11 @@ class StepClock:
         self.write(CUT)
 
     def resume(self) -> None:
-        """Begin the open step only now: what came since its beginning was none of the loop's."""
+        """Begin the open step only now: the time since its beginning was not the loop's."""
         self.write((_RESUME, self.now()))
 
     def restart(self, *, first: bool = False) -> float:
-        """Forget what was booked, begin a step now and return when that is; `first` marks the start of an epoch."""
+        """Discard what was booked, begin a step now and return the time; `first` marks the start of an epoch."""
         self.read()
         now = self.now()
         self._reset()
@@ -208,12 +208,12 @@ class StepClock:
 
     @property
     def phase(self) -> str:
-        """The open phase; may be asked by another thread."""
+        """The open phase; may be read by another thread."""
         tape = self.tape
-        for place in range(len(tape) - 2 + len(tape) % 2, -1, -2):
+        for index in range(len(tape) - 2 + len(tape) % 2, -1, -2):
             try:
-                if tape[place] in MEANING:
-                    return str(tape[place])
+                if tape[index] in MEANING:
+                    return str(tape[index])
             except (IndexError, TypeError):  # the tape was read meanwhile
                 break
         return self._open
@@ -231,27 +231,27 @@ class StepClock:
         measured.step = step
         return measured
 
-    def tear(self) -> list[Any]:
-        """Return what stands on the tape, to be read later, and begin the open step anew on an empty one."""
-        phase, torn = self.phase, self.tape[:]
+    def detach(self) -> list[Any]:
+        """Return the contents of the tape, to be read later, and restart the open step on an empty tape."""
+        phase, segment = self.phase, self.tape[:]
         del self.tape[:]
-        self._is_torn = True
+        self._has_segments = True
         self.resume()
         self.enter(phase)
-        return torn
+        return segment
 
-    def read(self, torn: list[Any] | None = None) -> list[Measurement]:
+    def read(self, segment: list[Any] | None = None) -> list[Measurement]:
         """Return the steps that were ended since the last reading, and clear the tape: 4 µs a step.
 
         Args:
-            torn: read this piece instead; pieces are read in order, before what came after them.
+            segment: read this detached segment instead; segments are read in order, before the tape itself.
         """
-        tape, ended = self.tape if torn is None else torn, self._early
+        tape, ended = self.tape if segment is None else segment, self._early
         self._early = []
         length = len(tape)
         booked, opened, last, phase = self._booked, self._opened, self._last, self._open
-        for place in range(0, length, 2):
-            code, at = tape[place], tape[place + 1]
+        for index in range(0, length, 2):
+            code, at = tape[index], tape[index + 1]
             if code in booked:
                 booked[phase] += at - last
                 last, phase = at, code

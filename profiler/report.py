@@ -34,7 +34,7 @@ class MachineFacts:
 
 @dataclass(kw_only=True)
 class ReportHead:
-    """What every report says of its run."""
+    """What every report says about its run."""
 
     schema: int = SCHEMA
     started: str = ""
@@ -42,7 +42,7 @@ class ReportHead:
     command: str = ""
     """The command line of the run."""
     unseen: list[str] = field(default_factory=list)
-    """What could not be seen, one sentence each."""
+    """What could not be measured, one sentence each."""
 
     def to_json(self) -> str:
         """Return the report as JSON."""
@@ -65,21 +65,21 @@ class Finding:
     cause: str
     """Name in the table of causes, e.g. `input.storage`."""
     bottleneck: str
-    """DESIGN's class, e.g. `input`."""
+    """The bottleneck's class, e.g. `input`."""
     title: str
-    """What is the matter, one clause."""
+    """What is wrong, one clause."""
     why: list[str]
     """The evidence, one sentence each, numbers included."""
     remedy: str
     """What to do."""
     strategy: str = ""
-    """The strategy of `accel.optimize` that does it, '' if none."""
+    """The strategy of `accel.optimize` that applies the remedy, '' if none."""
     share: float = 0.0
     """Of the step's time that the cause accounts for, 0…1."""
     predicted: Saving | None = None
-    """What removing it can give; None if that can't be told from what was seen."""
+    """The saving if it is removed; None if the evidence allows no estimate."""
     measured: Saving | None = None
-    """What the counterfactual experiment gave; None if there was none."""
+    """The saving in the counterfactual experiment; None if there was none."""
     confirmed: bool = False
     """True if the experiment has shown that removing the cause saves time."""
     experiment: str = ""
@@ -111,9 +111,9 @@ class Experiment:
     saving: Saving
     pairs: int
     verdict: str
-    """`keep` (shown to help), `drop` (shown not to), `refused` (too noisy to tell) or `void` (it took no hold)."""
+    """`keep` (shown to help), `drop` (shown not to), `refused` (too noisy) or `void` (the switch had no effect)."""
     changes_learning: bool
-    """True if the B steps trained on something else; the state from before them was put back."""
+    """True if the B steps learned something else; the state from before them was restored."""
 
 
 @dataclass(kw_only=True)
@@ -160,7 +160,7 @@ class ProfileReport(ReportHead):
     verdict: str = ""
     """The outcome in one line."""
     bottleneck: str = ""
-    """DESIGN's class of the first finding; `none` if nothing holds the run back; '' if no verdict was reached."""
+    """The class of the first finding; `none` if nothing holds the run back; '' if no verdict was reached."""
     refused: str = ""
     """Why there is no verdict, '' if there is one."""
     findings: list[Finding] = field(default_factory=list)

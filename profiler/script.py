@@ -1,7 +1,7 @@
 """Run a script as Python would, with the profiler around it.
 
-The script finds itself in `__main__`, with its own directory first on the path and its own arguments. What it prints,
-its exit status and its tracebacks are its own.
+The script runs as `__main__`, with its own directory first on the path and its own arguments. Its output, exit status
+and tracebacks are unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _TerminatedError(BaseException):
 
 
 class Script:
-    """A script to be run as Python would, by whoever holds it, so that as few frames as possible lie below it.
+    """A script to be run as Python would, by the caller itself, so that as few frames as possible lie below it.
 
         with script:
             exec(script.code(), script.globals)
@@ -111,12 +111,12 @@ class Script:
         return True
 
     def untouched(self) -> None:
-        """Let SIGTERM do what it does in Python."""
+        """Restore Python's own handling of SIGTERM."""
         self._terminable.end()
 
 
 def _ending(error: BaseException) -> Ending:
-    """Tell how a script ended that raised this, and show it as Python would."""
+    """Return how a script ended that raised this, and print it as Python would."""
     if isinstance(error, SystemExit):
         return _exited(error)
     if isinstance(error, _TerminatedError):
@@ -145,8 +145,8 @@ def _show(error: BaseException) -> None:
         sys.excepthook(type(error), error, trimmed)
 
 
-def _own_frames_removed(shown: TracebackType | None) -> TracebackType | None:
-    rest = shown.tb_next if shown is not None else None  # the first is who holds the script
+def _own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
+    rest = trace.tb_next if trace is not None else None  # the first is the caller of the script
     while rest is not None and rest.tb_frame.f_code.co_filename == __file__:
         rest = rest.tb_next
     return rest
@@ -156,18 +156,18 @@ class _Terminable:
     """Let SIGTERM unwind the script, so that the report can be written; a script's own handler stays."""
 
     def __init__(self) -> None:
-        self._found: Callable[..., Any] | int | None = None
+        self._previous: Callable[..., Any] | int | None = None
 
     def begin(self) -> None:
         try:
-            self._found = signal.getsignal(signal.SIGTERM)
-            if self._found == signal.SIG_DFL:
+            self._previous = signal.getsignal(signal.SIGTERM)
+            if self._previous == signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, _leave)
         except ValueError:  # not the main thread
-            self._found = None
+            self._previous = None
 
     def end(self) -> None:
-        if self._found == signal.SIG_DFL and signal.getsignal(signal.SIGTERM) is _leave:
+        if self._previous == signal.SIG_DFL and signal.getsignal(signal.SIGTERM) is _leave:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

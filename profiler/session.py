@@ -1,4 +1,4 @@
-"""The course of a profiled run: warm up, observe, trace two steps, try the suspects, and watch on to the end.
+"""The course of a profiled run: warm up, observe, trace two steps, test the suspects, and watch until the end.
 
     warm-up 3 ──▶ observe ──▶ trace 2 ──▶ experiments ──▶ observe to the end
                   ≥ 50 steps, or 20 s     ≤ 3, each 36 to 108 steps
@@ -37,7 +37,7 @@ from accel.profiler.nvml import Nvml
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment, Finding
 from accel.profiler.system.loop_source import batch_lines, users_frames
-from accel.profiler.system.meters import Crowd, Exposed, Span, Workers
+from accel.profiler.system.meters import Crowd, DdpWait, Span, Workers
 from accel.profiler.system.sampler import Sampler
 from accel.profiler.trace import roofline
 from accel.profiler.trace.window import Window, WindowTaken
@@ -46,18 +46,18 @@ WARM_UP = 3
 OBSERVE_STEPS, OBSERVE_S, ENOUGH_S = 50, 0.6, 20.0
 TRACED = 2
 WATCH_S = 0.1
-"""From look to look at the stack after the experiments; 0.01 before."""
-_LOOK_EVERY = 16
-"""Steps from look to look at workers."""
+"""Interval of the stack samples after the experiments; 0.01 before."""
+_WORKERS_EVERY = 16
+"""Steps between two readings of the workers' times."""
 
 Course = Generator[None, Measurement, None]
 
 
 class ProfileSession:
-    """Profile the training loop that runs in this process.
+    """Profiles the training loop that runs in this process.
 
     Args:
-        confirm: try the suspects by experiment.
+        confirm: test the suspects by experiments.
         trace_file: where the Chrome trace of the window goes; None writes none.
         exchange: the other ranks.
         loaders: loaders that iterate in their own way, each with the class of its iterators; see `Recorder`.
@@ -67,7 +67,7 @@ class ProfileSession:
         self.recorder = Recorder(loaders=loaders)
         self.exchange = exchange
         self.experiments: dict[str, Experiment] = {}
-        """By the cause they were made for."""
+        """By the cause they tested."""
         self.steps = kept_steps()
         self.samples = 0
         self.counted_s = 0.0
@@ -82,20 +82,20 @@ class ProfileSession:
         self._crowd = Crowd(launched=exchange.launched)
         local = int(os.environ.get("LOCAL_RANK", "0"))
         self._nvml = Nvml([local] if exchange.launched else None)
-        self._workers, self._exposed, self._gc = Workers(), Exposed(), Span()
+        self._workers, self._ddp_wait, self._gc = Workers(), DdpWait(), Span()
         self._settings = TorchSettings()
         self._suspected: list[Finding] = []
         self._model_lines: set[tuple[str, int]] = set()
         self._updates: set[tuple[tuple[str, int], ...]] = set()
-        """Where the optimizers stepped: the user's frames, the innermost first."""
+        """The user's frames in which the optimizers stepped, the innermost first."""
         self._watched_s = 0.0
         self._course = self._run()
 
     def start(self) -> None:
-        """Begin; the loop may start now."""
+        """Start profiling; the loop may start now."""
         next(self._course)
         self.recorder.on_step = self._step
-        self.recorder.on_look = self._look
+        self.recorder.on_segment = self._sample
         self.recorder.start()
         self._settings.start()
         self._sampler.start()
@@ -103,18 +103,18 @@ class ProfileSession:
             self._nvml.start()
 
     def stop(self) -> None:
-        """End, and leave torch and the script's objects as they were."""
+        """Stop profiling, and restore torch and the script's objects."""
         self.recorder.catch_up()
         self._course.close()
         self.recorder.stop()
         self._settings.stop()
         self._sampler.stop()
-        self._exposed.stop()
+        self._ddp_wait.stop()
 
     def _step(self, measured: Measurement) -> None:
         try:
             self._course.send(measured)
-        except Exception as error:  # the profiler's own fault must not end the script
+        except Exception as error:  # an error of the profiler's own must not end the script
             self.recorder.on_step = lambda measured: None
             self.unseen.append(f"the profiler stopped at step {measured.step}: {type(error).__name__}: {error}")
 
@@ -128,7 +128,7 @@ class ProfileSession:
         began = time.perf_counter()
         while True:
             self._keep((yield))
-            if self._seen_enough(time.perf_counter() - began):
+            if self._observed_enough(time.perf_counter() - began):
                 break
         self._watch(False)
         self.stage = "tracing"
@@ -139,41 +139,41 @@ class ProfileSession:
         self.stage = "watching"
         yield  # the first step after an experiment is not like the others
         self._watch(True)
-        self.recorder.late = True
+        self.recorder.deferred = True
         self._sampler.interval_s = WATCH_S
         while True:
             self._keep((yield))
 
-    def _seen_enough(self, seconds: float) -> bool:
+    def _observed_enough(self, seconds: float) -> bool:
         steps = len(self.steps)
-        if self.exchange.launched:  # ranks must go on at the same step
+        if self.exchange.launched:  # ranks must proceed at the same step
             return steps >= OBSERVE_STEPS
         return (steps >= OBSERVE_STEPS and seconds >= OBSERVE_S) or (steps >= naming.MIN_STEPS and seconds >= ENOUGH_S)
 
     def _keep(self, measured: Measurement) -> None:
         self.steps.append(measured)
-        if measured.samples:  # of steps that were looked at
+        if measured.samples:  # 0 in deferred steps, whose batches are not counted
             self.samples += measured.samples
             self.counted_s += measured.seconds
         self._watched_s += measured.seconds
-        if not self.recorder.late and self.stage != "trying":  # an experiment sets what is looked at
-            self._settings.look()
-        if measured.step <= 8 or not (self._sampler.batch_lines or self.recorder.late):
+        if not self.recorder.deferred and self.stage != "trying":  # an experiment changes the settings itself
+            self._settings.sample()
+        if measured.step <= 8 or not (self._sampler.batch_lines or self.recorder.deferred):
             self._learn_loop()
-        if not self.recorder.late:
-            self._exposed.look(self.recorder.roots.modules)
-            if measured.step % _LOOK_EVERY == 0:
-                self._workers.look(self.recorder.worker_pids())
+        if not self.recorder.deferred:
+            self._ddp_wait.sample(self.recorder.roots.modules)
+            if measured.step % _WORKERS_EVERY == 0:
+                self._workers.sample(self.recorder.worker_pids())
 
-    def _look(self) -> None:
-        self._settings.look()
-        self._workers.look(self.recorder.worker_pids())
-        self._exposed.look(self.recorder.roots.modules)
+    def _sample(self) -> None:
+        self._settings.sample()
+        self._workers.sample(self.recorder.worker_pids())
+        self._ddp_wait.sample(self.recorder.roots.modules)
 
     def _watch(self, on: bool) -> None:
-        """Switch what is only meant for ordinary steps."""
+        """Switch the measurements that are only meant for ordinary steps."""
         self._sampler.pause(not on)
-        self._workers.look(self.recorder.worker_pids())
+        self._workers.sample(self.recorder.worker_pids())
         if on:
             self._gc.begin(self.recorder.probes.collector.seconds)
             self._mark_device(self.stage == "observing")
@@ -188,24 +188,24 @@ class ProfileSession:
             self.recorder.events.on = on
 
     def _learn_loop(self) -> None:
-        """See, in the next call of the model and the next update, which lines of the script make batches."""
+        """Find out, in the next call of the model and the next update, which lines of the script make batches."""
 
         def called() -> None:
             self._model_lines.update(users_frames(sys._getframe(1)))
 
-        def look(optimizer: Any) -> None:
+        def updated(optimizer: Any) -> None:
             self.recorder.on_update = self.recorder.on_call = None
             self._updates.add(tuple(users_frames(sys._getframe(1))))
-            stepping = {place for frames in self._updates for place in frames}
+            step_lines = {line for frames in self._updates for line in frames}
             lines = (batch_lines(list(frames), self._model_lines) for frames in self._updates)
             self._sampler.batch_lines = set().union(*lines)
-            self._sampler.call_lines = self._model_lines - stepping
+            self._sampler.call_lines = self._model_lines - step_lines
 
-        self.recorder.on_update, self.recorder.on_call = look, called
+        self.recorder.on_update, self.recorder.on_call = updated, called
 
     def _traced(self) -> Course:
-        """Trace two steps; on a GPU one more with Python's stacks, which would make gaps look longer than they are."""
-        yield  # counted to neither
+        """Trace two steps; on a GPU one more with Python's stacks, which lengthen the gaps between kernels."""
+        yield  # the step between observing and tracing belongs to neither
         self._trace = yield from self._window(TRACED, self._trace_file if self.exchange.rank == 0 else None)
         if self._device().type == "cuda":
             lines = yield from self._window(1, None, stacks=True)
@@ -227,7 +227,7 @@ class ProfileSession:
         try:
             for _ in range(steps):
                 yield
-        finally:  # also when the script ends within the window
+        finally:  # also if the script ends within the window
             summary = self._closed(window, steps, file)
         return summary
 
@@ -248,7 +248,7 @@ class ProfileSession:
     # -- experiments ---------------------------------------------------------------------------------------------------
 
     def _try(self) -> Course:
-        # The roofline is needed by no experiment, and it heats the caches: it is measured at the end.
+        # No experiment needs the roofline, and measuring it evicts the loop's data from the caches: it comes last.
         for cause in self._suspects():
             switch = self._counterfactual(cause) or Unchanged()
             config = TOGETHER if self.exchange.launched else ALONE
@@ -257,9 +257,10 @@ class ProfileSession:
 
     def _suspects(self) -> list[str]:
         self._suspected = naming.diagnose(self.evidence()).findings
-        found = [finding.cause for finding in self._suspected]
+        causes = (finding.cause for finding in self._suspected)
+        switchable = [cause for cause in causes if self._counterfactual(cause) is not None]
         try:
-            return suspects.agreed([cause for cause in found if self._counterfactual(cause) is not None], self.exchange)
+            return suspects.agreed(switchable, self.exchange)
         except OSError as error:
             self.unseen.append(f"no experiments: {error}")
             return []
@@ -270,7 +271,7 @@ class ProfileSession:
     def _snapshot(self) -> Snapshot:
         return Snapshot(self.recorder.roots.modules, self.recorder.optimizers)
 
-    # -- looking around ------------------------------------------------------------------------------------------------
+    # -- evidence ------------------------------------------------------------------------------------------------------
 
     def _device(self) -> torch.device:
         for optimizer in self.recorder.optimizers:
@@ -280,11 +281,11 @@ class ProfileSession:
         return torch.device("cpu")
 
     def evidence(self) -> Evidence:
-        """Return what was seen so far."""
+        """Return what has been measured so far."""
         recorder, exchange = self.recorder, self.exchange
         watched = self._watched_s or 1.0
         parameters = [p for o in recorder.optimizers for g in o.param_groups for p in g["params"]]
-        waited = self._exposed.mean()
+        waited = self._ddp_wait.mean()
         step_s = watched / max(1, len(self.steps))
         return Evidence(
             steps=list(self.steps),
@@ -315,7 +316,7 @@ class ProfileSession:
         )
 
     def finish(self) -> Evidence:
-        """Take the last looks, and return what was seen in all."""
+        """Take the last readings, and return everything that was measured."""
         if self.stage in ("observing", "watching"):
             self._watch(False)
         evidence = self.evidence()
@@ -334,11 +335,11 @@ class ProfileSession:
             evidence.roofline = roofline.measure(self._device(), dtypes)
         return evidence
 
-    def judged(self, evidence: Evidence) -> Diagnosis:
-        """Name the causes, with what the experiments found."""
-        found = naming.diagnose(evidence)
-        self.unseen += judging.judge(found, self.experiments, self._suspected, self._why_untried)
-        return found
+    def diagnose(self, evidence: Evidence) -> Diagnosis:
+        """Name the causes, with the results of the experiments."""
+        diagnosis = naming.diagnose(evidence)
+        self.unseen += judging.judge(diagnosis, self.experiments, self._suspected, self._why_untried)
+        return diagnosis
 
     def _why_untried(self, finding: Finding) -> str:
         if finding.cause in CROWDS:

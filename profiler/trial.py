@@ -3,7 +3,7 @@
 Blocks of steps run in the order A B B A A B B A …, so that each A block has a B block right beside it and a slow drift
 of the machine cancels. A pair of neighbouring blocks gives one number, d = log(median A ÷ median B); the mean of these
 with Student's interval is the answer. Medians drop single stalls, pairs drop drifts, differences beyond five robust
-standard deviations are pulled in (a burst of another process), and the interval says what is left.
+standard deviations are pulled in (a burst of another process), and the interval expresses the remaining noise.
 
     keep        the whole interval lies above `keep_gain`; asked only at a few looks (6, 12, 24, 36 pairs), whose error
                 probabilities add up to `alpha`, so that peeking does not create false keeps
@@ -36,9 +36,9 @@ class TrialConfig:
     block_steps: int = 5
     """Counted steps in a block."""
     looks: tuple[int, ...] = (6, 12, 24, 36)
-    """Numbers of pairs at which a keep may be decided; the last one ends the trial."""
+    """Numbers of pairs at which a keep may be decided; the last of them ends the trial."""
     alpha: float = 0.002
-    """One-sided probability of keeping something that gives `keep_gain` or less, over all looks together."""
+    """One-sided probability of keeping something whose gain is `keep_gain` or less, over all looks together."""
     drop_alpha: float = 0.1
     """One-sided level at which a pair count beyond `min_pairs` may end in a drop."""
     min_pairs: int = 3
@@ -61,7 +61,7 @@ class TrialConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a trial found: B's speed-up over A with its interval."""
+    """The result of a trial: B's speed-up over A with its interval."""
 
     verdict: Verdict
     gain: float
@@ -108,7 +108,7 @@ class Trial:
         return "AB"[((done + 1) // 2) % 2]  # type: ignore[return-value]
 
     def record(self, seconds: Sequence[float]) -> None:
-        """Take the step times of one block of the current arm, s; sets `verdict` when it can be told."""
+        """Take the step times of one block of the current arm, s; sets `verdict` once it is decided."""
         if self.verdict is not None:
             raise RuntimeError("the trial is decided; a block came after its verdict")
         if not seconds or min(seconds) <= 0:
@@ -135,7 +135,7 @@ class Trial:
         return "refused" if pairs >= config.looks[-1] else None
 
     def outcome(self) -> Outcome:
-        """Return what the trial found so far; needs two whole pairs.
+        """Return the result of the trial.
 
         Raises:
             RuntimeError: before a verdict.
@@ -145,7 +145,7 @@ class Trial:
         differences = self._differences()
         low, high = interval(differences, 0.025)
         gain = math.exp(statistics.fmean(differences))
-        # Medians over the whole trial have another ratio where the machine drifts: one estimate for all that is told.
+        # Medians over the whole trial differ in ratio where the machine drifts: all figures come from one estimate.
         a, b = (statistics.median(self.steps[arm]) * 1e3 for arm in ("A", "B"))
         level, half = math.sqrt(a * b), math.sqrt(gain)
         quarters = statistics.quantiles(self.steps["B"], n=4) if len(self.steps["B"]) > 1 else [0.0, 0.0, 0.0]
@@ -162,7 +162,7 @@ class Trial:
 
 
 def log_ratios(before: Sequence[float], after: Sequence[float]) -> list[float]:
-    """Return what each pair of neighbouring blocks says of the speed-up: log(before ÷ after), winsorised."""
+    """Return each pair of neighbouring blocks' estimate of the speed-up: log(before ÷ after), winsorised."""
     return winsorised([math.log(a / b) for a, b in zip(before, after, strict=True)])
 
 

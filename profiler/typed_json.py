@@ -29,11 +29,11 @@ def decode(text: str) -> Any:
         raise UnreadableJson(f"it must be JSON, it is not: {error}") from None
 
 
-def read(wanted: type[T], value: Any, where: str, *, required: Collection[str] = ()) -> T:
+def read(target: type[T], value: Any, where: str, *, required: Collection[str] = ()) -> T:
     """Check decoded JSON against a dataclass, and against those that its fields hold, and build it.
 
     Args:
-        wanted: a dataclass.
+        target: a dataclass.
         value: decoded JSON.
         where: what `value` is, for the message of an error.
         required: fields that must be there although they have a default.
@@ -42,58 +42,58 @@ def read(wanted: type[T], value: Any, where: str, *, required: Collection[str] =
         UnreadableJson: if a field is missing, unknown or of another type.
     """
     try:
-        return typing.cast("T", _object(wanted, value, where, frozenset(required)))
+        return typing.cast("T", _object(target, value, where, frozenset(required)))
     except (OverflowError, RecursionError) as error:
         raise UnreadableJson(f"{where} holds a value that no {where} has: {error}") from None
 
 
-def _value(wanted: Any, value: Any, where: str) -> Any:
-    origin, options = typing.get_origin(wanted), typing.get_args(wanted)
-    if wanted is Any:
+def _value(target: Any, value: Any, where: str) -> Any:
+    origin, options = typing.get_origin(target), typing.get_args(target)
+    if target is Any:
         return value
     if origin in (types.UnionType, typing.Union):
         (option,) = (option for option in options if option is not type(None))
         return None if value is None else _value(option, value, where)
     if origin is typing.Literal:
-        _demand(value in options, where, f"one of {', '.join(map(repr, options))}", value)
+        _require(value in options, where, f"one of {', '.join(map(repr, options))}", value)
         return value
     if origin is list:
-        _demand(isinstance(value, list), where, "a list", value)
+        _require(isinstance(value, list), where, "a list", value)
         return [_value(options[0], item, f"{where}[{n}]") for n, item in enumerate(value)]
     if origin is dict:
-        _demand(isinstance(value, dict), where, "an object", value)
+        _require(isinstance(value, dict), where, "an object", value)
         return {key: _value(options[1], item, f"{where}.{key}") for key, item in value.items()}
-    if dataclasses.is_dataclass(wanted):
-        return _object(wanted, value, where)
-    if wanted is float:
-        _demand(isinstance(value, int | float) and not isinstance(value, bool), where, "a number", value)
+    if dataclasses.is_dataclass(target):
+        return _object(target, value, where)
+    if target is float:
+        _require(isinstance(value, int | float) and not isinstance(value, bool), where, "a number", value)
         return float(value)
-    is_of_type = isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
-    _demand(is_of_type, where, wanted.__name__, value)
+    is_of_type = isinstance(value, target) and (target is bool or not isinstance(value, bool))
+    _require(is_of_type, where, target.__name__, value)
     return value
 
 
-def _object(wanted: Any, value: Any, where: str, required: frozenset[str] = frozenset()) -> Any:
-    _demand(isinstance(value, dict), where, "an object", value)
-    annotations, without_default = _fields(wanted)
+def _object(target: Any, value: Any, where: str, required: frozenset[str] = frozenset()) -> Any:
+    _require(isinstance(value, dict), where, "an object", value)
+    annotations, without_default = _fields(target)
     unknown = sorted(set(value) - set(annotations))
-    _demand(not unknown, where, f"without {unknown}", value)
+    _require(not unknown, where, f"without {unknown}", value)
     missing = sorted((without_default | required) - set(value))
     if missing:
         raise UnreadableJson(f"{where} is incomplete: it lacks {', '.join(missing)}")
-    return wanted(**{name: _value(annotations[name], item, f"{where}.{name}") for name, item in value.items()})
+    return target(**{name: _value(annotations[name], item, f"{where}.{name}") for name, item in value.items()})
 
 
 @cache
-def _fields(wanted: Any) -> tuple[dict[str, Any], frozenset[str]]:
+def _fields(target: Any) -> tuple[dict[str, Any], frozenset[str]]:
     """Return the annotations of a dataclass, and its fields without a default."""
-    annotations = typing.get_type_hints(wanted)
+    annotations = typing.get_type_hints(target)
     absent = dataclasses.MISSING
-    fields = dataclasses.fields(wanted)
+    fields = dataclasses.fields(target)
     without_default = frozenset(f.name for f in fields if f.default is absent and f.default_factory is absent)
     return {f.name: annotations[f.name] for f in fields}, without_default
 
 
-def _demand(holds: bool, where: str, expected: str, value: Any) -> None:
-    if not holds:
+def _require(is_met: bool, where: str, expected: str, value: Any) -> None:
+    if not is_met:
         raise UnreadableJson(f"{where} must be {expected}, got {str(value)[:60]!r}")

@@ -172,11 +172,11 @@ def _conclude(
     recorder = session.recorder
     wall_s = time.perf_counter() - session.begun
     evidence = session.finish()
-    diagnosis = session.judged(evidence)
+    diagnosis = session.diagnose(evidence)
     everyone = {}
     if exchange.launched:
         try:
-            exchange.post("rank", verdict.posted(evidence, diagnosis))
+            exchange.post("rank", verdict.rank_summary(evidence, diagnosis))
             everyone = exchange.collect("rank") if exchange.rank == 0 else {}
         except OSError as error:
             session.unseen.append(f"other ranks: {error}")
@@ -186,7 +186,7 @@ def _conclude(
         click.echo(_nothing(recorder, wall_s), err=True)
         return
     evidence.unseen = list(dict.fromkeys([*evidence.unseen, *session.unseen]))
-    report = verdict.report(evidence, diagnosis)
+    report = verdict.build_report(evidence, diagnosis)
     report.experiments = list(session.experiments.values())
     report.unattributed = recorder.unattributed()
     report.wall_s, report.command, report.ended = wall_s, line, ending.text
@@ -201,10 +201,10 @@ def _conclude(
 def _nothing(recorder: Recorder, wall_s: float) -> str:
     """Say that there was no step, and where the training may have been instead."""
     what = "whole step" if recorder.updates else "optimizer step"
-    text = f"accel: no {what} seen in {wall_s:.1f} s ({recorder.seen()}); nothing to report"
-    if recorder.elsewhere:
+    text = f"accel: no {what} seen in {wall_s:.1f} s ({recorder.summary()}); nothing to report"
+    if recorder.updates_elsewhere:
         text += (
-            f"\naccel: {recorder.elsewhere} updates ran in other threads, which are not seen; "
+            f"\naccel: {recorder.updates_elsewhere} updates ran in other threads, which are not seen; "
             "train in the thread that runs the script"
         )
     used = os.times()

@@ -39,7 +39,7 @@ class Gate:
         self._wraps: dict[str, Wrap] = {}
         self._user_compiled: Call | None = model._compiled_call_impl
         self._installed: Call | None = self._user_compiled
-        self._found = callslot.held(model)
+        self._found = callslot.contents(model)
         self._chain: Call = self.plain
         self.watcher: Watcher | None = None
 
@@ -95,7 +95,7 @@ class Gate:
         if found is None or found is self._installed or isinstance(found, callslot.SlotCall):
             return  # the profiler's marks are nobody's compiled call
         self._user_compiled = self._installed = found
-        self._found = callslot.held(self.model)
+        self._found = callslot.contents(self.model)
         self._chain = self._wrapped()
 
     def _install(self) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 from accel.profiler import naming
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.diagnose import anatomy, causes
-from accel.profiler.diagnose.communication_wait import exchanged
+from accel.profiler.diagnose.communication_wait import wait_as_communication
 from accel.profiler.evidence import Evidence
 from accel.profiler.trial import Outcome, Trial, TrialConfig
 from accel.report import Event, StrategyRow
@@ -187,7 +187,7 @@ class Controller:
         """Take in where the time goes under the plan as it is now, and what that means."""
         if result.measurements:
             wait_share = None if result.evidence is None else result.evidence.ddp_wait_share
-            self.anatomy_after = anatomy.typical(exchanged(result.measurements, wait_share))
+            self.anatomy_after = anatomy.typical(wait_as_communication(result.measurements, wait_share))
             self.diagnosis = _diagnosed(result)
 
     # -- search ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import accel
-from accel.profiler.diagnose.consistency import Held
+from accel.profiler.diagnose.consistency import PhaseShares
 from accel.profiler.naming import PHASES_OF
 from accel.report.model import Machine, Report, State
 from accel.run import Run
@@ -241,7 +241,7 @@ def _limit(report: Report, controller: Controller) -> None:
         report.bottleneck = _LIMITS.get(finding.cause, finding.bottleneck)
         report.bottleneck_share = finding.share
         if finding.cause not in _LIMITS:
-            report.bottleneck_share = min(finding.share, Held(shares=shares).room(finding.cause))
+            report.bottleneck_share = min(finding.share, PhaseShares(shares=shares).room(finding.cause))
         report.bottleneck_advice = f"{finding.title}: {finding.remedy}"
     elif shares:
         parts = {part: sum(shares.get(phase, 0.0) for phase in phases) for part, phases in PHASES_OF.items()}

@@ -15,7 +15,7 @@ from accel.profiler.clocks.probes import BackwardProbe
 from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.host import ThreadMeter, ThreadTime
 from accel.profiler.phases import Measurement, StepClock
-from accel.profiler.system.meters import Exposed
+from accel.profiler.system.meters import DdpWait
 from accel.run.context import Run
 
 
@@ -30,8 +30,8 @@ class Observation:
     def __init__(self, clock: StepClock, run: Run) -> None:
         self._clock, self._run = clock, run
         self._probe = BackwardProbe(clock.backward, clock.backwarded)
-        self._exposed = Exposed()
-        self._exposed.look([run.model])
+        self._ddp_wait = DdpWait()
+        self._ddp_wait.sample([run.model])
         self._meter = ThreadMeter(tid=threading.get_native_id())
         self._began = self._meter.read()
         self._asked: ThreadTime | None = None
@@ -41,14 +41,14 @@ class Observation:
 
     def close(self) -> None:
         """Take the marks out."""
-        self._exposed.stop()
+        self._ddp_wait.stop()
         self._probe.remove()
         self._clock.backward_is_seen = False
         self._meter.close()
 
     def asked(self) -> None:
         """A batch is asked for."""
-        self._exposed.look([self._run.model])
+        self._ddp_wait.sample([self._run.model])
         self._asked = self._meter.read()
 
     def delivered(self) -> None:
@@ -77,7 +77,7 @@ class Observation:
 
     def _wait_share(self, steps: list[Measurement]) -> float | None:
         """Return the share of the steps in which DDP waits for other ranks."""
-        waited, seconds = self._exposed.mean(), sum(one.seconds for one in steps)
+        waited, seconds = self._ddp_wait.mean(), sum(one.seconds for one in steps)
         return None if waited is None or not seconds else waited * len(steps) / seconds
 
     def _waiting(self) -> ThreadShare | None:

@@ -25,7 +25,7 @@ class SubmoduleCalls:
     def _open(self, prefix: str, module: nn.Module) -> None:
         for name, part in module.named_children():
             path = f"{prefix}{name}"
-            found = callslot.held(part)
+            found = callslot.contents(part)
             self._found.append((part, found))
             inner = found.get(callslot.NAME)
             call = part._call_impl if inner is None else inner

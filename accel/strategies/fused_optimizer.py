@@ -53,8 +53,8 @@ class FusedOptimizer(Strategy):
 
     def _plain_checkpoint(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            if id(group) in self._paths.found:
-                saved["foreach"], fused = self._paths.found[id(group)]
+            if id(group) in self._paths.saved:
+                saved["foreach"], fused = self._paths.saved[id(group)]
                 if "fused" in saved:
                     saved["fused"] = fused
 

@@ -10,7 +10,7 @@ import torch
 
 def of(batch: Any) -> int:
     """Return the first dimension of the first tensor in a batch, 0 if there is none."""
-    if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor:  # most are; the rest costs 1 µs
+    if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor:  # the usual case; the rest costs 1 µs
         return batch[0].shape[0] if batch[0].dim() else 0
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.dim() else 0
@@ -18,7 +18,7 @@ def of(batch: Any) -> int:
         batch = list(batch.values())
     if isinstance(batch, tuple | list):
         for part in batch:
-            found = of(part)
-            if found:
-                return found
+            size = of(part)
+            if size:
+                return size
     return 0

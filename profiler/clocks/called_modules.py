@@ -1,8 +1,8 @@
 """Find the modules that an unmodified loop calls, and mark their calls.
 
 After the first update the optimizer's parameters are known; the modules that own some of them and are no other module's
-child are the roots. A root that the loop never calls itself to train (a Lightning module, a container) is replaced by
-its children, until something is called. Where nothing ever is, a compiled function or a method stands for the model.
+child are the roots. A root that the loop itself never calls for training (a Lightning module, a container) is
+replaced by its children, until something is called. Where nothing ever is, the model is a compiled function or method.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from accel.profiler.clocks import callslot
 from accel.profiler.clocks.callslot import Call
 
-_DEEPEST = 6
+_MAX_DEPTH = 6
 
 
 class CalledModules:
-    """Mark the calls of the loop's models.
+    """Marks the calls of the loop's models.
 
     Args:
-        mark: makes the marked function of a model's call, which counts calls with gradients in the list it is given.
+        mark: wraps a model's call in a marked one, which counts the calls with gradients in the given list.
         hooks: makes a forward pre-hook and a forward hook that do the same.
     """
 
@@ -40,8 +40,8 @@ class CalledModules:
     @property
     def modules(self) -> list[nn.Module]:
         """The modules whose calls are marked, the most called first."""
-        found = sorted(self._watched.values(), key=lambda entry: -self._calls[id(entry[0])][0])
-        return [module for module, *_ in found]
+        entries = sorted(self._watched.values(), key=lambda entry: -self._calls[id(entry[0])][0])
+        return [module for module, *_ in entries]
 
     @property
     def called(self) -> bool:
@@ -50,13 +50,13 @@ class CalledModules:
 
     def learn(self, optimizer: Optimizer, step: int) -> None:
         """Find and mark, in this step, the modules that own parameters of `optimizer`; 20 ms, once per optimizer."""
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if mine <= self._owned:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if own <= self._owned:
             return
-        self._owned |= mine
-        # type(), not isinstance: proxies answer isinstance for what they stand for.
-        everything = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
-        owners = [module for module in everything if self._owns(module)]
+        self._owned |= own
+        # type(), not isinstance: proxies answer isinstance for the object they wrap.
+        modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
+        owners = [module for module in modules if self._owns(module)]
         inner = {id(child) for module in owners for child in module.children()}
         for module in owners:
             if id(module) not in inner:
@@ -65,7 +65,7 @@ class CalledModules:
     def descend(self, step: int) -> None:
         """Replace modules that were not called in two whole steps by their children."""
         for module, _, depth, since in list(self._watched.values()):
-            if self._calls[id(module)][0] or depth >= _DEEPEST or step - since < 2:
+            if self._calls[id(module)][0] or depth >= _MAX_DEPTH or step - since < 2:
                 continue
             children = [child for child in module.children() if self._owns(child)]
             if children:
@@ -74,7 +74,7 @@ class CalledModules:
                     self._watch(child, depth + 1, step)
 
     def release(self) -> None:
-        """Leave all modules as they were found."""
+        """Restore all modules."""
         for module, *_ in list(self._watched.values()):
             self._release(module)
 
@@ -87,25 +87,25 @@ class CalledModules:
     def _watch(self, module: nn.Module, depth: int, step: int) -> None:
         if id(module) in self._watched:
             return
-        found = callslot.held(module)
-        self._watched[id(module)] = (module, found, depth, step)
+        slot = callslot.contents(module)
+        self._watched[id(module)] = (module, slot, depth, step)
         calls = self._calls[id(module)] = [0]
-        if isinstance(found.get(callslot.NAME), callslot.SlotCall):
-            # Somebody else (accel.optimize in the script) has the slot and changes it as it likes.
+        if isinstance(slot.get(callslot.NAME), callslot.SlotCall):
+            # Another wrapper (accel.optimize in the script) owns the slot and changes it at will.
             before, after = self._hooks(calls)
             self._handles[id(module)] = [
                 module.register_forward_pre_hook(before),
                 module.register_forward_hook(after, always_call=True),
             ]
             return
-        target = found.get(callslot.NAME) or module._call_impl
+        target = slot.get(callslot.NAME) or module._call_impl
         callslot.fill(module, callslot.SlotCall(self._mark(target, calls)))
 
     def _release(self, module: nn.Module) -> None:
-        _, found, *_ = self._watched.pop(id(module))
+        _, slot, *_ = self._watched.pop(id(module))
         handles = self._handles.pop(id(module), None)
         if handles is None:
-            callslot.restore(module, found)
+            callslot.restore(module, slot)
         for handle in handles or ():
             handle.remove()
 
@@ -116,6 +116,6 @@ def name(modules: Iterable[nn.Module]) -> str:
 
 
 def _class(module: nn.Module) -> str:
-    # A wrapper's name says nothing of the model in it.
+    # A wrapper's name says nothing about the model inside.
     inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
     return _class(inner) if isinstance(inner, nn.Module) else type(module).__name__

@@ -17,7 +17,7 @@ NAME = "_compiled_call_impl"
 
 
 class SlotCall(functools.partial):  # type: ignore[type-arg]
-    """What lies in the slot: a partial, because calling one costs 30 ns, a class of our own ten times that.
+    """The call in the slot: a partial, because calling one costs 30 ns, and a class with `__call__` ten times that.
 
     Copies of it are None, so that a copy of the module is plain. `nn.Module` leaves the slot out of copies, but a class
     with a `__getstate__` or `__deepcopy__` of its own may not: its copy would then go on calling the module it was
@@ -32,13 +32,13 @@ def _nothing() -> None:
     return None
 
 
-def held(module: nn.Module) -> dict[str, Any]:
-    """Return the slot as the module's own dictionary holds it: empty, or one entry."""
+def contents(module: nn.Module) -> dict[str, Any]:
+    """Return the slot's entry in the module's own dictionary, {} if the slot is empty."""
     return {name: call for name, call in vars(module).items() if name == NAME}
 
 
 def _replicate_without_call(original: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], nn.Module]:
-    """Return `nn.Module._replicate_for_data_parallel` whose replicas have no call of ours.
+    """Return `nn.Module._replicate_for_data_parallel` whose replicas have an empty slot.
 
     A replica has a copy of the module's dictionary: the call in it would run the module itself, with its weights on its
     device, in place of the replica.
@@ -56,15 +56,15 @@ def _replicate_without_call(original: Callable[[nn.Module], nn.Module]) -> Calla
 
 
 def fill(module: nn.Module, call: Call) -> None:
-    """Put a call into the slot."""
-    found = nn.Module._replicate_for_data_parallel
-    if not hasattr(found, "_accel_original"):
-        nn.Module._replicate_for_data_parallel = _replicate_without_call(found)  # type: ignore[method-assign]
+    """Put a call in the slot."""
+    original = nn.Module._replicate_for_data_parallel
+    if not hasattr(original, "_accel_original"):
+        nn.Module._replicate_for_data_parallel = _replicate_without_call(original)  # type: ignore[method-assign]
     # The dictionary itself, because torch.compile's wrapper module passes attributes on to the module inside.
     vars(module)[NAME] = call
 
 
-def restore(module: nn.Module, found: dict[str, Any]) -> None:
-    """Put back what `held` returned."""
+def restore(module: nn.Module, contents: dict[str, Any]) -> None:
+    """Put back what `contents` returned."""
     vars(module).pop(NAME, None)
-    vars(module).update(found)
+    vars(module).update(contents)

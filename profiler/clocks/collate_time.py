@@ -1,4 +1,4 @@
-"""How much of the fetching of a batch, in this process, is the collate function."""
+"""The share of the collate function in fetching a batch in this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class CollateTimer:
-    """Fetch batches, and take the time of the collate function.
+    """Fetches batches, and times the collate function.
 
     Args:
         clock: seconds, monotonic.

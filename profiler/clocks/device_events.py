@@ -1,7 +1,7 @@
-"""How long the device works in each phase: an event at each mark, read some steps late, so that nothing waits for it.
+"""How long the device works in each phase: an event at each mark, read some steps later, so that nothing waits.
 
 The host runs ahead of the device, so its marks say when work was issued. An event recorded beside each mark says when
-the device got there. Events are read once the device has passed them, and used again.
+the device got there. Events are read once the device has passed them, and reused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from accel.profiler.phases import CUT, MEANING, WAS
 
-LATE = 8
+READ_AFTER_STEPS = 8
 """Steps after which events are read; by then the device has passed them, or the step is left out."""
 
 
@@ -24,7 +24,7 @@ def _cuda_event() -> Any:
 
 
 class DeviceEvents:
-    """Record an event at each mark of a step clock.
+    """Records an event at each mark of a step clock.
 
     Args:
         write: the clock's own `write`; each pair goes there too.
@@ -45,7 +45,7 @@ class DeviceEvents:
         self._ms: defaultdict[str, float] = defaultdict(float)
 
     def write(self, pair: Any) -> None:
-        """Take a pair for the tape; a phase is marked on the device too."""
+        """Write a pair to the tape, and mark a phase on the device too."""
         self._write(pair)
         if not self.on:
             return
@@ -65,13 +65,13 @@ class DeviceEvents:
             begin = self._free.pop() if self._free else self._make()
             begin.record()
             self._step = [(self._step[-1][0], begin)]
-        if len(self._pending) > LATE:
+        if len(self._pending) > READ_AFTER_STEPS:
             self._read(self._pending.popleft())
 
     def _read(self, marks: list[tuple[str, Any]]) -> None:
         if marks[-1][1].query():
-            for (phase, begins), (_, ends) in itertools.pairwise(marks):
-                self._ms[phase] += begins.elapsed_time(ends)
+            for (phase, start), (_, end) in itertools.pairwise(marks):
+                self._ms[phase] += start.elapsed_time(end)
             self.steps += 1
         self._free += [event for _, event in marks]
 

@@ -1,4 +1,4 @@
-"""What a loader, an optimizer and its parameters are, as plain facts."""
+"""Plain facts about a loader, an optimizer and its parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel.profiler.evidence import LoaderFacts, OptimizerFacts
 
 def of_loader(loader: Any) -> LoaderFacts:
     """Describe a loader."""
-    # A loader whose workers go on across epochs tells how many it has now, whatever it was told.
+    # A loader whose workers outlive epochs reports how many it has now, whatever `num_workers` says.
     lasting = getattr(loader, "worker_processes", None)
     workers = getattr(loader, "num_workers", None) if lasting is None else lasting
     if workers is None:
@@ -35,20 +35,20 @@ def of_optimizers(optimizers: Iterable[Optimizer]) -> OptimizerFacts:
         return OptimizerFacts()
     groups = largest.param_groups
     parameters = [p for group in groups for p in group["params"]]
-    others = not type(largest).__module__.startswith("torch.optim")
+    third_party = not type(largest).__module__.startswith("torch.optim")
     # Unset means foreach on a GPU and a loop on a CPU.
     default = bool(parameters) and parameters[0].device.type == "cuda"
-    at_once = all(g.get("fused") or (default if g.get("foreach") is None else g["foreach"]) for g in groups)
+    batched = all(g.get("fused") or (default if g.get("foreach") is None else g["foreach"]) for g in groups)
     return OptimizerFacts(
         name=type(largest).__name__,
         tensors=len(parameters),
         elements=sum(p.numel() for p in parameters),
-        multi_tensor=others or at_once,
+        multi_tensor=third_party or batched,
         fused=all(bool(g.get("fused")) for g in groups),
     )
 
 
 def dtype(parameters: Iterable[Tensor]) -> str:
     """Return the dtype of most parameters, e.g. `float32`."""
-    seen = Counter(str(p.dtype).removeprefix("torch.") for p in parameters)
-    return seen.most_common(1)[0][0] if seen else "float32"
+    counts = Counter(str(p.dtype).removeprefix("torch.") for p in parameters)
+    return counts.most_common(1)[0][0] if counts else "float32"

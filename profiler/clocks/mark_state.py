@@ -1,4 +1,4 @@
-"""The few values that the recorder's marks look at in every step."""
+"""The few values that the recorder's marks read in every step."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torch.optim import Optimizer
 
 
 class MarkState:
-    """What the marked functions look at: slots, since the recorder has too many attributes to be fast."""
+    """State of the marked functions; in slots, since reading attributes of the recorder, which has many, is slower."""
 
     __slots__ = (
-        *("counting", "inside", "inside_backward", "iterator", "learning"),
-        *("left", "optimizer", "stepped", "updating"),
+        *("counting", "in_backward", "in_call", "iterator", "learning"),
+        *("steps_left", "optimizer", "stepped", "updating"),
     )
 
     def __init__(self) -> None:
         self.iterator: Any = None
-        """The loop's iterator, unless its batches take the slow way."""
-        self.stepped = self.updating = self.inside = self.inside_backward = False
+        """The loop's iterator, unless its batches take the slow path."""
+        self.stepped = self.updating = self.in_call = self.in_backward = False
         self.learning = True
         self.counting = True
-        """The open step is looked at closely: its batches and its calls are counted."""
+        """Whether the batches and calls of the open step are counted."""
         self.optimizer: Optimizer | None = None
-        """The one whose update ends a step that no loader ends: the first that stepped."""
-        self.left = 1
+        """The optimizer whose update ends a step that no loader ends: the first that stepped."""
+        self.steps_left = 1
         """Steps until the tape is handed over."""

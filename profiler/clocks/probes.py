@@ -1,4 +1,4 @@
-"""Marks on torch's own entry points, so that an unmodified loop tells where it is.
+"""Marks on torch's own entry points, which report where an unmodified loop is.
 
     DataLoader.__iter__, its iterators' __next__      a batch is asked for and handed over
     torch.autograd.backward, torch.autograd.grad      the backward pass
@@ -7,7 +7,7 @@
     Tensor.to, Tensor.cuda (with a GPU only)          copies to the device
     gc.callbacks                                      the garbage collector
 
-Everything is put back by `remove`. Calls from other threads than the training thread pass through unmarked.
+`remove` restores everything. Calls from other threads than the training thread pass through unmarked.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ Function = Callable[..., Any]
 Loaders = Sequence[tuple[type, type]]
 
 
-class Ear(Protocol):
-    """What listens: it makes the marked functions, and is told the rest."""
+class Marker(Protocol):
+    """What makes the marked functions that take the place of torch's own."""
 
     thread: int
 
@@ -77,27 +77,27 @@ class Patches:
     """Attributes replaced for a while."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[Any, str, Any, bool]] = []
+        self._saved: list[tuple[Any, str, Any, bool]] = []
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace an attribute by what `make` makes of it."""
+        """Replace an attribute by what `make` returns for its value."""
         own = name in vars(owner)
-        found = vars(owner)[name] if own else getattr(owner, name)
-        self._found.append((owner, name, found, own))
-        setattr(owner, name, make(found))
+        original = vars(owner)[name] if own else getattr(owner, name)
+        self._saved.append((owner, name, original, own))
+        setattr(owner, name, make(original))
 
     def remove(self) -> None:
-        """Put everything back, the last first."""
-        while self._found:
-            owner, name, found, own = self._found.pop()
+        """Restore all attributes, the last replaced first."""
+        while self._saved:
+            owner, name, original, own = self._saved.pop()
             if own:
-                setattr(owner, name, found)
+                setattr(owner, name, original)
             else:
                 delattr(owner, name)
 
 
 class BackwardProbe:
-    """Tell when a backward pass begins and ends.
+    """Calls back when a backward pass begins and ends.
 
     Args:
         begins: called before.
@@ -110,12 +110,12 @@ class BackwardProbe:
         self._patches = Patches()
 
     def install(self) -> None:
-        """Begin to tell."""
+        """Start calling back."""
         for name in ("backward", "grad"):
             self._patches.replace(torch.autograd, name, self._marked)
 
     def remove(self) -> None:
-        """Tell no more."""
+        """Stop calling back."""
         self._patches.remove()
 
     def _marked(self, original: Function) -> Function:
@@ -138,40 +138,40 @@ class Probes:
     """All marks of an unmodified loop.
 
     Args:
-        ear: what listens.
+        marker: makes the marked functions.
         loaders: loaders that iterate in their own way, each with the class of its iterators.
 
     Attributes:
         collector: how long the garbage collector ran.
     """
 
-    def __init__(self, ear: Ear, loaders: Loaders = ()) -> None:
-        self._ear, self._loaders = ear, ((DataLoader, _BaseDataLoaderIter), *loaders)
+    def __init__(self, marker: Marker, loaders: Loaders = ()) -> None:
+        self._marker, self._loaders = marker, ((DataLoader, _BaseDataLoaderIter), *loaders)
         self._patches = Patches()
         self._hooks: list[Any] = []
         self.collector = Collector()
 
     def install(self) -> None:
-        """Begin to listen."""
-        ear, replace = self._ear, self._patches.replace
+        """Put the marks in place."""
+        marker, replace = self._marker, self._patches.replace
         for loader, iterator in self._loaders:
-            replace(loader, "__iter__", ear.iterating)
-            replace(iterator, "__next__", ear.fetching)
+            replace(loader, "__iter__", marker.iterating)
+            replace(iterator, "__next__", marker.fetching)
         for name in ("backward", "grad"):
-            replace(torch.autograd, name, ear.differentiating)
-        before, after = ear.updating()
+            replace(torch.autograd, name, marker.differentiating)
+        before, after = marker.updating()
         self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         if torch.distributed.is_available():
             for name in _COLLECTIVES:
                 if hasattr(torch.distributed, name):
-                    replace(torch.distributed, name, ear.communicating)
+                    replace(torch.distributed, name, marker.communicating)
         if torch.cuda.is_available():
             for name in ("to", "cuda"):
-                replace(torch.Tensor, name, ear.copying)
+                replace(torch.Tensor, name, marker.copying)
         self.collector.install()
 
     def remove(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         self._patches.remove()
         for hook in self._hooks:
             hook.remove()

@@ -1,10 +1,10 @@
-"""Turns what the probes tell into steps: which batch belongs to training, when a step ends, where its time went.
+"""Turns the marks of the probes into steps: which batch belongs to training, when a step ends, where its time went.
 
 An ordinary step runs only through the marked functions made here, which write to the clock's tape: 6 µs a step in all,
-measured on a step of 70 µs, of which 3 are the least that functions in these places take if they look at nothing. (One
-after the other, without a step between, its marks take 0.8 µs; the rest is what was in the caches before. One flag for
-all states, bits, fewer globals, a tape for each phase: none made a difference above 0.3 µs.) What is rare (a new
-iterator, a new optimizer, an evaluation) takes the slow way.
+measured on a step of 70 µs, of which 3 are the least that functions in these places take if they check nothing. (In
+isolation, without a step between them, the marks of a step take 0.8 µs; the rest is what the step evicts from the
+caches. One flag for all states, bits, fewer globals, a tape for each phase: none made a difference above 0.3 µs.) What
+is rare (a new iterator, a new optimizer, an evaluation) takes the slow path.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _KEPT_STEPS = 20_000
 _LEARNING_STEPS = 12
 """Steps in which a module that is never called is replaced by its children."""
 _LOST = 50
-"""Updates by others after which the optimizer that ended steps is held to be gone; before the first step has ended,
-updates without a batch after which the loader is."""
+"""After this many updates by other optimizers, the one that ended steps is taken to be gone; before the first step has
+ended, after this many updates without a batch, so is the loader."""
 
 
 class Recorder:
-    """Record an unmodified loop's steps.
+    """Records the steps of an unmodified loop.
 
     Args:
         clock: seconds, monotonic.
@@ -51,9 +51,10 @@ class Recorder:
 
     Attributes:
         on_step: called between two steps with the step just ended; its time belongs to no step.
-        on_look: called between two steps in place of `on_step` while `late` is set, every 64 to 512 steps.
-        late: True keeps the tape unread: reading it costs 4 µs a step. `catch_up` tells `on_step` of these steps.
-        ahead: True fetches the batches of the open step while its clock stands.
+        on_segment: called between two steps in place of `on_step` while `deferred` is set, every 64 to 512 steps.
+        deferred: True stores the tape unparsed, since parsing costs 4 µs a step; `catch_up` parses it and calls
+            `on_step` for these steps.
+        ahead: True fetches the batches of the open step while its clock is stopped.
         step_s: seconds in steps, the first left out.
     """
 
@@ -67,19 +68,19 @@ class Recorder:
             self.clock.write = self.events.write
         self._tape: Tape = self.clock.tape if self.events is None else PairTape(self.events.write)
         self.on_step: Callable[[Measurement], None] = lambda measured: None
-        self.on_look: Callable[[], None] = lambda: None
-        self.late = False
+        self.on_segment: Callable[[], None] = lambda: None
+        self.deferred = False
         self._on_update: Callable[[Optimizer], None] | None = None
         self.on_call: Callable[[], None] | None = None
         """Called within each counted call of the model, for as long as it is set."""
         self.ahead = False
         self.steps = self.fetched = self.backwards = 0
         self.updates = 0
-        """Updates seen until steps are known well, those of further optimizers left out."""
-        self.elsewhere = 0
+        """Updates counted while the loop is being learned, those of further optimizers left out."""
+        self.updates_elsewhere = 0
         """Updates in other threads."""
         self.failed = ""
-        """Why it records no more, '' while it does."""
+        """Why recording has stopped, '' while it goes on."""
         self.step_s = 0.0
         self.first_boundary = self.last_boundary = 0.0
         self.optimizers: list[Optimizer] = []
@@ -92,22 +93,22 @@ class Recorder:
         self._recent: list[int] = []
         self._hot = MarkState()
         self._segments = Segments(_KEPT_STEPS, self.clock.now)
-        self._piece = 1
-        self._new = False
-        self._others = 0
-        self._asked_at = 0
+        self._segment_steps = 1
+        self._starts_epoch = False
+        self._other_updates = 0
+        self._updates_at_fetch = 0
         self.roots = CalledModules(self.calling, self.call_hooks)
 
     def start(self) -> None:
-        """Begin to record."""
+        """Start recording."""
         self.probes.install()
 
     def stop(self) -> None:
-        """Leave torch and the models as they were."""
+        """Restore torch and the models."""
         self.probes.remove()
         self.roots.release()
 
-    # -- batches (probes.Ear) ------------------------------------------------------------------------------------------
+    # -- batches (probes.Marker) ---------------------------------------------------------------------------------------
 
     def iterating(self, original: Function) -> Function:
         """Mark the making of an iterator; for the training loader this is the beginning of an epoch."""
@@ -121,15 +122,15 @@ class Recorder:
     def _iterate(self, loader: Any, original: Function) -> Any:
         training = self._is_training(loader)
         self.clock.enter("data" if training else "evaluation")
-        if training and self._hot.stepped:
+        if training and self._hot.stepped:  # starting an epoch is part of its first step
             self._boundary()
         try:
             iterator = original(loader)
         finally:
             self.clock.enter("host" if training else "evaluation")
-        with contextlib.suppress(AttributeError):  # a generator around the iterator, which tells for itself
+        with contextlib.suppress(AttributeError):  # a generator, around an iterator that is marked itself
             iterator._accel_loader = loader
-        if training and iterator is self.iterator:  # persistent workers come with the same iterator
+        if training and iterator is self.iterator:  # persistent workers reuse the iterator, which must be adopted anew
             self.iterator = self._hot.iterator = None
         return iterator
 
@@ -147,9 +148,9 @@ class Recorder:
                 hot.stepped = False
                 tape.append(STEP)
                 tape.append(None)
-                hot.left -= 1
-                if hot.left <= 0:
-                    self._deliver()
+                hot.steps_left -= 1
+                if hot.steps_left <= 0:
+                    self._deliver()  # a segment's first batch takes the slow path, which counts it
                     return self._fetch(iterator, original)
             try:
                 batch = original(iterator)
@@ -161,12 +162,12 @@ class Recorder:
         return marked
 
     def _fetch(self, iterator: Any, original: Function) -> Any:
-        """Fetch a batch the slow way."""
-        clock, self._asked_at = self.clock, self.updates
-        if iterator is not self.iterator and not self._takes(iterator):
+        """Fetch a batch by the slow path."""
+        clock, self._updates_at_fetch = self.clock, self.updates
+        if iterator is not self.iterator and not self._adopt(iterator):
             clock.enter("evaluation")
             batch = original(iterator)
-            if torch.is_grad_enabled():  # it may be a second training loader
+            if torch.is_grad_enabled():  # it may turn out to be a second training loader
                 self._recent.append(id(iterator._accel_loader))
             return batch
         clock.enter("data")
@@ -174,31 +175,31 @@ class Recorder:
             self._boundary()
         counting = self._hot.counting  # a step's batches are counted all or none
         self._hot.iterator = None if self.ahead or counting or not self.roots.called else iterator
-        if self._new:
-            self._new = False
+        if self._starts_epoch:
+            self._starts_epoch = False
             clock.mark_first()
         try:
             batch = self.collating.fetch(iterator, original)
         finally:
             if self.ahead:
                 clock.skip()
-            clock.enter("host" if self.roots.called else "forward")
+            clock.enter("host" if self.roots.called else "forward")  # forward: no call of a model is marked yet
         if counting:
             clock.count(samples.of(batch))
         self.fetched += 1
         return batch
 
-    def _takes(self, iterator: Any) -> bool:
-        """Tell whether an iterator is a training loader's; it is the loop's iterator then."""
+    def _adopt(self, iterator: Any) -> bool:
+        """Make an iterator the loop's own if it belongs to a training loader; return whether it does."""
         loader = getattr(iterator, "_accel_loader", None)
         if loader is None or not self._is_training(loader):
             return False
         self._recent.append(id(loader))
-        self.loader, self.iterator, self._new = loader, iterator, True
+        self.loader, self.iterator, self._starts_epoch = loader, iterator, True
         return True
 
     def _is_training(self, loader: Any) -> bool:
-        # Before the first backward pass nothing is known; what is fetched without gradients is for an evaluation.
+        # Before the first backward pass no loader is known; batches fetched without gradients are for an evaluation.
         return id(loader) in self._training if self._training else torch.is_grad_enabled()
 
     # -- the model -----------------------------------------------------------------------------------------------------
@@ -215,9 +216,9 @@ class Recorder:
         before_b, after_b = module_globals._global_backward_pre_hooks, module_globals._global_backward_hooks
 
         def marked(*args: Any, **kwargs: Any) -> Any:
-            if hot.inside or get_ident() != thread:
+            if hot.in_call or get_ident() != thread:
                 return target(*args, **kwargs)
-            hot.inside = True
+            hot.in_call = True
             trains = training()
             if hot.counting and trains:
                 calls[0] += 1
@@ -235,7 +236,7 @@ class Recorder:
                     return target(*args, **kwargs)
                 return module.forward(*args, **kwargs)
             finally:
-                hot.inside = False
+                hot.in_call = False
                 if trains:
                     tape.append("loss")
                     tape.append(now())
@@ -244,12 +245,12 @@ class Recorder:
 
     def call_hooks(self, calls: list[int]) -> tuple[Function, Function]:
         """Return forward hooks that mark a call as `calling` does, for a module whose slot is taken."""
-        marking = [False]
+        marking = [False]  # whether `before` marked the call that `after` ends
 
         def before(module: Any, args: Any) -> None:
-            if self._hot.inside or get_ident() != self.thread:
+            if self._hot.in_call or get_ident() != self.thread:
                 return
-            self._hot.inside = marking[0] = True
+            self._hot.in_call = marking[0] = True
             calls[0] += torch.is_grad_enabled()
             if self._hot.stepped or not torch.is_grad_enabled():
                 self._call()
@@ -260,7 +261,7 @@ class Recorder:
 
         def after(module: Any, args: Any, output: Any) -> None:
             if marking[0] and get_ident() == self.thread:
-                self._hot.inside = marking[0] = False
+                self._hot.in_call = marking[0] = False
                 if torch.is_grad_enabled():
                     self.clock.enter("loss")
 
@@ -268,33 +269,33 @@ class Recorder:
 
     def _call(self) -> None:
         if not torch.is_grad_enabled():
-            self._recent.clear()  # what was fetched for this is no training batch
+            self._recent.clear()  # batches fetched for an evaluation are not for training
             self.clock.enter("evaluation")
             return
         if not self._training:
-            # No loader tells where a step begins: it ends where the next one's first forward pass does.
+            # No loader marks where a step begins: it ends where the next step's first forward pass begins.
             self.clock.enter("outside")
             self._boundary()
         self.clock.enter("forward")
 
     def differentiating(self, original: Function) -> Function:
-        """Mark a backward pass; the loaders that were asked since the last one feed the training."""
+        """Mark a backward pass; the loaders that batches came from since the last one are training loaders."""
         tape, now, thread, hot, recent = self._tape, self.clock.now, self.thread, self._hot, self._recent
 
         @functools.wraps(original)
         def marked(*args: Any, **kwargs: Any) -> Any:
             # A backward pass within one (checkpointing) belongs to it.
-            if hot.inside_backward or get_ident() != thread:
+            if hot.in_backward or get_ident() != thread:
                 return original(*args, **kwargs)
             if recent or hot.learning:
                 self._differentiated()
-            hot.inside_backward = True
+            hot.in_backward = True
             tape.append("backward")
             tape.append(now())
             try:
                 return original(*args, **kwargs)
             finally:
-                hot.inside_backward = False
+                hot.in_backward = False
                 tape.append("optimizer" if hot.updating else "host")
                 tape.append(now())
 
@@ -305,13 +306,13 @@ class Recorder:
         self._training.update(self._recent)
         self._recent.clear()
         if not self.roots.called:
-            self._forward_unseen()
+            self._book_forward()
 
-    def _forward_unseen(self) -> None:
-        """Book what came before this backward pass as the forward pass: no model was called by its own call.
+    def _book_forward(self) -> None:
+        """Book the time before this backward pass as the forward pass: no call of a model was marked.
 
-        That is so where a compiled function, a method or bare parameters make the loss. No loader tells where a step
-        begins, no call either: it begins with the first backward pass after an update.
+        That is so where a compiled function, a method or bare parameters compute the loss. If no loader marks where a
+        step begins either, it begins with the first backward pass after an update.
         """
         clock = self.clock
         if clock.phase in ("host", "outside"):
@@ -326,15 +327,15 @@ class Recorder:
         """Return the hooks before and after an optimizer's step; the second is not called if it raised."""
         tape, now, thread, hot = self._tape, self.clock.now, self.thread, self._hot
 
-        def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if get_ident() == thread:
                 hot.updating = True
                 tape.append("optimizer")
                 tape.append(now())
             else:
-                self.elsewhere += 1
+                self.updates_elsewhere += 1
 
-        def ended(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if hot.updating:  # only the training thread's own
                 hot.updating = False
                 tape.append("outside")
@@ -344,20 +345,20 @@ class Recorder:
                 else:
                     hot.stepped = True
 
-        return begins, ended
+        return before, after
 
     def _learn(self, optimizer: Optimizer) -> None:
         hot = self._hot
-        leads = self._leads(optimizer)
-        self.updates += leads
-        if self._training and not self.steps and self.updates - self._asked_at > _LOST:
-            # The loop goes over batches that it took from a loader before, and no loader ends its steps.
+        ends_step = self._ends_step(optimizer)
+        self.updates += ends_step
+        if self._training and not self.steps and self.updates - self._updates_at_fetch > _LOST:
+            # The loop iterates over batches that it took from a loader earlier, so no loader ends its steps.
             self._training.clear()
             self.loader = self.iterator = hot.iterator = None
-        hot.stepped = hot.stepped or leads or bool(self._training)
+        hot.stepped = hot.stepped or ends_step or bool(self._training)
         if self._on_update is not None:
             self._on_update(optimizer)
-        if not any(optimizer is known for known in self.optimizers):
+        if not any(optimizer is other for other in self.optimizers):
             self.optimizers.append(optimizer)
             self.roots.learn(optimizer, self.steps)
         elif self.steps < _LEARNING_STEPS:
@@ -365,14 +366,14 @@ class Recorder:
         if not self.roots.called and not self._training:
             self.clock.enter("forward")
 
-    def _leads(self, optimizer: Optimizer) -> bool:
-        """Tell whether an update ends a step that no loader ends; of two optimizers in turns, only one's does."""
+    def _ends_step(self, optimizer: Optimizer) -> bool:
+        """Return whether an update ends a step that no loader ends; of two alternating optimizers only one does."""
         hot = self._hot
         if hot.optimizer is not None and optimizer is not hot.optimizer:
-            self._others += 1
-            if self._others <= _LOST:
+            self._other_updates += 1
+            if self._other_updates <= _LOST:
                 return False
-        hot.optimizer, self._others = optimizer, 0
+        hot.optimizer, self._other_updates = optimizer, 0
         return True
 
     @property
@@ -381,8 +382,8 @@ class Recorder:
         return self._on_update
 
     @on_update.setter
-    def on_update(self, look: Callable[[Optimizer], None] | None) -> None:
-        self._on_update = look
+    def on_update(self, callback: Callable[[Optimizer], None] | None) -> None:
+        self._on_update = callback
         self._hot.learning = self._is_learning()
 
     def _is_learning(self) -> bool:
@@ -423,38 +424,38 @@ class Recorder:
     def _boundary(self) -> None:
         hot = self._hot
         hot.stepped = False
-        self._others = 0
-        hot.counting = not self.late
+        self._other_updates = 0
+        hot.counting = not self.deferred
         self.clock.write(CUT)
-        hot.left -= 1
-        if hot.left <= 0:
+        hot.steps_left -= 1
+        if hot.steps_left <= 0:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Hand over what has ended since the last time; a fault of the profiler's own must not end the script."""
+        """Hand over the steps since the last time; an error of the profiler's own must not end the script."""
         try:
             self._hand_over()
         except Exception as error:
             self.failed = f"the recorder stopped at step {self.steps}: {type(error).__name__}: {error}"
-            self._hot.left = sys.maxsize
+            self._hot.steps_left = sys.maxsize  # never again
 
     def _hand_over(self) -> None:
         hot = self._hot
-        if self.late:
-            self.steps += self._piece
-            self._segments.append(self._piece, self.clock.tear())
-            self.on_look()
+        if self.deferred:
+            self.steps += self._segment_steps
+            self._segments.append(self._segment_steps, self.clock.detach())
+            self.on_segment()
         else:
             for measured in self.clock.read():
                 self.steps += 1
-                self._ended(measured)
-        hot.left = self._piece = self._segments.next(self._piece) if self.late else 1
+                self._record(measured)
+        hot.steps_left = self._segment_steps = self._segments.next(self._segment_steps) if self.deferred else 1
         hot.learning = self._is_learning()
         hot.counting = True
-        hot.iterator = None
+        hot.iterator = None  # the next batch takes the slow path, which counts it
         self.clock.resume()
 
-    def _ended(self, measured: Measurement) -> None:
+    def _record(self, measured: Measurement) -> None:
         self.last_boundary = self.clock.cut_at
         if measured.step == 0:
             self.first_boundary = self.last_boundary
@@ -463,23 +464,23 @@ class Recorder:
         self.on_step(measured)
 
     def catch_up(self) -> None:
-        """Tell of the steps that were put by, once the loop is over."""
-        for number, torn in enumerate(self._segments):
-            if number == 0 and self._segments.dropped:  # what came before is out of the account
-                self.first_boundary, self.step_s, self.clock.aside_s = torn[1], 0.0, 0.0
-            for measured in self.clock.read(torn):
-                self._ended(measured)
+        """Parse the stored segments and call `on_step` for their steps, once the loop is over."""
+        for number, segment in enumerate(self._segments):
+            if number == 0 and self._segments.dropped:  # the steps before were dropped
+                self.first_boundary, self.step_s, self.clock.aside_s = segment[1], 0.0, 0.0
+            for measured in self.clock.read(segment):
+                self._record(measured)
         self._segments.clear()
         for measured in self.clock.read():
-            self._ended(measured)
+            self._record(measured)
 
-    def seen(self) -> str:
-        """Say what of a training loop was seen."""
-        seen = f"{self.fetched} batches from a DataLoader, {self.backwards} backward passes, {self.updates} updates"
-        return f"{seen}, {self.steps} whole steps"
+    def summary(self) -> str:
+        """Say how much of a training loop was recorded."""
+        batches = f"{self.fetched} batches from a DataLoader"
+        return f"{batches}, {self.backwards} backward passes, {self.updates} updates, {self.steps} whole steps"
 
     def unattributed(self) -> float:
-        """Return the share of the wall time, first boundary to last, that is in no step and was not the profiler's."""
+        """Return the share of the wall time, first boundary to last, that is in no step and not the profiler's own."""
         wall = self.last_boundary - self.first_boundary
         return max(0.0, 1.0 - (self.step_s + self.clock.aside_s) / wall) if wall > 0 else 0.0
 
@@ -495,5 +496,5 @@ class Recorder:
 
 
 def kept_steps() -> deque[Measurement]:
-    """Return a list that holds the last 20,000 steps: 20 MB."""
+    """Return a deque for the last 20,000 steps: 20 MB."""
     return deque(maxlen=_KEPT_STEPS)

@@ -1,4 +1,4 @@
-"""What the experiments make of the findings: confirmed, taken off the list, or left to the clocks."""
+"""What the experiments say of the findings: confirmed, dropped, or left to the prediction from the clocks."""
 
 from __future__ import annotations
 
@@ -11,60 +11,62 @@ from accel.profiler.diagnose.findings import WORTH
 from accel.profiler.naming import Diagnosis
 from accel.profiler.report import Experiment, Finding
 
-_SAYS_NOTHING = {
-    "void": "could not be tried, in this loop the switch took no hold; meant: ",
+_INCONCLUSIVE = {
+    "void": "could not be tried, the switch had no effect in this loop; intended: ",
     "refused": "tried, too noisy to tell: ",
 }
 """Verdicts that measure nothing: the prediction from the clocks stands."""
 
 
 def judge(
-    found: Diagnosis,
+    diagnosis: Diagnosis,
     experiments: Mapping[str, Experiment],
     suspected: Sequence[Finding],
     why_untried: Callable[[Finding], str],
 ) -> list[str]:
-    """Add what the experiments found to a diagnosis, in place.
+    """Add the results of the experiments to a diagnosis, in place.
 
     Args:
-        found: from the evidence of the whole run.
-        experiments: by the cause they were made for.
-        suspected: findings from before the experiments; one that an experiment has shown stays one.
+        diagnosis: from the evidence of the whole run.
+        experiments: by the cause they tested.
+        suspected: findings from before the experiments; one that an experiment has confirmed is kept.
         why_untried: says why there was no experiment for a finding.
 
     Returns:
-        What to tell of causes that are taken off the list.
+        A sentence for each finding that was dropped.
     """
-    unseen: list[str] = []
+    dropped: list[str] = []
     kept = []
-    for finding in [*found.findings, *_forgotten(found, experiments, suspected)]:
-        tried = experiments.get(finding.cause)
-        if tried is None:
+    for finding in [*diagnosis.findings, *_confirmed_earlier(diagnosis, experiments, suspected)]:
+        experiment = experiments.get(finding.cause)
+        if experiment is None:
             kept.append(dataclasses.replace(finding, experiment=why_untried(finding)))
-        elif tried.verdict == "drop" and tried.saving.high < WORTH:
-            unseen.append(
-                f"{finding.cause} looked like a cause ({finding.share:.0%} of the step); the experiment says removing "
-                f"it gives {tried.saving.value:.1%}"
+        elif experiment.verdict == "drop" and experiment.saving.high < WORTH:
+            dropped.append(
+                f"{finding.cause} looked like a cause ({finding.share:.0%} of the step); the experiment shows that "
+                f"removing it saves {experiment.saving.value:.1%}"
             )
         else:
-            kept.append(_with_experiment(finding, tried))
-    found.findings = naming.ordered(kept)
-    if not found.refused or found.refused.startswith(naming.OVERLAP):
-        found.refused = naming.too_close(found.findings)
-    return unseen
+            kept.append(_with_experiment(finding, experiment))
+    diagnosis.findings = naming.ordered(kept)
+    if not diagnosis.refused or diagnosis.refused.startswith(naming.OVERLAP):
+        diagnosis.refused = naming.too_close(diagnosis.findings)
+    return dropped
 
 
-def _forgotten(found: Diagnosis, experiments: Mapping[str, Experiment], suspected: Sequence[Finding]) -> list[Finding]:
-    """Return findings that an experiment has shown and the evidence of the whole run no longer does."""
-    named = {finding.cause for finding in found.findings}
-    if named & set(CROWDS):  # nothing else is believed then
+def _confirmed_earlier(
+    diagnosis: Diagnosis, experiments: Mapping[str, Experiment], suspected: Sequence[Finding]
+) -> list[Finding]:
+    """Return findings that an experiment has confirmed and the evidence of the whole run no longer shows."""
+    current = {finding.cause for finding in diagnosis.findings}
+    if current & set(CROWDS):  # no other figure is trusted then
         return []
-    shown = {cause for cause, tried in experiments.items() if tried.verdict == "keep"} - named
-    return [finding for finding in suspected if finding.cause in shown]
+    confirmed = {cause for cause, experiment in experiments.items() if experiment.verdict == "keep"} - current
+    return [finding for finding in suspected if finding.cause in confirmed]
 
 
-def _with_experiment(finding: Finding, tried: Experiment) -> Finding:
-    if tried.verdict in _SAYS_NOTHING:
-        return dataclasses.replace(finding, experiment=_SAYS_NOTHING[tried.verdict] + tried.what)
-    shown = tried.verdict == "keep" and tried.saving.low > 0
-    return dataclasses.replace(finding, measured=tried.saving, confirmed=shown, experiment=tried.what)
+def _with_experiment(finding: Finding, experiment: Experiment) -> Finding:
+    if experiment.verdict in _INCONCLUSIVE:
+        return dataclasses.replace(finding, experiment=_INCONCLUSIVE[experiment.verdict] + experiment.what)
+    confirmed = experiment.verdict == "keep" and experiment.saving.low > 0
+    return dataclasses.replace(finding, measured=experiment.saving, confirmed=confirmed, experiment=experiment.what)

@@ -1,4 +1,4 @@
-"""From evidence and findings to the report: the verdict's words, the tree that adds up, one report from all ranks."""
+"""From evidence and findings to the report: the verdict, the tree that adds up, one report from all ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from accel.profiler import naming
 from accel.profiler.diagnose import consistency
 from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CAUSES, CROWDS
-from accel.profiler.diagnose.communication_wait import exchanged
-from accel.profiler.diagnose.consistency import BATCHES, OWN_CODE, Held
+from accel.profiler.diagnose.communication_wait import wait_as_communication
+from accel.profiler.diagnose.consistency import BATCHES, OWN_CODE, PhaseShares
 from accel.profiler.diagnose.findings import WORTH
 from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.naming import Diagnosis
@@ -27,25 +27,25 @@ _TIMELINE = 120
 _LINES = 12
 
 
-def report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
-    """Write the report of one rank.
+def build_report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
+    """Return the report of one rank.
 
     Args:
-        evidence: what was seen.
-        diagnosis: what it means, experiments included.
+        evidence: what was measured.
+        diagnosis: its findings, experiments included.
     """
-    found = diagnosis.anatomy
+    anatomy = diagnosis.anatomy
     trace = evidence.trace
-    told = ProfileReport(
+    report = ProfileReport(
         findings=diagnosis.findings,
         refused=diagnosis.refused,
-        evidence=tree(evidence, found) if found.steps else None,
-        steps=found.steps,
-        step_ms=found.step_s * 1e3,
-        ranks=[row(evidence, found)],
+        evidence=tree(evidence, anatomy) if anatomy.steps else None,
+        steps=anatomy.steps,
+        step_ms=anatomy.step_s * 1e3,
+        ranks=[row(evidence, anatomy)],
         timeline=[
             StepRow(step=m.step, ms=m.seconds * 1e3, phases_ms={k: v * 1e3 for k, v in m.phases.items() if v})
-            for m in exchanged(evidence.steps[-_TIMELINE:], evidence.ddp_wait_share)
+            for m in wait_as_communication(evidence.steps[-_TIMELINE:], evidence.ddp_wait_share)
         ],
         lines=[line for line in evidence.lines if line.file][:_LINES],
         ops=trace.ops if trace else [],
@@ -54,90 +54,90 @@ def report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
         gpus=evidence.gpus,
         host=_host(evidence),
         trace_file=trace.file if trace else "",
-        unseen=[*evidence.unseen, *(said for said in diagnosis.taken_back if said not in evidence.unseen)],
+        unseen=[*evidence.unseen, *(sentence for sentence in diagnosis.retracted if sentence not in evidence.unseen)],
     )
-    conclude(told, found)
-    return told
+    conclude(report, anatomy)
+    return report
 
 
-def conclude(told: ProfileReport, found: Anatomy) -> None:
-    """Put the verdict and what to do next into words; a finding that contradicts the evidence is taken back first."""
-    _take_back(told)
-    told.bottleneck = "" if told.refused else told.findings[0].bottleneck if told.findings else "none"
-    told.verdict = _verdict(told, found)
-    told.next = [f"{f.remedy}{_by_itself(f)}" for f in told.findings] or _nothing_to_do(told)
+def conclude(report: ProfileReport, anatomy: Anatomy) -> None:
+    """Write the verdict and the next steps; findings that contradict the evidence are retracted first."""
+    _retract(report)
+    report.bottleneck = "" if report.refused else report.findings[0].bottleneck if report.findings else "none"
+    report.verdict = _verdict(report, anatomy)
+    report.next = [f"{f.remedy}{_automatic(f)}" for f in report.findings] or _nothing_to_do(report)
 
 
-def _take_back(told: ProfileReport) -> None:
-    if told.evidence is None:
+def _retract(report: ProfileReport) -> None:
+    if report.evidence is None:
         return
-    told.findings, taken_back = consistency.hold(told.findings, Held.of_tree(told.evidence))
-    told.unseen += [sentence for sentence in taken_back if sentence not in told.unseen]
-    if taken_back and (not told.refused or told.refused.startswith(naming.OVERLAP)):
-        told.refused = naming.refusal(told.findings, taken_back)
+    report.findings, retracted = consistency.check(report.findings, PhaseShares.of_tree(report.evidence))
+    report.unseen += [sentence for sentence in retracted if sentence not in report.unseen]
+    if retracted and (not report.refused or report.refused.startswith(naming.OVERLAP)):
+        report.refused = naming.refusal(report.findings, retracted)
 
 
-def _by_itself(finding: Finding) -> str:
+def _automatic(finding: Finding) -> str:
     return f" (accel.optimize tries it: {finding.strategy})" if finding.strategy else ""
 
 
-def _verdict(told: ProfileReport, found: Anatomy) -> str:
-    if told.refused:
-        return f"no verdict: {told.refused}"
-    if not told.findings:
-        parts = {"forward and backward": found.computing, **{k: found.shares[k] for k in ("optimizer", "data")}}
+def _verdict(report: ProfileReport, anatomy: Anatomy) -> str:
+    if report.refused:
+        return f"no verdict: {report.refused}"
+    if not report.findings:
+        parts = {"forward and backward": anatomy.computing, **{k: anatomy.shares[k] for k in ("optimizer", "data")}}
         largest = max(parts, key=lambda part: parts[part])
         return f"nothing holds the run back: {largest} take {parts[largest]:.0%} of the step, and no cause stands out"
-    first = told.findings[0]
+    first = report.findings[0]
     if first.cause in CROWDS:
         return f"{first.cause}: {first.title}; nothing else can be said until that is gone"
-    return f"{first.cause}: {first.title}; {saves(first)}"
+    return f"{first.cause}: {first.title}; {saving_text(first)}"
 
 
-def saves(finding: Finding) -> str:
-    """Say what removing a cause gives, and how that is known."""
-    known = finding.measured or finding.predicted
-    if known is None:
+def saving_text(finding: Finding) -> str:
+    """Say what removing a cause saves, and how that is known."""
+    estimate = finding.measured or finding.predicted
+    if estimate is None:
         return f"it is part of {finding.share:.0%} of the step"
     how = "confirmed by experiment" if finding.confirmed else "not confirmed" if finding.measured else "predicted"
-    return f"removing it saves {known.value:.0%} [{known.low:.0%}, {known.high:.0%}] of the step, {how}"
+    return f"removing it saves {estimate.value:.0%} [{estimate.low:.0%}, {estimate.high:.0%}] of the step, {how}"
 
 
-def _nothing_to_do(told: ProfileReport) -> list[str]:
-    if told.refused:
-        return ["let it train for longer: more epochs, or a larger part of the data"] if told.steps < 20 else []
+def _nothing_to_do(report: ProfileReport) -> list[str]:
+    if report.refused:
+        return ["let it train for longer: more epochs, or a larger part of the data"] if report.steps < 20 else []
     return ["accel.optimize(model, loader) tries faster kernels, memory formats and compilation on the real steps"]
 
 
 # -- the tree ----------------------------------------------------------------------------------------------------------
 
 
-def tree(evidence: Evidence, found: Anatomy) -> Node:
-    """Take the mean step apart; the children of each node add up to it."""
+def tree(evidence: Evidence, anatomy: Anatomy) -> Node:
+    """Return the mean step as a tree; the children of each node add up to it."""
 
     def node(name: str, share: float, note: str = "", children: list[Node] | None = None) -> Node:
-        return Node(name=name, ms=share * found.step_s * 1e3, share=share, note=note, children=children or [])
+        return Node(name=name, ms=share * anatomy.step_s * 1e3, share=share, note=note, children=children or [])
 
     children = []
-    for phase, share in found.shares.items():
+    for phase, share in anatomy.shares.items():
         if share <= 0:
             continue
         parts: list[Node] = []
         if phase == "data":
-            parts = _data_parts(evidence, found, node)
+            parts = _data_parts(evidence, anatomy, node)
         elif phase == "outside":
-            parts = _outside_parts(evidence, found, node)
+            parts = _outside_parts(evidence, anatomy, node)
         else:
-            parts = _parts(evidence, found, phase, node)
+            parts = _parts(evidence, anatomy, phase, node)
         on_device = evidence.device_ms.get(phase)
-        told = f"; the device works {on_device:.3g} ms in it" if on_device else ""
-        children.append(node(phase, share, MEANING[phase] + told, parts))
-    return node("step", 1.0, f"mean of {found.steps} steps{_kinds_of_step(evidence, found)}", children)
+        phrase = f"; the device works {on_device:.3g} ms in it" if on_device else ""
+        children.append(node(phase, share, MEANING[phase] + phrase, parts))
+    return node("step", 1.0, f"mean of {anatomy.steps} steps{_kinds_of_step(evidence, anatomy)}", children)
 
 
-def _data_parts(evidence: Evidence, found: Anatomy, node: Any) -> list[Node]:
-    ordinary = found.shares["data"] - found.epoch_start
-    parts = [node("start of epochs", found.epoch_start)] if found.epoch_start else []
+def _data_parts(evidence: Evidence, anatomy: Anatomy, node: Any) -> list[Node]:
+    ordinary = anatomy.shares["data"] - anatomy.epoch_start
+    parts = [node("start of epochs", anatomy.epoch_start)] if anatomy.epoch_start else []
     thread = evidence.data_thread
     if thread is None:
         return [*parts, node("ordinary wait", ordinary)] if parts else []
@@ -149,20 +149,20 @@ def _data_parts(evidence: Evidence, found: Anatomy, node: Any) -> list[Node]:
     ]
 
 
-def _parts(evidence: Evidence, found: Anatomy, phase: str, node: Any) -> list[Node]:
-    """Return what a phase of the model, or the loop's own code beside it, is made of."""
-    batches, own = found.batches.get(phase, 0.0), found.own_code.get(phase, 0.0)
+def _parts(evidence: Evidence, anatomy: Anatomy, phase: str, node: Any) -> list[Node]:
+    """Return the parts of a phase of the model, the loop's own code included."""
+    batches, own = anatomy.batches.get(phase, 0.0), anatomy.own_code.get(phase, 0.0)
     parts = [node(BATCHES, batches, "by sampled lines")] if batches else []
     parts += [node(OWN_CODE, own, "in no operator, by the trace of two steps")] if own else []
-    works = found.works(phase)
+    works = anatomy.works(phase)
     kinds = evidence.trace.kinds.get(phase) if evidence.trace is not None else None
-    if kinds and not found.own_unplaced:
+    if kinds and not anatomy.own_unplaced:
         return parts + _computing_parts(kinds, works, node)
     return [*parts, node("the rest", works)] if parts else []
 
 
 def _computing_parts(kinds: Mapping[str, float], share: float, node: Any) -> list[Node]:
-    """Return what a pass is made of, by the trace of its own operators."""
+    """Return the parts of a forward or backward pass, by the trace of its own operators."""
     product, elementwise = kinds.get("matmul", 0.0), kinds.get("elementwise", 0.0)
     return [
         node("matrix products and convolutions", share * product, "by the trace of two steps"),
@@ -171,13 +171,13 @@ def _computing_parts(kinds: Mapping[str, float], share: float, node: Any) -> lis
     ]
 
 
-def _kinds_of_step(evidence: Evidence, found: Anatomy) -> str:
-    """Say what the trace tells of the model's phases together, where it tells nothing of each."""
+def _kinds_of_step(evidence: Evidence, anatomy: Anatomy) -> str:
+    """Describe the model's phases together, where the trace can't resolve each of them."""
     trace = evidence.trace
     if trace is None:
         return ""
-    if found.own_unplaced:
-        own = f"{found.own_unplaced * found.step_s * 1e3:.3g} ms of forward, loss and backward"
+    if anatomy.own_unplaced:
+        own = f"{anatomy.own_unplaced * anatomy.step_s * 1e3:.3g} ms of forward, loss and backward"
         return f"; {own} are in no operator, by the trace of two steps"
     if trace.kinds:
         return ""
@@ -185,13 +185,13 @@ def _kinds_of_step(evidence: Evidence, found: Anatomy) -> str:
     return f"; of the model's operators {products}, {elementwise}, by the trace of two steps"
 
 
-def _outside_parts(evidence: Evidence, found: Anatomy, node: Any) -> list[Node]:
-    share = found.shares["outside"]
-    own = min(share, found.batches.get("outside", 0.0))
-    stalls = min(share - own, max(0.0, found.stalls - found.shares["evaluation"]))
+def _outside_parts(evidence: Evidence, anatomy: Anatomy, node: Any) -> list[Node]:
+    share = anatomy.shares["outside"]
+    own = min(share, anatomy.batches.get("outside", 0.0))
+    stalls = min(share - own, max(0.0, anatomy.stalls - anatomy.shares["evaluation"]))
     parts = [
         node(BATCHES, own, "by sampled lines"),
-        node("stalls", stalls, f"every {found.stall_every:.0f} steps" if found.stall_every else ""),
+        node("stalls", stalls, f"every {anatomy.stall_every:.0f} steps" if anatomy.stall_every else ""),
         node("after each step", share - own - stalls),
     ]
     return parts if own or stalls else []
@@ -200,14 +200,14 @@ def _outside_parts(evidence: Evidence, found: Anatomy, node: Any) -> list[Node]:
 # -- facts -------------------------------------------------------------------------------------------------------------
 
 
-def row(evidence: Evidence, found: Anatomy) -> RankRow:
+def row(evidence: Evidence, anatomy: Anatomy) -> RankRow:
     """Return a rank's line."""
     return RankRow(
         rank=evidence.rank,
         host=platform.node(),
-        steps=found.steps,
-        step_ms=found.step_s * 1e3,
-        phases_ms={phase: share * found.step_s * 1e3 for phase, share in found.shares.items()},
+        steps=anatomy.steps,
+        step_ms=anatomy.step_s * 1e3,
+        phases_ms={phase: share * anatomy.step_s * 1e3 for phase, share in anatomy.shares.items()},
         thread=evidence.thread,
     )
 
@@ -239,82 +239,82 @@ def _device_name(kind: str) -> str:
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
-def posted(evidence: Evidence, diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return what a rank tells rank 0, as plain JSON."""
-    found = diagnosis.anatomy
+def rank_summary(evidence: Evidence, diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return what a rank sends to rank 0, as plain JSON."""
+    anatomy = diagnosis.anatomy
     return {
-        "row": dataclasses.asdict(row(evidence, found)),
-        "wait_s": found.shares.get("communication", 0.0) * found.step_s,
+        "row": dataclasses.asdict(row(evidence, anatomy)),
+        "wait_s": anatomy.shares.get("communication", 0.0) * anatomy.step_s,
         "crowded": any(finding.cause in CROWDS for finding in diagnosis.findings),
     }
 
 
-def merge(told: ProfileReport, ranks: Mapping[int, Mapping[str, Any]], found: Anatomy, size: int) -> None:
-    """Take the other ranks into rank 0's report: who is slow, and who waits."""
+def merge(report: ProfileReport, ranks: Mapping[int, Mapping[str, Any]], anatomy: Anatomy, size: int) -> None:
+    """Merge the other ranks into rank 0's report: who is slow, and who waits."""
     for missing in sorted(set(range(size)) - set(ranks)):
-        told.unseen.append(f"rank {missing}: it posted nothing before the report was made")
-    told.ranks = [_row_of(ranks[rank]) for rank in sorted(ranks)]
+        report.unseen.append(f"rank {missing}: it posted nothing before the report was made")
+    report.ranks = [_row_of(ranks[rank]) for rank in sorted(ranks)]
     crowded = [rank for rank in sorted(ranks) if ranks[rank]["crowded"]]
     if crowded:
-        named = ", ".join(map(str, crowded))
-        told.unseen.append(f"which rank is slow: other processes crowd the cores of rank {named}")
-    too_few = bool(told.refused) and not told.refused.startswith(naming.OVERLAP)
-    if len(ranks) < 2 or found.step_s <= 0 or crowded or too_few:
+        numbers = ", ".join(map(str, crowded))
+        report.unseen.append(f"which rank is slow: other processes crowd the cores of rank {numbers}")
+    too_few = bool(report.refused) and not report.refused.startswith(naming.OVERLAP)
+    if len(ranks) < 2 or anatomy.step_s <= 0 or crowded or too_few:
         return
-    waits = {rank: float(told_by["wait_s"]) for rank, told_by in ranks.items()}
-    own = {r.rank: r.step_ms / 1e3 - waits[r.rank] for r in told.ranks}
+    waits = {rank: float(summary["wait_s"]) for rank, summary in ranks.items()}
+    own = {r.rank: r.step_ms / 1e3 - waits[r.rank] for r in report.ranks}
     slowest = max(own, key=lambda rank: own[rank])
     others = statistics.median(seconds for rank, seconds in own.items() if rank != slowest)
-    behind = (own[slowest] - others) / found.step_s
-    _reduce_exchange(told, min(waits.values()) / found.step_s)
-    joined = link.told(len(told.ranks), len({r.host for r in told.ranks}))
-    for finding in told.findings:
-        finding.why += [joined] if finding.cause == "communication.exposed" else []
-    # Ranks that fill a host disturb each other: two healthy ones on two cores differed by up to 15 % of the step. And a
-    # straggler hardly waits at all.
-    limit = 2 * WORTH if told.host.threads * _ranks_on(told, slowest) >= told.host.cores else WORTH
-    if behind >= limit and waits[slowest] <= 0.4 * max(waits.values()):
-        told.findings.append(_straggler(told, slowest, behind, found))
-        told.ranks[sorted(ranks).index(slowest)].straggler = True
-        told.findings = naming.ordered(told.findings)
-    told.refused = naming.too_close(told.findings)
-    conclude(told, found)
+    lag_share = (own[slowest] - others) / anatomy.step_s
+    _reduce_exchange(report, min(waits.values()) / anatomy.step_s)
+    topology = link.describe(len(report.ranks), len({r.host for r in report.ranks}))
+    for finding in report.findings:
+        finding.why += [topology] if finding.cause == "communication.exposed" else []
+    # Ranks that occupy a whole host disturb each other: two healthy ones on two cores differed by up to 15 % of the
+    # step. And a straggler hardly waits at all.
+    limit = 2 * WORTH if report.host.threads * _ranks_on(report, slowest) >= report.host.cores else WORTH
+    if lag_share >= limit and waits[slowest] <= 0.4 * max(waits.values()):
+        report.findings.append(_straggler(report, slowest, lag_share, anatomy))
+        report.ranks[sorted(ranks).index(slowest)].straggler = True
+        report.findings = naming.ordered(report.findings)
+    report.refused = naming.too_close(report.findings)
+    conclude(report, anatomy)
 
 
-def _ranks_on(told: ProfileReport, rank: int) -> int:
+def _ranks_on(report: ProfileReport, rank: int) -> int:
     """Return how many ranks share a rank's host."""
-    host = next(r.host for r in told.ranks if r.rank == rank)
-    return sum(r.host == host for r in told.ranks)
+    host = next(r.host for r in report.ranks if r.rank == rank)
+    return sum(r.host == host for r in report.ranks)
 
 
-def _reduce_exchange(told: ProfileReport, share: float) -> None:
-    """What even the slowest rank waits is the exchange; the rest is waiting for the slowest rank."""
-    for finding in list(told.findings):
+def _reduce_exchange(report: ProfileReport, share: float) -> None:
+    """Reduce the exchange to what the rank that waits least waits; the rest is waiting for the slowest rank."""
+    for finding in list(report.findings):
         if finding.cause != "communication.exposed":
             continue
         if share < WORTH:
-            told.findings.remove(finding)
+            report.findings.remove(finding)
         elif share < 0.8 * finding.share:
             finding.share, finding.measured = share, None
             finding.predicted = Saving(value=share, low=0.7 * share, high=min(1.0, 1.1 * share))
             finding.why = [f"the rank that waits least spends {share:.0%} of the step exchanging gradients"]
 
 
-def _straggler(told: ProfileReport, slowest: int, behind: float, found: Anatomy) -> Finding:
-    slow = next(r for r in told.ranks if r.rank == slowest)
-    rest = [r for r in told.ranks if r.rank != slowest]
+def _straggler(report: ProfileReport, slowest: int, lag_share: float, anatomy: Anatomy) -> Finding:
+    slow = next(r for r in report.ranks if r.rank == slowest)
+    rest = [r for r in report.ranks if r.rank != slowest]
     differences = {
-        # Waiting for gradients is booked to the backward pass of those who wait.
+        # Waiting for gradients is booked to the backward pass of the ranks that wait.
         phase: ms - statistics.median(r.phases_ms.get(phase, 0.0) for r in rest)
         for phase, ms in slow.phases_ms.items()
         if phase not in ("backward", "communication")
     }
     phase = max(differences, key=lambda name: differences[name])
     why = [
-        f"rank {slowest} ({slow.host}) computes {behind * found.step_s * 1e3:.3g} ms a step longer than the median of "
-        f"the others, which wait for it"
+        f"rank {slowest} ({slow.host}) computes {lag_share * anatomy.step_s * 1e3:.3g} ms a step longer than the "
+        f"median of the others, which wait for it"
     ]
-    if differences[phase] > 0.3 * behind * found.step_s * 1e3:
+    if differences[phase] > 0.3 * lag_share * anatomy.step_s * 1e3:
         why.append(f"{differences[phase]:.3g} ms of that in {phase}: {MEANING[phase]}")
     else:
         why.append("most of that in its backward pass")
@@ -325,13 +325,13 @@ def _straggler(told: ProfileReport, slowest: int, behind: float, found: Anatomy)
         title=cause.title,
         why=why,
         remedy=cause.remedy,
-        share=behind,
-        predicted=Saving(value=behind, low=0.8 * behind, high=min(1.0, 1.1 * behind)),
+        share=lag_share,
+        predicted=Saving(value=lag_share, low=0.8 * lag_share, high=min(1.0, 1.1 * lag_share)),
         experiment="a rank's slowness can't be switched off; the figure is from the clocks of all ranks",
     )
 
 
-def _row_of(held: Mapping[str, Any]) -> RankRow:
-    fields = dict(held["row"])
+def _row_of(summary: Mapping[str, Any]) -> RankRow:
+    fields = dict(summary["row"])
     thread = fields.pop("thread")
     return RankRow(**fields, thread=ThreadShare(**thread) if thread else None)

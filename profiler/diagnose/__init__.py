@@ -1,1 +1,1 @@
-"""From what was seen to the causes that are named, in this order: evidence, rules, findings, verdict."""
+"""From evidence to named causes, in this order: evidence, anatomy, rules, findings."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from accel.profiler.phases import PHASES, Measurement
 
 COMPUTING = ("forward", "loss", "backward")
-_AROUND = ("evaluation", "outside")
+_BETWEEN_UPDATES = ("evaluation", "outside")
 _STARTING = 4
 """Steps that belong to the start of an epoch."""
 
@@ -24,12 +24,12 @@ class Anatomy:
     shares: dict[str, float]
     """Phase → share; they add up to 1."""
     epoch_start: float = 0.0
-    """Of the data phase: what the first steps of epochs waited longer than others."""
+    """Of the data phase: how much longer the first steps of epochs waited than others."""
     epoch_slow: float = 0.0
-    """Of the model's phases and the update: what these steps take longer. Starting a process makes its parent slow for
-    a while: its memory is shared, and each page is copied when it is next written."""
+    """Of the model's phases and the update: how much longer they take in these steps. Forking a process slows its
+    parent down for a while: memory is shared copy-on-write, and each page is copied when it is next written."""
     each: float = 0.0
-    """Of `outside`: what each step has."""
+    """Of `outside`: what every step has."""
     stalls: float = 0.0
     """Of `outside` and `evaluation`: what only some steps have."""
     stall_every: float = 0.0
@@ -39,11 +39,11 @@ class Anatomy:
     own_code: dict[str, float] = field(default_factory=dict)
     """Phase of the model → the part of it in which surely no operator runs, batches left out."""
     own_unplaced: float = 0.0
-    """Of the model's phases together: the same, where it can't be said of any of them."""
+    """Of the model's phases together: the same, where it can't be assigned to one of them."""
 
     @property
     def computing(self) -> float:
-        """Forward pass, loss and backward pass, without what else is done in them."""
+        """Forward pass, loss and backward pass, without batches and the loop's own code in them."""
         return max(0.0, sum(self.works(phase) for phase in COMPUTING) - self.own_unplaced)
 
     def works(self, phase: str) -> float:
@@ -52,33 +52,33 @@ class Anatomy:
 
 
 def of(steps: Sequence[Measurement]) -> Anatomy:
-    """Take the steps apart; means, because a stall every twenty steps is time too."""
+    """Return the anatomy of some steps; means, because a stall every twenty steps is time too."""
     total = sum(m.seconds for m in steps)
     if total <= 0:
         return Anatomy(steps=len(steps), step_s=0.0, shares=dict.fromkeys(PHASES, 0.0))
     shares = {phase: sum(m.phases.get(phase, 0.0) for m in steps) / total for phase in PHASES}
     usual_data = statistics.median([m.phases.get("data", 0.0) for m in steps if not m.first] or [0.0])
-    late = sum(max(0.0, steps[n].phases.get("data", 0.0) - usual_data) for n in _starting(steps))
+    waited = sum(max(0.0, steps[n].phases.get("data", 0.0) - usual_data) for n in _starting(steps))
     slow = _excess(steps, ("forward", "loss", "backward", "optimizer"))
-    around = [sum(m.phases.get(phase, 0.0) for phase in _AROUND) for m in steps]
-    usual = statistics.median(around)
+    between = [sum(m.phases.get(phase, 0.0) for phase in _BETWEEN_UPDATES) for m in steps]
+    usual = statistics.median(between)
     limit = usual + 0.5 * statistics.median(m.seconds for m in steps)
-    stalled = [number for number, seconds in enumerate(around) if seconds > limit]
-    stalls = sum(around[number] - usual for number in stalled)
+    stalled = [number for number, seconds in enumerate(between) if seconds > limit]
+    stalls = sum(between[number] - usual for number in stalled)
     return Anatomy(
         steps=len(steps),
         step_s=total / len(steps),
         shares=shares,
-        epoch_start=late / total,
+        epoch_start=waited / total,
         epoch_slow=slow / total,
-        each=max(0.0, (sum(around) - stalls) / total),
+        each=max(0.0, (sum(between) - stalls) / total),
         stalls=stalls / total,
         stall_every=(stalled[-1] - stalled[0]) / (len(stalled) - 1) if len(stalled) > 1 else 0.0,
     )
 
 
 def _starting(steps: Sequence[Measurement]) -> list[int]:
-    """Return the places of each epoch's first steps: one worker after the other delivers its first batch."""
+    """Return the indices of each epoch's first steps: one worker after the other delivers its first batch."""
     firsts = [n for n, m in enumerate(steps) if m.first]
     return sorted({n + k for n in firsts for k in range(_STARTING) if n + k < len(steps)})
 

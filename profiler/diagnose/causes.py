@@ -1,4 +1,4 @@
-"""The causes that the profiler can name: what is the matter, what treats it, and which strategy does so by itself."""
+"""The causes that the profiler can name: what is wrong, the remedy, and the strategy that applies it automatically."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Cause:
     title: str
     remedy: str
     strategy: str = ""
-    """Strategy of `accel.optimize` that does it."""
+    """Strategy of `accel.optimize` that applies the remedy."""
     phases: tuple[str, ...] = ()
-    """The phases whose time it takes, and its remedy can save; () where it slows all that the step does."""
+    """The phases whose time it takes and its remedy can save; () where it slows the whole step down."""
 
     @property
     def bottleneck(self) -> Bottleneck:
@@ -188,7 +188,7 @@ _ALL = (
     Cause(
         "host.gc",
         "Python's garbage collector runs within the steps",
-        "no gc.collect() in the loop; gc.freeze() after set-up, so that long-lived objects are not looked at again",
+        "no gc.collect() in the loop; gc.freeze() after set-up, so that long-lived objects are not scanned again",
     ),
     Cause(
         "host.step_code",
@@ -202,4 +202,4 @@ CAUSES = {cause.name: cause for cause in _ALL}
 """By name."""
 OVERSUBSCRIBED = "host.oversubscribed"
 CROWDS = (OVERSUBSCRIBED, "host.own_processes")
-"""Beside one of these nothing else can be said."""
+"""Beside one of these no other cause can be established."""

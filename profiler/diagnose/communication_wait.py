@@ -1,4 +1,4 @@
-"""DDP's wait for other ranks, which the host's clock sees within the backward pass, as communication."""
+"""DDP's wait for other ranks, which the host's clock books to the backward pass, booked to communication."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import replace
 from accel.profiler.phases import Measurement
 
 
-def exchanged(steps: Sequence[Measurement], wait_share: float | None) -> Sequence[Measurement]:
+def wait_as_communication(steps: Sequence[Measurement], wait_share: float | None) -> Sequence[Measurement]:
     """Return the steps with DDP's wait moved from backward to communication.
 
     Args:
-        steps: as the clocks have them.
-        wait_share: share of the steps' time, by DDP's own clocks; None without DDP.
+        steps: as the clocks measured them.
+        wait_share: share of the steps' time, by DDP's own timers; None without DDP.
     """
     if not wait_share:
         return steps
-    found = []
-    for one in steps:
-        backward = one.phases.get("backward", 0.0)
-        wait = min(wait_share * one.seconds, backward)
-        own = one.phases.get("communication", 0.0)
-        phases = {**one.phases, "backward": backward - wait, "communication": own + wait}
-        found.append(replace(one, phases=phases))
-    return found
+    moved = []
+    for measured in steps:
+        backward = measured.phases.get("backward", 0.0)
+        wait = min(wait_share * measured.seconds, backward)
+        own = measured.phases.get("communication", 0.0)
+        phases = {**measured.phases, "backward": backward - wait, "communication": own + wait}
+        moved.append(replace(measured, phases=phases))
+    return moved

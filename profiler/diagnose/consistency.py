@@ -1,7 +1,8 @@
-"""No finding may contradict the table it stands above: what a cause takes, its phases must hold.
+"""No finding may contradict the table of phases printed below it: a cause takes no longer than its phases.
 
 A finding's share comes from one source (operators, samples, an experiment) and the table of phases from the clocks.
-Where they disagree, one of them is wrong, and a reader can't know which: such a finding is taken back, and said to be.
+Where they disagree, one of them is wrong, and a reader can't know which: the finding is retracted, and the report says
+so.
 """
 
 from __future__ import annotations
@@ -19,25 +20,26 @@ OWN_CODE = "the loop's own code"
 """Parts of a phase, by these names in the evidence tree, that belong to one cause each and to no other."""
 _OWNERS = {"input.iterator": BATCHES, "host.step_code": OWN_CODE}
 SLACK = 0.02
-"""Of the step: phases are means over a run, a share of two traced steps is not; and a share is rounded for the eye."""
+"""Tolerance, as a share of the step: phases are means over a run, a share measured in two traced steps is not, and
+printed shares are rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """What the phases of the mean step hold, as shares of the step."""
+class PhaseShares:
+    """The phases of the mean step and their known parts, as shares of the step."""
 
     shares: Mapping[str, float]
     parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Name of a part → phase → share."""
 
     @classmethod
-    def of_anatomy(cls, found: Anatomy) -> Held:
-        """Return what an anatomy says."""
-        return cls(shares=found.shares, parts={BATCHES: found.batches, OWN_CODE: found.own_code})
+    def of_anatomy(cls, anatomy: Anatomy) -> PhaseShares:
+        """Return the shares of an anatomy."""
+        return cls(shares=anatomy.shares, parts={BATCHES: anatomy.batches, OWN_CODE: anatomy.own_code})
 
     @classmethod
-    def of_tree(cls, root: Node) -> Held:
-        """Return what the evidence tree of a report shows."""
+    def of_tree(cls, root: Node) -> PhaseShares:
+        """Return the shares in the evidence tree of a report."""
         parts = {
             name: {phase.name: part.share for phase in root.children for part in phase.children if part.name == name}
             for name in (BATCHES, OWN_CODE)
@@ -45,16 +47,16 @@ class Held:
         return cls(shares={phase.name: phase.share for phase in root.children}, parts=parts)
 
     def room(self, cause: str) -> float:
-        """Return the share of the step that a cause can take, and its remedy can save."""
-        known = CAUSES.get(cause)
-        if known is None or not known.phases:
+        """Return the largest share of the step that a cause can account for, and its remedy can save."""
+        entry = CAUSES.get(cause)
+        if entry is None or not entry.phases:
             return 1.0
         own = _OWNERS.get(cause)
         if own == BATCHES:
             return sum(self.parts.get(own, {}).values())
-        # Code whose phase is not known may be in each of them.
+        # Code that could not be assigned to a phase may be in any of them.
         placed = bool(own and self.parts.get(own))
-        rest = sum(self._rest(phase) for phase in (("host",) if placed else known.phases))
+        rest = sum(self._rest(phase) for phase in (("host",) if placed else entry.phases))
         return rest + (sum(self.parts.get(own, {}).values()) if own else 0.0)
 
     def _rest(self, phase: str) -> float:
@@ -62,35 +64,35 @@ class Held:
         return max(0.0, self.shares.get(phase, 0.0) - sum(part.get(phase, 0.0) for part in self.parts.values()))
 
 
-def hold(findings: Sequence[Finding], held: Held) -> tuple[list[Finding], list[str]]:
+def check(findings: Sequence[Finding], phases: PhaseShares) -> tuple[list[Finding], list[str]]:
     """Check findings against the phases.
 
     Args:
         findings: what is claimed.
-        held: what the phases hold.
+        phases: the shares that limit the claims.
 
     Returns:
-        The findings that stand, none with a share or a saving above what its phases hold, and a sentence for each that
-        was taken back.
+        The findings that are kept, their shares and savings capped at what their phases hold, and a sentence for each
+        that was retracted.
     """
-    standing, told = [], []
+    kept, retractions = [], []
     for finding in findings:
-        room = held.room(finding.cause)
+        room = phases.room(finding.cause)
         claim = max([finding.share, *(saving.low for saving in (finding.predicted, finding.measured) if saving)])
         if claim > room + SLACK:
-            told.append(_taken_back(finding.cause, claim, room))
+            retractions.append(_retraction(finding.cause, claim, room))
         else:
-            standing.append(_within(finding, room))
-    return standing, told
+            kept.append(_within(finding, room))
+    return kept, retractions
 
 
-def _taken_back(cause: str, claim: float, room: float) -> str:
+def _retraction(cause: str, claim: float, room: float) -> str:
     phases = ", ".join(CAUSES[cause].phases)
     return f"{cause} was taken back: it claims {claim:.0%} of the step, and what it can take of {phases} is {room:.0%}"
 
 
 def _within(finding: Finding, room: float) -> Finding:
-    """Bound shares and savings by what the phases hold; a measured one is told as it was measured, too."""
+    """Cap shares and savings at what the phases hold; a measured saving is also reported as it was measured."""
     measured, why = finding.measured, finding.why
     if measured is not None and measured.value > room:
         why = [*why, f"the experiment saved {measured.value:.0%}, and the phases hold {room:.0%}: the rest is noise"]

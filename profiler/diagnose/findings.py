@@ -1,4 +1,4 @@
-"""Make findings: shares, predictions with intervals, and the sentences they are told in."""
+"""Building findings: shares, predictions with intervals, and the sentences of the report."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from accel.profiler.report import Finding, Saving
 from accel.profiler.trial import interval
 
 WORTH = 0.10
-"""Share of the step from which on something is called a cause."""
+"""Share of the step from which something is called a cause."""
 
 
 def finding(cause: str, share: float, why: list[str], predicted: Saving | None) -> Finding:
     """Make a finding of a cause in the table."""
-    known = CAUSES[cause]
+    entry = CAUSES[cause]
     return Finding(
         cause=cause,
-        bottleneck=known.bottleneck.value,
-        title=known.title,
+        bottleneck=entry.bottleneck.value,
+        title=entry.title,
         why=why,
-        remedy=known.remedy,
-        strategy=known.strategy,
+        remedy=entry.remedy,
+        strategy=entry.strategy,
         share=share,
         predicted=predicted,
     )
@@ -50,7 +50,7 @@ def scaled(whole: Saving, factor: float) -> Saving:
 
 
 def of_share(whole: Saving, share: float) -> Saving:
-    """Return the saving of a share of the step, as uncertain as that of the whole phase in which it lies."""
+    """Return the saving of a share of the step, with the relative uncertainty of the whole phase that it is part of."""
     # The share is a mean over the steps, the saving leaves outliers out: a phase that few steps have saves nothing.
     return scaled(whole, share / whole.value if whole.value > 0.0 else 0.0)
 
@@ -59,8 +59,8 @@ def of_phases(evidence: Evidence, *names: str) -> Saving:
     return saving(evidence.steps, lambda m: sum(m.phases.get(name, 0.0) for name in names))
 
 
-def ms_of(found: Anatomy, share: float) -> str:
-    return f"{found.step_s * share * 1e3:.3g} of {found.step_s * 1e3:.3g} ms"
+def ms_of(anatomy: Anatomy, share: float) -> str:
+    return f"{anatomy.step_s * share * 1e3:.3g} of {anatomy.step_s * 1e3:.3g} ms"
 
 
 def thread_text(share: ThreadShare | None) -> str:
@@ -80,7 +80,7 @@ def lines_in(evidence: Evidence, phases: Sequence[str]) -> list[LineTime]:
 
 
 def top_lines(evidence: Evidence, phases: Sequence[str], tag: str | None = None) -> list[str]:
-    """Say in which lines of the loop's source most of the time in some phases went."""
+    """Return sentences on the lines of the loop's source in which most of the time in some phases was spent."""
     rows = [row for row in lines_in(evidence, phases) if tag is None or tag in row.tags]
     total = sum(row.seconds for row in evidence.lines if row.phase in phases)
     return [f"{row.seconds / total:.0%} of it in {where(row)}" for row in rows[:2] if row.seconds >= 0.15 * total]

@@ -1,4 +1,4 @@
-"""Rules: the step computes, copies and launches, and something makes that longer than it has to be."""
+"""Rules: computation, copies or launches take longer than they have to."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ SMALL_BATCH_FACTOR = 8
 """How much larger a batch the prediction for small operations assumes."""
 
 
-def transfer(evidence: Evidence, found: Anatomy) -> Finding | None:
+def transfer(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     trace = evidence.trace
-    share = max(found.shares["copy"], (trace.copy_share or 0.0) if trace else 0.0)
+    share = max(anatomy.shares["copy"], (trace.copy_share or 0.0) if trace else 0.0)
     if evidence.device == "cpu" or share < WORTH:
         return None
-    why = [f"copies from the host that nothing hides take {ms_of(found, share)}"]
+    why = [f"copies from the host that nothing hides take {ms_of(anatomy, share)}"]
     why.append("the loader pins its memory" if evidence.loader.pinned else "the loader does not pin its memory")
     return finding("transfer.pageable", share, why, Saving(value=share, low=0.5 * share, high=share))
 
 
-def sync(evidence: Evidence, found: Anatomy) -> Finding | None:
+def sync(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     trace = evidence.trace
     if trace is None or not trace.syncs or trace.device_busy is None:
         return None
-    # A wait for a device that is busy anyway costs nothing: only what leaves the device idle can be won.
-    share = min(sum(point.ms for point in trace.syncs) / 1e3 / found.step_s, 1.0 - trace.device_busy)
+    # A wait for a device that is busy anyway costs nothing: only idle time of the device can be saved.
+    share = min(sum(point.ms for point in trace.syncs) / 1e3 / anatomy.step_s, 1.0 - trace.device_busy)
     if share < WORTH:
         return None
     top = max(trace.syncs, key=lambda point: point.ms)
@@ -41,26 +41,26 @@ def sync(evidence: Evidence, found: Anatomy) -> Finding | None:
     return finding("sync.read", share, why, Saving(value=share, low=0.0, high=share))
 
 
-def anomaly(evidence: Evidence, found: Anatomy) -> Finding | None:
+def anomaly(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     if not evidence.anomaly_mode:
         return None
     why = [
         "torch.is_anomaly_enabled() is true: each operation records its stack and each gradient is searched for NaN",
-        f"forward and backward take {ms_of(found, found.computing)}",
+        f"forward and backward take {ms_of(anatomy, anatomy.computing)}",
     ]
-    return finding("compute.anomaly", found.computing, why, None)
+    return finding("compute.anomaly", anatomy.computing, why, None)
 
 
-def double(evidence: Evidence, found: Anatomy) -> Finding | None:
-    share = found.computing + found.shares["optimizer"]
+def double(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
+    share = anatomy.computing + anatomy.shares["optimizer"]
     if evidence.dtype != "float64" or share < WORTH:
         return None
-    why = [f"most parameters are float64; forward, backward and update take {ms_of(found, share)}"]
+    why = [f"most parameters are float64; forward, backward and update take {ms_of(anatomy, share)}"]
     ratio = 0.5
     if evidence.roofline is not None and {"float32", "float64"} <= set(evidence.roofline.gflops):
         limits = evidence.roofline.gflops
         ratio = limits["float64"] / limits["float32"]
-        if evidence.device == "cpu":  # a vector and a cache line hold twice as many float32, and no more
+        if evidence.device == "cpu":  # a vector register and a cache line hold twice as many float32, no more
             ratio = max(ratio, 0.5)
         why.append(
             f"this device reaches {limits['float32']:.3g} GFLOP/s in float32, {limits['float64']:.3g} in float64"
@@ -70,7 +70,7 @@ def double(evidence: Evidence, found: Anatomy) -> Finding | None:
 
 
 _IDLE = 0.4
-"""Share of the cores from which on they are worth a thread: one of two, less what the system itself takes."""
+"""Share of idle cores from which more threads are worthwhile: one core of two, less what the system itself takes."""
 
 
 def idle_cores(evidence: Evidence) -> float:
@@ -79,28 +79,29 @@ def idle_cores(evidence: Evidence) -> float:
     return evidence.cores - evidence.local_world_size * evidence.threads - workers - (evidence.foreign_cores or 0.0)
 
 
-def threads(evidence: Evidence, found: Anatomy) -> Finding | None:
+def threads(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     small = evidence.trace is not None and evidence.trace.small_share >= 0.5
-    if evidence.device != "cpu" or small or found.computing < 0.5 or idle_cores(evidence) < _IDLE * evidence.cores:
+    if evidence.device != "cpu" or small or anatomy.computing < 0.5 or idle_cores(evidence) < _IDLE * evidence.cores:
         return None
     why = [f"{evidence.threads} of {evidence.cores} cores compute, {idle_cores(evidence):.2g} are idle"]
-    value = found.computing * (1 - evidence.threads / evidence.cores)
-    return finding("compute.threads", found.computing, why, Saving(value=0.8 * value, low=0.0, high=value))
+    value = anatomy.computing * (1 - evidence.threads / evidence.cores)
+    return finding("compute.threads", anatomy.computing, why, Saving(value=0.8 * value, low=0.0, high=value))
 
 
-def small_ops(evidence: Evidence, found: Anatomy) -> Finding | None:
+def small_ops(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     trace = evidence.trace
     if trace is None or trace.small_share < 0.5:
         return None
     if trace.device_busy is not None and trace.device_busy > 0.8:
         return None
-    # An update of many tensors at once costs the same for a batch of any size; one by one it is a cause of its own.
-    once = found.shares["optimizer"] if not evidence.optimizer.one_by_one else 0.0
-    share = found.computing * trace.small_share + once
+    # An update of many tensors at once costs the same for a batch of any size; one parameter at a time is a cause
+    # of its own.
+    update = anatomy.shares["optimizer"] if not evidence.optimizer.one_by_one else 0.0
+    share = anatomy.computing * trace.small_share + update
     if trace.operators_ms is not None:
-        share = min(share, OVERHEAD * trace.operators_ms / 1e3 / found.step_s)
+        share = min(share, OVERHEAD * trace.operators_ms / 1e3 / anatomy.step_s)
     if trace.device_busy is not None:  # a device that waits for a batch is idle too
-        share = min(1.0 - trace.device_busy, found.computing + found.shares["optimizer"])
+        share = min(1.0 - trace.device_busy, anatomy.computing + anatomy.shares["optimizer"])
     if share < WORTH:
         return None
     why = [
@@ -116,14 +117,14 @@ def small_ops(evidence: Evidence, found: Anatomy) -> Finding | None:
 
 _MOSTLY = 0.5
 """Share of the operators' time: 0.61 to 0.82 where element-wise work was the fault, up to 0.2 in healthy loops, on two
-cores; a trace of two steps tells it no better."""
+cores; a trace of two steps resolves no finer."""
 
 
-def bandwidth(evidence: Evidence, found: Anatomy) -> Finding | None:
+def bandwidth(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     trace = evidence.trace
     if trace is None or trace.elementwise_share < _MOSTLY or trace.small_share >= 0.5:
         return None
-    share = found.computing * trace.elementwise_share
+    share = anatomy.computing * trace.elementwise_share
     if share < 0.3:
         return None
     why = [f"{trace.elementwise_share:.0%} of the operators' time is element-wise work on large tensors"]

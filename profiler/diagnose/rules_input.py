@@ -10,10 +10,10 @@ from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.report import Finding, Saving
 
 HANDOVER_S = 0.5e-3
-"""What a batch from a worker process takes to be handed over: a loop that needed 0.15 ms took 0.78 ms with one."""
+"""Handing a batch over from a worker process takes this long: a loop that needed 0.15 ms took 0.78 ms with one."""
 _ASLEEP = 0.4
-"""Share of the wait asleep from which on it is storage. Each of many short reads wakes the thread, which takes time on
-a core: with reads of 0.2 ms and nothing else it was 46 to 85 % asleep, by how the machine was that hour."""
+"""Share of the wait spent asleep from which the cause is storage. Each of many short reads wakes the thread, which
+takes time on a core: with reads of 0.2 ms and nothing else it was 46 to 85 % asleep, depending on the load then."""
 _WHERE = {
     "loss": "between the forward and the backward pass, where the clock of the loss runs",
     "host": "between the backward pass and the update",
@@ -25,31 +25,31 @@ WHOLE_BATCHES = (
 )
 
 
-def epoch_start(evidence: Evidence, found: Anatomy) -> Finding | None:
-    anew = evidence.loader.workers > 0 and not evidence.loader.persistent
-    share = found.epoch_start + (found.epoch_slow if anew else 0.0)
-    if found.epoch_start < WORTH:
+def epoch_start(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
+    restarted = evidence.loader.workers > 0 and not evidence.loader.persistent
+    share = anatomy.epoch_start + (anatomy.epoch_slow if restarted else 0.0)
+    if anatomy.epoch_start < WORTH:
         return None
     firsts = sum(m.first for m in evidence.steps)
     why = [
-        f"{firsts} of {found.steps} steps begin an epoch; beyond an ordinary wait they wait "
-        f"{ms_of(found, found.epoch_start)} of the mean step",
+        f"{firsts} of {anatomy.steps} steps begin an epoch; beyond an ordinary wait they wait "
+        f"{ms_of(anatomy, anatomy.epoch_start)} of the mean step",
         f"the loader has {evidence.loader.workers} workers"
         + ("" if evidence.loader.persistent else ", started anew for each epoch"),
     ]
-    if anew and found.epoch_slow >= 0.02:
-        why.append(f"the model's own phases are slower in these steps, by {ms_of(found, found.epoch_slow)}")
+    if restarted and anatomy.epoch_slow >= 0.02:
+        why.append(f"the model's own phases are slower in these steps, by {ms_of(anatomy, anatomy.epoch_slow)}")
     predicted = Saving(value=share, low=0.85 * share, high=min(1.0, 1.1 * share))
     return finding("input.epoch_start", share, why, predicted)
 
 
-def loader(evidence: Evidence, found: Anatomy) -> Finding | None:
-    share = found.shares["data"] - found.epoch_start
+def loader(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
+    share = anatomy.shares["data"] - anatomy.epoch_start
     if share < WORTH:
         return None
     whole = of_phases(evidence, "data")
     predicted = of_share(whole, share)
-    why = [f"the loop waits for its loader for {ms_of(found, share)}"]
+    why = [f"the loop waits for its loader for {ms_of(anatomy, share)}"]
     if evidence.loader.workers:
         return _from_workers(evidence, share, why, predicted)
     thread = evidence.data_thread
@@ -60,7 +60,7 @@ def loader(evidence: Evidence, found: Anatomy) -> Finding | None:
         why.append(f"meanwhile the training thread is {thread_text(thread)}")
     why += top_lines(evidence, ["data"])
     blocked = thread is not None and thread.blocked >= _ASLEEP
-    if not blocked and share * found.step_s < HANDOVER_S:
+    if not blocked and share * anatomy.step_s < HANDOVER_S:
         why.append(f"handing a batch over from a worker process takes some {HANDOVER_S * 1e3:.1g} ms, which is more")
         return dataclasses.replace(finding("input.cpu", share, why, predicted), remedy=WHOLE_BATCHES, strategy="")
     return finding("input.storage" if blocked else "input.cpu", share, why, predicted)
@@ -81,20 +81,20 @@ def _from_workers(evidence: Evidence, share: float, why: list[str], predicted: S
         blocked=sum(s.blocked for s in shares) / len(shares),
     )
     why.append(f"{len(shares)} workers are {thread_text(mean)}")
-    # A loop that waits has handed out all the work there is, so a worker that sleeps sleeps in its work.
+    # While the loop waits, all work has been handed out: a worker that sleeps does so inside its task.
     return finding("input.worker_storage" if mean.blocked >= 0.5 else "input.workers", share, why, predicted)
 
 
-def iterator(evidence: Evidence, found: Anatomy) -> Finding | None:
-    share, phases = sum(found.batches.values()), list(found.batches)
+def iterator(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
+    share, phases = sum(anatomy.batches.values()), list(anatomy.batches)
     if share < WORTH:
         return None
     rows = [row for row in evidence.lines if row.phase in phases and "next batch" in row.tags]
     seconds = sum(row.seconds for row in rows)
     asleep = sum(row.seconds * row.blocked for row in rows) / seconds
-    most = max(phases, key=lambda phase: found.batches[phase])
+    most = max(phases, key=lambda phase: anatomy.batches[phase])
     why = [
-        f"the loop makes its batches itself, which takes {ms_of(found, share)}, {asleep:.0%} of it asleep",
+        f"the loop makes its batches itself, which takes {ms_of(anatomy, share)}, {asleep:.0%} of it asleep",
         *([f"it does so {_WHERE[most]}"] if most in _WHERE else []),
         *top_lines(evidence, phases, "next batch"),
     ]

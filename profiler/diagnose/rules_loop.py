@@ -1,4 +1,4 @@
-"""Rules: the loop itself: its update, its own code, the exchange between ranks, what it does between steps."""
+"""Rules: the loop itself: update, own code, gradient exchange, and work between steps."""
 
 from __future__ import annotations
 
@@ -8,88 +8,90 @@ from accel.profiler.evidence import Evidence
 from accel.profiler.report import Finding, Saving
 
 
-def collector(evidence: Evidence, found: Anatomy) -> Finding | None:
+def collector(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
     if evidence.gc_share < WORTH:
         return None
-    why = [f"the garbage collector ran for {ms_of(found, evidence.gc_share)}"]
+    why = [f"the garbage collector ran for {ms_of(anatomy, evidence.gc_share)}"]
     share = evidence.gc_share
     return finding("host.gc", share, why, Saving(value=share, low=0.9 * share, high=min(1.0, 1.1 * share)))
 
 
-def step_code(evidence: Evidence, found: Anatomy) -> Finding | None:
-    beside = found.shares["host"] - _collected_in(evidence, found, "host") - found.batches.get("host", 0.0)
-    inside = sum(found.own_code.values()) + found.own_unplaced
+def step_code(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
+    beside = anatomy.shares["host"] - _collected_in(evidence, anatomy, "host") - anatomy.batches.get("host", 0.0)
+    inside = sum(anatomy.own_code.values()) + anatomy.own_unplaced
     share = max(0.0, beside) + inside
     if share < WORTH:
         return None
-    phases = [*(["host"] if beside > 0 else []), *(COMPUTING if found.own_unplaced else found.own_code)]
-    why = [f"the loop's own code between the batch and the update takes {ms_of(found, share)}"]
-    if found.own_unplaced:
-        why.append(f"{ms_of(found, inside)} of it in forward, loss and backward together, in no operator of torch's")
+    phases = [*(["host"] if beside > 0 else []), *(COMPUTING if anatomy.own_unplaced else anatomy.own_code)]
+    why = [f"the loop's own code between the batch and the update takes {ms_of(anatomy, share)}"]
+    if anatomy.own_unplaced:
+        why.append(f"{ms_of(anatomy, inside)} of it in forward, loss and backward together, in no operator of torch's")
     elif inside:
-        why.append(f"{ms_of(found, inside)} of it in {', '.join(found.own_code)}, in no operator of torch's")
+        why.append(f"{ms_of(anatomy, inside)} of it in {', '.join(anatomy.own_code)}, in no operator of torch's")
     why += top_lines(evidence, phases)
     whole = of_phases(evidence, *phases)
     return finding("host.step_code", share, why, of_share(whole, share))
 
 
-def _collected_in(evidence: Evidence, found: Anatomy, phase: str) -> float:
+def _collected_in(evidence: Evidence, anatomy: Anatomy, phase: str) -> float:
     """Return the part of a phase that the garbage collector explains: it is booked to the largest of the two."""
-    largest = max(("host", "outside"), key=lambda name: found.shares[name])
-    return min(found.shares[phase], evidence.gc_share) if phase == largest else 0.0
+    largest = max(("host", "outside"), key=lambda name: anatomy.shares[name])
+    return min(anatomy.shares[phase], evidence.gc_share) if phase == largest else 0.0
 
 
-def communication(evidence: Evidence, found: Anatomy) -> Finding | None:
-    share = found.shares["communication"]
+def communication(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
+    share = anatomy.shares["communication"]
     if evidence.world_size < 2 or share < WORTH:
         return None
-    why = [f"{ms_of(found, share)} are spent exchanging gradients that no computation hides"]
+    why = [f"{ms_of(anatomy, share)} are spent exchanging gradients that no computation hides"]
     predicted = Saving(value=share, low=0.7 * share, high=min(1.0, 1.1 * share))
     return finding("communication.exposed", share, why, predicted)
 
 
-def optimizer(evidence: Evidence, found: Anatomy) -> Finding | None:
-    share, facts = found.shares["optimizer"], evidence.optimizer
+def optimizer(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
+    share, facts = anatomy.shares["optimizer"], evidence.optimizer
     if share < 1.5 * WORTH:
         return None
-    why = [f"{facts.name or 'the optimizer'} takes {ms_of(found, share)} to update {facts.tensors} tensors"]
+    why = [f"{facts.name or 'the optimizer'} takes {ms_of(anatomy, share)} to update {facts.tensors} tensors"]
     whole = of_phases(evidence, "optimizer")
     if facts.one_by_one:
         why.append("parameter by parameter, in Python")
         return finding("optimizer.per_parameter", share, why, scaled(whole, 0.7))
     why += top_lines(evidence, ["optimizer"])
-    # What can't be saved: reading and writing parameters, gradients and two moments once.
+    # Can't be saved: reading and writing parameters, gradients and two moments once.
     ideal_s = 28.0 * facts.elements / (evidence.roofline.gb_per_s * 1e9) if evidence.roofline else 0.0
-    left = min(0.9, ideal_s / (share * found.step_s)) if found.step_s else 0.0
+    left = min(0.9, ideal_s / (share * anatomy.step_s)) if anatomy.step_s else 0.0
     return finding("optimizer.update", share, why, scaled(whole, 1.0 - left))
 
 
-def evaluation(evidence: Evidence, found: Anatomy) -> Finding | None:
-    share = found.shares["evaluation"]
+def evaluation(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
+    share = anatomy.shares["evaluation"]
     if share < WORTH:
         return None
-    why = [f"forward passes without gradients between two updates take {ms_of(found, share)}"]
-    if found.stall_every:
-        why.append(f"every {found.stall_every:.0f} steps")
+    why = [f"forward passes without gradients between two updates take {ms_of(anatomy, share)}"]
+    if anatomy.stall_every:
+        why.append(f"every {anatomy.stall_every:.0f} steps")
     return finding("outside.evaluation", share, why, of_phases(evidence, "evaluation"))
 
 
-def stalls(evidence: Evidence, found: Anatomy) -> Finding | None:
-    share = found.stalls - found.shares["evaluation"]
-    if share < WORTH or share < found.stalls / 2:
+def stalls(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
+    share = anatomy.stalls - anatomy.shares["evaluation"]
+    if share < WORTH or share < anatomy.stalls / 2:
         return None
-    every = f"every {found.stall_every:.0f} steps" if found.stall_every else "once"
-    why = [f"work between two steps stops the training {every}: {ms_of(found, share)} of the mean step"]
+    every = f"every {anatomy.stall_every:.0f} steps" if anatomy.stall_every else "once"
+    why = [f"work between two steps stops the training {every}: {ms_of(anatomy, share)} of the mean step"]
     saves = Saving(value=share, low=0.8 * share, high=min(1.0, 1.2 * share))
     name = "outside.checkpoint" if tagged(evidence, ["outside"], "checkpoint") >= 0.5 else "outside.periodic"
     return finding(name, share, why + top_lines(evidence, ["outside"]), saves)
 
 
-def each_step(evidence: Evidence, found: Anatomy) -> Finding | None:
-    evaluating = max(0.0, found.shares["evaluation"] - found.stalls)
-    share = found.each - evaluating - found.batches.get("outside", 0.0) - _collected_in(evidence, found, "outside")
+def each_step(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
+    evaluating = max(0.0, anatomy.shares["evaluation"] - anatomy.stalls)
+    share = (
+        anatomy.each - evaluating - anatomy.batches.get("outside", 0.0) - _collected_in(evidence, anatomy, "outside")
+    )
     if share < WORTH:
         return None
-    why = [f"work between each update and the next batch takes {ms_of(found, share)}"]
+    why = [f"work between each update and the next batch takes {ms_of(anatomy, share)}"]
     whole = of_phases(evidence, "outside")
     return finding("outside.step", share, why + top_lines(evidence, ["outside"]), of_share(whole, share))

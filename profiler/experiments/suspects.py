@@ -1,4 +1,4 @@
-"""Which suspects are tried, and how each is switched off."""
+"""Which suspects are tested, and how each is switched off."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from accel.profiler.experiments.whatif import (
 from accel.profiler.gather import Exchange
 from accel.profiler.host import usable_cores
 
-MOST = 3
-"""Suspects tried in a run."""
+MAX_TESTED = 3
+"""Most suspects that are tested in a run."""
 _AHEAD = ("input.cpu", "input.storage", "input.workers", "input.worker_storage", "input.handover", "input.collate")
 
 
@@ -45,17 +45,18 @@ def counterfactual(cause: str, recorder: Recorder, local_ranks: int) -> Counterf
     return NoExchange(ddp) if cause == "communication.exposed" and ddp else None
 
 
-def agreed(mine: Sequence[str], exchange: Exchange) -> list[str]:
-    """Return the causes to try, the same on all ranks.
+def agreed(own: Sequence[str], exchange: Exchange) -> list[str]:
+    """Return the causes to test, the same on all ranks.
 
     Raises:
-        OSError: if the ranks can't be asked.
+        OSError: if the other ranks can't be reached.
     """
     if not exchange.launched:
-        return list(mine[:MOST])
-    exchange.post("suspects", list(mine))
-    everyone = exchange.collect("suspects") if exchange.rank == 0 else {}
-    # The rank that waits for the others names what the slow one can't see; every rank can switch what one can.
-    votes = Counter(cause for causes in everyone.values() for cause in causes)
-    shared = [cause for cause, _ in votes.most_common(MOST)] if len(everyone) == exchange.size else []
-    return [str(cause) for cause in exchange.decided("experiments", shared) or []]
+        return list(own[:MAX_TESTED])
+    exchange.post("suspects", list(own))
+    suspects = exchange.collect("suspects") if exchange.rank == 0 else {}
+    # A waiting rank suspects what the slow one can't see, so all votes count. A rank that can't switch a cause takes
+    # part unchanged.
+    votes = Counter(cause for causes in suspects.values() for cause in causes)
+    shared = [cause for cause, _ in votes.most_common(MAX_TESTED)] if len(suspects) == exchange.size else []
+    return [str(cause) for cause in exchange.broadcast("experiments", shared) or []]

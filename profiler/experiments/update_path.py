@@ -32,31 +32,31 @@ def refusal(optimizer: Optimizer) -> str:
 
 
 def set_by_hand(optimizer: Optimizer) -> bool:
-    """Tell whether the loop chose the path itself."""
+    """Return whether the loop chose the path itself."""
     return any(group.get("fused") or group.get("foreach") is not None for group in optimizer.param_groups)
 
 
 def updates_at_once(optimizer: Optimizer) -> bool:
-    """Tell whether the loop chose the fused or the foreach path."""
+    """Return whether the loop chose the fused or the foreach path."""
     return any(group.get("fused") or group.get("foreach") for group in optimizer.param_groups)
 
 
 def has_fused(optimizer: Optimizer) -> bool:
-    """Tell whether torch has a fused path for this optimizer and all its parameters."""
+    """Return whether torch has a fused path for this optimizer and all its parameters."""
     return type(optimizer).__name__ in _FUSED and all(
         p.is_floating_point() and p.device.type in _FUSED_DEVICES for g in optimizer.param_groups for p in g["params"]
     )
 
 
 class Paths:
-    """Switch the paths of some optimizers, and back.
+    """Switches the paths of some optimizers, and back.
 
     Attributes:
-        found: id of a parameter group → its `foreach` and `fused` as they were; empty while nothing is switched.
+        saved: id of a parameter group → its original `foreach` and `fused`; empty while nothing is switched.
     """
 
     def __init__(self) -> None:
-        self.found: dict[int, tuple[Any, Any]] = {}
+        self.saved: dict[int, tuple[Any, Any]] = {}
         self._switched: list[Optimizer] = []
 
     def switch(self, optimizers: Iterable[Optimizer], *, fused: bool) -> None:
@@ -64,20 +64,20 @@ class Paths:
         for optimizer in optimizers:
             self._switched.append(optimizer)
             for group in optimizer.param_groups:
-                self.found[id(group)] = group["foreach"], group.get("fused")
+                self.saved[id(group)] = group["foreach"], group.get("fused")
                 _set(group, not fused, fused)
             if fused:
-                _place_steps(optimizer, on_device=True)
+                _move_step_counters(optimizer, on_device=True)
 
     def restore(self) -> None:
-        """Take the paths that were taken before."""
+        """Restore the original paths."""
         for optimizer in self._switched:
             for group in optimizer.param_groups:
-                if id(group) in self.found:
-                    _set(group, *self.found[id(group)])
-            _place_steps(optimizer, on_device=False)
+                if id(group) in self.saved:
+                    _set(group, *self.saved[id(group)])
+            _move_step_counters(optimizer, on_device=False)
         self._switched.clear()
-        self.found.clear()
+        self.saved.clear()
 
 
 def _set(group: dict[str, Any], foreach: bool | None, fused: bool | None) -> None:
@@ -86,7 +86,7 @@ def _set(group: dict[str, Any], foreach: bool | None, fused: bool | None) -> Non
         group["fused"] = fused
 
 
-def _place_steps(optimizer: Optimizer, *, on_device: bool) -> None:
+def _move_step_counters(optimizer: Optimizer, *, on_device: bool) -> None:
     """Move the step counters: the fused path wants them on the parameter's device, the others on the CPU."""
     for parameter, state in optimizer.state.items():
         step = state.get("step")

@@ -1,7 +1,7 @@
-"""Counterfactuals: run real steps without the suspected cause, interleaved with ordinary ones, and see what it gives.
+"""Counterfactuals: run real steps without the suspected cause, interleaved with ordinary ones, and measure the saving.
 
-A share of the time says where the time is, not what would be won: work may overlap, and what is removed may uncover
-another wait. So a suspicion is tried. Each counterfactual switches one thing at a step boundary; blocks with and
+A share of the time says where the time goes, not what would be saved: work may overlap, and removing a wait may uncover
+another one. So a suspicion is tested. Each counterfactual switches one thing at a step boundary; blocks with and
 without it are interleaved and judged as a trial is.
 """
 
@@ -44,11 +44,11 @@ class Counterfactual(Protocol):
         """Put it back."""
 
     def worked(self) -> bool:
-        """Tell, after the last `disable`, whether it has removed anything; the experiment is void if it has not."""
+        """Return, after the last `disable`, whether it has removed anything; the experiment is void if it has not."""
 
 
 class FetchedAhead:
-    """The batch is fetched while the step's clock stands: what a loader that is never late would give."""
+    """The batch is fetched while the step's clock is stopped: as if the loader were never late."""
 
     name = "batch fetched ahead"
     what = "each batch was fetched between two steps, off the clock"
@@ -69,7 +69,7 @@ class FetchedAhead:
         self._fetched += self._recorder.fetched - self._before
 
     def worked(self) -> bool:
-        """Tell whether batches were fetched off the clock."""
+        """Return whether batches were fetched off the clock."""
         return self._fetched > 0
 
 
@@ -106,7 +106,7 @@ class NoCollector:
             gc.enable()
 
     def worked(self) -> bool:
-        """Tell whether it ran for less than half as long: a function that was imported by name goes on."""
+        """Return whether it ran for less than half as long: a function that was imported by name goes on."""
         return self._ran[True] < 0.5 * self._ran[False]
 
     def _count(self, *, off: bool) -> None:
@@ -117,14 +117,14 @@ class NoCollector:
 
 
 class NoAnomalyMode:
-    """Anomaly detection is off; what the script sets meanwhile holds afterwards."""
+    """Anomaly detection is off; what the script sets meanwhile takes effect afterwards."""
 
     name = "no anomaly detection"
     what = "autograd's anomaly detection was off, whatever the loop asked for"
     changes_learning = False
 
     def __init__(self) -> None:
-        self._asked = (False, True)
+        self._requested = (False, True)
         self._switched_off = 0
         self._patches = Patches()
 
@@ -137,19 +137,19 @@ class NoAnomalyMode:
     def disable(self) -> None:
         """Set what the script asked for."""
         self._patches.remove()
-        torch.set_anomaly_enabled(*self._asked)
+        torch.set_anomaly_enabled(*self._requested)
 
     def worked(self) -> bool:
-        """Tell whether it would have been on."""
+        """Return whether it would have been on."""
         return self._switched_off > 0
 
     def _set(self, mode: bool, check_nan: bool = True) -> None:
-        self._asked = (mode, check_nan)
+        self._requested = (mode, check_nan)
         self._switched_off += mode
 
 
 class Unchanged:
-    """Nothing is switched: what a rank does while the others try something that it has not."""
+    """Nothing is switched: for a rank that can't switch what the others test."""
 
     name = "nothing"
     what = "nothing"
@@ -175,8 +175,8 @@ class AllThreads:
         self.name = f"{cores} threads"
         self.what = f"torch.set_num_threads({cores})"
         self._cores = cores
-        self._found = torch.get_num_threads()
-        self._held = 0
+        self._own_threads = torch.get_num_threads()
+        self._effective = 0
 
     def enable(self) -> None:
         """Use all."""
@@ -184,12 +184,12 @@ class AllThreads:
 
     def disable(self) -> None:
         """Use as many as before."""
-        self._held += torch.get_num_threads() == self._cores != self._found
-        torch.set_num_threads(self._found)
+        self._effective += torch.get_num_threads() == self._cores != self._own_threads
+        torch.set_num_threads(self._own_threads)
 
     def worked(self) -> bool:
-        """Tell whether the loop left the threads as they were set."""
-        return self._held > 0
+        """Return whether the loop left the threads as they were set."""
+        return self._effective > 0
 
 
 class OneUpdate:
@@ -215,17 +215,17 @@ class OneUpdate:
         self._paths.restore()
 
     def worked(self) -> bool:
-        """Tell whether an optimizer took the other path."""
+        """Return whether an optimizer took the other path."""
         return self._switched > 0
 
 
 def can_update_at_once(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer has another path, and is not on it."""
+    """Return whether an optimizer has another path, and is not on it."""
     return not update_path.refusal(optimizer) and not update_path.updates_at_once(optimizer)
 
 
 class NoExchange:
-    """Gradients are not exchanged between ranks; the state from before is put back afterwards."""
+    """Gradients are not exchanged between ranks; the state from before is restored afterwards."""
 
     name = "no gradient exchange"
     what = "the ranks did not exchange gradients (no_sync)"
@@ -233,7 +233,7 @@ class NoExchange:
 
     def __init__(self, models: Sequence[DistributedDataParallel]) -> None:
         self._models = list(models)
-        self._held = 0
+        self._effective = 0
 
     def enable(self) -> None:
         """Exchange nothing."""
@@ -243,20 +243,20 @@ class NoExchange:
     def disable(self) -> None:
         """Exchange."""
         for model in self._models:
-            self._held += not model.require_backward_grad_sync
+            self._effective += not model.require_backward_grad_sync
             model.require_backward_grad_sync = True
 
     def worked(self) -> bool:
-        """Tell whether the loop left the exchange off: one that sets it itself has gone on."""
-        return self._held > 0
+        """Return whether the loop left the exchange off: a loop that sets it itself has gone on exchanging."""
+        return self._effective > 0
 
 
 class Snapshot:
-    """Parameters, buffers and optimizer state, to put back in place.
+    """A copy of parameters, buffers and optimizer state, to be restored in place.
 
     Args:
         models: what is trained.
-        optimizers: their state comes back too.
+        optimizers: their state is restored too.
     """
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -283,7 +283,7 @@ def experiment(
     Args:
         counterfactual: what is switched.
         config: statistics of the trial.
-        snapshot: saves what is put back afterwards; asked only of one that changes what the model learns.
+        snapshot: saves the state to restore afterwards; called only if the model learns something else.
     """
     before = snapshot() if counterfactual.changes_learning else None
     # The mean of a block, not its median: workers deliver in bursts, and a burst is time too.
@@ -291,11 +291,11 @@ def experiment(
     on = False
     try:
         while trial.verdict is None:
-            wanted = trial.arm == "B"
-            if wanted != on:
-                counterfactual.enable() if wanted else counterfactual.disable()
-                on = wanted
-                yield  # the first step after a switch finds what the one before it left
+            enable = trial.arm == "B"
+            if enable != on:
+                counterfactual.enable() if enable else counterfactual.disable()
+                on = enable
+                yield  # the first step after a switch still depends on the one before it
             block: list[float] = []
             while len(block) < config.block_steps:
                 measured = yield
@@ -306,10 +306,10 @@ def experiment(
             counterfactual.disable()
         if before is not None:
             before.restore()
-    return _told(counterfactual, trial.outcome(), void=not counterfactual.worked())
+    return _result(counterfactual, trial.outcome(), void=not counterfactual.worked())
 
 
-def _told(counterfactual: Counterfactual, outcome: Outcome, *, void: bool) -> Experiment:
+def _result(counterfactual: Counterfactual, outcome: Outcome, *, void: bool) -> Experiment:
     return Experiment(
         name=counterfactual.name,
         what=counterfactual.what,

@@ -1,1 +1,1 @@
-"""What is read beside the clocks: the user's source lines, workers, other processes, links."""
+"""Measurements beside the clocks: the user's source lines, workers, other processes, links."""

@@ -1,4 +1,4 @@
-"""Over which interface of this host gradients go to other hosts, and how fast it says it is."""
+"""The interface over which this host's gradients reach other hosts, and its nominal speed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 _CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def told(ranks: int, hosts: int) -> str:
-    """Say where the ranks are and what joins them."""
+def describe(ranks: int, hosts: int) -> str:
+    """Say on how many hosts the ranks are, and what connects them."""
     if hosts < 2:
         return f"the {ranks} ranks are on one host"
     name = interface(os.environ.get("MASTER_ADDR", ""))
@@ -24,15 +24,15 @@ def interface(master: str, routes: Path = Path("/proc/net/route")) -> str:
     for variable in _CHOSEN:
         if chosen := os.environ.get(variable, "").lstrip("=^").split(",")[0]:
             return "" if os.environ[variable].startswith("^") else chosen
-    found: list[tuple[int, str]] = []
+    matches: list[tuple[int, str]] = []
     with contextlib.suppress(OSError, ValueError):
         address = _number(socket.gethostbyname(master)) if master else 0
         for row in routes.read_text(encoding="ascii").splitlines()[1:]:
             fields = row.split()
             destination, mask = int(fields[1], 16), int(fields[7], 16)
             if address and address & mask == destination:
-                found.append((mask.bit_count(), fields[0]))
-    return max(found, default=(0, ""))[1]
+                matches.append((mask.bit_count(), fields[0]))
+    return max(matches, default=(0, ""))[1]
 
 
 def _number(address: str) -> int:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
-from accel.profiler.system.dataflow import Loop, Round, feeding_lines, known_modules
+from accel.profiler.system.dataflow import Loop, StepBody, feeding_lines, known_modules
 
 _HERE = str(Path(__file__).resolve().parents[1])  # the profiler's folder
 _LIBRARY = tuple(
@@ -26,7 +26,7 @@ _LIBRARY = tuple(
 
 @lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
-    """Tell whether a source file is the user's: not Python's, not an installed package's, not the profiler's."""
+    """Return whether a source file is the user's: not Python's, not an installed package's, not the profiler's."""
     if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
         return False
     real = os.path.realpath(file)
@@ -41,13 +41,13 @@ def _is_accels(real: str) -> bool:
 
 def users_frames(frame: FrameType | None) -> list[tuple[str, int]]:
     """Return file and line of the user's frames in a stack, the innermost first."""
-    found = []
+    frames = []
     while frame is not None:
         file = frame.f_code.co_filename
         if is_users(file):
-            found.append((file, frame.f_lineno or 0))  # None within code that has no line of its own
+            frames.append((file, frame.f_lineno or 0))  # None in code without a line of its own
         frame = frame.f_back
-    return found
+    return frames
 
 
 def source(file: str, line: int) -> str:
@@ -56,16 +56,16 @@ def source(file: str, line: int) -> str:
 
 
 @lru_cache(maxsize=64)
-def _parsed(file: str) -> tuple[tuple[Round, ...], frozenset[str]]:
+def _parsed(file: str) -> tuple[tuple[StepBody, ...], frozenset[str]]:
     """Return a file's loops and functions, and what in it is known to be a module."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):
         return (), frozenset()
-    return tuple(node for node in ast.walk(tree) if isinstance(node, Round)), known_modules(tree)
+    return tuple(node for node in ast.walk(tree) if isinstance(node, StepBody)), known_modules(tree)
 
 
-def _around(file: str, line: int) -> tuple[list[Loop], list[Round]]:
+def _around(file: str, line: int) -> tuple[list[Loop], list[StepBody]]:
     """Return the loops around a line within its function, and that function."""
     around = [node for node in _parsed(file)[0] if node.lineno <= line <= (node.end_lineno or node.lineno)]
     functions = [node for node in around if not isinstance(node, Loop)]
@@ -83,23 +83,23 @@ def batch_lines(frames: list[tuple[str, int]], model: Collection[tuple[str, int]
 
     Args:
         frames: the user's frames in which an optimizer stepped, the innermost first.
-        model: the lines in which the model was called, as far as they are known.
+        model: the lines in which the model was called, as far as known.
     """
-    found: set[tuple[str, int]] = set()
+    lines: set[tuple[str, int]] = set()
     looped = False
     for file, line in reversed(frames):
         loops, function = _around(file, line)
-        called = [number for place, number in model if place == file]
+        called = [number for path, number in model if path == file]
         for loop in loops:
             if not isinstance(loop, ast.While):
-                # A line that holds some of the body is none: samples of it are mostly the body's.
-                found.update((file, number) for number in range(loop.lineno, loop.body[0].lineno))
+                # A line that contains some of the body does not count: samples of it are mostly the body's.
+                lines.update((file, number) for number in range(loop.lineno, loop.body[0].lineno))
             calls = (node for node in ast.walk(loop) if isinstance(node, ast.Call))
-            found.update((file, call.lineno) for call in calls if _is_next(call))
+            lines.update((file, call.lineno) for call in calls if _is_next(call))
         for node in loops or (function if looped else []):
-            found.update((file, number) for number in feeding_lines(node, line, called, _parsed(file)[1]))
+            lines.update((file, number) for number in feeding_lines(node, line, called, _parsed(file)[1]))
         looped = looped or bool(loops)
-    return found
+    return lines
 
 
 def _is_next(call: ast.Call) -> bool:

@@ -1,4 +1,4 @@
-"""What is read beside the clocks while the loop takes ordinary steps: workers, gradient buckets, other processes."""
+"""Measurements beside the clocks during ordinary steps: workers, DDP's exchange of gradients, other processes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from accel.profiler.evidence import WorkerShare
 from accel.profiler.host import CrowdMeter, ThreadMeter, ThreadTime
 
 _DDP_TIMES_EVERY = 100
-"""Steps from one that DDP times to the next; torch's default."""
+"""Steps between two that DDP times; torch's default."""
 
 
 class Span:
-    """A counter's growth while it was looked at."""
+    """The growth of a counter within the observed spans."""
 
     def __init__(self) -> None:
         self._sum = 0.0
         self._from: float | None = None
 
     def begin(self, value: float) -> None:
-        """Look at it from here on."""
+        """Begin a span."""
         self._from = value
 
     def end(self, value: float) -> None:
-        """Look away."""
+        """End the span."""
         self._sum = self.total(value)
         self._from = None
 
@@ -38,55 +38,55 @@ class Span:
 
 
 class Workers:
-    """The loader's worker processes, from first to last sight."""
+    """Times of the loader's worker processes, between their first and last readings."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[ThreadMeter, ThreadTime, ThreadTime]] = {}
+        self._times: dict[int, tuple[ThreadMeter, ThreadTime, ThreadTime]] = {}
 
-    def look(self, pids: Iterable[int]) -> None:
+    def sample(self, pids: Iterable[int]) -> None:
         """Read their times: 4 µs each."""
         for pid in pids:
-            if pid in self._seen:
-                meter, first, last = self._seen[pid]
-                self._seen[pid] = (meter, first, meter.read() or last)
+            if pid in self._times:
+                meter, first, last = self._times[pid]
+                self._times[pid] = (meter, first, meter.read() or last)
                 continue
             meter = ThreadMeter(pid)
             now = meter.read()
             if now is not None:
-                self._seen[pid] = (meter, now, now)
+                self._times[pid] = (meter, now, now)
 
     def shares(self) -> list[WorkerShare]:
-        """Return how each spent its time."""
-        found = [(pid, first.share_until(last)) for pid, (_, first, last) in self._seen.items()]
-        return [WorkerShare(pid=pid, share=share) for pid, share in found if share is not None]
+        """Return how each worker spent its time."""
+        shares = [(pid, first.share_until(last)) for pid, (_, first, last) in self._times.items()]
+        return [WorkerShare(pid=pid, share=share) for pid, share in shares if share is not None]
 
     def close(self) -> None:
         """Close the files of all."""
-        for meter, _, _ in self._seen.values():
+        for meter, _, _ in self._times.values():
             meter.close()
 
 
-class Exposed:
-    """How long DDP's all-reduce goes on after the last gradient is there, by DDP's own clocks."""
+class DdpWait:
+    """How long DDP's all-reduce goes on after the last gradient has been computed, by DDP's own timers."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
         self._timed: list[DistributedDataParallel] = []
 
-    def look(self, modules: Sequence[nn.Module]) -> None:
-        """Read the last backward pass: 40 µs a model."""
+    def sample(self, modules: Sequence[nn.Module]) -> None:
+        """Read the times of the last backward pass: 40 µs a model."""
         for module in modules:
             if isinstance(module, DistributedDataParallel):
-                if not any(module is known for known in self._timed):
+                if not any(module is timed for timed in self._timed):
                     module._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]
                     self._timed.append(module)
-                told = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-                exchange, hidden = (told.get(f"backward_{n}", 0) for n in ("comm_time", "compute_comm_overlap_time"))
+                times = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+                exchange, hidden = (times.get(f"backward_{n}", 0) for n in ("comm_time", "compute_comm_overlap_time"))
                 if exchange:
                     self._seconds.append(max(0, exchange - hidden) * 1e-9)
 
     def stop(self) -> None:
-        """Let DDP time as rarely as it does by itself."""
+        """Restore DDP's default rate of timing."""
         for module in self._timed:
             module._set_ddp_runtime_logging_sample_rate(_DDP_TIMES_EVERY)  # type: ignore[no-untyped-call]
         self._timed.clear()
@@ -97,10 +97,10 @@ class Exposed:
 
 
 class Crowd:
-    """Cores that others kept busy, over all stretches that were looked at.
+    """Cores kept busy by other processes, over all observed stretches.
 
     Args:
-        launched: other ranks, under the same launcher, are no others.
+        launched: the other ranks under the same launcher belong to this run.
     """
 
     def __init__(self, *, launched: bool) -> None:
@@ -111,13 +111,13 @@ class Crowd:
         self._began = time.perf_counter()
 
     def begin(self) -> None:
-        """A stretch begins."""
+        """Begin a stretch."""
         self._meter.cores()
         self._throttle.share()
         self._began = time.perf_counter()
 
     def end(self) -> None:
-        """It ends."""
+        """End the stretch."""
         cores, throttled = self._meter.cores(), self._throttle.share()
         if throttled is not None:
             self._throttled.append(throttled)
@@ -130,5 +130,5 @@ class Crowd:
         return sum(seconds * cores for seconds, cores in self._stretches) / total if total else None
 
     def throttled(self) -> float | None:
-        """Return the largest share of periods in which the quota held this run up, or None without a quota."""
+        """Return the largest share of periods in which the quota throttled this run, or None without a quota."""
         return max(self._throttled, default=None)

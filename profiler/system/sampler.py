@@ -1,8 +1,8 @@
 """Samples which line of the user's source the training thread is in, and whether it runs, waits or sleeps there.
 
-A thread looks at the training thread's stack now and then. Which phase is open is read from the step clock, so that a
-phase's time can be told apart by line. What a look costs is handing the interpreter's lock over and back, 0.1 ms; so
-nothing in it gives up the lock a second time, as reading a file would.
+A thread samples the training thread's stack now and then. The open phase is read from the step clock, so that a
+phase's time can be divided by line. A sample costs handing the interpreter's lock over and back, 0.1 ms; so nothing in
+it releases the lock a second time, as reading a file would.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from accel.profiler.host import ThreadMeter, ThreadTime
 from accel.profiler.phases import StepClock
 from accel.profiler.system.loop_source import is_users, source
 
-# Parts of a library's file name or function → what the line was doing.
+# Part of a library's file name → what the user's line was doing.
 _TAGS = (
     ("torch/serialization.py", "checkpoint"),
     ("torch/distributed/checkpoint", "checkpoint"),
@@ -30,26 +30,26 @@ _TAGS = (
     ("tensorboard", "logging"),
     ("wandb", "logging"),
 )
-_DEEPEST = 80
+_MAX_DEPTH = 80
 _SWITCH_S = 0.0001
 _METER_EVERY = 16
-"""Looks from reading to reading of the thread's waiting time, which gives up the interpreter's lock once more."""
+"""Samples between two readings of the thread's waiting time, which release the interpreter's lock once more."""
 
 
 @dataclass
-class _Place:
+class _LineSamples:
     seconds: float = 0.0
     blocked: float = 0.0
     tags: set[str] = field(default_factory=set)
 
 
 class Sampler:
-    """Sample a thread until stopped.
+    """Samples a thread until stopped.
 
     Args:
-        clock: its open phase is what a sample belongs to.
-        ident: the thread as Python numbers it.
-        native: the thread as the system numbers it.
+        clock: a sample belongs to its open phase.
+        ident: Python's thread id.
+        native: the system's thread id.
         interval_s: time between samples.
     """
 
@@ -57,13 +57,13 @@ class Sampler:
         self.batch_lines: set[tuple[str, int]] = set()
         """Lines that make or ask for the next batch."""
         self.call_lines: set[tuple[str, int]] = set()
-        """Lines that call the model: before it is called, they make what it is given."""
+        """Lines that call the model: before the call, they make its arguments."""
         self._clock = clock
         self._ident = ident
         self._meter = ThreadMeter(tid=native)
         self._cpu = time.pthread_getcpuclockid(ident) if hasattr(time, "pthread_getcpuclockid") else None
         self.interval_s = interval_s
-        self._places: defaultdict[tuple[str, str, int], _Place] = defaultdict(_Place)
+        self._samples: defaultdict[tuple[str, str, int], _LineSamples] = defaultdict(_LineSamples)
         self._phases: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._waited = [0.0, 0.0]
         self._stop = threading.Event()
@@ -72,14 +72,14 @@ class Sampler:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begin."""
-        # With Python's 5 ms, a look that falls into Python code comes late, often only in the next operator.
+        """Start sampling."""
+        # With Python's 5 ms, a sample that is due in Python code comes late, often only in the next operator.
         self._switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
         self._thread.start()
 
     def stop(self) -> None:
-        """End; what was sampled stays."""
+        """Stop sampling; the samples stay."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=1.0)
@@ -87,27 +87,27 @@ class Sampler:
         self._meter.close()
 
     def pause(self, paused: bool) -> None:
-        """Leave samples out for a while."""
+        """Skip samples while `paused`."""
         self._pause = paused
 
     def _run(self) -> None:
         ran, at = self._ran(), time.perf_counter()
-        meter, looks = self._meter.read(), 0
+        meter, samples = self._meter.read(), 0
         while not self._stop.wait(self.interval_s):
             ran_now, at_now = self._ran(), time.perf_counter()
             if not self._pause:
                 seconds = at_now - at
-                self._take(seconds, min(seconds, ran_now - ran))
-                looks += 1
+                self._record(seconds, min(seconds, ran_now - ran))
+                samples += 1
             ran, at = ran_now, at_now
-            if looks % _METER_EVERY == 0 or self._pause:
+            if samples % _METER_EVERY == 0 or self._pause:
                 meter = self._count_waiting(meter)
 
     def _ran(self) -> float:
         return time.clock_gettime(self._cpu) if self._cpu is not None else 0.0
 
     def _count_waiting(self, before: ThreadTime | None) -> ThreadTime | None:
-        """Read from the system how much of the time the thread waited for a core."""
+        """Add up, as the system reports it, how long the thread waited for a core."""
         now = self._meter.read()
         if before is not None and now is not None and not self._pause:
             with self._lock:
@@ -115,42 +115,43 @@ class Sampler:
                 self._waited[1] += now.wait - before.wait
         return now
 
-    def _take(self, seconds: float, ran: float) -> None:
+    def _record(self, seconds: float, ran: float) -> None:
         phase = self._clock.phase
         frame = sys._current_frames().get(self._ident)
-        place, tags = self._look(frame, self.batch_lines | self.call_lines if phase == "outside" else self.batch_lines)
+        batch_lines = self.batch_lines | self.call_lines if phase == "outside" else self.batch_lines
+        location, tags = self._inspect(frame, batch_lines)
         del frame
         with self._lock:
             totals = self._phases[phase]
             totals[0] += seconds
             totals[1] += ran
-            found = self._places[(phase, *place)]
-            found.seconds += seconds
-            found.blocked += seconds - ran
-            found.tags |= tags
+            entry = self._samples[(phase, *location)]
+            entry.seconds += seconds
+            entry.blocked += seconds - ran
+            entry.tags |= tags
 
-    def _look(self, frame: FrameType | None, batch_lines: set[tuple[str, int]]) -> tuple[tuple[str, int], set[str]]:
-        """Return the innermost line of the user's, and what the stack above and below it tells."""
-        place: tuple[str, int] | None = None
+    def _inspect(self, frame: FrameType | None, batch_lines: set[tuple[str, int]]) -> tuple[tuple[str, int], set[str]]:
+        """Return the user's innermost line, and tags for what the stack around it is doing."""
+        location: tuple[str, int] | None = None
         tags: set[str] = set()
         depth = 0
-        while frame is not None and depth < _DEEPEST:
+        while frame is not None and depth < _MAX_DEPTH:
             file = frame.f_code.co_filename
             if is_users(file):
-                here = (file, frame.f_lineno or 0)
-                place = place or here
+                line = (file, frame.f_lineno or 0)
+                location = location or line
                 if "collate" in frame.f_code.co_name:
                     tags.add("collate")
-                if here in batch_lines:
+                if line in batch_lines:
                     tags.add("next batch")
             else:
                 tags.update(tag for part, tag in _TAGS if part in file)
             frame = frame.f_back
             depth += 1
-        return place or ("", 0), tags
+        return location or ("", 0), tags
 
     def thread(self, phase: str | None = None) -> ThreadShare | None:
-        """Return how the thread spent its time, in one phase or in all; None if less than 50 ms were seen."""
+        """Return how the thread spent its time, in one phase or in all; None if less than 50 ms were sampled."""
         with self._lock:
             rows = [row for name, row in self._phases.items() if phase in (None, name)]
             total, ran = (sum(row[part] for row in rows) for part in range(2))
@@ -165,22 +166,22 @@ class Sampler:
     def lines(self) -> list[LineTime]:
         """Return where the time went, line by line, the most expensive first."""
         with self._lock:
-            places = {key: _Place(p.seconds, p.blocked, set(p.tags)) for key, p in self._places.items()}
+            samples = {key: _LineSamples(p.seconds, p.blocked, set(p.tags)) for key, p in self._samples.items()}
         totals: defaultdict[str, float] = defaultdict(float)
-        for (phase, _, _), place in places.items():
-            totals[phase] += place.seconds
+        for (phase, _, _), line_samples in samples.items():
+            totals[phase] += line_samples.seconds
         rows = [
             LineTime(
                 phase=phase,
                 file=file,
                 line=line,
                 source=source(file, line) if file else "",
-                seconds=place.seconds,
-                share=place.seconds / totals[phase],
-                blocked=place.blocked / place.seconds,
-                tags=sorted(place.tags),
+                seconds=line_samples.seconds,
+                share=line_samples.seconds / totals[phase],
+                blocked=line_samples.blocked / line_samples.seconds,
+                tags=sorted(line_samples.tags),
             )
-            for (phase, file, line), place in places.items()
-            if place.seconds > 0
+            for (phase, file, line), line_samples in samples.items()
+            if line_samples.seconds > 0
         ]
         return sorted(rows, key=lambda row: -row.seconds)

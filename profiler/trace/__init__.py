@@ -1,1 +1,1 @@
-"""A window of traced steps: what ran, for how long, how much work it was, and what the device could do."""
+"""A window of traced steps: what ran, for how long, how much work that was, and what the device can do."""

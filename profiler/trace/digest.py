@@ -14,7 +14,7 @@ from accel.profiler.trace.operators import base
 LARGEST = 12
 _ENGINE = "autograd::engine::evaluate_function"
 _RATED_US = 1.0
-"""Time of a call from which on it has a rate: below, what tracing takes is as large, and any byte makes GB/s of it."""
+"""Least time of a call for a rate: below, the tracing overhead is as large, and a few bytes make GB/s."""
 
 
 def digest(trace: Trace, steps: int) -> TraceSummary:
@@ -26,7 +26,7 @@ def digest(trace: Trace, steps: int) -> TraceSummary:
         groups if trace.works is not None or not trace.updates else call_groups(_outside(trace.calls, trace.updates))
     )
     computing = sum(group.us for group in model) or 1.0
-    # Autocast's own call of an operator has the dtype before the cast; what it calls computes.
+    # Autocast's own call of an operator has the dtype before the cast; the operator that it calls computes.
     products = [group for group in groups if group.kind == "matmul" and group.dtype and group.computing]
     summary = TraceSummary(
         steps=steps,
@@ -51,7 +51,7 @@ def _outside(calls: Sequence[OperatorCall], updates: Sequence[tuple[float, float
 
 
 def _kinds(trace: Trace, parents: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Return the kinds of the operators that autograd's engine calls, and of the others."""
+    """Return the shares of the kinds of operators, separately for those that autograd's engine calls and the rest."""
     in_engine: dict[int, bool] = {}
     sides: dict[str, list[OperatorCall]] = {"forward": [], "backward": []}
     for index in sorted(range(len(trace.calls)), key=lambda i: (trace.calls[i].start, -trace.calls[i].end)):
@@ -68,13 +68,13 @@ def _kinds(trace: Trace, parents: Sequence[int]) -> dict[str, dict[str, float]]:
 def _rows(groups: Sequence[CallGroup], total: float, steps: int) -> list[OpTime]:
     by_name: dict[str, list[CallGroup]] = defaultdict(list)
     for group in groups:
-        by_name[_shown(group.name)].append(group)
+        by_name[_display_name(group.name)].append(group)
     rows = [_row(name, members, total, steps) for name, members in by_name.items()]
     return sorted(rows, key=lambda row: row.ms, reverse=True)
 
 
-def _shown(name: str) -> str:
-    """Return a name for people: the engine's call of a gradient function and that function are one."""
+def _display_name(name: str) -> str:
+    """Return the name in the report: the engine's call of a gradient function and that function count as one."""
     return base(name.removeprefix("autograd::engine::evaluate_function: "))
 
 
@@ -101,9 +101,9 @@ def _row(name: str, groups: Sequence[CallGroup], total: float, steps: int) -> Op
 
 def _rate(pairs: Iterable[tuple[float | None, float | None]]) -> float | None:
     """Return Σ first ÷ Σ second ÷ 1,000 over the pairs that have both: per µs becomes 10⁹ per second."""
-    known = [(amount, per) for amount, per in pairs if amount is not None and per is not None]
-    per = sum(per for _, per in known)
-    return sum(amount for amount, _ in known) / per / 1e3 if per > 0 else None
+    complete = [(amount, per) for amount, per in pairs if amount is not None and per is not None]
+    per = sum(per for _, per in complete)
+    return sum(amount for amount, _ in complete) / per / 1e3 if per > 0 else None
 
 
 def _operations(trace: Trace, parents: Sequence[int]) -> int:
@@ -136,12 +136,12 @@ def _shares(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def _add_device(summary: TraceSummary, works: Sequence[Work], window: intervals.Interval) -> None:
-    long = max(window[1] - window[0], 1e-9)
+    duration_us = max(window[1] - window[0], 1e-9)
     running = intervals.clip(((w.start, w.end) for w in works if w.kind in ("kernel", "memory")), window)
     copies = intervals.clip(((w.start, w.end) for w in works if w.kind == "copy in"), window)
-    summary.device_busy = intervals.length(running) / long
-    summary.launch_gap = intervals.starved(works, window) / long
-    summary.copy_share = intervals.length(intervals.minus(copies, running)) / long
+    summary.device_busy = intervals.length(running) / duration_us
+    summary.launch_gap = intervals.starved(works, window) / duration_us
+    summary.copy_share = intervals.length(intervals.minus(copies, running)) / duration_us
 
 
 def _syncs(trace: Trace, parents: Sequence[int], steps: int) -> list[SyncPoint]:
@@ -163,7 +163,7 @@ def _syncs(trace: Trace, parents: Sequence[int], steps: int) -> list[SyncPoint]:
 
 
 def _by_operator(waits: Sequence[Wait]) -> list[list[Wait]]:
-    """Return the waits operator by operator: `item` copies and then synchronises, which is one wait."""
+    """Return the waits grouped by operator: `item` copies and then synchronises, which is one wait."""
     groups: dict[tuple[int, int], list[Wait]] = defaultdict(list)
     for index, wait in enumerate(waits):
         groups[wait.operator, 0 if wait.operator else index].append(wait)

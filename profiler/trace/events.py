@@ -21,7 +21,7 @@ class OperatorCall:
     end: float
     thread: int = 0
     id: int = 0
-    """What device work and waits name as their operator."""
+    """The id that device work and waits refer to as their operator."""
     shapes: Sequence[Sequence[int]] = ()
     dtypes: Sequence[str] = ()
     scalars: Sequence[Any] = ()
@@ -54,7 +54,7 @@ class Wait:
 
 @dataclass(kw_only=True)
 class Trace:
-    """Everything seen in a window."""
+    """Everything recorded in a window."""
 
     window: intervals.Interval
     calls: list[OperatorCall]

@@ -1,7 +1,7 @@
-"""Calls and kernels in groups: one name, the same inputs, one time that is typical of them.
+"""Calls and kernels in groups: the same name, the same inputs, one typical time.
 
-An operator's time is its own: what it called is taken away. A group counts at its median, for a call in which another
-process took the core is not a slow operator.
+An operator's time is its self time: the calls within it are subtracted. A group counts at its median, for a call in
+which another process took the core is not a slow operator.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from accel.profiler.trace.operators import Kind, kernel_kind, kind
 # the launch of the next to keep the queue full (not measured on a GPU).
 _HOST_LAUNCH_US = 12.0
 _DEVICE_LAUNCH_US = 8.0
-# A slow or busy host stretches the dispatch beyond that; what does this little work is small however long it took. The
-# rates are those of a slow core, so that the work is rather overestimated.
+# A slow or busy host stretches the dispatch beyond that; a call with this little work is small however long it took.
+# The rates are those of a slow core, so that the work is rather overestimated.
 _TINY_US = 2.0
 _BYTES_PER_US, _FLOPS_PER_US = 10e3, 20e3
 # The profiler's own work around a call lands in its caller's time: 0.15 to 0.3 µs with shapes, torch 2.13, Zen 4.
@@ -39,7 +39,7 @@ class CallGroup:
     call: OperatorCall | None
     times: list[float] = field(default_factory=list)
     computing: int = 0
-    """How many of them did the operator's work themselves, and did not leave it to what they called or launched."""
+    """How many of them did the operator's work themselves, instead of delegating it to a call or launch."""
     us: float = 0.0
     small: bool = False
 
@@ -59,15 +59,15 @@ class CallGroup:
 
 def callers(calls: Sequence[OperatorCall]) -> list[int]:
     """Return the index of each call's caller, -1 for none; calls of other threads call nothing here."""
-    found = [-1] * len(calls)
+    parents = [-1] * len(calls)
     threads: dict[int, list[int]] = defaultdict(list)
     for index, call in enumerate(calls):
         threads[call.thread].append(index)
     for members in threads.values():
         spans = [(calls[index].start, calls[index].end) for index in members]
         for index, parent in zip(members, intervals.parents(spans), strict=True):
-            found[index] = members[parent] if parent >= 0 else -1
-    return found
+            parents[index] = members[parent] if parent >= 0 else -1
+    return parents
 
 
 def call_groups(calls: Sequence[OperatorCall], parents: Sequence[int] | None = None) -> list[CallGroup]:
@@ -86,13 +86,13 @@ def call_groups(calls: Sequence[OperatorCall], parents: Sequence[int] | None = N
     for call, us, passed_on in zip(calls, own, delegated, strict=True):
         group = _group(groups, call.name, kind(call.name), call)
         group.times.append(max(us, 0.0))
-        # relu leaves it all to clamp_min, sum a hundredth to fill_; products are told exactly.
+        # relu delegates everything to clamp_min, sum a hundredth to fill_; for products delegation is known exactly.
         group.computing += not passed_on and (group.kind == "matmul" or 2 * us > call.end - call.start)
     return _settled(groups.values(), lambda group, us: us < _HOST_LAUNCH_US or _is_tiny(group))
 
 
 def kernel_groups(calls: Sequence[OperatorCall], works: Sequence[Work]) -> list[CallGroup]:
-    """Return the device's work in groups, by its name and by what the operator that launched it was given."""
+    """Return the device's work in groups, by its name and the inputs of the operator that launched it."""
     by_id = {call.id: call for call in calls if call.id}
     kinds = [_work_kind(piece, by_id.get(piece.operator)) for piece in works]
     main = _main(works, kinds, by_id)
@@ -105,7 +105,7 @@ def kernel_groups(calls: Sequence[OperatorCall], works: Sequence[Work]) -> list[
 
 
 def _main(works: Sequence[Work], kinds: Sequence[Kind], by_id: dict[int, OperatorCall]) -> set[int]:
-    """Return the index of each operator's longest piece of its own kind: the one that its FLOPs and bytes count for."""
+    """Return the index of each operator's longest piece of its own kind, to which its FLOPs and bytes are assigned."""
     longest: dict[int, int] = {}
     for index, piece in enumerate(works):
         call = by_id.get(piece.operator)
@@ -142,7 +142,7 @@ def _settled(groups: Iterable[CallGroup], is_small: Callable[[CallGroup, float],
 
 
 def _is_tiny(group: CallGroup) -> bool:
-    """Tell from the inputs whether a call of a known operator has next to nothing to do."""
+    """Return whether a call of a known operator has next to nothing to do, judging by its inputs."""
     call = group.call
     if group.kind == "other" or call is None:
         return False

@@ -1,4 +1,4 @@
-"""Arithmetic on stretches of time: what ran, what nothing hid, what waited, what is inside what.
+"""Arithmetic on time intervals: union, difference, idle time, nesting.
 
 All times are in one unit, on one clock; an interval is (start, end) with start ≤ end.
 """
@@ -13,12 +13,12 @@ Interval = tuple[float, float]
 
 @dataclass(slots=True, kw_only=True)
 class DeviceRun:
-    """Something the device did."""
+    """An interval in which the device did something."""
 
     start: float
     end: float
     launch: float | None = None
-    """When the host asked for it; None if that was not seen."""
+    """When the host launched it; None if that was not recorded."""
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -33,13 +33,13 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return how much time the intervals cover, what several of them cover counted once."""
+    """Return how much time the intervals cover, overlaps counted once."""
     return sum(end - start for start, end in union(intervals))
 
 
 def minus(intervals: Iterable[Interval], holes: Iterable[Interval]) -> list[Interval]:
     """Return the parts of `intervals` that none of the `holes` covers, disjoint and in order."""
-    left: list[Interval] = []
+    rest: list[Interval] = []
     cuts = union(holes)
     first = 0
     for start, end in union(intervals):
@@ -49,11 +49,11 @@ def minus(intervals: Iterable[Interval], holes: Iterable[Interval]) -> list[Inte
             if hole_start >= end:
                 break
             if hole_start > start:
-                left.append((start, hole_start))
+                rest.append((start, hole_start))
             start = max(start, hole_end)
         if start < end:
-            left.append((start, end))
-    return left
+            rest.append((start, end))
+    return rest
 
 
 def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
@@ -69,7 +69,7 @@ def starved(runs: Iterable[DeviceRun], window: Interval) -> float:
     A gap counts if what ends it was launched after the gap began: the queue was empty and the host was late. A gap
     whose next run had been queued before (it waited for another stream, or for the launch to arrive) does not. The
     whole gap counts, as in Holistic Trace Analysis ("host wait"), and not only the part before the launch. What follows
-    the last run is left out: nothing tells what it waited for.
+    the last run is left out: it is unknown what it waited for.
     """
     waited = 0.0
     free, close = window
@@ -88,13 +88,13 @@ def parents(spans: Sequence[Interval]) -> list[int]:
     Of two equal spans the earlier in the list is the outer one. Spans that overlap without nesting are no parents of
     each other.
     """
-    found = [-1] * len(spans)
+    parent = [-1] * len(spans)
     open_spans: list[int] = []
     for index in sorted(range(len(spans)), key=lambda index: (spans[index][0], -spans[index][1])):
         # What ends earlier holds neither this span nor, as later ones start no sooner, any that this one does not hold.
         while open_spans and spans[open_spans[-1]][1] < spans[index][1]:
             open_spans.pop()
         if open_spans:
-            found[index] = open_spans[-1]
+            parent[index] = open_spans[-1]
         open_spans.append(index)
-    return found
+    return parent

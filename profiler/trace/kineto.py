@@ -14,9 +14,9 @@ from accel.profiler.trace.events import OperatorCall, Trace, Wait, Work
 from accel.profiler.trace.stacks import NOWHERE, users_lines
 from accel.profiler.trace.work import needs_scalars
 
-# Calls of the driver and the runtime. In torch 2.9 their names are all that tells them from operators.
+# Calls of the driver and the runtime. In torch 2.9 only their names distinguish them from operators.
 _RUNTIME = re.compile(r"(cuda|cu|hip)[A-Z]\w*$")
-# Python's calls, which are recorded with stacks; torch 2.9 has no other sign of them either.
+# Python's calls, which are recorded with stacks; torch 2.9 marks them in no other way either.
 _PYTHON = re.compile(r".+\(\d+\): .|<built-in |nn\.Module: ")
 _NO_OPERATORS = {
     "[memory]",
@@ -24,7 +24,7 @@ _NO_OPERATORS = {
     "profiler::_record_function_enter",
     "profiler::_record_function_enter_new",
     "profiler::_record_function_exit",
-    # CUPTI's notes on its own cost.
+    # CUPTI's records of its own overhead.
     "Activity Buffer Request",
     "Buffer Flush",
     "Command Buffer Full",
@@ -41,7 +41,7 @@ def read(results: Any, *, window_ns: tuple[int, int], closing_ns: int, gpu: int 
     Args:
         results: what `torch.autograd.profiler.profile` keeps as `kineto_results`.
         window_ns: when the window was open, ns since the epoch; the trace's µs begin with it.
-        closing_ns: when the window began to close; a wait that no operator asked for after it is the window's own.
+        closing_ns: when the window began to close; a later wait without an operator is the window's own.
         gpu: index of the GPU whose work to read, others are left out; None for none.
         stacks: whether Python's calls were recorded, so that waits can be given their lines.
     """
@@ -68,7 +68,7 @@ def read(results: Any, *, window_ns: tuple[int, int], closing_ns: int, gpu: int 
         copied = {event.correlation_id(): event.end_ns() for event in mine if work_kind(event.name()) == "copy out"}
         trace.waits = _waits(runtime, copied, zero, closing_ns)
         if stacks:
-            _place(trace.waits, results)
+            _locate(trace.waits, results)
     return trace
 
 
@@ -127,11 +127,11 @@ def _waits(runtime: dict[int, Any], copied: dict[int, int], zero: int, closing_n
     return waits
 
 
-def _place(waits: list[Wait], results: Any) -> None:
+def _locate(waits: list[Wait], results: Any) -> None:
     """Give each wait its line in the user's script, by its operator or else by the runtime call itself."""
     operators = {wait.operator for wait in waits}
     calls = {wait.call for wait in waits}
-    places = users_lines(results.experimental_event_tree(), operators, calls)
+    locations = users_lines(results.experimental_event_tree(), operators, calls)
     for wait in waits:
-        place = places.get((True, wait.operator)) or places.get((False, wait.call)) or NOWHERE
-        wait.file, wait.line = place
+        location = locations.get((True, wait.operator)) or locations.get((False, wait.call)) or NOWHERE
+        wait.file, wait.line = location

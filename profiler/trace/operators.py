@@ -43,7 +43,7 @@ _VIEWS = (
     "_unsafe_view"
 )
 VIEWS = frozenset(_VIEWS.split())
-"""Operators that move no byte: they describe the same memory anew, and leave a copy that is needed to another one."""
+"""Operators that move no byte: they reinterpret the same memory; a copy that is needed is another operator's call."""
 _NAMESPACE = re.compile(r"^(aten|mkldnn|mkldnn_prepacked|onednn|quantized|_?c10d_functional|inductor)::")
 
 # Kernels have C++ or code-generated names: look anywhere in them. Triton's templates (tem) are matrix products; its

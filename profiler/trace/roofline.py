@@ -21,7 +21,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class _Scale:
-    """How large a kind of device makes the measurement."""
+    """Sizes of the measurement for a kind of device."""
 
     sides: tuple[int, ...]
     """Of the square products: they grow until the next is expected to take longer than `product_s`."""
@@ -36,7 +36,7 @@ _CPU = _Scale(sides=(128, 256, 512, 1024, 2048), product_s=0.02, copy_bytes=64 *
 _GPU = _Scale(sides=(1024, 2048, 4096, 8192), product_s=0.05, copy_bytes=512 * _MIB)
 
 # On a CPU with another process on its cores, single copies take 1 to 9 times the shortest.
-_LEAST, _MOST, _ENOUGH_S = 3, 12, 0.03
+_MIN_RUNS, _MAX_RUNS, _MIN_TOTAL_S = 3, 12, 0.03
 
 _products: dict[tuple[str, torch.dtype, int], float] = {}
 _copies: dict[tuple[str, int], float] = {}
@@ -47,7 +47,7 @@ def measure(device: torch.device, dtypes: Sequence[torch.dtype], *, threads: int
 
     Takes 0.3 s for one dtype on two cores and 0.1 s for another; what the process has measured before is not measured
     again. On a GPU, float32 is measured with TF32 as it is set at the first call. Random state, default dtype and
-    autocast are left alone, the number of threads is put back, and the memory is given back.
+    autocast are left alone, the number of threads is restored, and the memory is freed.
 
     Args:
         device: what to measure.
@@ -80,10 +80,10 @@ def _product(device: torch.device, dtype: torch.dtype, threads: int) -> float:
         for side in scale.sides:
             run = _multiply(device, dtype, side)
             _set_threads(min(threads, 1))
-            took = _shortest(run, device, least=1)
-            if 8 * took > scale.product_s:
+            product_s = _shortest(run, device, min_runs=1)
+            if 8 * product_s > scale.product_s:
                 break
-        return 2 * side**3 / min(took, *_with_threads(run, device, threads)) / 1e9
+        return 2 * side**3 / min(product_s, *_with_threads(run, device, threads)) / 1e9
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # no such product
@@ -114,11 +114,11 @@ def _with_threads(run: Callable[[], object], device: torch.device, threads: int)
     Threads wait for each other: where another process has one of the cores, a product of two threads takes two time
     slices, 16 ms, even if it is 0.1 ms of work, and one thread alone reaches more.
     """
-    took = []
+    times_s = []
     for count in sorted({min(threads, 1), threads}):
         _set_threads(count)
-        took.append(_shortest(run, device, _LEAST))
-    return took
+        times_s.append(_shortest(run, device, _MIN_RUNS))
+    return times_s
 
 
 def _set_threads(count: int) -> None:
@@ -126,13 +126,13 @@ def _set_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-def _shortest(run: Callable[[], object], device: torch.device, least: int) -> float:
+def _shortest(run: Callable[[], object], device: torch.device, min_runs: int) -> float:
     """Return the shortest time of a few repetitions after a first one, s."""
     run()
-    took: list[float] = []
-    while len(took) < least or (len(took) < _MOST and sum(took) < _ENOUGH_S * least / _LEAST):
-        took.append(_timed(run, device))
-    return min(took)
+    times_s: list[float] = []
+    while len(times_s) < min_runs or (len(times_s) < _MAX_RUNS and sum(times_s) < _MIN_TOTAL_S * min_runs / _MIN_RUNS):
+        times_s.append(_timed(run, device))
+    return min(times_s)
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
@@ -151,7 +151,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Shut out autocast and gradients; put the threads back and give back the memory."""
+    """Disable autocast and gradients; restore the number of threads and free the memory afterwards."""
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         stack.enter_context(torch.no_grad())
@@ -163,6 +163,6 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            # Only if this took memory from the driver: it gives back the script's free blocks, too.
+            # Only if this took memory from the driver: it frees the script's cached blocks, too.
             if device.type == "cuda" and torch.cuda.memory_reserved(device) > reserved:
                 torch.cuda.empty_cache()

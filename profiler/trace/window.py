@@ -1,4 +1,4 @@
-"""A window of a few traced steps, and what kineto saw in it.
+"""A window of a few traced steps, recorded by kineto.
 
 A window is two or three steps long: torch's profiler slows a step down while it is on, and closing it takes longer than
 it was open for. The low-level `torch.autograd.profiler.profile` records, and its raw events are read without building
@@ -40,13 +40,13 @@ profiler: Any = _autograd_profiler
 
 
 class WindowTaken(RuntimeError):
-    """The process's only profiler belongs to the script."""
+    """The process's only profiler is in use by the script."""
 
 
 class Window:
     """Records a few training steps; start and stop it between two steps, on the training thread.
 
-    Gives way: if the script starts a profiler of its own while the window is open, the window closes first, and `stop`
+    It yields: if the script starts a profiler of its own while the window is open, the window closes first, and `stop`
     says so.
 
     Args:
@@ -57,7 +57,7 @@ class Window:
             `sys.setprofile` is used.
 
     Attributes:
-        unseen: one sentence on what `stop` could not see, '' if nothing.
+        unseen: one sentence on what `stop` could not read, '' if nothing.
 
     Example:
         >>> window = Window(torch.device("cpu"))
@@ -77,7 +77,7 @@ class Window:
         self._began_ns = 0
 
     def start(self) -> None:
-        """Begin to record.
+        """Start recording.
 
         Raises:
             WindowTaken: if the script has a profiler, recording or waiting for its turn in its schedule.
@@ -95,10 +95,10 @@ class Window:
                 with_stack=self._stacks,
             )
             if self._cuda is not None:
-                torch.cuda.synchronize(self._cuda)  # the work of earlier steps is none of the window's
+                torch.cuda.synchronize(self._cuda)  # work of earlier steps does not belong to the window
             try:
                 self._profile.__enter__()
-            except RuntimeError as error:  # a tool in C++ that the checks above don't see
+            except RuntimeError as error:  # a C++ tool that the checks above don't detect
                 profiler._run_on_profiler_stop()
                 raise WindowTaken(f"no trace: torch's profiler does not start ({error})") from error
         self._state = "open"
@@ -106,7 +106,7 @@ class Window:
         self._began_ns = time.time_ns()
 
     def stop(self, steps: int) -> TraceSummary:
-        """Stop recording and return what the window held; takes about 10 µs an operator or kernel.
+        """Stop recording and return its summary; takes about 10 µs an operator or kernel.
 
         Args:
             steps: how many steps it was open for.
@@ -161,8 +161,8 @@ class Window:
         self._state = "exported"
 
     def _give_way(self) -> None:
-        # It may come from another thread, where kineto refuses to stop what this one started; the script's profiler
-        # then replaces this one's session itself.
+        # This may be called in another thread, where kineto refuses to stop what this thread started; the script's
+        # profiler then replaces this session itself.
         with suppress(RuntimeError):
             if self._state == "open":
                 self._close("lost")
@@ -182,19 +182,19 @@ def _traceable(device: torch.device) -> int | None:
 
 
 def _is_taken() -> bool:
-    # A torch.profiler.profile counts its steps from its making to the end of its `with`, also while its schedule lets
-    # it wait; starting another one then would cancel its warm-up.
+    # A torch.profiler.profile counts its steps from its construction to the end of its `with`, also while its schedule
+    # makes it wait; starting another one then would cancel its warm-up.
     scheduled = "ProfilerStep" in profiler.KinetoStepTracker._step_dict
     return scheduled or profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
 
 
 def _before_another(call: Callable[[], None]) -> Callable[[], None]:
-    """Have `call` called before another profiler starts, once; return what undoes that."""
+    """Arrange for `call` to be called before another profiler starts; return a function that undoes that."""
     original = profiler.profile._prepare_trace
 
-    def prepare(another: Any) -> None:
+    def prepare(other: Any) -> None:
         call()
-        original(another)
+        original(other)
 
     def undo() -> None:
         if profiler.profile._prepare_trace is prepare:
@@ -206,7 +206,7 @@ def _before_another(call: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Hold Python's garbage collector back: the many small objects would make it run, 0.1 to 0.3 s each time."""
+    """Disable Python's garbage collector: the many small objects would trigger it, 0.1 to 0.3 s each time."""
     running = gc.isenabled()
     gc.disable()
     try:
@@ -218,14 +218,14 @@ def _no_collection() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep kineto and the warnings of torch's profiler from printing.
+    """Silence kineto and the warnings of torch's profiler.
 
     Kineto reads its level when it starts for the first time in the process; torch 2.13 prints a line at each start and
     stop ("USDT: … profiler_start") at any level below 6.
     """
     level = os.environ.get("KINETO_LOG_LEVEL")
     os.environ["KINETO_LOG_LEVEL"] = level or "6"
-    # Not catch_warnings: it makes Python forget which warnings it has shown, and the script would show them again.
+    # Not catch_warnings: it resets Python's record of the warnings shown, and the script would show them again.
     rules: Any = warnings.filters
     ignore = ("ignore", None, Warning, None, 0)
     rules.insert(0, ignore)

@@ -1,6 +1,6 @@
 """How much work a call is, from the shapes and dtypes of its inputs: floating-point operations and bytes moved.
 
-Public shape rules only; what is not understood gives None. Dtypes are named as by the profiler: "float", "c10::Half".
+Public shape rules only; None for what is not understood. Dtypes are named as by the profiler: "float", "c10::Half".
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def moved_bytes(name: str, shapes: Shapes, dtypes: Sequence[str]) -> float | Non
     """Estimate the bytes one call reads and writes: each input once, and an output.
 
     The output of a matrix product follows from its shapes, that of a reduction is nothing, and any other is taken to be
-    as large as the largest input: right for pointwise work, normalisation and their gradients. Gathers, which read a
-    part of their input, views, which read nothing, and lists of tensors, whose shapes are not recorded, give None.
+    as large as the largest input: correct for pointwise work, normalisation and their gradients. Gathers, which read a
+    part of their input, views, which read nothing, and lists of tensors, whose shapes are not recorded, yield None.
     """
     short = base(name)
     sizes = [math.prod(shape) * _ITEM_BYTES.get(of, 0) for shape, of in zip(shapes, dtypes, strict=False)]
@@ -117,31 +117,31 @@ def _attention(first: int, products: float) -> Callable[[Shapes, Sequence[Any]],
 
 
 def _convolution(
-    stride: int, padding: int, dilation: int, turned: int | None
+    stride: int, padding: int, dilation: int, transposed: int | None
 ) -> Callable[[Shapes, Sequence[Any]], int]:
     def rule(shapes: Shapes, scalars: Sequence[Any]) -> int:
         (batch, _, *size), weight = shapes[0], shapes[1]
-        places = size
-        if turned is None or not scalars[turned]:
-            steps, pads, spreads = (_spread(scalars[at], len(size)) for at in (stride, padding, dilation))
-            places = [
-                (n + 2 * pad - spread * (k - 1) - 1) // step + 1
-                for n, pad, spread, k, step in zip(size, pads, spreads, weight[2:], steps, strict=True)
+        positions = size
+        if transposed is None or not scalars[transposed]:
+            steps, pads, dilations = (_per_dimension(scalars[at], len(size)) for at in (stride, padding, dilation))
+            positions = [
+                (n + 2 * pad - dilate * (k - 1) - 1) // step + 1
+                for n, pad, dilate, k, step in zip(size, pads, dilations, weight[2:], steps, strict=True)
             ]
-        return 2 * batch * math.prod(places) * math.prod(weight)
+        return 2 * batch * math.prod(positions) * math.prod(weight)
 
     return rule
 
 
 def _convolution_backward(shapes: Shapes, scalars: Sequence[Any]) -> int:
     (batch, _, *size), image, weight = shapes[0], shapes[1], shapes[2]
-    wanted = sum(
+    gradients = sum(
         map(bool, scalars[10][:2])
-    )  # the gradients of the input and of the weight, each as dear as the forward
-    return 2 * wanted * batch * math.prod(image[2:] if scalars[7] else size) * math.prod(weight)
+    )  # the gradients of the input and of the weight, each as expensive as the forward
+    return 2 * gradients * batch * math.prod(image[2:] if scalars[7] else size) * math.prod(weight)
 
 
-def _spread(value: Any, dims: int) -> list[int]:
+def _per_dimension(value: Any, dims: int) -> list[int]:
     values = list(value)
     return values * dims if len(values) == 1 else values
 

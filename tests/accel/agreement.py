@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from accel.profiler import report as schema
-from accel.profiler.diagnose.consistency import Held
+from accel.profiler.diagnose.consistency import PhaseShares
 from accel.profiler.report import Node, ProfileReport
 from accel.report import Report, profile_words, words
 from accel.report.optimize_document import limit_text, step_text
@@ -171,7 +171,7 @@ def _tree(node: Node) -> Iterator[str]:
 
 
 def _claims(report: ProfileReport) -> Iterator[str]:
-    held = None if report.evidence is None else Held.of_tree(report.evidence)
+    held = None if report.evidence is None else PhaseShares.of_tree(report.evidence)
     for finding in report.findings:
         room = 1.0 if held is None else held.room(finding.cause)
         if finding.share > room + 1e-6:

@@ -310,7 +310,7 @@ def test_profile_of_real_steps_agrees() -> None:
     evidence = Evidence(steps=measured * 12, trace=window.stop(2))
     evidence.roofline = measure(torch.device("cpu"), [torch.float32])
 
-    report = verdict.report(evidence, naming.diagnose(evidence))
+    report = verdict.build_report(evidence, naming.diagnose(evidence))
 
     assert of_profile(report) == []
     moved = {op.name: op.gb_per_s for op in report.ops}

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from accel.profiler import naming
 from accel.profiler.conclusion import judging, verdict
 from accel.profiler.diagnose import anatomy as anatomies
-from accel.profiler.diagnose import consistency
-from accel.profiler.diagnose import phase_contents as inside
+from accel.profiler.diagnose import consistency, phase_contents
 from accel.profiler.diagnose.causes import CAUSES, CROWDS
-from accel.profiler.diagnose.consistency import BATCHES, OWN_CODE, SLACK, Held
+from accel.profiler.diagnose.consistency import BATCHES, OWN_CODE, SLACK, PhaseShares
 from accel.profiler.evidence import (
     Evidence,
     LineTime,
@@ -89,7 +88,7 @@ def runs(draw: st.DrawFn) -> Evidence:
 def assert_agrees(told: ProfileReport) -> None:
     """The checks of a reader: each cause against the rows of the table, the words against the findings."""
     assert told.evidence is not None
-    held = Held.of_tree(told.evidence)
+    held = PhaseShares.of_tree(told.evidence)
     assert sum(held.shares.values()) == pytest.approx(1.0)
     for finding in told.findings:
         room = held.room(finding.cause) + 1e-9
@@ -110,7 +109,7 @@ def assert_agrees(told: ProfileReport) -> None:
 @settings(max_examples=100, deadline=None)
 @given(runs())
 def test_what_is_named_fits_the_phases(seen: Evidence) -> None:
-    assert_agrees(verdict.report(seen, naming.diagnose(seen)))
+    assert_agrees(verdict.build_report(seen, naming.diagnose(seen)))
 
 
 @settings(max_examples=100, deadline=None)
@@ -136,10 +135,10 @@ def test_any_claim_of_any_cause_fits_the_phases_or_is_taken_back(
     found.findings, found.refused = [claim], ""
     judging.judge(found, {cause: tried}, [], lambda finding: "")
 
-    told = verdict.report(seen, found)
+    told = verdict.build_report(seen, found)
 
     assert_agrees(told)
-    room = Held.of_anatomy(found.anatomy).room(cause)
+    room = PhaseShares.of_anatomy(found.anatomy).room(cause)
     if max(share, saving.low) > room + SLACK:
         assert not told.findings
         assert told.refused.startswith(f"{cause} was taken back: it claims")
@@ -184,7 +183,9 @@ def test_a_part_belongs_to_one_cause() -> None:
             Node(name="the rest", ms=1, share=0.1),
         ],
     )
-    held = Held.of_tree(Node(name="step", ms=10, share=1, children=[loss, Node(name="forward", ms=1, share=0.1)]))
+    held = PhaseShares.of_tree(
+        Node(name="step", ms=10, share=1, children=[loss, Node(name="forward", ms=1, share=0.1)])
+    )
 
     assert held.room("input.iterator") == pytest.approx(0.5)
     assert held.room("host.step_code") == pytest.approx(0.3)
@@ -202,7 +203,7 @@ def test_what_stands_behind_a_claim_that_was_taken_back_is_the_verdict() -> None
     optimizer = dataclasses.replace(found.findings[0], cause="optimizer.update", bottleneck="optimizer")
     found.findings = [optimizer, *found.findings]
 
-    told = verdict.report(seen, found)
+    told = verdict.build_report(seen, found)
 
     assert [finding.cause for finding in told.findings] == ["input.cpu"]
     assert told.verdict.startswith("input.cpu")
@@ -214,7 +215,7 @@ def test_an_experiment_that_saves_more_than_there_is_is_told_as_noise() -> None:
     finding = Finding(cause="input.cpu", bottleneck="input", title="", why=[], remedy="", share=0.4)
     finding.measured = Saving(value=0.45, low=0.38, high=0.52)
 
-    (kept,), told = consistency.hold([finding], Held(shares={"data": 0.4}))
+    (kept,), told = consistency.check([finding], PhaseShares(shares={"data": 0.4}))
 
     assert told == []
     assert kept.measured == Saving(value=0.4, low=0.38, high=0.4)
@@ -223,6 +224,6 @@ def test_an_experiment_that_saves_more_than_there_is_is_told_as_noise() -> None:
 
 def test_parts_stay_within_their_phases() -> None:
     seen = Evidence(steps=[Measurement(step=0, seconds=0.01, phases={"loss": 0.01})])
-    found = inside.look(anatomies.of(seen.steps), seen)
+    found = phase_contents.with_parts(anatomies.of(seen.steps), seen)
 
     assert (found.batches, found.own_code, found.computing) == ({}, {}, 1.0)

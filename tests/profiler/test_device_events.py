@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel.profiler.clocks.device_events import LATE, DeviceEvents
+from accel.profiler.clocks.device_events import READ_AFTER_STEPS, DeviceEvents
 from accel.profiler.phases import CUT, StepClock
 
 
@@ -61,7 +61,7 @@ def test_phases_are_told_per_step(device: Device) -> None:
     steps(events, 20)
 
     assert len(tape) == 2 * 8 * 20
-    assert events.steps == 20 - LATE
+    assert events.steps == 20 - READ_AFTER_STEPS
     assert events.ms()["forward"] == pytest.approx(1.0)
     assert set(events.ms()) <= {"data", "host", "forward", "loss", "backward", "optimizer", "outside"}
 
@@ -81,7 +81,7 @@ def test_events_are_used_again(device: Device) -> None:
     events.on = True
     steps(events, 200)
 
-    assert len(device.events) <= 8 * (LATE + 3)
+    assert len(device.events) <= 8 * (READ_AFTER_STEPS + 3)
     assert events.steps > 150
 
 
@@ -99,13 +99,13 @@ def test_a_clock_s_marks_go_through_it(device: Device) -> None:
     events = DeviceEvents(clock.write, device.event)
     clock.write = events.write  # type: ignore[method-assign]
     events.on = True
-    for _ in range(LATE + 2):
+    for _ in range(READ_AFTER_STEPS + 2):
         clock.request()
         clock.call()
         clock.updated()
         clock.cut()
 
-    assert len(clock.read()) == LATE + 2
+    assert len(clock.read()) == READ_AFTER_STEPS + 2
     assert events.steps > 0
 
 
@@ -116,7 +116,7 @@ def test_a_long_kernel_is_seen_in_its_phase() -> None:
     clock.write = events.write  # type: ignore[method-assign]
     events.on = True
     x = torch.randn(4096, 4096, device="cuda")
-    for _ in range(LATE + 20):
+    for _ in range(READ_AFTER_STEPS + 20):
         clock.enter("forward")
         for _ in range(4):
             x @ x
@@ -134,7 +134,7 @@ def test_a_phase_that_was_another_is_told_as_that(device: Device) -> None:
     events = DeviceEvents(tape.extend, device.event)
     clock.write = events.write
     events.on = True
-    for _ in range(LATE + 1):
+    for _ in range(READ_AFTER_STEPS + 1):
         clock.enter("data")
         clock.enter("host")
         clock.rename("forward")
@@ -142,4 +142,4 @@ def test_a_phase_that_was_another_is_told_as_that(device: Device) -> None:
         clock.cut()
 
     assert {name for name, ms in events.ms().items() if ms} == {"data", "forward"}
-    assert len(tape) == 2 * 5 * (LATE + 1)
+    assert len(tape) == 2 * 5 * (READ_AFTER_STEPS + 1)

@@ -42,10 +42,10 @@ def test_a_rank_that_posts_nothing_is_left_out(store: TCPStore, monkeypatch: pyt
 
 def test_rank_0_decides(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = rank(0, monkeypatch), rank(1, monkeypatch, timeout_s=0.3)
-    assert second.decided("tried", None) is None
+    assert second.broadcast("tried", None) is None
 
-    assert first.decided("tried", ["input.cpu"]) == ["input.cpu"]
-    assert second.decided("tried", None) == ["input.cpu"]
+    assert first.broadcast("tried", ["input.cpu"]) == ["input.cpu"]
+    assert second.broadcast("tried", None) == ["input.cpu"]
 
 
 def test_a_restarted_run_reads_nothing_of_the_one_before(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:

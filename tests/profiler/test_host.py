@@ -33,7 +33,8 @@ def test_sleeping_is_told_from_running() -> None:
     assert before is not None and middle is not None and after is not None
     slept, ran = before.share_until(middle), middle.share_until(after)
 
-    assert slept is not None and slept.blocked > 0.9
+    # On a crowded machine a thread that has slept waits for a core.
+    assert slept is not None and slept.run < 0.1 and slept.blocked > 0.2
     assert ran is not None and ran.blocked < 0.1  # whatever else runs on this machine only makes it wait
     for share in (slept, ran):
         assert share.run + share.wait + share.blocked == pytest.approx(1.0)

@@ -56,13 +56,13 @@ def test_what_gives_nothing_is_taken_off_and_told() -> None:
     found, unseen = judged([finding("host.gc")], {"host.gc": tried("drop", 0.0)})
 
     assert not found.findings
-    assert unseen == ["host.gc looked like a cause (40% of the step); the experiment says removing it gives 0.0%"]
+    assert unseen == ["host.gc looked like a cause (40% of the step); the experiment shows that removing it saves 0.0%"]
 
 
 @pytest.mark.parametrize(
     ("verdict", "text"),
     [
-        ("void", "could not be tried, in this loop the switch took no hold; meant: it was off"),
+        ("void", "could not be tried, the switch had no effect in this loop; intended: it was off"),
         ("refused", "tried, too noisy to tell: it was off"),
     ],
 )

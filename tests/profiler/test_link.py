@@ -54,4 +54,4 @@ def test_speed_is_what_the_interface_says(tmp_path: Path, text: str | None, word
 
 
 def test_one_host_needs_no_link() -> None:
-    assert link.told(2, 1) == "the 2 ranks are on one host"
+    assert link.describe(2, 1) == "the 2 ranks are on one host"

@@ -195,7 +195,7 @@ def test_a_driver_that_hangs_does_not_hang_the_run(monkeypatch: pytest.MonkeyPat
     release = threading.Event()
     pynvml.nvmlInit = lambda: release.wait(30)
     monkeypatch.setitem(sys.modules, "pynvml", pynvml)
-    monkeypatch.setattr("accel.profiler.nvml._PATIENCE_S", 0.05)
+    monkeypatch.setattr("accel.profiler.nvml._JOIN_TIMEOUT_S", 0.05)
     nvml = Nvml()
     nvml.start()
     try:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.profiler.phases import LONG, PHASES, Measurement, StepClock
+from accel.profiler.phases import MAX_TAPE, PHASES, Measurement, StepClock
 
 
 class FakeClock:
@@ -176,28 +176,28 @@ def test_a_loop_whose_steps_never_end_keeps_no_long_tape() -> None:
     fake = FakeClock()
     clock = StepClock(fake)
     clock.restart()
-    for _ in range(10 * LONG):
+    for _ in range(10 * MAX_TAPE):
         fake.after(1)
         clock.call()
         fake.after(1)
         clock.returned()
 
-    assert len(clock.tape) <= LONG + 2
+    assert len(clock.tape) <= MAX_TAPE + 2
     measured = clock.close(0)
-    assert measured.phases["forward"] == 10 * LONG
-    assert measured.seconds == 2 * 10 * LONG
+    assert measured.phases["forward"] == 10 * MAX_TAPE
+    assert measured.seconds == 2 * 10 * MAX_TAPE
 
 
 def test_steps_in_a_tape_that_was_read_early_are_still_told() -> None:
     fake = FakeClock()
     clock = StepClock(fake)
-    for _ in range(2 * LONG):
+    for _ in range(2 * MAX_TAPE):
         clock.call()
         fake.after(1)
         clock.request()
         clock.cut()
 
-    assert len(clock.read()) == 2 * LONG
+    assert len(clock.read()) == 2 * MAX_TAPE
 
 
 def test_a_phase_can_be_renamed_while_it_is_open() -> None:

@@ -86,7 +86,7 @@ def test_evaluation_between_steps_is_its_own_phase(recorder: Recorder, seen: lis
 
 def test_what_follows_the_last_step_is_in_no_account(recorder: Recorder, seen: list[Measurement]) -> None:
     model, optimizer, loader = parts()
-    recorder.late = True
+    recorder.deferred = True
     batches = iter(loader)
     for _ in range(8):
         train(model, optimizer, [next(batches)])
@@ -264,7 +264,7 @@ def test_training_is_bit_for_bit_the_same(recorder: Recorder) -> None:
 def test_steps_put_by_are_the_same_steps(recorder: Recorder, seen: list[Measurement]) -> None:
     model, optimizer, loader = parts()
     train(model, optimizer, loader)
-    recorder.late = True
+    recorder.deferred = True
     for _ in range(20):
         train(model, optimizer, loader)
     assert recorder.steps < 210  # the last piece is still on the tape
@@ -278,10 +278,10 @@ def test_steps_put_by_are_the_same_steps(recorder: Recorder, seen: list[Measurem
     assert recorder.unattributed() < 0.02
 
 
-def test_steps_put_by_are_dropped_from_the_front(recorder: Recorder, seen: list[Measurement]) -> None:
-    recorder._segments._most = 600
+def test_stored_segments_are_dropped_from_the_front(recorder: Recorder, seen: list[Measurement]) -> None:
+    recorder._segments._keep_steps = 600
     model, optimizer, loader = parts()
-    recorder.late = True
+    recorder.deferred = True
     for _ in range(200):
         train(model, optimizer, loader)
     recorder.catch_up()

@@ -145,7 +145,7 @@ def test_a_model_that_is_evaluated_by_its_call_but_trained_by_a_method(
 
 
 def test_steps_put_by_tell_the_same(recorder: Recorder, seen: list[Measurement]) -> None:
-    recorder.late = True
+    recorder.deferred = True
     parameters, loss = by_method()
     optimizer = torch.optim.SGD(parameters, lr=0.01)
     for x in loader(150):

@@ -66,7 +66,7 @@ def test_sides_grow_until_the_next_would_take_too_long(monkeypatch: pytest.Monke
     )
     times = iter([0.001, 0.003] + [0.003] * 100)
     monkeypatch.setattr(roofline, "_timed", lambda run, device: next(times))
-    monkeypatch.setattr(roofline, "_ENOUGH_S", 0.0)
+    monkeypatch.setattr(roofline, "_MIN_TOTAL_S", 0.0)
     measure(CPU, [torch.float32], threads=1)
 
     assert sides == [16, 32]  # 64 would take 8 · 3 ms, more than 20

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.profiler import profile
 
-from accel.profiler.trace.stacks import users_lines, whole
+from accel.profiler.trace.stacks import full_path, users_lines
 
 
 @pytest.fixture(autouse=True)
@@ -86,9 +86,9 @@ def test_a_path_that_kineto_cut_is_made_whole(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "script.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    whole.cache_clear()
+    full_path.cache_clear()
 
-    assert whole("package/script.py") == str(tmp_path / "package" / "script.py")
-    assert whole("package/missing.py") == "package/missing.py"
-    assert whole("<string>") == "<string>"
-    assert whole("/a/script.py") == "/a/script.py"
+    assert full_path("package/script.py") == str(tmp_path / "package" / "script.py")
+    assert full_path("package/missing.py") == "package/missing.py"
+    assert full_path("<string>") == "<string>"
+    assert full_path("/a/script.py") == "/a/script.py"

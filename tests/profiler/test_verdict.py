@@ -27,8 +27,8 @@ def rank(number: int, forward_ms: float, wait_ms: float, *, steps: int = 40) -> 
 
 def merged(*ranks: tuple[Evidence, Diagnosis]) -> ProfileReport:
     evidence, diagnosis = ranks[0]
-    told = verdict.report(evidence, diagnosis)
-    posted: dict[int, Any] = {e.rank: verdict.posted(e, d) for e, d in ranks}
+    told = verdict.build_report(evidence, diagnosis)
+    posted: dict[int, Any] = {e.rank: verdict.rank_summary(e, d) for e, d in ranks}
     verdict.merge(told, posted, diagnosis.anatomy, 2)
     return told
 
@@ -92,8 +92,8 @@ def test_waiting_for_the_slow_rank_is_not_the_exchange() -> None:
 def test_an_exchange_says_what_joins_the_ranks(host: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     ranks = [rank(0, 50, 40), rank(1, 50, 40)]
-    told = verdict.report(*ranks[0])
-    posted: dict[int, Any] = {e.rank: verdict.posted(e, d) for e, d in ranks}
+    told = verdict.build_report(*ranks[0])
+    posted: dict[int, Any] = {e.rank: verdict.rank_summary(e, d) for e, d in ranks}
     posted[1]["row"]["host"] = host or posted[0]["row"]["host"]
     verdict.merge(told, posted, ranks[0][1].anatomy, 2)
 
@@ -103,11 +103,11 @@ def test_an_exchange_says_what_joins_the_ranks(host: str, words: str, monkeypatc
 
 def test_a_finding_says_how_its_saving_is_known() -> None:
     finding = Finding(cause="host.gc", bottleneck="host", title="", why=[], remedy="", share=0.3)
-    assert verdict.saves(finding) == "it is part of 30% of the step"
+    assert verdict.saving_text(finding) == "it is part of 30% of the step"
     finding.predicted = Saving(value=0.3, low=0.2, high=0.4)
-    assert verdict.saves(finding) == "removing it saves 30% [20%, 40%] of the step, predicted"
+    assert verdict.saving_text(finding) == "removing it saves 30% [20%, 40%] of the step, predicted"
     finding.measured, finding.confirmed = Saving(value=0.25, low=0.2, high=0.3), True
-    assert verdict.saves(finding).endswith("25% [20%, 30%] of the step, confirmed by experiment")
+    assert verdict.saving_text(finding).endswith("25% [20%, 30%] of the step, confirmed by experiment")
 
 
 def test_nothing_found_is_a_verdict() -> None:

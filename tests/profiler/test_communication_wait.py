@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from accel.profiler.diagnose.communication_wait import exchanged
+from accel.profiler.diagnose.communication_wait import wait_as_communication
 from accel.profiler.phases import Measurement
 
 
 @pytest.mark.parametrize(("wait_share", "wait"), [(None, 0.0), (0.0, 0.0), (0.25, 1.0), (0.9, 2.0)])
 def test_what_ddp_waits_moves_from_backward_to_communication(wait_share: float | None, wait: float) -> None:
     before = Measurement(step=0, seconds=4.0, phases={"forward": 1.5, "backward": 2.0, "communication": 0.5})
-    (found,) = exchanged([before], wait_share)
+    (found,) = wait_as_communication([before], wait_share)
     assert found.phases == {"forward": 1.5, "backward": 2.0 - wait, "communication": 0.5 + wait}
     assert before.phases["backward"] == 2.0
     # A step without backward, as one cut off, has nothing to move.
-    assert exchanged([Measurement(step=0, seconds=1.0, phases={"data": 1.0})], 0.5)[0].phases["data"] == 1.0
+    assert wait_as_communication([Measurement(step=0, seconds=1.0, phases={"data": 1.0})], 0.5)[0].phases["data"] == 1.0
