@@ -50,10 +50,10 @@ class _LeftOut(Enum):
 class _Optimized:
     """What belongs to one optimized model."""
 
-    def __init__(self, session: Session, journal: Journal, voice: Announcer, settings: OptimizeSettings) -> None:
+    def __init__(self, session: Session, journal: Journal, announcer: Announcer, settings: OptimizeSettings) -> None:
         self.session = session
         self.journal = journal
-        self.voice = voice
+        self.announcer = announcer
         self.settings = settings
         self._followed: weakref.WeakValueDictionary[int, LoaderProxy] = weakref.WeakValueDictionary()
 
@@ -168,33 +168,33 @@ def optimize(
         ...     optimizer.step()
         >>> print(accel.explain(model))
     """
-    given = (model, loader) if isinstance(optimizer, _LeftOut) else (model, loader, optimizer)
+    arguments = (model, loader) if isinstance(optimizer, _LeftOut) else (model, loader, optimizer)
     if os.environ.get("ACCEL") == "0" or _switched_off:
-        return given
-    known = None if isinstance(optimizer, _LeftOut) else optimizer
-    _check_objects(model, loader, known)
+        return arguments
+    optimizer_if_passed = None if isinstance(optimizer, _LeftOut) else optimizer
+    _check_objects(model, loader, optimizer_if_passed)
     settings = _check_settings(model, allow, enable, disable, plan, budget, report)
     proxy = loader if is_proxy(loader) else _proxy_of(loader)
 
     optimized = _optimized.get(model)
     if optimized is None or optimized.settings != settings:
-        optimized = _optimized[model] = _start(model, proxy, known, settings, optimized)
+        optimized = _optimized[model] = _start(model, proxy, optimizer_if_passed, settings, optimized)
     optimized.follow(proxy)
-    return model, proxy, *given[2:]
+    return model, proxy, *arguments[2:]
 
 
 def _check_settings(
     model: nn.Module, allow: Any, enable: Any, disable: Any, plan: Any, budget: Any, report: Any
 ) -> OptimizeSettings:
     level = _check_allow(allow)
-    chosen, refused = strategies.check_names("enable", enable), strategies.check_names("disable", disable)
-    if chosen & refused:
-        raise InvalidArgument(f"{sorted(chosen & refused)} stand in both enable and disable; leave them in one")
-    wanted = _check_plan(plan, model)
-    if wanted is not None:  # whoever passes a plan has chosen what is in it
-        chosen |= frozenset(wanted.strategies) - refused
+    enabled, disabled = strategies.check_names("enable", enable), strategies.check_names("disable", disable)
+    if enabled & disabled:
+        raise InvalidArgument(f"{sorted(enabled & disabled)} stand in both enable and disable; leave them in one")
+    replayed = _check_plan(plan, model)
+    if replayed is not None:  # whoever passes a plan has chosen what is in it
+        enabled |= frozenset(replayed.strategies) - disabled
     return OptimizeSettings(
-        level, chosen, refused, wanted, Budget.parse(budget), None if report is None else os.fspath(report)
+        level, enabled, disabled, replayed, Budget.parse(budget), None if report is None else os.fspath(report)
     )
 
 
@@ -209,46 +209,48 @@ def _start(
     proxy: LoaderProxy,
     optimizer: Optimizer | None,
     settings: OptimizeSettings,
-    before: _Optimized | None,
+    previous: _Optimized | None,
 ) -> _Optimized:
     """Begin a search; what was `before`, under other settings, ends, and its loaders are the new one's."""
-    earlier = [] if before is None else before.proxies
-    if before is not None:
-        before.close()
-        before.voice.say(f"{type(model).__name__} was passed with other settings than before: its search begins anew")
+    earlier_proxies = [] if previous is None else previous.proxies
+    if previous is not None:
+        previous.close()
+        previous.announcer.say(
+            f"{type(model).__name__} was passed with other settings than before: its search begins anew"
+        )
     chosen = {kind.name: kind() for kind in strategies.REGISTRY}
     gate = Gate(model, list(chosen))
     fetching = free_fetching(proxy)
     run = Run(model, proxy._accel_loader, [] if optimizer is None else [optimizer], gate, fetching)
-    voice = Announcer()
-    taken = fetching is not proxy._accel_fetching
+    announcer = Announcer()
+    fetching_in_use = fetching is not proxy._accel_fetching
     controller = Controller(
-        [_candidate(s, run, settings, taken) for s in chosen.values()],
+        [_candidate(s, run, settings, fetching_in_use) for s in chosen.values()],
         budget=settings.budget,
         reduce=statistics.fmean if run.cuda else statistics.median,
-        announce=voice.announce,
-        say=voice.say,
+        announce=announcer.announce,
+        say=announcer.say,
         replay=None if settings.plan is None else settings.plan.strategies,
     )
-    session = Session(run, chosen, controller.decisions, say=voice.say)
+    session = Session(run, chosen, controller.decisions, say=announcer.say)
     journal = Journal(
         run,
         session,
         controller,
-        voice,
+        announcer,
         allow=settings.level.word,
         budget=settings.budget.text,
         report=settings.report,
         replayed=settings.plan is not None,
     )
     session.start(settled=journal.settled)
-    optimized = _Optimized(session, journal, voice, settings)
-    for known in earlier:
-        optimized.follow(known)
+    optimized = _Optimized(session, journal, announcer, settings)
+    for earlier_proxy in earlier_proxies:
+        optimized.follow(earlier_proxy)
     return optimized
 
 
-def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, taken: bool) -> Candidate:
+def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetching_in_use: bool) -> Candidate:
     return Candidate(
         name=strategy.name,
         summary=strategy.summary,
@@ -258,7 +260,7 @@ def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, taken: 
         settling=strategy.settling,
         phase=strategy.phase,
         host_dependent=strategy.host_dependent,
-        ruled_out=_ruled_out(strategy, settings, taken),
+        ruled_out=_ruled_out(strategy, settings, fetching_in_use),
         refusal=lambda: _refusal(strategy, run),
         settings=lambda: strategy.settings(run),
         describe=strategy.describe,
@@ -271,10 +273,10 @@ def _refusal(strategy: Strategy, run: Run) -> str:
     return strategy.refusal(run) or run.refused_elsewhere.get(strategy.name, "")
 
 
-def _ruled_out(strategy: Strategy, settings: OptimizeSettings, taken: bool) -> tuple[str, str] | None:
+def _ruled_out(strategy: Strategy, settings: OptimizeSettings, fetching_in_use: bool) -> tuple[str, str] | None:
     if strategy.name in settings.disable:
         return "disabled", "left out by disable="
-    if taken and strategy.touches == {"input"}:
+    if fetching_in_use and strategy.touches == {"input"}:
         return "not applicable", "the loader is another model's too: its report has the verdict"
     if strategy.name in settings.enable:
         return None

@@ -159,29 +159,29 @@ class _File:
     """
 
     functions: list[Function]
-    seen: list[tuple[CodeFinding, Function | None]]
+    findings: list[tuple[CodeFinding, Function | None]]
 
 
 def _read(source: bytes | str, file: str) -> _File:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an odd escape in a string is its author's affair
         tree = ast.parse(source)
-    known = list(functions(tree, file).values())
+    defined = list(functions(tree, file).values())
     if not _uses_torch(tree):
-        return _File(known, [])
+        return _File(defined, [])
     text = source.decode("utf-8", "replace") if isinstance(source, bytes) else source
     lines = text.splitlines()
-    within = {node: function for function in known for node in function.nodes}
+    within = {node: function for function in defined for node in function.nodes}
     walked = _walk(tree, _numpy_names(tree), looping=False, losing="loss" in Path(file).stem)
     placed = {(node.lineno, habit): within.get(id(node)) for node, habit in walked}
     # What no function's part of a step holds is not run in one.
-    seen = {place: function for place, function in placed.items() if function is not None}
+    in_functions = {place: function for place, function in placed.items() if function is not None}
     replaced: dict[tuple[int, str], Function | None] = dict.fromkeys(replaceable(tree))
-    found = [
+    findings = [
         (CodeFinding(habit, file, line, _line(lines, line), **vars(HABITS[habit])), function)
-        for (line, habit), function in sorted({**seen, **replaced}.items(), key=lambda item: item[0])
+        for (line, habit), function in sorted({**in_functions, **replaced}.items(), key=lambda item: item[0])
     ]
-    return _File(known, found)
+    return _File(defined, findings)
 
 
 def _line(lines: list[str], number: int) -> str:
@@ -195,7 +195,7 @@ def _in_steps(files: list[_File]) -> list[CodeFinding]:
     def runs(function: Function | None) -> bool:
         return function is None or (not function.kept_out and (function.begins or function.name in reached))
 
-    return [finding for file in files for finding, function in file.seen if runs(function)]
+    return [finding for file in files for finding, function in file.findings if runs(function)]
 
 
 def _uses_torch(tree: ast.AST) -> bool:
@@ -219,8 +219,8 @@ def _numpy_names(tree: ast.AST) -> set[str]:
 def _is_numpy(node: ast.expr) -> bool:
     if not isinstance(node, ast.Call):
         return False
-    made = _dotted(node.func).partition(".")[0] in {"np", "numpy"}
-    return made or (isinstance(node.func, ast.Attribute) and node.func.attr == "numpy")
+    converted = _dotted(node.func).partition(".")[0] in {"np", "numpy"}
+    return converted or (isinstance(node.func, ast.Attribute) and node.func.attr == "numpy")
 
 
 def _walk(node: ast.AST, arrays: set[str], *, looping: bool, losing: bool) -> Iterator[tuple[ast.expr, str]]:
@@ -275,7 +275,7 @@ def _index_habit(node: ast.Subscript, arrays: set[str], losing: bool) -> str | N
         return None  # a literal: an ordinary list or dict
     index = node.slice
     if isinstance(index, ast.Tuple):
-        others = [part for part in index.elts if not _made_on_host(part)]
+        others = [part for part in index.elts if not _is_host_sequence(part)]
         if any(_is_numpy(part) or _dotted(part) in arrays for part in (node.value, *others)):
             return None
         if isinstance(node.value, ast.Attribute) and node.value.attr in {"loc", "iloc"}:
@@ -285,7 +285,7 @@ def _index_habit(node: ast.Subscript, arrays: set[str], losing: bool) -> str | N
     return "mask-index" if losing and _is_mask(index) else None
 
 
-def _made_on_host(node: ast.expr) -> bool:
+def _is_host_sequence(node: ast.expr) -> bool:
     """Tell range(…), list(range(…)), np.arange(…) and [i for i in …]."""
     if isinstance(node, ast.ListComp):
         return True
@@ -293,7 +293,7 @@ def _made_on_host(node: ast.expr) -> bool:
         return False
     name = _dotted(node.func)
     if name in {"list", "tuple"}:
-        return len(node.args) == 1 and _made_on_host(node.args[0])
+        return len(node.args) == 1 and _is_host_sequence(node.args[0])
     return name in {"range", "np.arange", "numpy.arange"}
 
 
@@ -315,7 +315,7 @@ def _call_habit(node: ast.Call) -> str | None:
     if _dotted(called) == "torch.cuda.empty_cache":
         return "empty-cache-in-loop"
     if isinstance(called, ast.Attribute) and called.attr == "item" and not node.args and not node.keywords:
-        return None if _drawn_on_host(called.value) else "item-in-loop"
+        return None if _is_host_random(called.value) else "item-in-loop"
     if isinstance(called, ast.Name) and called.id in {"int", "float", "bool", "len"} and len(node.args) == 1:
         return "sync-in-loop" if _on_device(node.args[0], counted=called.id == "len") else None
     return None
@@ -325,10 +325,10 @@ _REDUCTIONS = {"sum", "max", "min", "mean", "any", "all", "amax", "amin", "argma
 _HOST = {"np", "numpy", "math", "statistics", "random", "builtins"}
 
 
-def _drawn_on_host(node: ast.expr) -> bool:
+def _is_host_random(node: ast.expr) -> bool:
     """Tell a random number that torch draws on the CPU: torch.randint(9, (1,)) without a device."""
-    made = isinstance(node, ast.Call) and _dotted(node.func).startswith(("torch.rand", "torch.multinomial"))
-    return made and isinstance(node, ast.Call) and not any(keyword.arg == "device" for keyword in node.keywords)
+    drawn = isinstance(node, ast.Call) and _dotted(node.func).startswith(("torch.rand", "torch.multinomial"))
+    return drawn and isinstance(node, ast.Call) and not any(keyword.arg == "device" for keyword in node.keywords)
 
 
 def _on_device(node: ast.expr, *, counted: bool) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-_KNOWN = {"WindowAttention", "WindowMSA", "SwinAttention", "Swinv2SelfAttention", "ShiftedWindowAttention"}
+_WINDOW_ATTENTIONS = {"WindowAttention", "WindowMSA", "SwinAttention", "Swinv2SelfAttention", "ShiftedWindowAttention"}
 """What `fuse_window_attention` takes, where a class leaves the softmax to a function."""
 _BIASES = {"relative_position_bias_table", "relative_position_bias", "relative_coords_table"}
 """What the attention of Swin learns, by its first version, its ports and its second version."""
@@ -30,7 +30,7 @@ def _attends_in_windows(node: ast.ClassDef) -> bool:
     names = _names(node)
     if not names & _BIASES or "window_size" not in names:
         return False
-    return node.name in _KNOWN or any("softmax" in name for name in _names(forward))
+    return node.name in _WINDOW_ATTENTIONS or any("softmax" in name for name in _names(forward))
 
 
 def _assigning(scope: ast.Module | ast.ClassDef) -> list[ast.FunctionDef]:

@@ -56,18 +56,18 @@ class Function:
 def functions(tree: ast.Module, file: str) -> dict[ast.AST, Function]:
     """Return the functions of a file by their node, its module's own text among them."""
     stem = _words(Path(file).stem)
-    found: dict[ast.AST, Function] = {tree: _function(tree, MODULE, [stem])}
+    by_node: dict[ast.AST, Function] = {tree: _function(tree, MODULE, [stem])}
     for node, classes in _defined(tree, []):
-        found[node] = _function(node, node.name, [stem, *map(_words, classes)])
-    return found
+        by_node[node] = _function(node, node.name, [stem, *map(_words, classes)])
+    return by_node
 
 
-def in_steps(known: list[Function]) -> set[str]:
+def in_steps(defined: list[Function]) -> set[str]:
     """Return the names of the functions that steps run.
 
     Where no function begins a step (a file of helpers alone), all that are not kept out may be run.
     """
-    inside = [function for function in known if not function.kept_out]
+    inside = [function for function in defined if not function.kept_out]
     if not any(function.begins for function in inside):
         return {function.name for function in inside}
     by_name: dict[str, list[Function]] = {}

@@ -226,8 +226,10 @@ def _check_backend(backend: str) -> None:
     import torch.distributed as dist
 
     if not dist.is_backend_available(backend):
-        known = [name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)]
-        raise InvalidArgument(f"--backend must be one that this torch has ({', '.join(known)}), got {backend!r}")
+        available = [
+            name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)
+        ]
+        raise InvalidArgument(f"--backend must be one that this torch has ({', '.join(available)}), got {backend!r}")
 
 
 def _measured(request: Request, rank: int, ranks: int, backend: str) -> int:

@@ -64,7 +64,7 @@ class BandwidthTable:
     def __init__(self, request: Request, backend: str, ranks: int) -> None:
         self._request, self._backend, self._ranks = request, backend, ranks
         self._started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self._shown: tuple[str, str] | None = None
+        self._section: tuple[str, str] | None = None
         page = Page()
         page.say(f"accel bench comm: {_count(ranks, 'rank')}, {backend}", "bold")
         page.say(_LEGEND)
@@ -73,8 +73,8 @@ class BandwidthTable:
     def row(self, row: Row) -> None:
         """Print one row, under a heading where the operation or the link changes."""
         page = Page()
-        if self._shown != (row.link, row.operation):
-            self._shown = row.link, row.operation
+        if self._section != (row.link, row.operation):
+            self._section = row.link, row.operation
             page.heading(f"{row.operation}, {row.link}: {_count(row.ranks, 'rank')}")
             click.echo(page.text())
             click.echo(click.style(_joined_cells(list(_COLUMNS)), dim=True))
@@ -88,7 +88,7 @@ class BandwidthTable:
     def end(self, rows: list[Row], result: Bandwidth | None, problem: str) -> None:
         """Print the fitted lines and write the file."""
         fits = _fits(rows)
-        lines = [one for one in fits if one[2].error <= _NO_LINE]
+        lines = [line for line in fits if line[2].error <= _NO_LINE]
         page = Page()
         if fits:
             page.heading("lines t(S) = alpha + beta * S")

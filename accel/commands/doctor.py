@@ -18,7 +18,7 @@ from accel.report.terminal import Page
 if TYPE_CHECKING:
     from accel.comm.doctor import CheckFinding, Examination, NcclLog
 
-FOUND = 1
+EXIT_FINDINGS = 1
 SCHEMA = 1
 
 _STYLES = {"error": "bold red", "warn": "yellow", "info": "cyan"}
@@ -80,7 +80,7 @@ def _network(log: Path | None, target: Path | None) -> int:
     click.echo(render_network(diagnosis))
     if target is not None:
         _save({"kind": "network", "schema": SCHEMA, **asdict(diagnosis)}, target)
-    return FOUND if diagnosis.bad else 0
+    return EXIT_FINDINGS if diagnosis.bad else 0
 
 
 def _read_log(log: Path) -> NcclLog:
@@ -144,14 +144,14 @@ def code(ctx: click.Context, path: Path, target: Path | None, fail: bool) -> Non
     """
     if not path.exists():
         raise InvalidArgument(f"PATH must be a Python file or a folder, got {str(path)!r}, which is not there")
-    found = search(path)
-    click.echo(render(found))
+    result = search(path)
+    click.echo(render(result))
     if target is not None:
-        _write(found, target)
-    ctx.exit(FOUND if fail and found.findings else 0)
+        _write(result, target)
+    ctx.exit(EXIT_FINDINGS if fail and result.findings else 0)
 
 
-def render(found: Search, width: int | None = None, color: bool | None = None) -> str:
+def render(result: Search, width: int | None = None, color: bool | None = None) -> str:
     """Render findings as text, a paragraph a habit and a line a place.
 
     Args:
@@ -159,26 +159,26 @@ def render(found: Search, width: int | None = None, color: bool | None = None) -
         width, color: as `terminal.render` takes them.
     """
     page = Page(width, color)
-    counts = Counter(finding.habit for finding in found.findings)
+    counts = Counter(finding.habit for finding in result.findings)
     total = sum(counts.values())
-    files = f"{found.files} file{'' if found.files == 1 else 's'}"
+    files = f"{result.files} file{'' if result.files == 1 else 's'}"
     page.say(f"accel: {total or 'no'} slow habit{'' if total == 1 else 's'} in {files}", "bold")
     for habit in (habit for habit in HABITS if counts[habit]):
         page.heading(f"{habit} ({counts[habit]})")
         page.say(f"costs: {HABITS[habit].costs}")
         page.say(f"write: {HABITS[habit].instead}", "green")
-        for finding in found.findings:
+        for finding in result.findings:
             if finding.habit == habit:
                 page.say(f"{finding.file}:{finding.line}: {finding.source}", indent=2)
-    if found.unread:
+    if result.unread:
         page.heading("not read")
-        for file, reason in found.unread:
+        for file, reason in result.unread:
             page.say(f"{file}: {reason}", indent=2)
     return page.text()
 
 
-def _write(found: Search, target: Path) -> None:
-    _save({"kind": "code", "schema": SCHEMA, **asdict(found)}, target)
+def _write(result: Search, target: Path) -> None:
+    _save({"kind": "code", "schema": SCHEMA, **asdict(result)}, target)
 
 
 def _save(document: dict[str, object], target: Path) -> None:

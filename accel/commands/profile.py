@@ -62,7 +62,7 @@ def profile(
     """
     _check(script, module, target)
     target = target.absolute()  # the script may change its directory
-    given = list(arguments[1:] if arguments[:1] == ("--",) else arguments)
+    script_arguments = list(arguments[1:] if arguments[:1] == ("--",) else arguments)
 
     from accel.dataio.loader import ContinuousLoader
     from accel.dataio.passes.passes import Pass
@@ -76,8 +76,8 @@ def profile(
     session = ProfileSession(confirm=confirm, trace_file=trace, exchange=exchange, loaders=loaders)
     if confirm and exchange.rank == 0:
         click.echo(_DIAGNOSING, err=True)
-    line = shlex.join(["accel", "profile", *(["-m"] if module else []), script, *given])
-    job = ProfileJob(Script(script, given, module=module), session, exchange, target, line)
+    line = shlex.join(["accel", "profile", *(["-m"] if module else []), script, *script_arguments])
+    job = ProfileJob(Script(script, script_arguments, module=module), session, exchange, target, line)
     session.start()
     if isinstance(context.obj, list):  # who called click runs it, below click's frames
         context.obj.append(job)

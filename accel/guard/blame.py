@@ -33,8 +33,8 @@ class KeptCall(Recording):
     """One call under strategies, by reference."""
 
     def _arrive(self, number: int, gradient: Tensor) -> None:
-        kept = gradient.detach()
-        self.arrived[number] = self.arrived[number] + kept if number in self.arrived else kept
+        arrived = gradient.detach()
+        self.arrived[number] = self.arrived[number] + arrived if number in self.arrived else arrived
 
 
 class _Random:
@@ -61,11 +61,11 @@ class Blame:
         self.calls: list[KeptCall] = []
         """What is kept now."""
         self._nodes: set[int] = set()
-        self._too_many = self._clean = self._seen = False
+        self._too_many = self._clean = self._gradients_checked = False
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeptCall:
         """Return what is kept of a call that is about to be made."""
-        if self._seen:
+        if self._gradients_checked:
             self.forget()
         autocast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
         return KeptCall(args, kwargs, _Random(), None, autocast, self._device)  # type: ignore[arg-type]
@@ -83,13 +83,13 @@ class Blame:
         """Look whether the gradients hold anything from before."""
         self._clean = all(p.grad is None for p in self._parameters)
 
-    def seen(self) -> None:
+    def gradients_checked(self) -> None:
         """The gradients have been looked at: the next call begins anew."""
-        self._seen = True
+        self._gradients_checked = True
 
     def forget(self) -> None:
         """Let go of all that was kept."""
-        self.calls, self._nodes, self._too_many, self._seen = [], set(), False, False
+        self.calls, self._nodes, self._too_many, self._gradients_checked = [], set(), False, False
 
     def verdict(self, roots: Iterable[Tensor] | None, repeat: Repeat) -> str:
         """Return why the strategies are to blame, or '' if they are not or it can't be shown.

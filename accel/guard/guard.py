@@ -109,8 +109,8 @@ class Recording:
 
     def _arrive(self, number: int, gradient: Tensor) -> None:
         # A loop may call backward twice; the gradients then add up.
-        kept = gradient.detach().clone()
-        self.arrived[number] = self.arrived[number] + kept if number in self.arrived else kept
+        arrived = gradient.detach().clone()
+        self.arrived[number] = self.arrived[number] + arrived if number in self.arrived else arrived
 
 
 class RandomStates:
@@ -138,8 +138,8 @@ class ModuleState:
     def __init__(self, model: nn.Module) -> None:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._attributes = [(vars(module), self._plain(vars(module))) for module in model.modules()]
-        found = (v for _, state in self._attributes for v in state.values() if isinstance(v, self._CONTAINERS))
-        self._contents = [(container, copy.copy(container)) for container in found]
+        containers = (v for _, state in self._attributes for v in state.values() if isinstance(v, self._CONTAINERS))
+        self._contents = [(container, copy.copy(container)) for container in containers]
 
     @staticmethod
     def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -211,11 +211,11 @@ def replay(model: nn.Module, call: Any, recording: Recording) -> Replayed:
     with torch.enable_grad(), no_sync(), torch.autocast(recording.device, dtype=dtype, enabled=enabled):
         outputs = tensors(call(*args, **kwargs))
     roots = [(i, t) for i, t in enumerate(outputs) if t.requires_grad]
-    wanted = [(i, t) for i, t in roots if i in recording.arrived] or roots
+    backward_roots = [(i, t) for i, t in roots if i in recording.arrived] or roots
     gradients: list[Tensor | None] = [None] * len(named)
-    if wanted and named:
-        sent = [_cotangent(recording, i, t) for i, t in wanted]
-        roots_only = [t for _, t in wanted]
+    if backward_roots and named:
+        sent = [_cotangent(recording, i, t) for i, t in backward_roots]
+        roots_only = [t for _, t in backward_roots]
         gradients = list(torch.autograd.grad(roots_only, [p for _, p in named], sent, allow_unused=True))
     return Replayed([t.detach() for t in outputs], gradients, [name for name, _ in named])
 
@@ -235,8 +235,8 @@ def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Compa
     if exactness != Exactness.EXACT and not all(map(_is_finite, plain.outputs)):
         return Comparison(unsure="the plain call's own output is not finite")
     finding = Comparison()
-    for one, other in zip(plain.outputs, candidate.outputs, strict=True):
-        finding = finding.merge(_compare_output(one, other, exactness))
+    for expected, actual in zip(plain.outputs, candidate.outputs, strict=True):
+        finding = finding.merge(_compare_output(expected, actual, exactness))
     return finding if finding.problem else finding.merge(_compare_gradients(plain, candidate, exactness))
 
 
@@ -258,32 +258,34 @@ def _compare_output(plain: Tensor, candidate: Tensor, exactness: Exactness) -> C
 
 def _compare_gradients(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
     pairs = list(zip(plain.names, plain.gradients, candidate.gradients, strict=True))
-    for name, one, other in pairs:
-        if (one is None) != (other is None):
+    for name, expected, actual in pairs:
+        if (expected is None) != (actual is None):
             return Comparison(
-                f"it gives {'no' if other is None else 'a'} gradient for {name}, unlike the plain path", 0.0, 1.0
+                f"it gives {'no' if actual is None else 'a'} gradient for {name}, unlike the plain path", 0.0, 1.0
             )
-        if one is not None and other is not None and one.shape != other.shape:
+        if expected is not None and actual is not None and expected.shape != actual.shape:
             return Comparison(
-                f"its gradient for {name} has shape {tuple(other.shape)}, the plain one {tuple(one.shape)}"
+                f"its gradient for {name} has shape {tuple(actual.shape)}, the plain one {tuple(expected.shape)}"
             )
-    known = [(name, one, other) for name, one, other in pairs if one is not None and other is not None]
+    compared = [
+        (name, expected, actual) for name, expected, actual in pairs if expected is not None and actual is not None
+    ]
     if exactness == Exactness.EXACT:
-        wrong = [name for name, one, other in known if not _same_bits(one, other)]
+        wrong = [name for name, expected, actual in compared if not _same_bits(expected, actual)]
         return Comparison(f"its gradient for {wrong[0]} has other bits", 0.0, math.nan) if wrong else Comparison()
-    return _compare_sizes(known, exactness) if known else Comparison()
+    return _compare_sizes(compared, exactness) if compared else Comparison()
 
 
-def _compare_sizes(known: list[tuple[str, Tensor, Tensor]], exactness: Exactness) -> Comparison:
-    tolerance = Tolerance.of(exactness, known[0][1].dtype)
-    errors = [_norm(other.double() - one.double()) for _, one, other in known]
-    sizes = [_norm(one.double()) for _, one, _ in known]
+def _compare_sizes(compared: list[tuple[str, Tensor, Tensor]], exactness: Exactness) -> Comparison:
+    tolerance = Tolerance.of(exactness, compared[0][1].dtype)
+    errors = [_norm(actual.double() - expected.double()) for _, expected, actual in compared]
+    sizes = [_norm(expected.double()) for _, expected, _ in compared]
     if not all(map(math.isfinite, sizes)):
         return Comparison()  # the plain gradients are not finite: the loop's own affair, nothing to compare with
     total = math.hypot(*sizes)
     overall = math.hypot(*errors) / total if total > 0 else math.hypot(*errors)
     floor = 0.05 * tolerance.gradient * total
-    for (name, _, _), error, size in zip(known, errors, sizes, strict=True):
+    for (name, _, _), error, size in zip(compared, errors, sizes, strict=True):
         if not error <= max(tolerance.gradient * size, floor):
             off = error / size if size > 0 else math.inf
             return Comparison(
@@ -292,7 +294,7 @@ def _compare_sizes(known: list[tuple[str, Tensor, Tensor]], exactness: Exactness
                 off,
                 tolerance.gradient,
             )
-    product = math.fsum(float((one.double() * other.double()).sum()) for _, one, other in known)
+    product = math.fsum(float((expected.double() * actual.double()).sum()) for _, expected, actual in compared)
     scale = product / total**2 if total > 0 else 1.0
     if abs(scale - 1) > tolerance.scale:
         return Comparison(
@@ -312,7 +314,7 @@ def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor))
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+def _same_bits(expected: Tensor, actual: Tensor) -> bool:
+    if not expected.is_floating_point():
+        return torch.equal(expected, actual)
+    return torch.equal(expected.isnan(), actual.isnan()) and torch.equal(expected.nan_to_num(), actual.nan_to_num())

@@ -143,7 +143,7 @@ class Watch:
 
     def learn(self, outputs: Any) -> None:
         """Take note of how large the outputs of the plain loop are."""
-        self._moving.look()
+        self._moving.observe()
         size = _size(outputs)
         if size is not None:
             self._plain_max = max(self._plain_max, size)
@@ -169,10 +169,10 @@ def _versions(args: Any, kwargs: Any) -> list[int]:
 def _norm(outputs: Any) -> Tensor | None:
     # Sparse and nested tensors have no norm to ask for.
     dense = [t.detach() for t in tensors(outputs) if t.layout == torch.strided]
-    found = [t for t in dense if t.is_floating_point() and t.numel()]
-    if not found:
+    gradients = [t for t in dense if t.is_floating_point() and t.numel()]
+    if not gradients:
         return None
-    norms = [torch.linalg.vector_norm(t.float() if t.dtype != torch.float64 else t) for t in found]
+    norms = [torch.linalg.vector_norm(t.float() if t.dtype != torch.float64 else t) for t in gradients]
     return norms[0] if len(norms) == 1 else torch.stack([n.float() for n in norms]).sum()
 
 

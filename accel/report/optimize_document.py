@@ -22,7 +22,7 @@ from accel.report.words import (
     seconds_text,
 )
 
-EVENTS_SHOWN = 20
+EVENT_LIMIT = 20
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def document(report: Report) -> Document:
             Section(name="strategies", title="strategies", blocks=list(_strategies(report))),
             Section(name="cost", title="cost and what is left", blocks=[cost]),
             *_anatomy(report),
-            *head.listed("events", "events", Listing(items=events, mark="", latest=EVENTS_SHOWN)),
+            *head.listed("events", "events", Listing(items=events, mark="", latest=EVENT_LIMIT)),
             *head.ending(report, machine, model_text(report), fingerprint, plan),
         ],
     )
@@ -170,18 +170,18 @@ def _strategy(row: StrategyRow) -> TableRow:
     allowed = "" if row.tolerance is None else f"allowed {row.tolerance:.1g}"
     cost = seconds_text(row.cost_s) if row.cost_s else "-"
     cells = blocks.cells(
-        TableCell(text=_name(row), tone="strong", small=_known(row.summary, treats)),
+        TableCell(text=_name(row), tone="strong", small=_nonempty(row.summary, treats)),
         TableCell(text=row.status, tone=tone, sign=blocks.SIGNS[tone]),
         gain_text(row.gain, row.gain_low, row.gain_high),
         step_text(row),
-        TableCell(text=numerics_text(row), small=_known(", ".join(_known(row.exactness, allowed)))),
-        TableCell(text=cost, small=_known(row.steps and f"{row.steps} steps")),
+        TableCell(text=numerics_text(row), small=_nonempty(", ".join(_nonempty(row.exactness, allowed)))),
+        TableCell(text=cost, small=_nonempty(row.steps and f"{row.steps} steps")),
         row.why or "-",
     )
     return TableRow(cells=cells, below=row.why)
 
 
-def _known(*texts: object) -> list[str]:
+def _nonempty(*texts: object) -> list[str]:
     return [str(text) for text in texts if text]
 
 

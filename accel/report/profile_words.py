@@ -85,10 +85,10 @@ def effect_text(finding: Finding) -> str:
     """Say what the remedy saves and how that is known."""
     if finding.measured is not None:
         saving = saving_text(finding.measured)
-        known = f" (predicted {percent_text(finding.predicted.value)})" if finding.predicted else ""
+        predicted = f" (predicted {percent_text(finding.predicted.value)})" if finding.predicted else ""
         if finding.confirmed:
-            return f"saves {saving} of the step, confirmed by experiment{known}"
-        return f"not confirmed: in the experiment it saved {saving} of the step{known}"
+            return f"saves {saving} of the step, confirmed by experiment{predicted}"
+        return f"not confirmed: in the experiment it saved {saving} of the step{predicted}"
     if finding.predicted is not None:
         tried = "too noisy to measure" if finding.experiment.startswith("tried") else "not tried"
         return f"predicted, {tried}: saves {saving_text(finding.predicted)} of the step"
@@ -227,8 +227,8 @@ def roof_share_text(op: OpTime, roofline: Roofline | None) -> str:
 
 def roof_notes(ops: Sequence[OpTime], roofline: Roofline | None) -> list[str]:
     """Explain the words in the column of roofs, if there are any."""
-    said = {roof_share_text(op, roofline) for op in ops}
-    return [note for word, note in _ROOF_NOTES.items() if word in said]
+    texts = {roof_share_text(op, roofline) for op in ops}
+    return [note for word, note in _ROOF_NOTES.items() if word in texts]
 
 
 def roof_text(roofline: Roofline | None) -> str:

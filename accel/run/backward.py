@@ -28,21 +28,21 @@ class _Mark:
     def __init__(self) -> None:
         self.listeners: list[BackwardListener] = []
         self._marked: Any = None
-        self._found: Any = None
+        self._original: Any = None
         self._inside = False
 
     def add(self, listener: BackwardListener) -> None:
-        if not any(listener is known for known in self.listeners):
+        if not any(listener is existing for existing in self.listeners):
             self.listeners.append(listener)
         if not self._is_in_place():
-            self._found = torch.autograd.backward
-            self._marked = torch.autograd.backward = self._mark(self._found)
+            self._original = torch.autograd.backward
+            self._marked = torch.autograd.backward = self._mark(self._original)
 
     def remove(self, listener: BackwardListener) -> None:
-        self.listeners = [known for known in self.listeners if known is not listener]
+        self.listeners = [existing for existing in self.listeners if existing is not listener]
         # Under a mark of someone else ours stays, and passes everything on.
         if not self.listeners and torch.autograd.backward is self._marked:
-            torch.autograd.backward = self._found
+            torch.autograd.backward = self._original
 
     def _is_in_place(self) -> bool:
         """Tell whether the mark is there, on top or under others: one of those may have taken it away with itself."""
@@ -90,14 +90,14 @@ def leads_past(roots: Iterable[Tensor], calls: set[int], parameters: set[int]) -
     """
     nodes: list[Any] = [getattr(root, "grad_fn", None) for root in roots]
     waiting = [node for node in nodes if node is not None]
-    seen = set(waiting)
+    visited = set(waiting)
     while waiting:
         node = waiting.pop()
         if node._sequence_nr() in calls:
             continue
         if id(getattr(node, "variable", None)) in parameters:
             return True
-        new = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= new
+        new = {following for following, _ in node.next_functions if following is not None} - visited
+        visited |= new
         waiting += new
     return False

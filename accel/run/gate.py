@@ -39,7 +39,7 @@ class Gate:
         self._wraps: dict[str, Wrap] = {}
         self._user_compiled: Call | None = model._compiled_call_impl
         self._installed: Call | None = self._user_compiled
-        self._found = callslot.held(model)
+        self._original_slot = callslot.held(model)
         self._chain: Call = self.plain
         self.watcher: Watcher | None = None
 
@@ -91,11 +91,11 @@ class Gate:
 
     def _adopt(self) -> None:
         """If the loop has called `model.compile()` meanwhile, take that for its plain path from now on."""
-        found = vars(self.model).get(callslot.NAME)
-        if found is None or found is self._installed or isinstance(found, callslot.SlotCall):
+        call = vars(self.model).get(callslot.NAME)
+        if call is None or call is self._installed or isinstance(call, callslot.SlotCall):
             return  # the profiler's marks are nobody's compiled call
-        self._user_compiled = self._installed = found
-        self._found = callslot.held(self.model)
+        self._user_compiled = self._installed = call
+        self._original_slot = callslot.held(self.model)
         self._chain = self._wrapped()
 
     def _install(self) -> None:
@@ -111,7 +111,7 @@ class Gate:
         callslot.fill(self.model, call)
 
     def _empty(self) -> None:
-        callslot.restore(self.model, self._found)
+        callslot.restore(self.model, self._original_slot)
         self._installed = self._user_compiled
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ _REMEDY = (
     "every rank must call accel.optimize and take as many steps as the others, so give each as many batches "
     "(DistributedSampler does; within join() they differ)"
 )
-_made = itertools.count()
+_created = itertools.count()
 
 
 class Failure(NamedTuple):
@@ -74,7 +74,7 @@ class Ranks:
         assert dist.group.WORLD is not None
         store = dist.group.WORLD.get_group_store()
         while self._meeting is None or self._meeting.given_up_before(since):
-            prefix = f"accel-optimize/{next(_made)}"
+            prefix = f"accel-optimize/{next(_created)}"
             self._meeting = Rendezvous(PrefixStore(prefix, store), self.rank, self.size, PATIENCE_S, _REMEDY)
 
     @property

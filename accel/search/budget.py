@@ -35,10 +35,10 @@ class Budget:
             raise InvalidArgument(f"budget must be a time or a share, got {value!r}; {_REMEDY}")
         if isinstance(value, int | float):
             return cls._of_seconds(float(value), f"{value:g}s")
-        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|s|m|min|h)\s*", value)
-        if found is None:
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|s|m|min|h)\s*", value)
+        if match is None:
             raise InvalidArgument(f"budget must be a time or a share, got {value!r}; {_REMEDY}")
-        number, unit = float(found[1]), found[2]
+        number, unit = float(match[1]), match[2]
         if unit != "%":
             return cls._of_seconds(number * _UNITS[unit], value.strip())
         if not 0 < number <= 100:

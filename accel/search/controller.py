@@ -27,7 +27,7 @@ from accel.search.pace import Pace
 from accel.search.plan import Choices
 from accel.search.step_level import StepLevel
 
-_LOOK = 6
+_MIN_STEPS = 6
 """Steps that are enough to order candidates by; a verdict for a reader needs more."""
 
 Decisions = Generator[Action, Result, None]
@@ -120,7 +120,7 @@ class Controller:
             if not self._regime_changed:
                 self.searching = False
                 self.searched_until = self.steps
-                yield from self._hold()
+                yield from self._keep_watch()
                 self.searching = True
 
     def _act(self, action: Action) -> Generator[Action, Result, Result]:
@@ -135,20 +135,20 @@ class Controller:
         return result
 
     def _observe(self) -> Decisions:
-        for waits in range(self._pace.crowded_looks + 1):
+        for waits in range(self._pace.crowded_waits + 1):
             rest = self._pace.crowded_rest(self.plain_ms / 1e3) if waits else 0
             plan = dict(self.plan)
-            look = Action(plan=plan, rest=rest, steps=self._pace.observe, anatomy=True)
-            result = yield from self._act(look)
+            action = Action(plan=plan, rest=rest, steps=self._pace.observe, anatomy=True)
+            result = yield from self._act(action)
             self._regime = result.regime
-            self._take_look(result)
+            self._record_anatomy(result)
             if not plan:
                 self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
                 if result.seconds:
                     self.plain_ms = statistics.median(result.seconds) * 1e3
             if not _is_crowded(_diagnosed(result)):
                 break
-            if waits == self._pace.crowded_looks:
+            if waits == self._pace.crowded_waits:
                 self._note("the machine is crowded: the search begins all the same")
                 break
             self._note("the machine is crowded: the search waits")
@@ -183,7 +183,7 @@ class Controller:
             else:
                 self._ledger.withdraw(name)
 
-    def _take_look(self, result: Result) -> None:
+    def _record_anatomy(self, result: Result) -> None:
         """Take in where the time goes under the plan as it is now, and what that means."""
         if result.measurements:
             wait_share = None if result.evidence is None else result.evidence.ddp_wait_share
@@ -261,7 +261,7 @@ class Controller:
                 self.plan = trial_plan
             self._ledger.judge(candidate, setting, outcome, self.plan)
             if outcome.verdict == "keep":
-                yield from self._look()
+                yield from self._measure_anatomy()
         if not self._regime_changed:  # else there is no verdict: the search begins anew
             self._ledger.settle(name)
 
@@ -326,22 +326,22 @@ class Controller:
             for name in plan:
                 self._remove(name, "the plan as a whole was not shown to be faster than plain in the closing trial")
             return
-        yield from self._look()
+        yield from self._measure_anatomy()
 
-    def _look(self) -> Decisions:
+    def _measure_anatomy(self) -> Decisions:
         """Measure where the step's time goes under the plan as it is now."""
         result = yield from self._act(Action(plan=self.plan, steps=self._pace.observe, anatomy=True))
-        self._take_look(result)
+        self._record_anatomy(result)
 
     # -- hold --------------------------------------------------------------------------------------------------------
 
-    def _hold(self) -> Decisions:
+    def _keep_watch(self) -> Decisions:
         """Keep the plan on until there is a reason to search again."""
         level = StepLevel(self._pace.slower)
         gap, next_check = self._pace.recheck, self.steps + self._pace.recheck
         while True:
             check = dict(self.plan) if self.plan and self.steps >= next_check else None
-            steps = 1 if check else self._pace.hold
+            steps = 1 if check else self._pace.watch
             rest = 0 if check or (self.plan and level.is_open) else self._pace.rest
             if self.plan:
                 rest = max(0, min(rest, next_check - self.steps - steps))
@@ -359,7 +359,7 @@ class Controller:
                 return
             if result.trips:
                 level.begin_anew()
-            elif result.seconds and self.plan and (slower := level.look(statistics.median(result.seconds) * 1e3)):
+            elif result.seconds and self.plan and (slower := level.add(statistics.median(result.seconds) * 1e3)):
                 self._note(f"{slower}: trying the plan again")
                 yield from self._retry_kept(list(self.plan))
                 level.forget()
@@ -420,8 +420,8 @@ class Controller:
         return False
 
     def _is_another(self, result: Result) -> bool:
-        known = self._regime is not None and result.regime is not None
-        return known and result.regime != self._regime and self._reopened < self._pace.reopenings
+        both_known = self._regime is not None and result.regime is not None
+        return both_known and result.regime != self._regime and self._reopened < self._pace.reopenings
 
     def _remove(self, name: str, why: str) -> None:
         self.plan = {n: s for n, s in self.plan.items() if n != name}
@@ -443,7 +443,7 @@ class Controller:
 
 def _diagnosed(result: Result) -> naming.Diagnosis:
     evidence = result.evidence or Evidence(steps=result.measurements)
-    return naming.diagnose(evidence, min_steps=_LOOK)
+    return naming.diagnose(evidence, min_steps=_MIN_STEPS)
 
 
 def _is_crowded(diagnosis: naming.Diagnosis) -> bool:

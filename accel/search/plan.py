@@ -73,14 +73,14 @@ class Plan:
     def parse(cls, raw: Any, source: str) -> Plan:
         """Check decoded JSON field by field; `source` names it in errors."""
         if not isinstance(raw, Mapping) or raw.get("schema") != SCHEMA:
-            found = raw.get("schema") if isinstance(raw, Mapping) else type(raw).__name__
+            schema = raw.get("schema") if isinstance(raw, Mapping) else type(raw).__name__
             raise PlanError(
-                f"{source} must have plan schema {SCHEMA}, found {found!r}; leave out plan= to search anew."
+                f"{source} must have plan schema {SCHEMA}, found {schema!r}; leave out plan= to search anew."
             )
-        known = {f.name for f in dataclasses.fields(cls)}  # a later version may have more
+        fields = {f.name for f in dataclasses.fields(cls)}  # a later version may have more
         try:
-            kept = {name: value for name, value in raw.items() if name in known}
-            return read(cls, kept, "plan", required=("strategies", "allow"))
+            values = {name: value for name, value in raw.items() if name in fields}
+            return read(cls, values, "plan", required=("strategies", "allow"))
         except UnreadableJson as error:
             raise PlanError(f"{source} is not a whole plan: {error}; leave out plan= to search anew.") from None
 

@@ -108,11 +108,11 @@ class StepEvents:
         self._hooks = []
         backward.forget(self)
 
-    def observe(self, wanted: bool) -> None:
+    def observe(self, enabled: bool) -> None:
         """Let the profiler look at the coming steps, or no more."""
         if self.observation is not None:
             self.observation.close()
-        self.observation = Observation(self._clock, self._run) if wanted else None
+        self.observation = Observation(self._clock, self._run) if enabled else None
 
     # -- the loader (listeners.Follower) -------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class StepEvents:
             return
         self._clock.request()
         if self.observation is not None:
-            self.observation.asked()
+            self.observation.batch_requested()
         if self._updated or self._batch_is_step():
             self._updated, self._batches = False, 0
             self._listener.step_ended()
@@ -165,7 +165,7 @@ class StepEvents:
         if mode is _MEASURING:
             self._clock.batch(*batches.describe(batch))
             if self.observation is not None:
-                self.observation.delivered()
+                self.observation.batch_delivered()
 
     def _count_untrained(self) -> None:
         # Under no_grad the loop validates; without an optimizer each batch is a step.
@@ -182,8 +182,8 @@ class StepEvents:
     # -- the optimizers ------------------------------------------------------------------------------------------------
 
     def _owns(self, optimizer: Optimizer) -> bool:
-        for known in self._run.optimizers:  # no any(): it takes 0.5 µs more, twice a step
-            if optimizer is known:
+        for own in self._run.optimizers:  # no any(): it takes 0.5 µs more, twice a step
+            if optimizer is own:
                 return True
         if self._strangers.get(optimizer) == len(optimizer.param_groups):
             return False  # looked through once: a cross validation leaves many sessions that each optimizer passes by
@@ -214,7 +214,7 @@ class StepEvents:
         self._updated = True
         self._loader.source = self._loader.delivered
         if not self._usage.iterated:
-            self._usage.updated_unheard()
+            self._usage.updated_without_batch()
 
     # -- the backward pass (backward.BackwardListener) -----------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class StepEvents:
         if mode is _RESTING:
             return self._guard.call(call, args, kwargs)
         if not self._usage.iterated:
-            self._usage.called_unheard()
+            self._usage.called_without_batch()
         self._clock.call()
         try:
             if self._guard.wants_recording():

@@ -45,7 +45,7 @@ class GuardRunner:
         self._plan: Choices | None = None
         self._recording: Recording | None = None
         self._finding: Comparison | None = None
-        self._gradients_seen = False
+        self._gradients_checked = False
         self._leaves_out_update = False
         self.steps_alone = True
         """No other rank takes the same steps: an update may be left out here."""
@@ -138,9 +138,9 @@ class GuardRunner:
         """Make a call, see that its outputs are well, and keep it until its gradients have been looked at."""
         if not self._run.gate.wrapped or self._run.device.type != "cpu":
             return self._watch.call(call, args, kwargs)
-        kept = self._blame.begin(args, kwargs)
+        kept_call = self._blame.begin(args, kwargs)
         outputs = self._watch.call(call, args, kwargs)
-        self._blame.keep(kept, outputs)
+        self._blame.keep(kept_call, outputs)
         return outputs
 
     def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
@@ -153,7 +153,7 @@ class GuardRunner:
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
-        self._gradients_seen = self._leaves_out_update = False
+        self._gradients_checked = self._leaves_out_update = False
         if self._blame.calls:
             self._blame.forget()
 
@@ -163,24 +163,24 @@ class GuardRunner:
 
     def backward_ended(self, roots: list[Tensor]) -> None:
         """See that the gradients are well."""
-        self._gradients_seen = True
+        self._gradients_checked = True
         if self._blame.calls:
-            self._look_at_gradients(roots)
+            self._check_gradients(roots)
 
     def before_update(self, optimizer: Optimizer) -> None:
         """See that the gradients are well, where no backward pass was seen; leave out what strategies have spoiled."""
-        if not self._gradients_seen and self._blame.calls:
-            self._look_at_gradients(None)
+        if not self._gradients_checked and self._blame.calls:
+            self._check_gradients(None)
         if self._leaves_out_update and not self._watch.gradients_are_finite(optimizer):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    def _look_at_gradients(self, roots: list[Tensor] | None) -> None:
+    def _check_gradients(self, roots: list[Tensor] | None) -> None:
         """If strategies have made a gradient that is not finite, switch them off, and leave out its update."""
         if not self._switchboard.suspects() or self._excuse.holds():
             return
-        self._blame.seen()
+        self._blame.gradients_checked()
         if all(self._watch.gradients_are_finite(optimizer) for optimizer in self._run.optimizers):
             self._excuse.clear()
             return

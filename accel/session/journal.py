@@ -60,14 +60,14 @@ class Journal:
         run: Run,
         session: Session,
         controller: Controller,
-        voice: Announcer,
+        announcer: Announcer,
         *,
         allow: str,
         budget: str,
         report: str | os.PathLike[str] | None,
         replayed: bool,
     ) -> None:
-        self._run, self._session, self._controller, self._voice = run, session, controller, voice
+        self._run, self._session, self._controller, self._announcer = run, session, controller, announcer
         self._target = None if report is None else Path(report)
         if self._target is not None and self._target.suffix != ".json":
             # Now, not at exit: there it would make Python forget that Ctrl-C ended the run, and exit with 1, not 130.
@@ -109,7 +109,7 @@ class Journal:
             return
         if report.steps == 0:
             what = self._session.untrained or f"no training step of {report.model} was seen"
-            what = "" if self._voice.was_heard else what
+            what = "" if self._announcer.has_printed else what
         else:
             kept = ", ".join(report.plan) or "nothing"
             what = (
@@ -117,7 +117,7 @@ class Journal:
                 f"kept so far: {kept}"
             )
         if what:
-            self._voice.say(what)
+            self._announcer.say(what)
 
     def _leads(self) -> bool:
         return self._session.rank == 0

@@ -34,7 +34,7 @@ class Observation:
         self._exposed.look([run.model])
         self._meter = ThreadMeter(tid=threading.get_native_id())
         self._began = self._meter.read()
-        self._asked: ThreadTime | None = None
+        self._requested: ThreadTime | None = None
         self._waits: list[tuple[float, float, float]] = []
         self._probe.install()
         clock.backward_is_seen = True
@@ -46,16 +46,18 @@ class Observation:
         self._clock.backward_is_seen = False
         self._meter.close()
 
-    def asked(self) -> None:
+    def batch_requested(self) -> None:
         """A batch is asked for."""
         self._exposed.look([self._run.model])
-        self._asked = self._meter.read()
+        self._requested = self._meter.read()
 
-    def delivered(self) -> None:
+    def batch_delivered(self) -> None:
         """It is handed over."""
         now = self._meter.read()
-        if self._asked is not None and now is not None:
-            self._waits.append((now.at - self._asked.at, now.run - self._asked.run, now.wait - self._asked.wait))
+        if self._requested is not None and now is not None:
+            self._waits.append(
+                (now.at - self._requested.at, now.run - self._requested.run, now.wait - self._requested.wait)
+            )
 
     def evidence(self, steps: list[Measurement]) -> Evidence:
         """Return what was seen of these steps."""
@@ -77,7 +79,7 @@ class Observation:
 
     def _wait_share(self, steps: list[Measurement]) -> float | None:
         """Return the share of the steps in which DDP waits for other ranks."""
-        waited, seconds = self._exposed.mean(), sum(one.seconds for one in steps)
+        waited, seconds = self._exposed.mean(), sum(step.seconds for step in steps)
         return None if waited is None or not seconds else waited * len(steps) / seconds
 
     def _waiting(self) -> ThreadShare | None:

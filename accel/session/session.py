@@ -227,7 +227,7 @@ class Session:
         self._is_alone = self.guard.steps_alone = not self._ranks.distributed
         if self._ranks.leads:
             self._decisions = self._make_decisions()
-        self._usage.look_at_parts()
+        self._usage.watch_submodules()
         self.events.begun = True
         self._next_action(first=True)
         self._result.steps = self.steps  # those that went by while another model was searched for
@@ -289,7 +289,7 @@ class Session:
         self.samples_per_step = statistics.median(self._sizes) if self._sizes else None
         self._result.regime = self._regime()
         self.run.observed.fetch_finding = self._loader.finding
-        self._usage.note_parts()
+        self._usage.report_submodules()
         self._next_action()
 
     def _regime(self) -> Hashable:
@@ -391,14 +391,14 @@ class Session:
         self._state.close()
         TURNS.leave(self)
         self.events.close()
-        kept = {} if together else self.switchboard.collective()
-        self.switchboard.switch(kept)
+        remaining = {} if together else self.switchboard.collective()
+        self.switchboard.switch(remaining)
         self.events.observe(False)
         self._usage.close()
         self.guard.close()
         self._loader.watch(False)
         self.run.gate.close()
-        self.switchboard.close(kept)
+        self.switchboard.close(remaining)
         if was_alive and self._ranks is not None:
             self._ranks.leave(f"takes no part any more: {self.failed or 'accel was undone there'}")
 

@@ -19,15 +19,15 @@ class SubmoduleCalls:
 
     def __init__(self, model: nn.Module) -> None:
         self._called: dict[str, None] = {}
-        self._found: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._original_slots: list[tuple[nn.Module, dict[str, Any]]] = []
         self._open("", model)
 
     def _open(self, prefix: str, module: nn.Module) -> None:
         for name, part in module.named_children():
             path = f"{prefix}{name}"
-            found = callslot.held(part)
-            self._found.append((part, found))
-            inner = found.get(callslot.NAME)
+            slot = callslot.held(part)
+            self._original_slots.append((part, slot))
+            inner = slot.get(callslot.NAME)
             call = part._call_impl if inner is None else inner
             callslot.fill(part, callslot.SlotCall(partial(self._note, path, call)))
             if inner is None and not hasattr(part, "_orig_mod"):
@@ -39,9 +39,9 @@ class SubmoduleCalls:
 
     def close(self) -> list[str]:
         """Leave the parts as they were found, and return the paths of those that were called by the loop itself."""
-        for part, found in reversed(self._found):
-            callslot.restore(part, found)
-        self._found = []
+        for part, slot in reversed(self._original_slots):
+            callslot.restore(part, slot)
+        self._original_slots = []
         outer = [path for path in self._called if not any(path.startswith(f"{other}.") for other in self._called)]
         return outer
 

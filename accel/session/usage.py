@@ -9,7 +9,7 @@ from accel.session import submodule_calls as parts
 from accel.session.submodule_calls import SubmoduleCalls
 
 # Updates, or training calls, without a batch after which the loop is taken to iterate another loader.
-_UNHEARD_UPDATES, _UNHEARD_CALLS = 3, 12
+_UPDATES_WITHOUT_BATCH, _CALLS_WITHOUT_BATCH = 3, 12
 # Batches without a call of the model or a step of its optimizer after which, if something else is seen to train, the
 # loop is taken to train another model.
 _UNTRAINED_BATCHES = 32
@@ -35,24 +35,24 @@ class Usage:
         self._trained_elsewhere_at = 0
         """Of these, the one at which something was trained."""
         self._updates = self._calls = 0
-        self._said = False
-        self._parts: SubmoduleCalls | None = None
+        self._has_warned = False
+        self._submodule_calls: SubmoduleCalls | None = None
 
     # -- the loader ----------------------------------------------------------------------------------------------------
 
-    def updated_unheard(self) -> None:
+    def updated_without_batch(self) -> None:
         """The model was updated, and the loader has not been iterated."""
         self._updates += 1
-        self._say_unheard(self._updates, _UNHEARD_UPDATES, "was updated")
+        self._warn_once(self._updates, _UPDATES_WITHOUT_BATCH, "was updated")
 
-    def called_unheard(self) -> None:
+    def called_without_batch(self) -> None:
         """The model was called, and the loader has not been iterated."""
         self._calls += 1
-        self._say_unheard(self._calls, _UNHEARD_CALLS, "was called")
+        self._warn_once(self._calls, _CALLS_WITHOUT_BATCH, "was called")
 
-    def _say_unheard(self, times: int, limit: int, what: str) -> None:
-        if times == limit and not self._said:
-            self._said = True
+    def _warn_once(self, times: int, limit: int, what: str) -> None:
+        if times == limit and not self._has_warned:
+            self._has_warned = True
             self._say(
                 f"{self._model} {what} {times} times without a batch from the loader that "
                 "accel.optimize returned; iterate that one, or nothing is made faster"
@@ -86,16 +86,16 @@ class Usage:
 
     # -- its parts -----------------------------------------------------------------------------------------------------
 
-    def look_at_parts(self) -> None:
+    def watch_submodules(self) -> None:
         """If the loop has not called the model so far, look what it calls in place of it."""
         if not self.called:
-            self._parts = SubmoduleCalls(self._run.model)
+            self._submodule_calls = SubmoduleCalls(self._run.model)
 
-    def note_parts(self) -> None:
+    def report_submodules(self) -> None:
         """Note, and say, which parts of the model are called in place of it."""
         observed = self._run.observed
-        if self._parts is not None:
-            called, self._parts = self._parts.close(), None
+        if self._submodule_calls is not None:
+            called, self._submodule_calls = self._submodule_calls.close(), None
             if not self.called:
                 observed.uncalled = parts.advice(self._run.model, called)
                 self._say(f"{observed.uncalled}. Until then only its loader and optimizer are looked at")
@@ -104,5 +104,5 @@ class Usage:
 
     def close(self) -> None:
         """Leave the parts as they were."""
-        if self._parts is not None:
-            self._parts.close()
+        if self._submodule_calls is not None:
+            self._submodule_calls.close()
