@@ -42,13 +42,13 @@ _switched_off = 0
 
 
 class _LeftOut(Enum):
-    """What stands for an argument that was not passed: None is a value like any other."""
+    """Default of an argument that was not passed, since None is a valid value."""
 
-    OPTIMIZER = "met at its first step"
+    OPTIMIZER = "detected at its first step"
 
 
 class _Optimized:
-    """What belongs to one optimized model."""
+    """One optimized model with its session, journal and loaders."""
 
     def __init__(self, session: Session, journal: Journal, announcer: Announcer, settings: OptimizeSettings) -> None:
         self.session = session
@@ -59,11 +59,11 @@ class _Optimized:
 
     @property
     def proxies(self) -> list[LoaderProxy]:
-        """The loaders' stand-ins that are in use."""
+        """The loaders' proxies that are in use."""
         return list(self._followed.values())
 
     def follow(self, proxy: LoaderProxy) -> None:
-        """Follow a loader of the model: the training one, one that validates, or one in the first one's place."""
+        """Follow a loader of the model: for training, for validation, or one that replaces the first."""
         self._followed[id(proxy)] = proxy  # it hashes and compares as its loader does: a list has no hash
         follow(proxy, self.session.events)
 
@@ -76,7 +76,7 @@ class _Optimized:
 
 @dataclass(frozen=True)
 class OptimizeSettings:
-    """What a call asks for, beside its objects."""
+    """The options of a call, checked."""
 
     level: Exactness
     enable: frozenset[str]
@@ -134,20 +134,20 @@ def optimize(
 
     The loop stays as it is. While it runs, accel measures its steps, tries one strategy at a time on some real steps,
     interleaved with plain ones, and keeps what is faster and computes the same. The model and the optimizer come back
-    as the same objects; the loader as a thin stand-in that must be the one the loop iterates.
+    as the same objects; the loader as a thin proxy, which the loop must iterate.
 
     It may be called for each model of a loop (a GAN's two, say) with the same loader or the one that came back, and for
-    each loader of a model. A call with the same model and settings goes on; with other settings it begins anew.
+    each loader of a model. A call with the same model and settings goes on; with other settings the search starts over.
 
     Args:
         model: the module whose calls are training steps; on its device already.
         loader: the training loader, usually a `torch.utils.data.DataLoader`; any iterable of batches works.
-        optimizer: the optimizer of `model`. If left out or None, it is met at its first step.
+        optimizer: the optimizer of `model`. If left out or None, it is detected at its first step.
         allow: how far the numbers may move: "exact" (same bits), "reordered" (same precision, other order of
             summation; default), "reduced" (bfloat16, TF32), "lossy" (compressed gradients).
         enable: names of strategies to try although they are opt-in or beyond `allow`.
         disable: names of strategies not to try.
-        plan: a plan or its file, taken over without a search; refused if made for another model.
+        plan: a plan or its file, replayed without a search; refused if made for another model.
         report: where the report goes: a `.json` or `.html` file, or a folder for report.json, report.html and
             plan.json. It is always printed to stderr when the search ends.
         budget: what the search may cost in guards, one-off work and slower trial steps: seconds (60), "90s", "2m", or a
@@ -157,7 +157,7 @@ def optimize(
         What was passed, in order: `(model, loader)`, or `(model, loader, optimizer)`, also where that is None.
 
     Raises:
-        InvalidArgument: if an argument is wrong; the text says how to put it right.
+        InvalidArgument: if an argument is wrong; the message says how to correct it.
         PlanError: if the plan can't be read or was made for another model.
 
     Example:
@@ -189,9 +189,9 @@ def _check_settings(
     level = _check_allow(allow)
     enabled, disabled = strategies.check_names("enable", enable), strategies.check_names("disable", disable)
     if enabled & disabled:
-        raise InvalidArgument(f"{sorted(enabled & disabled)} stand in both enable and disable; leave them in one")
+        raise InvalidArgument(f"{sorted(enabled & disabled)} are in both enable and disable; keep them in one")
     replayed = _check_plan(plan, model)
-    if replayed is not None:  # whoever passes a plan has chosen what is in it
+    if replayed is not None:  # passing a plan enables its strategies
         enabled |= frozenset(replayed.strategies) - disabled
     return OptimizeSettings(
         level, enabled, disabled, replayed, Budget.parse(budget), None if report is None else os.fspath(report)
@@ -199,7 +199,7 @@ def _check_settings(
 
 
 def _proxy_of(loader: Any) -> LoaderProxy:
-    """Return the stand-in that the loop may iterate already, or a new one."""
+    """Return the loader's proxy if it has one, or a new one."""
     proxies = (proxy for optimized in _optimized.values() for proxy in optimized.proxies)
     return next((proxy for proxy in proxies if proxy._accel_loader is loader), None) or LoaderProxy(loader)
 
@@ -211,7 +211,7 @@ def _start(
     settings: OptimizeSettings,
     previous: _Optimized | None,
 ) -> _Optimized:
-    """Begin a search; what was `before`, under other settings, ends, and its loaders are the new one's."""
+    """Begin a search; a `previous` one with other settings ends, and hands over its loaders."""
     earlier_proxies = [] if previous is None else previous.proxies
     if previous is not None:
         previous.close()
@@ -332,7 +332,7 @@ def _check_plan(plan: Any, model: nn.Module) -> Plan | None:
 
 
 def undo(model: nn.Module) -> None:
-    """Leave `model` and its loader as they were before `optimize`; the loop may go on with the same objects.
+    """Restore `model` and its loader as they were before `optimize`; the loop may go on with the same objects.
 
     Args:
         model: a model that was passed to `optimize`; any other is left alone.
@@ -344,7 +344,7 @@ def undo(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Run what is inside plainly: strategies are off, nothing is measured, and `optimize` returns what it is given.
+    """Run the block plainly: strategies are off, nothing is measured, and `optimize` returns its arguments.
 
     Example:
         >>> with accel.disabled():
@@ -363,7 +363,7 @@ def disabled() -> Iterator[None]:
 
 
 def explain(model: nn.Module) -> Report:
-    """Return the report of a model that was passed to `optimize`, as it stands now.
+    """Return the present report of a model that was passed to `optimize`.
 
     Args:
         model: the model.
@@ -386,7 +386,7 @@ def explain(model: nn.Module) -> Report:
 @atexit.register
 def _at_exit() -> None:
     for optimized in list(_optimized.values()):
-        # Writing a report must not turn a good run's exit into a bad one.
+        # A report that can't be written must not change the exit status of a good run.
         try:
             optimized.journal.finish()
             optimized.journal.say_interrupted()

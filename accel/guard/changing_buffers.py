@@ -1,4 +1,4 @@
-"""What a model's own call changes in it: running statistics, counters. Found by looking, so that little is copied."""
+"""State that a model's own call changes: running statistics, counters. Observed, so that only this is copied."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# A look copies the buffers; a few show what moves in every call.
+# An observation copies the buffers; a few show which of them change in every call.
 _OBSERVATIONS = 8
 _ELEMENTS = 1_000_000
 _SCALARS = (int, float, bool, str, type(None))
@@ -18,7 +18,7 @@ class ChangingBuffers:
     """Buffers and plain attributes of `model` that change from call to call.
 
     Args:
-        model: what is looked at.
+        model: the model that is observed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,7 +31,7 @@ class ChangingBuffers:
         self._attributes: dict[tuple[int, str], dict[str, Any]] = {}
 
     def observe(self) -> None:
-        """Find out what has changed since the last look; a call of the model lies between."""
+        """Record what has changed since the last observation, with a call of the model in between."""
         if self._observations >= _OBSERVATIONS:
             return
         # By value: BatchNorm's statistics keep their version when they change.
@@ -53,7 +53,7 @@ class ChangingBuffers:
             self._contents, self._values = {}, {}
 
     def saved(self) -> list[Any]:
-        """Copy all that moves, and return what `restore` wants; there is one copy, the latest."""
+        """Copy all state that changes, and return what `restore` needs; only the latest copy is kept."""
         pairs = zip(self._buffers.values(), self._copies.values(), strict=False)
         if len(self._copies) != len(self._buffers) or any(b.shape != c.shape for b, c in pairs):
             self._copies = {number: buffer.clone() for number, buffer in self._buffers.items()}
@@ -62,18 +62,18 @@ class ChangingBuffers:
         return [owner.get(name) for (_, name), owner in self._attributes.items()]
 
     def restore(self, saved: list[Any]) -> None:
-        """Put back what was copied last."""
+        """Restore the latest copy."""
         _copy(self._buffers.values(), self._copies.values())
         for ((_, name), owner), value in zip(self._attributes.items(), saved, strict=True):
             owner[name] = value
 
 
 def _copy(destinations: Iterable[Tensor], origins: Iterable[Tensor]) -> None:
-    """Copy tensors, a call for each kind: one by one, a hundred of BatchNorm's take 0.5 ms on a GPU."""
+    """Copy tensors with one call per dtype and device: separately, a hundred of BatchNorm's take 0.5 ms on a GPU."""
     kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(destinations, origins, strict=True):
         if target.shape != source.shape:
-            continue  # it was given another size meanwhile: there is nothing to put back
+            continue  # it has been resized since: there is nothing to restore
         targets, sources = kinds.setdefault((target.dtype, target.device), ([], []))
         targets.append(target)
         sources.append(source)

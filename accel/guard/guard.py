@@ -4,7 +4,7 @@ The real step runs plain, and one call of the model in it is *recorded*: its inp
 the gradient that arrives at its outputs. At the step boundary that call is *replayed* twice, plain and under the
 candidate, from the same random state and the same buffers, and the arriving gradient is sent back through both. So
 outputs, parameter gradients and input gradients can be compared without knowing the user's loss, and a wrong candidate
-never touches the weights. Whatever a replay changes (random states, buffers, attributes of modules) is put back.
+never touches the weights. Whatever a replay changes (random states, buffers, attributes of modules) is restored.
 
 Compared, for a candidate with a base precision ε (fp32's 1.2e-7 for `reordered`, bfloat16's 3.9e-3 for `reduced`):
 
@@ -13,10 +13,10 @@ Compared, for a candidate with a base precision ε (fp32's 1.2e-7 for `reordered
                                            difference of δ sends a share δ of the units the other way, each an error
                                            of the order of 1, so the gradient moves by some √δ (measured: outputs
                                            2e-5, gradient 1.4e-2). Differences below 5 % of that bound taken over all
-                                           gradients together are let pass: a bias before BatchNorm has a gradient
+                                           gradients together are accepted: a bias before BatchNorm has a gradient
                                            of pure rounding noise
     scale       |⟨g_c, g_r⟩ / ⟨g_r, g_r⟩ − 1| ≤ 2^-7 (reordered), 2^-6 (reduced): errors without direction average out
-                                           in it, so it finds a gradient 5 % too long even in bfloat16
+                                           in it, so it detects a gradient 5 % too long even in bfloat16
     exact       the same bits
 """
 
@@ -65,7 +65,7 @@ class Tolerance:
 
 @dataclass
 class Comparison:
-    """What the guard found: '' in `problem` if all is well."""
+    """A comparison by the guard; `problem` is '' if the two agree."""
 
     problem: str = ""
     output_error: float = 0.0
@@ -77,7 +77,7 @@ class Comparison:
     """Why nothing could be compared; '' if something was."""
 
     def merge(self, other: Comparison) -> Comparison:
-        """Return the worse of two findings; one that could compare is enough."""
+        """Return the worse of two comparisons; it is unsure only if both are."""
         return Comparison(
             self.problem or other.problem,
             max(self.output_error, other.output_error),
@@ -102,7 +102,7 @@ class Recording:
     """Output number → gradient that arrived at it."""
 
     def listen(self, outputs: Any) -> None:
-        """Take note of the gradients that arrive at the outputs."""
+        """Record the gradients that arrive at the outputs."""
         for number, tensor in enumerate(tensors(outputs)):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._arrive, number))  # type: ignore[no-untyped-call]
@@ -122,7 +122,7 @@ class RandomStates:
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restore(self) -> None:
-        """Put back the states that are others now; what nobody drew from is not written: other threads may draw."""
+        """Restore the states that have changed; the others are not written, since other threads may draw from them."""
         for stream, state in self._host:
             if stream.read() != state:
                 stream.write(state)
@@ -146,7 +146,7 @@ class ModuleState:
         return {n: v for n, v in attributes.items() if n == "_buffers" or not (n.startswith("_") or n == "training")}
 
     def restore(self) -> None:
-        """Put buffers and attributes back as they were; containers are refilled, so that they stay the same objects."""
+        """Restore buffers and attributes; containers are refilled, so that they stay the same objects."""
         for attributes, state in self._attributes:
             for name in self._plain(attributes).keys() - state.keys():
                 del attributes[name]
@@ -178,7 +178,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Replayed:
-    """What a replay gave."""
+    """The outputs and gradients of a replay."""
 
     outputs: list[Tensor]
     gradients: list[Tensor | None]
@@ -187,7 +187,7 @@ class Replayed:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put back, at the end, whatever the block changes in random states, buffers and module attributes."""
+    """Restore, at the end, whatever the block changes in random states, buffers and module attributes."""
     states, modules = RandomStates(device), ModuleState(model)
     try:
         yield
@@ -207,7 +207,7 @@ def replay(model: nn.Module, call: Any, recording: Recording) -> Replayed:
     named: list[tuple[str, Tensor]] = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     named += [(f"input {i}", t) for i, t in enumerate(tensors((args, kwargs))) if t.requires_grad]
     enabled, dtype = recording.autocast
-    no_sync: Any = getattr(model, "no_sync", contextlib.nullcontext)  # DDP: a replay is no business of other ranks
+    no_sync: Any = getattr(model, "no_sync", contextlib.nullcontext)  # DDP: other ranks take no part in a replay
     with torch.enable_grad(), no_sync(), torch.autocast(recording.device, dtype=dtype, enabled=enabled):
         outputs = tensors(call(*args, **kwargs))
     roots = [(i, t) for i, t in enumerate(outputs) if t.requires_grad]
@@ -281,7 +281,7 @@ def _compare_sizes(compared: list[tuple[str, Tensor, Tensor]], exactness: Exactn
     errors = [_norm(actual.double() - expected.double()) for _, expected, actual in compared]
     sizes = [_norm(expected.double()) for _, expected, _ in compared]
     if not all(map(math.isfinite, sizes)):
-        return Comparison()  # the plain gradients are not finite: the loop's own affair, nothing to compare with
+        return Comparison()  # the plain gradients are not finite: the loop's own fault, and nothing to compare with
     total = math.hypot(*sizes)
     overall = math.hypot(*errors) / total if total > 0 else math.hypot(*errors)
     floor = 0.05 * tolerance.gradient * total

@@ -69,7 +69,7 @@ def document(report: ProfileReport) -> Document:
 
 
 def _phases(report: ProfileReport) -> list[str]:
-    """List every phase once, in the order of the numbers by which the page tells them apart."""
+    """List every phase once, in the order of the numbers that identify them on the page."""
     parts = [node.name for node in report.evidence.children] if report.evidence else []
     measured = [*(row.phases_ms for row in report.timeline), *(row.phases_ms for row in report.ranks)]
     return list(dict.fromkeys([*parts, *words.phase_names(measured)]))
@@ -82,7 +82,7 @@ def _lead(report: ProfileReport) -> Iterator[Paragraph]:
 
 
 def _limited(rows: Sequence[TableRow], noun: str) -> tuple[list[TableRow], str]:
-    """Leave to the page what is too much for a terminal, and say so there."""
+    """Limit the rows on a terminal, with a note there; a page has all."""
     limited = [*rows[:ROW_LIMIT], *(replace(row, only="page") for row in rows[ROW_LIMIT:])]
     return limited, blocks.hidden_text(len(rows) - ROW_LIMIT, "more", noun)
 

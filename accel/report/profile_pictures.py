@@ -15,7 +15,7 @@ from accel.report.words import finite, ms_text
 TIMELINE_HEIGHT = 180
 """Pixels."""
 TALL = 4.0
-"""A step longer than this many medians is cut off, so that the others can be told apart."""
+"""A step longer than this many medians is cut off, so that the others can be distinguished."""
 
 
 def gauge(number: int, finding: Finding) -> Picture | None:

@@ -19,10 +19,10 @@ Wrap = Callable[[Call], Call]
 
 
 class Watcher(Protocol):
-    """What the gate asks at each call."""
+    """Makes each call in place of the gate."""
 
     def around(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the call, and see to what must be seen to."""
+        """Make the call and do the checks around it."""
 
 
 class Gate:
@@ -59,17 +59,17 @@ class Gate:
         return bool(self._wraps)
 
     def add(self, name: str, wrap: Wrap) -> None:
-        """Put a wrapper on, at its place in the order."""
+        """Add a wrapper, at its place in the order."""
         self._wraps[name] = wrap
         self._rebuild()
 
     def remove(self, name: str) -> None:
-        """Take a wrapper off; unknown names are ignored."""
+        """Remove a wrapper; unknown names are ignored."""
         self._wraps.pop(name, None)
         self._rebuild()
 
     def watch(self, watcher: Watcher | None) -> None:
-        """Let `watcher` see each call, or none."""
+        """Pass each call to `watcher`; None ends that."""
         self.watcher = watcher
         self._adopt()
         self._install()
@@ -90,10 +90,10 @@ class Gate:
         return call
 
     def _adopt(self) -> None:
-        """If the loop has called `model.compile()` meanwhile, take that for its plain path from now on."""
+        """If the loop has called `model.compile()` since, make the compiled call the plain path from now on."""
         call = vars(self.model).get(callslot.NAME)
         if call is None or call is self._installed or isinstance(call, callslot.SlotCall):
-            return  # the profiler's marks are nobody's compiled call
+            return  # the profiler's wrapper is not a compiled call
         self._user_compiled = self._installed = call
         self._original_slot = callslot.held(self.model)
         self._chain = self._wrapped()
@@ -119,7 +119,7 @@ class Gate:
         return self.watcher.around(self._chain, args, kwargs)
 
     def close(self) -> None:
-        """Leave the model as it was found."""
+        """Restore the model as it was before the gate."""
         self.watcher = None
         self._wraps.clear()
         self._rebuild()

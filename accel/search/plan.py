@@ -24,7 +24,7 @@ Choices = dict[str, Any]
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a hash of what a plan is bound to: the names, shapes and dtypes of the model's state, not its values."""
+    """Return a hash of the names, shapes and dtypes of the model's state, not its values; a plan is bound to it."""
     target = getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
     parts = [
         f"{name} {tuple(t.shape)} {t.dtype}"
@@ -39,7 +39,7 @@ class Plan:
     """What was chosen, for which model, on what machine."""
 
     fingerprint: str
-    """Of the model it was made for."""
+    """Hash of the model it was made for."""
     model: str
     """Class name, for the error message."""
     strategies: Choices = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Plan:
     device: str = ""
     torch: str = ""
     speedup: float | None = None
-    """What it gave where it was made."""
+    """Speed-up of the run that made it."""
     schema: int = SCHEMA
 
     def save(self, path: str | os.PathLike[str]) -> None:

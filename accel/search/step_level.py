@@ -9,7 +9,7 @@ _WINDOW = 3
 
 
 class StepLevel:
-    """Know the usual step time from three looks, and say when three in a row are slower.
+    """Learn the usual step time from three medians, and report when three in a row are slower.
 
     Args:
         slower: how many times the usual step time is slower.
@@ -22,13 +22,13 @@ class StepLevel:
 
     @property
     def is_open(self) -> bool:
-        """True if the usual step time is not known yet, or the last look was slow: the next look should come soon."""
+        """True if the usual step time is not known yet, or the last median was slow: measure again soon."""
         if self._usual_ms is None:
             return True
         return bool(self._medians_ms) and self._medians_ms[-1] > self._slower * self._usual_ms
 
     def add(self, median_ms: float) -> str:
-        """Take in a look; return how the step became slower, '' if it did not."""
+        """Add a median; return how the step became slower, '' if it did not."""
         self._medians_ms.append(median_ms)
         if len(self._medians_ms) < _WINDOW:
             return ""
@@ -43,10 +43,10 @@ class StepLevel:
         return f"the step became slower ({self._usual_ms:.3g} → {fastest_ms:.3g} ms)"
 
     def forget(self) -> None:
-        """The usual step time is another one now."""
+        """Learn the usual step time again; the latest medians count towards it."""
         self._usual_ms = None
 
     def begin_anew(self) -> None:
-        """What was looked at was something else."""
+        """Start over: what was measured ran under another plan."""
         self._usual_ms = None
         self._medians_ms.clear()

@@ -9,14 +9,14 @@ from accel.run import ranks
 
 
 class Announcer:
-    """Say what the user should know now."""
+    """Print messages for the user."""
 
     def __init__(self) -> None:
         self._printed: set[str] = set()
 
     @property
     def has_printed(self) -> bool:
-        """True if a line was said."""
+        """True if a line was printed."""
         return bool(self._printed)
 
     def say(self, line: str) -> None:

@@ -1,7 +1,7 @@
-"""What the profiler is told of the steps in which the controller looks: the same evidence as in `accel profile`.
+"""The profiler's evidence on steps that the controller wants diagnosed: the same as in `accel profile`.
 
-Only while it is open: a mark around the backward pass, DDP's own clocks, and the training thread's times from the
-system, read when a batch is asked for and handed over. Closed, a step costs what it did.
+Only while it is open: a wrapper around the backward pass, DDP's own timers, and the training thread's CPU times from
+the system, read when a batch is requested and delivered. Once it is closed, steps cost nothing more.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from accel.run.context import Run
 
 
 class Observation:
-    """Look at some steps.
+    """Observe some steps.
 
     Args:
-        clock: gets the marks of the backward pass.
+        clock: receives the times of the backward pass.
         run: the user's objects.
     """
 
@@ -40,19 +40,19 @@ class Observation:
         clock.backward_is_seen = True
 
     def close(self) -> None:
-        """Take the marks out."""
+        """Remove the wrapper and stop the timers."""
         self._exposed.stop()
         self._probe.remove()
         self._clock.backward_is_seen = False
         self._meter.close()
 
     def batch_requested(self) -> None:
-        """A batch is asked for."""
+        """The loop requests a batch."""
         self._exposed.look([self._run.model])
         self._requested = self._meter.read()
 
     def batch_delivered(self) -> None:
-        """It is handed over."""
+        """The batch is delivered."""
         now = self._meter.read()
         if self._requested is not None and now is not None:
             self._waits.append(
@@ -60,7 +60,7 @@ class Observation:
             )
 
     def evidence(self, steps: list[Measurement]) -> Evidence:
-        """Return what was seen of these steps."""
+        """Return the evidence on these steps."""
         run, now = self._run, self._meter.read()
         return Evidence(
             steps=steps,

@@ -1,4 +1,4 @@
-"""Which parts of a model the loop calls, where it never calls the model itself: `self.net(x)` in a training step."""
+"""Which submodules the loop calls where it never calls the model itself: `self.net(x)` in a training step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from accel.profiler.clocks import callslot
 
 
 class SubmoduleCalls:
-    """Take note of the parts of `model` that are called, for some steps.
+    """Record which submodules of `model` are called, for some steps.
 
     Args:
-        model: a module; compiled parts are noted as a whole.
+        model: a module; a compiled submodule is recorded as a whole.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,7 +38,7 @@ class SubmoduleCalls:
         return call(*args, **kwargs)
 
     def close(self) -> list[str]:
-        """Leave the parts as they were found, and return the paths of those that were called by the loop itself."""
+        """Restore the submodules, and return the paths of those that the loop itself called."""
         for part, slot in reversed(self._original_slots):
             callslot.restore(part, slot)
         self._original_slots = []
@@ -47,7 +47,7 @@ class SubmoduleCalls:
 
 
 def advice(model: nn.Module, parts: list[str]) -> str:
-    """Say what to pass in place of a model that is never called itself."""
+    """Return what to pass in place of a model that is never called itself."""
     name = type(model).__name__
     if not parts:
         return f"the training steps call neither {name} nor a part of it; pass the module that they call"
