@@ -3,7 +3,7 @@
 It is a generator that yields an `Action` and is sent its `Result`. It knows nothing of models, loaders or clocks, so
 tests can drive it with a simulated loop.
 
-    observe ──▶ search ──▶ closing trial ──▶ watch ─┐
+    observe ──▶ search ──▶ closing trial ──▶ hold ──┐
                   ▲                                 │ other batch shape, world size, threads; an expensive candidate
                   └─────────────────────────────────┘ has become affordable; a kept strategy has become slower
 """
@@ -120,7 +120,7 @@ class Controller:
             if not self._regime_changed:
                 self.searching = False
                 self.searched_until = self.steps
-                yield from self._keep_watch()
+                yield from self._hold()
                 self.searching = True
 
     def _act(self, action: Action) -> Generator[Action, Result, Result]:
@@ -135,7 +135,7 @@ class Controller:
         return result
 
     def _observe(self) -> Decisions:
-        for waits in range(self._pace.crowded_waits + 1):
+        for waits in range(self._pace.crowded_looks + 1):
             rest = self._pace.crowded_rest(self.plain_ms / 1e3) if waits else 0
             plan = dict(self.plan)
             action = Action(plan=plan, rest=rest, steps=self._pace.observe, anatomy=True)
@@ -148,7 +148,7 @@ class Controller:
                     self.plain_ms = statistics.median(result.seconds) * 1e3
             if not _is_crowded(_diagnosed(result)):
                 break
-            if waits == self._pace.crowded_waits:
+            if waits == self._pace.crowded_looks:
                 self._note("the machine is crowded: the search begins anyway")
                 break
             self._note("the machine is crowded: the search waits")
@@ -333,15 +333,15 @@ class Controller:
         result = yield from self._act(Action(plan=self.plan, steps=self._pace.observe, anatomy=True))
         self._record_anatomy(result)
 
-    # -- watch -------------------------------------------------------------------------------------------------------
+    # -- hold --------------------------------------------------------------------------------------------------------
 
-    def _keep_watch(self) -> Decisions:
+    def _hold(self) -> Decisions:
         """Keep the plan on, checking it, until there is a reason to search again."""
         level = StepLevel(self._pace.slower)
         gap, next_check = self._pace.recheck, self.steps + self._pace.recheck
         while True:
             check = dict(self.plan) if self.plan and self.steps >= next_check else None
-            steps = 1 if check else self._pace.watch
+            steps = 1 if check else self._pace.hold
             rest = 0 if check or (self.plan and level.is_open) else self._pace.rest
             if self.plan:
                 rest = max(0, min(rest, next_check - self.steps - steps))

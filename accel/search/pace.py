@@ -13,13 +13,13 @@ class Pace:
     """Plain steps before anything is tried."""
     guard: int = 2
     """Steps whose replays must agree before a candidate runs for real; two, so that a stale input shows."""
-    watch: int = 50
+    hold: int = 50
     """Steps in which a finished plan is measured at a time."""
     rest: int = 150
     """Steps between two such measurements, in which nothing is measured."""
     recheck: int = 250
     """Steps from the end of the search to the guard's next check; the interval then doubles."""
-    crowded_waits: int = 3
+    crowded_looks: int = 3
     """How often the search waits for a crowded machine to become quiet, `recheck` steps each time."""
     crowded_wait_s: float = 20.0
     """The longest such wait, s: with slow steps the wait has fewer of them."""

@@ -100,4 +100,4 @@ def simulate(
     return controller
 
 
-FAST = Pace(watch=20, recheck=200)
+FAST = Pace(hold=20, recheck=200)

@@ -193,7 +193,7 @@ def test_a_machine_that_stays_crowded_is_searched_all_the_same() -> None:
     controller = simulate([candidate("good")], Machine(speed={"good": 1.5}, thread=lambda step: CROWDED), pace=FAST)
 
     assert controller.events[-1].text == "the machine is crowded: the search begins anyway"
-    assert len(controller.events) == FAST.crowded_waits + 1
+    assert len(controller.events) == FAST.crowded_looks + 1
     assert list(controller.plan) == ["good"]
 
 
@@ -242,7 +242,7 @@ def test_waiting_for_a_quiet_machine_has_an_end_in_seconds_too() -> None:
     simulate([candidate("good")], machine, pace=FAST)
 
     rests = [action.rest for action in machine.actions if action.rest]
-    assert rests == [FAST.observe] * FAST.crowded_waits  # 10 steps are 20 s; a look needs more
+    assert rests == [FAST.observe] * FAST.crowded_looks  # 10 steps are 20 s; a look needs more
 
 
 def test_a_regime_that_changes_while_the_search_waits_begins_it_anew() -> None:
