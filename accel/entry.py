@@ -42,28 +42,28 @@ _switched_off = 0
 
 
 class _LeftOut(Enum):
-    """What stands for an argument that was not passed: None is a value like any other."""
+    """Default of an argument that was not passed, since None is a valid value."""
 
-    OPTIMIZER = "met at its first step"
+    OPTIMIZER = "detected at its first step"
 
 
 class _Optimized:
-    """What belongs to one optimized model."""
+    """One optimized model with its session, journal and loaders."""
 
-    def __init__(self, session: Session, journal: Journal, voice: Announcer, settings: OptimizeSettings) -> None:
+    def __init__(self, session: Session, journal: Journal, announcer: Announcer, settings: OptimizeSettings) -> None:
         self.session = session
         self.journal = journal
-        self.voice = voice
+        self.announcer = announcer
         self.settings = settings
         self._followed: weakref.WeakValueDictionary[int, LoaderProxy] = weakref.WeakValueDictionary()
 
     @property
     def proxies(self) -> list[LoaderProxy]:
-        """The loaders' stand-ins that are in use."""
+        """The loaders' proxies that are in use."""
         return list(self._followed.values())
 
     def follow(self, proxy: LoaderProxy) -> None:
-        """Follow a loader of the model: the training one, one that validates, or one in the first one's place."""
+        """Follow a loader of the model: for training, for validation, or one that replaces the first."""
         self._followed[id(proxy)] = proxy  # it hashes and compares as its loader does: a list has no hash
         follow(proxy, self.session.events)
 
@@ -76,7 +76,7 @@ class _Optimized:
 
 @dataclass(frozen=True)
 class OptimizeSettings:
-    """What a call asks for, beside its objects."""
+    """The options of a call, checked."""
 
     level: Exactness
     enable: frozenset[str]
@@ -134,20 +134,20 @@ def optimize(
 
     The loop stays as it is. While it runs, accel measures its steps, tries one strategy at a time on some real steps,
     interleaved with plain ones, and keeps what is faster and computes the same. The model and the optimizer come back
-    as the same objects; the loader as a thin stand-in that must be the one the loop iterates.
+    as the same objects; the loader as a thin proxy, which the loop must iterate.
 
     It may be called for each model of a loop (a GAN's two, say) with the same loader or the one that came back, and for
-    each loader of a model. A call with the same model and settings goes on; with other settings it begins anew.
+    each loader of a model. A call with the same model and settings goes on; with other settings the search starts over.
 
     Args:
         model: the module whose calls are training steps; on its device already.
         loader: the training loader, usually a `torch.utils.data.DataLoader`; any iterable of batches works.
-        optimizer: the optimizer of `model`. If left out or None, it is met at its first step.
+        optimizer: the optimizer of `model`. If left out or None, it is detected at its first step.
         allow: how far the numbers may move: "exact" (same bits), "reordered" (same precision, other order of
             summation; default), "reduced" (bfloat16, TF32), "lossy" (compressed gradients).
         enable: names of strategies to try although they are opt-in or beyond `allow`.
         disable: names of strategies not to try.
-        plan: a plan or its file, taken over without a search; refused if made for another model.
+        plan: a plan or its file, replayed without a search; refused if made for another model.
         report: where the report goes: a `.json` or `.html` file, or a folder for report.json, report.html and
             plan.json. It is always printed to stderr when the search ends.
         budget: what the search may cost in guards, one-off work and slower trial steps: seconds (60), "90s", "2m", or a
@@ -157,7 +157,7 @@ def optimize(
         What was passed, in order: `(model, loader)`, or `(model, loader, optimizer)`, also where that is None.
 
     Raises:
-        InvalidArgument: if an argument is wrong; the text says how to put it right.
+        InvalidArgument: if an argument is wrong; the message says how to correct it.
         PlanError: if the plan can't be read or was made for another model.
 
     Example:
@@ -168,38 +168,38 @@ def optimize(
         ...     optimizer.step()
         >>> print(accel.explain(model))
     """
-    given = (model, loader) if isinstance(optimizer, _LeftOut) else (model, loader, optimizer)
+    arguments = (model, loader) if isinstance(optimizer, _LeftOut) else (model, loader, optimizer)
     if os.environ.get("ACCEL") == "0" or _switched_off:
-        return given
-    known = None if isinstance(optimizer, _LeftOut) else optimizer
-    _check_objects(model, loader, known)
+        return arguments
+    optimizer_if_passed = None if isinstance(optimizer, _LeftOut) else optimizer
+    _check_objects(model, loader, optimizer_if_passed)
     settings = _check_settings(model, allow, enable, disable, plan, budget, report)
     proxy = loader if is_proxy(loader) else _proxy_of(loader)
 
     optimized = _optimized.get(model)
     if optimized is None or optimized.settings != settings:
-        optimized = _optimized[model] = _start(model, proxy, known, settings, optimized)
+        optimized = _optimized[model] = _start(model, proxy, optimizer_if_passed, settings, optimized)
     optimized.follow(proxy)
-    return model, proxy, *given[2:]
+    return model, proxy, *arguments[2:]
 
 
 def _check_settings(
     model: nn.Module, allow: Any, enable: Any, disable: Any, plan: Any, budget: Any, report: Any
 ) -> OptimizeSettings:
     level = _check_allow(allow)
-    chosen, refused = strategies.check_names("enable", enable), strategies.check_names("disable", disable)
-    if chosen & refused:
-        raise InvalidArgument(f"{sorted(chosen & refused)} stand in both enable and disable; leave them in one")
-    wanted = _check_plan(plan, model)
-    if wanted is not None:  # whoever passes a plan has chosen what is in it
-        chosen |= frozenset(wanted.strategies) - refused
+    enabled, disabled = strategies.check_names("enable", enable), strategies.check_names("disable", disable)
+    if enabled & disabled:
+        raise InvalidArgument(f"{sorted(enabled & disabled)} are in both enable and disable; keep them in one")
+    replayed = _check_plan(plan, model)
+    if replayed is not None:  # passing a plan enables its strategies
+        enabled |= frozenset(replayed.strategies) - disabled
     return OptimizeSettings(
-        level, chosen, refused, wanted, Budget.parse(budget), None if report is None else os.fspath(report)
+        level, enabled, disabled, replayed, Budget.parse(budget), None if report is None else os.fspath(report)
     )
 
 
 def _proxy_of(loader: Any) -> LoaderProxy:
-    """Return the stand-in that the loop may iterate already, or a new one."""
+    """Return the loader's proxy if it has one, or a new one."""
     proxies = (proxy for optimized in _optimized.values() for proxy in optimized.proxies)
     return next((proxy for proxy in proxies if proxy._accel_loader is loader), None) or LoaderProxy(loader)
 
@@ -209,46 +209,48 @@ def _start(
     proxy: LoaderProxy,
     optimizer: Optimizer | None,
     settings: OptimizeSettings,
-    before: _Optimized | None,
+    previous: _Optimized | None,
 ) -> _Optimized:
-    """Begin a search; what was `before`, under other settings, ends, and its loaders are the new one's."""
-    earlier = [] if before is None else before.proxies
-    if before is not None:
-        before.close()
-        before.voice.say(f"{type(model).__name__} was passed with other settings than before: its search begins anew")
+    """Begin a search; a `previous` one with other settings ends, and hands over its loaders."""
+    earlier_proxies = [] if previous is None else previous.proxies
+    if previous is not None:
+        previous.close()
+        previous.announcer.say(
+            f"{type(model).__name__} was passed with other settings than before: its search begins anew"
+        )
     chosen = {kind.name: kind() for kind in strategies.REGISTRY}
     gate = Gate(model, list(chosen))
     fetching = free_fetching(proxy)
     run = Run(model, proxy._accel_loader, [] if optimizer is None else [optimizer], gate, fetching)
-    voice = Announcer()
-    taken = fetching is not proxy._accel_fetching
+    announcer = Announcer()
+    fetching_in_use = fetching is not proxy._accel_fetching
     controller = Controller(
-        [_candidate(s, run, settings, taken) for s in chosen.values()],
+        [_candidate(s, run, settings, fetching_in_use) for s in chosen.values()],
         budget=settings.budget,
         reduce=statistics.fmean if run.cuda else statistics.median,
-        announce=voice.announce,
-        say=voice.say,
+        announce=announcer.announce,
+        say=announcer.say,
         replay=None if settings.plan is None else settings.plan.strategies,
     )
-    session = Session(run, chosen, controller.decisions, say=voice.say)
+    session = Session(run, chosen, controller.decisions, say=announcer.say)
     journal = Journal(
         run,
         session,
         controller,
-        voice,
+        announcer,
         allow=settings.level.word,
         budget=settings.budget.text,
         report=settings.report,
         replayed=settings.plan is not None,
     )
     session.start(settled=journal.settled)
-    optimized = _Optimized(session, journal, voice, settings)
-    for known in earlier:
-        optimized.follow(known)
+    optimized = _Optimized(session, journal, announcer, settings)
+    for earlier_proxy in earlier_proxies:
+        optimized.follow(earlier_proxy)
     return optimized
 
 
-def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, taken: bool) -> Candidate:
+def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetching_in_use: bool) -> Candidate:
     return Candidate(
         name=strategy.name,
         summary=strategy.summary,
@@ -258,7 +260,7 @@ def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, taken: 
         settling=strategy.settling,
         phase=strategy.phase,
         host_dependent=strategy.host_dependent,
-        ruled_out=_ruled_out(strategy, settings, taken),
+        ruled_out=_ruled_out(strategy, settings, fetching_in_use),
         refusal=lambda: _refusal(strategy, run),
         settings=lambda: strategy.settings(run),
         describe=strategy.describe,
@@ -271,10 +273,10 @@ def _refusal(strategy: Strategy, run: Run) -> str:
     return strategy.refusal(run) or run.refused_elsewhere.get(strategy.name, "")
 
 
-def _ruled_out(strategy: Strategy, settings: OptimizeSettings, taken: bool) -> tuple[str, str] | None:
+def _ruled_out(strategy: Strategy, settings: OptimizeSettings, fetching_in_use: bool) -> tuple[str, str] | None:
     if strategy.name in settings.disable:
         return "disabled", "left out by disable="
-    if taken and strategy.touches == {"input"}:
+    if fetching_in_use and strategy.touches == {"input"}:
         return "not applicable", "the loader is another model's too: its report has the verdict"
     if strategy.name in settings.enable:
         return None
@@ -330,7 +332,7 @@ def _check_plan(plan: Any, model: nn.Module) -> Plan | None:
 
 
 def undo(model: nn.Module) -> None:
-    """Leave `model` and its loader as they were before `optimize`; the loop may go on with the same objects.
+    """Restore `model` and its loader as they were before `optimize`; the loop may go on with the same objects.
 
     Args:
         model: a model that was passed to `optimize`; any other is left alone.
@@ -342,7 +344,7 @@ def undo(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Run what is inside plainly: strategies are off, nothing is measured, and `optimize` returns what it is given.
+    """Run the block plainly: strategies are off, nothing is measured, and `optimize` returns its arguments.
 
     Example:
         >>> with accel.disabled():
@@ -361,7 +363,7 @@ def disabled() -> Iterator[None]:
 
 
 def explain(model: nn.Module) -> Report:
-    """Return the report of a model that was passed to `optimize`, as it stands now.
+    """Return the present report of a model that was passed to `optimize`.
 
     Args:
         model: the model.
@@ -384,7 +386,7 @@ def explain(model: nn.Module) -> Report:
 @atexit.register
 def _at_exit() -> None:
     for optimized in list(_optimized.values()):
-        # Writing a report must not turn a good run's exit into a bad one.
+        # A report that can't be written must not change the exit status of a good run.
         try:
             optimized.journal.finish()
             optimized.journal.say_interrupted()

@@ -1,4 +1,4 @@
-"""What accel raises at a user, and nothing else.
+"""The exceptions that accel raises for users, and nothing else.
 
 AccelError
 ├── InvalidArgument   an argument of a public call is wrong   (also a ValueError)

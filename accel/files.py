@@ -10,7 +10,7 @@ from accel.errors import InvalidArgument
 
 
 def write_atomic(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` to `path` so that a reader sees the old file or the new one, never half.
+    """Write `text` to `path` so that a reader sees the old file or the new one, never a part.
 
     The text goes to a temporary file in the same folder, is flushed to disk and renamed over `path`.
 
@@ -42,8 +42,7 @@ def write_atomic(path: str | os.PathLike[str], text: str) -> None:
 def check_folder(option: str, target: str | os.PathLike[str]) -> None:
     """Raise InvalidArgument unless a file that a command is to write lies in a folder that exists.
 
-    A command that made folders would turn a mistyped path into a place where nobody looks; asked first, nothing has
-    been measured in vain.
+    A command that made folders would write to a mistyped path without notice. Checking first avoids measuring in vain.
 
     Args:
         option: as on the command line.

@@ -61,13 +61,13 @@ def patch_fcos_head(head: Any) -> Any:
     kind = _kind(head)
     targets = _fcos_levels if kind == "fcos" else _fcos3d_levels
     unpatch_fcos_head(head)
-    # Past __setattr__ of modules: it is no part of the state, and a copy or a pickle of the head keeps it.
+    # Not by __setattr__ of modules: it is not part of the state, but copies and pickles of the head keep it.
     vars(head)["get_targets"] = functools.partial(targets, head)
     return head
 
 
 def unpatch_fcos_head(head: Any) -> Any:
-    """Give a head its own `get_targets` back; one that was not patched stays as it is."""
+    """Restore a head's own `get_targets`; one that was not patched stays as it is."""
     ours = vars(head).get("get_targets")
     if isinstance(ours, functools.partial) and ours.func in (_fcos_levels, _fcos3d_levels):
         del vars(head)["get_targets"]
@@ -79,9 +79,9 @@ def _kind(head: Any) -> str:
     names = tuple(inspect.signature(published).parameters)[1:] if callable(published) else ()
     kind = _SIGNATURES.get(names)
     if kind is None:
-        known = " or ".join(f"get_targets({', '.join(signature)})" for signature in _SIGNATURES)
+        supported = " or ".join(f"get_targets({', '.join(signature)})" for signature in _SIGNATURES)
         raise ValueError(
-            f"patch_fcos_head: the head must have {known}. Found: {type(head).__name__}, get_targets"
+            f"patch_fcos_head: the head must have {supported}. Found: {type(head).__name__}, get_targets"
             f"({', '.join(names)}). Call accel.kernels.fcos_targets from its get_targets instead."
         )
     missing = [name for name in _NEEDED[kind] if not hasattr(head, name)]
@@ -105,8 +105,8 @@ def _fcos_levels(head: Any, points: Levels, batch_gt_instances: Sequence[Any]) -
         radius=head.center_sample_radius,
         normalize=bool(head.norm_on_bbox),
     )
-    found = fcos_targets(_points(head, points), FcosGts(**gts), config)
-    return _split(found.labels, points), _split(found.boxes, points)
+    targets = fcos_targets(_points(head, points), FcosGts(**gts), config)
+    return _split(targets.labels, points), _split(targets.boxes, points)
 
 
 def _fcos3d_levels(
@@ -139,8 +139,8 @@ def _fcos3d_levels(
         normalize=bool(head.norm_on_bbox),
         centerness_alpha=head.centerness_alpha,
     )
-    found = fcos3d_targets(_points(head, points), replace(gts, boxes_3d=_locally_turned(gts.boxes_3d)), config)
-    labels, boxes_3d, centerness, attributes = (_split(target, points) for target in found)
+    targets = fcos3d_targets(_points(head, points), replace(gts, boxes_3d=_locally_turned(gts.boxes_3d)), config)
+    labels, boxes_3d, centerness, attributes = (_split(per_image, points) for per_image in targets)
     return labels, boxes_3d, centerness, attributes
 
 
@@ -153,8 +153,8 @@ def _locally_turned(boxes_3d: Tensor) -> Tensor:
 
 def _tensor(boxes: Any) -> Tensor:
     """Return the tensor, or the one within a box structure of the library."""
-    found: Tensor = boxes if isinstance(boxes, Tensor) else boxes.tensor
-    return found
+    tensor: Tensor = boxes if isinstance(boxes, Tensor) else boxes.tensor
+    return tensor
 
 
 def _padded(lists: dict[str, list[Tensor]]) -> dict[str, Tensor]:
@@ -170,7 +170,7 @@ def _points(head: Any, points: Levels) -> FcosPoints:
             f"get_targets: points must have one level for each regress range. Found: {len(points)} levels, "
             f"{len(head.regress_ranges)} ranges. Give the head as many ranges as the neck has levels."
         )
-    strides = [_one(stride) for stride in head.strides]
+    strides = [_stride_of(stride) for stride in head.strides]
     ranges = [(float(low), float(high)) for low, high in head.regress_ranges]
     if all(level.device.type == "cpu" for level in points) and (regular := _regular(points, strides, ranges)):
         return regular
@@ -181,13 +181,13 @@ def _points(head: Any, points: Levels) -> FcosPoints:
     )
 
 
-def _one(stride: Any) -> float:
+def _stride_of(stride: Any) -> float:
     """Return a level's stride; MMDetection may hold it once an axis."""
     return float(stride[0] if isinstance(stride, Sequence) else stride)
 
 
 def _regular(points: Levels, strides: list[float], ranges: list[tuple[float, float]]) -> FcosPoints | None:
-    """Return the grids that these CPU points are, None if they are none."""
+    """Return these CPU points as grids; None if they are not regular."""
     if not all(stride.is_integer() and stride >= 1 for stride in strides):
         return None
     sizes = []
@@ -196,8 +196,8 @@ def _regular(points: Levels, strides: list[float], ranges: list[tuple[float, flo
         if width == 0 or len(xy) % width:
             return None
         sizes.append((len(xy) // width, width))
-    made = _grids(tuple(sizes), tuple(int(stride) for stride in strides), tuple(ranges), points[0].dtype)
-    return made if torch.equal(torch.cat(points), made.xy) else None
+    regular = _grids(tuple(sizes), tuple(int(stride) for stride in strides), tuple(ranges), points[0].dtype)
+    return regular if torch.equal(torch.cat(points), regular.xy) else None
 
 
 @kept(16)

@@ -19,7 +19,7 @@ from accel.kernels.support import Cost, runs_triton
 from accel.kernels.tables import kept
 
 _WHOLE = {8: torch.int64, 16: torch.complex128}
-"""Types whose element is a row of so many bytes: a CPU copies elements 3 times as fast as rows of 4 numbers."""
+"""Bytes of a row → a dtype of that size: a CPU copies elements 3 times as fast as rows of 4 numbers."""
 
 
 _SMALL = 8192
@@ -76,17 +76,17 @@ def _scatter(rows_NC: Tensor, index_N: Tensor, group: int) -> Tensor:
 
 
 def _gather_few(x: Tensor, index: Tensor) -> Tensor:
-    """Pick few rows: here what is called counts, not what is copied."""
+    """Pick few rows: here the calls take the time, not the copying."""
     wide = index.long()[..., None, None].expand(*index.shape, 1, x.shape[-1])
     try:
         return x.gather(-2, wide).squeeze(-2)
     except RuntimeError:
-        _in_bounds(index, x.shape[-2])  # says what is wrong with the index, if that is it
+        _in_bounds(index, x.shape[-2])  # raises a clearer error if the index is at fault
         raise
 
 
 def _in_bounds(index_N: Tensor, group: int) -> Tensor:
-    """Return the index; a CPU can look at it without waiting for anything."""
+    """Return the index, checked where it lies on the CPU and can be read without waiting."""
     if index_N.device.type != "cpu" or len(index_N) == 0:
         return index_N
     low, high = (int(bound) for bound in torch.aminmax(index_N))
@@ -114,8 +114,8 @@ def _(rows_NC: Tensor, index_N: Tensor, group: int) -> Tensor:
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    found: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return result
 
 
 class GatherRowsFunction(torch.autograd.Function):
@@ -217,7 +217,7 @@ def _check(x: Tensor, index: Tensor) -> None:
 
 
 def cost(groups: int, columns: int, itemsize: int, index_itemsize: int = 8) -> Cost:
-    """Return what a forward call must do at least.
+    """Return the least work of a forward call.
 
     Args:
         groups: N, all leading dimensions together.

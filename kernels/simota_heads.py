@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from accel.kernels.simota import simota_assign
 from accel.kernels.simota.inputs import VARIANTS, Assignment, Rules
 
-# A head's methods → what its matching is called here.
-_KNOWN_BY = {"get_geometry_constraint": "yolox", "get_in_boxes_info": "yolox-2021"}
+# A head's method → the variant that its matching is.
+_VARIANT_BY_METHOD = {"get_geometry_constraint": "yolox", "get_in_boxes_info": "yolox-2021"}
 
 
 def patch_yolox_head(head: nn.Module, *, variant: str | Rules | None = None) -> nn.Module:
     """Make a YOLOX head assign its whole batch at once, in place.
 
     `get_losses` runs the batched assignment before its loop over images, and `get_assignments`, which the loop calls,
-    hands out what was found. Losses, parameters, state_dict, copies and pickles are as before; two waits for the device
-    are left where each ground truth had one, beside those that get_losses has itself. A call to get_assignments from
+    returns its results. Losses, parameters, state_dict, copies and pickles are as before; two waits for the device
+    are left where each ground truth had one, besides those of get_losses itself. A call to get_assignments from
     outside get_losses runs the head's own.
 
     Args:
@@ -47,10 +47,11 @@ def patch_yolox_head(head: nn.Module, *, variant: str | Rules | None = None) -> 
         if not callable(getattr(head, name, None)):
             raise ValueError(f"patch_yolox_head: the head must have {name}(). Found: {type(head).__name__}")
     if variant is None:
-        variant = next((found for method, found in _KNOWN_BY.items() if hasattr(head, method)), None)
+        variant = next((rules for method, rules in _VARIANT_BY_METHOD.items() if hasattr(head, method)), None)
     if variant is None:
         raise ValueError(
-            f"patch_yolox_head: a head has {' or '.join(_KNOWN_BY)}(). Found: {type(head).__name__} with neither; "
+            f"patch_yolox_head: a head has {' or '.join(_VARIANT_BY_METHOD)}(). "
+            f"Found: {type(head).__name__} with neither; "
             "name its rules: variant='yolox'"
         )
     if not isinstance(head, _Batched):
@@ -68,11 +69,11 @@ def unpatch_yolox_head(head: nn.Module) -> nn.Module:
 
 
 class _Batched:
-    """Stands before a head's class."""
+    """Mixin in front of a head's class."""
 
     _simota_base: type
     _simota_variant: str | Rules
-    _simota_found: list[tuple[Any, ...]] | None = None
+    _simota_assignments: list[tuple[Any, ...]] | None = None
 
     def get_losses(
         self,
@@ -88,22 +89,24 @@ class _Batched:
         strides = torch.cat(list(expanded_strides), 1)[0]
         shifts = torch.cat([torch.cat(list(x_shifts), 1), torch.cat(list(y_shifts), 1)])
         points = ((shifts + 0.5) * strides).T
-        self._simota_found = _per_image(_assigned(outputs, labels, points, strides, self._simota_variant), labels.dtype)
+        self._simota_assignments = _per_image(
+            _assigned(outputs, labels, points, strides, self._simota_variant), labels.dtype
+        )
         try:
             return super().get_losses(  # type: ignore[misc]
                 imgs, x_shifts, y_shifts, expanded_strides, labels, outputs, *rest, **options
             )
         finally:
-            self._simota_found = None
+            self._simota_assignments = None
 
     def get_assignments(self, batch_idx: int, *rest: Any, **options: Any) -> Any:
-        if self._simota_found is None:
+        if self._simota_assignments is None:
             return super().get_assignments(batch_idx, *rest, **options)  # type: ignore[misc]
-        return self._simota_found[batch_idx]
+        return self._simota_assignments[batch_idx]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made: Any = super().__reduce_ex__(protocol)
-        return (_new, (self._simota_base,), *made[2:])
+        reduced: Any = super().__reduce_ex__(protocol)
+        return (_new, (self._simota_base,), *reduced[2:])
 
 
 @functools.cache
@@ -112,8 +115,8 @@ def _batched(base: type) -> Any:
 
 
 def _new(base: type) -> Any:
-    made = _batched(base)
-    return made.__new__(made)
+    batched = _batched(base)
+    return batched.__new__(batched)
 
 
 def _assigned(outputs: Tensor, labels: Tensor, points: Tensor, strides: Tensor, variant: str | Rules) -> Assignment:
@@ -133,21 +136,25 @@ def _assigned(outputs: Tensor, labels: Tensor, points: Tensor, strides: Tensor, 
     )
 
 
-def _per_image(found: Assignment, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+def _per_image(assignment: Assignment, dtype: torch.dtype) -> list[tuple[Any, ...]]:
     """Return what get_assignments returns for each image: classes, mask, IoUs, ground truths, how many."""
-    chosen = found.fg_mask.flatten().nonzero().flatten()
-    counts = found.num_fg.tolist()
+    chosen = assignment.fg_mask.flatten().nonzero().flatten()
+    counts = assignment.num_fg.tolist()
 
     def split(values: Tensor) -> Sequence[Tensor]:
         return torch.split(values.flatten().index_select(0, chosen), counts)
 
-    classes, ious, gts = split(found.matched_class.to(dtype)), split(found.matched_iou), split(found.matched_gt)
-    return list(zip(classes, found.fg_mask.unbind(), ious, gts, counts, strict=True))
+    classes, ious, gts = (
+        split(assignment.matched_class.to(dtype)),
+        split(assignment.matched_iou),
+        split(assignment.matched_gt),
+    )
+    return list(zip(classes, assignment.fg_mask.unbind(), ious, gts, counts, strict=True))
 
 
 @dataclasses.dataclass
 class AssignResult:
-    """What MMDetection's samplers read."""
+    """The fields that MMDetection's samplers read."""
 
     num_gts: int
     gt_inds: Tensor
@@ -223,7 +230,7 @@ class BatchedSimOTAAssigner:
         gt_boxes = nn.utils.rnn.pad_sequence([image.bboxes for image in gt_instances], batch_first=True)
         labels = nn.utils.rnn.pad_sequence([image.labels for image in gt_instances], batch_first=True)
         real = [torch.ones_like(image.labels, dtype=torch.bool) for image in gt_instances]
-        found = simota_assign(
+        assignment = simota_assign(
             boxes,
             torch.stack([image.scores for image in pred_instances]),
             None,
@@ -235,6 +242,8 @@ class BatchedSimOTAAssigner:
             variant=self.rules,
             xyxy=True,
         )
-        overlaps = found.matched_iou.masked_fill(~found.fg_mask & found.fg_mask.any(1, keepdim=True), -100000.0)
-        parts = zip(counts, found.matched_gt + 1, overlaps, found.matched_class, strict=True)
+        overlaps = assignment.matched_iou.masked_fill(
+            ~assignment.fg_mask & assignment.fg_mask.any(1, keepdim=True), -100000.0
+        )
+        parts = zip(counts, assignment.matched_gt + 1, overlaps, assignment.matched_class, strict=True)
         return [self._result(count, gts, ious, classes) for count, gts, ious, classes in parts]

@@ -24,7 +24,7 @@ _OTHERS = {
     "build_targets2": "has an auxiliary head, whose matching sums 20 overlaps where this one sums 10",
     "bin_count": "takes sizes from bins",
 }
-"""Attribute of a loss that matches otherwise → what it does."""
+"""Attribute of a loss with other matching → what that does."""
 
 Matched = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 
@@ -61,7 +61,7 @@ def patch_yolov7_loss(loss: Any) -> Any:
 
 
 def unpatch_yolov7_loss(loss: Any) -> Any:
-    """Give a loss its own `build_targets` back; one that was not patched stays as it is."""
+    """Restore a loss's own `build_targets`; one that was not patched stays as it is."""
     ours = vars(loss).get("build_targets")
     if isinstance(ours, functools.partial) and ours.func is _build_targets:
         del vars(loss)["build_targets"]
@@ -87,16 +87,16 @@ class _Candidates(NamedTuple):
 @torch.no_grad()
 def _build_targets(loss: Any, p: Sequence[Tensor], targets: Tensor, imgs: Any) -> Matched:
     """Return image, anchor, row, column, target and anchor size of each match, a tensor a level."""
-    found = _candidates(loss, p, *loss.find_3_positive(p, targets))
+    candidates = _candidates(loss, p, *loss.find_3_positive(p, targets))
     batch = p[0].shape[0]
     mine = targets[(targets[:, 0] >= 0) & (targets[:, 0] < batch)]
     mine = mine[mine[:, 0].argsort(stable=True)]
     image_of = mine[:, 0].long()
-    place, of_target = _places(found.image, batch), _places(image_of, batch)
+    place, of_target = _places(candidates.image, batch), _places(image_of, batch)
     side = imgs.shape[2] if isinstance(imgs, Tensor) else mine.new_tensor([i.shape[1] for i in imgs])[image_of, None]
     matched = simota_assign(
-        place.padded(found.boxes),
-        place.padded(found.scores),
+        place.padded(candidates.boxes),
+        place.padded(candidates.scores),
         None,
         None,
         None,
@@ -106,18 +106,18 @@ def _build_targets(loss: Any, p: Sequence[Tensor], targets: Tensor, imgs: Any) -
         candidates=place.real,
         variant="yolov7",
         xyxy=True,
-        check=False,  # a step that went wrong is the loop's to see, in its loss
+        check=False,  # values that are not finite show in the loss, where the loop handles them
     )
     chosen = place.packed(matched.fg_mask).nonzero().flatten()
-    target = mine[of_target.begin[found.image[chosen]] + place.packed(matched.matched_gt)[chosen]]
-    columns = (*(cell[chosen] for cell in found.cells), target, found.anchors[chosen])
-    levels = [(found.level[chosen] == level).nonzero().flatten() for level in range(loss.nl)]
+    target = mine[of_target.begin[candidates.image[chosen]] + place.packed(matched.matched_gt)[chosen]]
+    columns = (*(cell[chosen] for cell in candidates.cells), target, candidates.anchors[chosen])
+    levels = [(candidates.level[chosen] == level).nonzero().flatten() for level in range(loss.nl)]
     bs, as_, gjs, gis, of_level, sizes = ([column[at] for at in levels] for column in columns)
     return bs, as_, gjs, gis, of_level, sizes
 
 
 def _candidates(loss: Any, p: Sequence[Tensor], indices: Sequence[tuple[Tensor, ...]], anchors: Any) -> _Candidates:
-    """Put the candidates of all levels together, decoded in the precision that the loss decodes them in."""
+    """Concatenate the candidates of all levels, decoded in the precision that the loss uses."""
     boxes, scores = [], []
     for (b, a, row, column), size, predicted, stride in zip(indices, anchors, p, loss.stride, strict=True):
         raw = predicted[b, a, row, column]

@@ -21,7 +21,7 @@ _interpreted = False
 
 @dataclass(frozen=True)
 class Cost:
-    """What an op must do at least, whatever computes it; for rooflines.
+    """The least work of an op, whatever computes it; for rooflines.
 
     Attributes:
         flops: floating-point operations.
@@ -38,12 +38,12 @@ class Cost:
 
 @functools.cache
 def has_triton() -> bool:
-    """Tell whether triton is installed."""
+    """Return whether triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """Tell whether an op on `tensor` runs its Triton kernels: on CUDA, or within `interpreted`."""
+    """Return whether an op on `tensor` runs its Triton kernels: on CUDA, or within `interpreted`."""
     if _interpreted:
         return True
     if not tensor.is_cuda:

@@ -1,8 +1,8 @@
 """Small tables that are made once and kept: indices, regions, the points of grids.
 
-A tensor bears for good what was on when it was made. Made under `inference_mode`, it can't be saved for backward; made
+A tensor keeps the modes under which it was made. Made under `inference_mode`, it can't be saved for backward; made
 among fake tensors or within a transform, it has no values; made under another default device, it lies there. So a kept
-table is made as if nothing were on. Where tensors have no values it is made anew, and not kept.
+table is made with all modes off. Where tensors have no values it is made again each time, and not kept.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _R = TypeVar("_R")
 
 
 def kept(most: int) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
-    """Keep what a function makes for its last `most` arguments; nobody may write to it.
+    """Cache a function's results for its last `most` arguments; they must not be written to.
 
-    The function must name device and dtype of what it makes: among fake tensors it runs under the caller's defaults.
+    The function must name device and dtype of its tensors: among fake tensors it runs under the caller's defaults.
     """
 
     def decorate(make: Callable[..., _R]) -> Callable[..., _R]:
-        keep = functools.lru_cache(most)(functools.partial(_made_plainly, make))
+        keep = functools.lru_cache(most)(functools.partial(_make_plainly, make))
 
         @functools.wraps(make)
         def table(*key: Any) -> _R:
@@ -36,7 +36,7 @@ def kept(most: int) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
 
 
 def hides_values() -> bool:
-    """Tell whether tensors made here have no values: in a compiler, among fake tensors, in a transform."""
+    """Return whether tensors made here have no values: in a compiler, among fake tensors, in a transform."""
     return (
         torch.compiler.is_compiling()
         or (is_in_torch_dispatch_mode() and is_in_a_tracing_mode())
@@ -45,13 +45,13 @@ def hides_values() -> bool:
 
 
 def is_in_a_tracing_mode() -> bool:
-    """Tell whether one of torch's own dispatch modes is on; counters of operations are none of them."""
+    """Return whether one of torch's own dispatch modes is on; counters of operations don't count."""
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)) or (
         torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0  # type: ignore[no-untyped-call]
     )
 
 
-def _made_plainly(make: Callable[..., _R], *key: Any) -> _R:
+def _make_plainly(make: Callable[..., _R], *key: Any) -> _R:
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
         return make(*key)

@@ -4,10 +4,10 @@
     positions = the n with |x[n]| ≥ least, ascending, then N, up to `size` of them        count = how many there are
     values[j] = x[positions[j]] if positions[j] < N else 0
 
-N elements, S = size. NaN counts as the largest magnitude, and is found by any `least`. Two passes: tiles are counted,
-and after a cumulative sum over tiles each writes at its own place, so order and bits are the same in every run. With
-maxima at hand, blocks that hold nothing are not read. `accel.kernels.compact` does this for rows under a given mask;
-here that would be ten bytes of mask and sums for each four of x.
+N elements, S = size. NaN counts as the largest magnitude, and is selected by any `least`. Two passes: tiles are
+counted, and after a cumulative sum over tiles each writes its own range, so order and bits are the same in every run.
+Given maxima, blocks without a selected element are not read. `accel.kernels.compact` does this for rows under a given
+mask; here that would be ten bytes of mask and sums for each four of x.
 
 Where thresholds come from: Lin et al. 2018, https://arxiv.org/abs/1712.01887, section 3.1.
 """
@@ -37,11 +37,11 @@ class Selected(NamedTuple):
 
     positions: Tensor
     values: Tensor
-    count: Tensor  # type: ignore[assignment]  # in place of tuple.count, which nobody asks for
+    count: Tensor  # type: ignore[assignment]  # replaces tuple.count, which is not needed
 
 
 def takes(values: Tensor) -> bool:
-    """Tell whether kernels look through these values: float32 on CUDA with triton."""
+    """Return whether kernels search these values: float32 on CUDA with triton."""
     return values.dtype == torch.float32 and runs_triton(values)
 
 
@@ -53,8 +53,8 @@ def block_maxima_ref(values_N: Tensor) -> Tensor:
 def at_least_ref(values_N: Tensor, least: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return positions [S], values [S] and count [] in plain torch."""
     positions, count = sources_ref((values_N.abs() < least).logical_not_(), size)
-    found = torch.cat((values_N, values_N.new_zeros(1))).index_select(0, positions)
-    return positions, found, count
+    selected = torch.cat((values_N, values_N.new_zeros(1))).index_select(0, positions)
+    return positions, selected, count
 
 
 def _block_maxima(values: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def _at_least(values: Tensor, least: Tensor, size: int, maxima: Tensor | None) -
 
 
 def _all_at_least(values: Tensor, least: Tensor, maxima: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return as many as there are, which the host waits to hear."""
+    """Return all of them; their number synchronises the host with the device."""
     if takes(values):
         from accel.kernels.rows import threshold_triton
 
@@ -183,20 +183,20 @@ def _check_threshold(values: Tensor, least: Tensor, size: int | None, maxima: Te
 
 
 def cost_block_maxima(numel: int) -> Cost:
-    """Return what `block_maxima` must do at least."""
+    """Return the least work of `block_maxima`."""
     return Cost(flops=2 * numel, bytes=4 * numel + 4 * -(-numel // BLOCK))
 
 
-def cost_at_least(numel: int, found: int, size: int | None = None, blocks: int | None = None) -> Cost:
-    """Return what `at_least` must do at least.
+def cost_at_least(numel: int, selected: int, size: int | None = None, blocks: int | None = None) -> Cost:
+    """Return the least work of `at_least`.
 
     Args:
         numel: N.
-        found: elements at or above the threshold.
-        size: entries returned; None (default) for as many as are found.
+        selected: elements at or above the threshold.
+        size: entries returned; None (default) for all that are selected.
         blocks: blocks with such elements, where maxima are given; None (default) where they are not.
     """
-    entries = found if size is None else size
-    # Counting and writing are two passes: where an element goes is not known before all in front of it are counted.
-    looked_at = 4 * numel if blocks is None else 4 * -(-numel // BLOCK) + 4 * BLOCK * blocks
-    return Cost(flops=2 * numel if blocks is None else 2 * BLOCK * blocks, bytes=2 * looked_at + 12 * entries)
+    entries = selected if size is None else size
+    # Counting and writing are two passes: an element's position is known only once all before it are counted.
+    read_bytes = 4 * numel if blocks is None else 4 * -(-numel // BLOCK) + 4 * BLOCK * blocks
+    return Cost(flops=2 * numel if blocks is None else 2 * BLOCK * blocks, bytes=2 * read_bytes + 12 * entries)

@@ -30,22 +30,22 @@ from accel.kernels.window_attention.libraries import (
 
 
 @dataclass(frozen=True)
-class Known:
-    """How a module is recognised and tried out."""
+class Recognizer:
+    """How a kind of module is recognised and tested."""
 
     dropin: type[DropIn]
     names: frozenset[str]
-    """Class names it goes by."""
+    """Its class names."""
     attributes: tuple[str, ...]
-    """It must have these."""
+    """Attributes that it must have."""
     absent: tuple[str, ...] = ()
-    """And none of these."""
+    """Attributes that it must not have."""
     inputs: Callable[[Any], list[tuple[Any, ...]]] | None = None
-    """Make the arguments it is tried out with; None: it computes nothing itself."""
+    """Makes the arguments for its test; None if it computes nothing itself."""
     method: str = "forward"
 
     def fits(self, module: nn.Module) -> bool:
-        """Tell whether a module looks like this one."""
+        """Return whether a module is of this kind, by name and attributes."""
         return (
             type(module).__name__ in self.names
             and all(hasattr(module, name) for name in self.attributes)
@@ -54,7 +54,7 @@ class Known:
 
 
 def _windows(module: Any) -> list[tuple[Any, ...]]:
-    """Return windows without a mask, and with one that parts their first tokens from the rest."""
+    """Return windows without a mask, and with one that separates their first tokens from the rest."""
     weight = next(p for p in module.parameters() if p.dim() == 2 and p.shape[0] >= 16)
     side = getattr(module, "window_size", None) or module.relative_position_bias.window_size
     tokens = side[0] * side[1]
@@ -85,40 +85,42 @@ _V2 = (
     "logit_scale",
     "q_bias",
 )
-KNOWN = (
-    Known(
+RECOGNIZERS = (
+    Recognizer(
         PackedWindows,
         frozenset({"WindowAttention", "WindowMSA"}),
         (*_V1, "relative_position_bias_table"),
         ("logit_scale",),
         _windows,
     ),
-    Known(PackedCosineWindows, frozenset({"WindowAttention"}), (*_V2, "relative_coords_table"), (), _windows),
-    Known(
+    Recognizer(PackedCosineWindows, frozenset({"WindowAttention"}), (*_V2, "relative_coords_table"), (), _windows),
+    Recognizer(
         TorchvisionMap,
         frozenset({"ShiftedWindowAttention", "ShiftedWindowAttentionV2"}),
         ("qkv", "proj", "shift_size", "window_size", "num_heads", "attention_dropout", "dropout"),
         (),
         _maps,
     ),
-    Known(
+    Recognizer(
         HuggingFaceWindows,
         frozenset({"SwinAttention"}),
         ("q_proj", "k_proj", "v_proj", "o_proj", "scaling", "relative_position_bias", "config"),
         (),
         _windows,
     ),
-    Known(
+    Recognizer(
         HuggingFaceCosineWindows,
         frozenset({"Swinv2SelfAttention"}),
         ("query", "key", "value", "logit_scale", "continuous_position_bias_mlp", "window_size"),
         (),
         _windows,
     ),
-    Known(HuggingFaceLayer, frozenset({"SwinLayer", "Swinv2Layer"}), ("get_attn_mask", "shift_size", "window_size")),
+    Recognizer(
+        HuggingFaceLayer, frozenset({"SwinLayer", "Swinv2Layer"}), ("get_attn_mask", "shift_size", "window_size")
+    ),
 )
-"""In the order in which they are looked for."""
-_TIMM_BLOCK = Known(
+"""In the order in which they are tried."""
+_TIMM_BLOCK = Recognizer(
     TimmBlock,
     frozenset({"SwinTransformerBlock", "SwinTransformerV2Block"}),
     ("_attn", "attn", "window_size", "shift_size"),
@@ -139,7 +141,7 @@ class FusedModules:
     _switched: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Give all modules their own classes again."""
+        """Restore all modules' own classes."""
         for module, host, _ in self._switched:
             module.__class__ = host
 
@@ -148,28 +150,28 @@ class FusedModules:
         for module, _, fused in self._switched:
             module.__class__ = fused
 
-    def take(self, name: str, module: nn.Module, known: Known) -> None:
-        """Switch one module, if it computes the same then."""
-        why = _gains_nothing(module) or differs(module, known)
+    def take(self, name: str, module: nn.Module, recognizer: Recognizer) -> None:
+        """Switch one module, if its results stay the same."""
+        why = _gains_nothing(module) or differs(module, recognizer)
         if why:
-            if known.inputs is not None:
+            if recognizer.inputs is not None:
                 self.refused[name] = why
             return
-        host, fused = type(module), dropin_class(known.dropin, type(module))
+        host, fused = type(module), dropin_class(recognizer.dropin, type(module))
         self._switched.append((module, host, fused))
         module.__class__ = fused
-        if known.inputs is not None:
+        if recognizer.inputs is not None:
             self.names.append(name)
 
 
-def candidates(model: nn.Module) -> list[tuple[str, nn.Module, Known]]:
+def candidates(model: nn.Module) -> list[tuple[str, nn.Module, Recognizer]]:
     """Return the modules that look like window attention, or belong to it, with their names."""
-    found = []
+    recognized = []
     for name, module in model.named_modules():
-        known = next((known for known in KNOWN if known.fits(module)), None)
-        if known is not None and not isinstance(module, DropIn):
-            found.append((name, module, known))
-    return found
+        recognizer = next((recognizer for recognizer in RECOGNIZERS if recognizer.fits(module)), None)
+        if recognizer is not None and not isinstance(module, DropIn):
+            recognized.append((name, module, recognizer))
+    return recognized
 
 
 def fuse_window_attention(model: nn.Module) -> FusedModules:
@@ -189,8 +191,8 @@ def fuse_window_attention(model: nn.Module) -> FusedModules:
         []
     """
     fused = FusedModules()
-    for name, module, known in candidates(model):
-        fused.take(name, module, known)
+    for name, module, recognizer in candidates(model):
+        fused.take(name, module, recognizer)
     for name, module in model.named_modules():
         if _TIMM_BLOCK.fits(module) and isinstance(module.attn, DropIn) and not isinstance(module, DropIn):
             fused.take(name, module, _TIMM_BLOCK)
@@ -198,7 +200,7 @@ def fuse_window_attention(model: nn.Module) -> FusedModules:
 
 
 def _gains_nothing(module: nn.Module) -> str:
-    """Say why a module would gain nothing from the op where it lies, '' if it would."""
+    """Return why a module would gain nothing from the op on its device, '' if it would gain."""
     weight = next(module.parameters())
     if runs_fused(weight):
         return ""
@@ -210,22 +212,22 @@ def _gains_nothing(module: nn.Module) -> str:
     )
 
 
-def differs(module: nn.Module, known: Known) -> str:
-    """Say how a module's own result differs from the drop-in's on random inputs, '' if it doesn't.
+def differs(module: nn.Module, recognizer: Recognizer) -> str:
+    """Return how a module's own result differs from the drop-in's on random inputs, '' if it doesn't.
 
-    What is computed shows in double precision, where rounding hides no variant: TF32, half precision and the scores of
+    Variants show in double precision, where rounding hides none: TF32, half precision and the scores of
     a sharp cosine attention each round by more than some variants differ. Then the op is run as it will be, in the
     module's own precision and by the device's kernels, which must come near.
     """
-    if known.inputs is None:
+    if recognizer.inputs is None:
         return ""
     devices = {p.device for p in module.parameters() if p.is_cuda}
     dtype = next(p.dtype for p in module.parameters())
     with torch.no_grad(), torch.random.fork_rng(list(devices)):
         for kind, share in ((torch.float64, _EXACT), (dtype, _NEAR)):
             try:
-                off = _largest_difference(module, known, kind)
-            except Exception as error:  # a namesake with other arguments, or a device without room for the kernel
+                off = _largest_difference(module, recognizer, kind)
+            except Exception as error:  # other arguments under that name, or too little shared memory
                 return f"it can't be tried: {type(error).__name__}: {error}"
             if not off <= share:
                 what = "it computes something else than window attention with a relative position bias"
@@ -237,21 +239,21 @@ _EXACT, _NEAR = 1e-9, 0.05
 """Shares of the largest output: for double precision, and for any other, whose rounding grows with the scores."""
 
 
-def _largest_difference(module: nn.Module, known: Known, dtype: torch.dtype) -> float:
+def _largest_difference(module: nn.Module, recognizer: Recognizer, dtype: torch.dtype) -> float:
     """Return how far a module and its drop-in are apart, as a share of the largest output; NaN where one is."""
-    plain, other = _unheard(module).to(dtype), _unheard(module).to(dtype)
-    other.__class__ = dropin_class(known.dropin, type(other))
+    plain, other = _without_hooks(module).to(dtype), _without_hooks(module).to(dtype)
+    other.__class__ = dropin_class(recognizer.dropin, type(other))
     shares = []
-    for arguments in known.inputs(plain):  # type: ignore[misc]
-        expected, found = (_first(getattr(m, known.method)(*arguments)).double() for m in (plain, other))
-        if expected.shape != found.shape:
+    for arguments in recognizer.inputs(plain):  # type: ignore[misc]
+        expected, actual = (_first(getattr(m, recognizer.method)(*arguments)).double() for m in (plain, other))
+        if expected.shape != actual.shape:
             return float("inf")
-        shares.append((expected - found).abs().max() / expected.abs().max())
+        shares.append((expected - actual).abs().max() / expected.abs().max())
     return float(torch.stack(shares).max())
 
 
-def _unheard(module: nn.Module) -> nn.Module:
-    """Return a copy for inference whose hooks are gone: nobody is told that it is tried."""
+def _without_hooks(module: nn.Module) -> nn.Module:
+    """Return a copy for inference without hooks, so that the test triggers none."""
     twin = copy.deepcopy(module).eval()
     for part in twin.modules():
         for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):

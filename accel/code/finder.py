@@ -1,8 +1,8 @@
 """Slow habits in Python source: code that a kernel replaces, indices from the host, waits in loops. Nothing is run.
 
-Files are parsed, not imported. Only what its own text gives away is reported: an index that is surely made on the
-host, a name that says mask. And only what a training step runs, see `code_steps`. So a finding may be missed, and is
-seldom false.
+Files are parsed, not imported. A habit is reported only if the text alone shows it (an index that is certainly made on
+the host, a name that contains "mask") and only in code that a training step runs, see `steps`. So findings may be
+missed, and are seldom false.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from accel.code.kernels import replaceable
 from accel.code.steps import Function, functions, in_steps
 
 SKIPPED = {"site-packages", "node_modules", "__pycache__", "venv"}
-"""Folders that hold other people's code, or none; so do those whose name begins with a dot."""
+"""Folders without code of the user's own; those whose name begins with a dot are skipped too."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ HABITS = {
 
 @dataclass(frozen=True)
 class CodeFinding:
-    """A slow habit found.
+    """A place with a slow habit.
 
     Attributes:
         habit: one of `HABITS`.
@@ -88,7 +88,7 @@ class CodeFinding:
 
 @dataclass(frozen=True)
 class Search:
-    """What was found, and what could not be read.
+    """The findings, and the files that could not be read.
 
     Attributes:
         findings: in the order of files and lines.
@@ -151,7 +151,7 @@ def find(source: bytes | str, file: str) -> list[CodeFinding]:
 
 @dataclass(frozen=True)
 class _File:
-    """What one file holds.
+    """The functions and findings of one file.
 
     Attributes:
         functions: its functions, with its own text.
@@ -159,29 +159,29 @@ class _File:
     """
 
     functions: list[Function]
-    seen: list[tuple[CodeFinding, Function | None]]
+    findings: list[tuple[CodeFinding, Function | None]]
 
 
 def _read(source: bytes | str, file: str) -> _File:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an odd escape in a string is its author's affair
+        warnings.simplefilter("ignore")  # invalid escapes in the user's strings
         tree = ast.parse(source)
-    known = list(functions(tree, file).values())
+    defined = list(functions(tree, file).values())
     if not _uses_torch(tree):
-        return _File(known, [])
+        return _File(defined, [])
     text = source.decode("utf-8", "replace") if isinstance(source, bytes) else source
     lines = text.splitlines()
-    within = {node: function for function in known for node in function.nodes}
+    within = {node: function for function in defined for node in function.nodes}
     walked = _walk(tree, _numpy_names(tree), looping=False, losing="loss" in Path(file).stem)
     placed = {(node.lineno, habit): within.get(id(node)) for node, habit in walked}
-    # What no function's part of a step holds is not run in one.
-    seen = {place: function for place, function in placed.items() if function is not None}
+    # Code outside of every function's part of a step is not run in a step.
+    in_functions = {place: function for place, function in placed.items() if function is not None}
     replaced: dict[tuple[int, str], Function | None] = dict.fromkeys(replaceable(tree))
-    found = [
+    findings = [
         (CodeFinding(habit, file, line, _line(lines, line), **vars(HABITS[habit])), function)
-        for (line, habit), function in sorted({**seen, **replaced}.items(), key=lambda item: item[0])
+        for (line, habit), function in sorted({**in_functions, **replaced}.items(), key=lambda item: item[0])
     ]
-    return _File(known, found)
+    return _File(defined, findings)
 
 
 def _line(lines: list[str], number: int) -> str:
@@ -195,7 +195,7 @@ def _in_steps(files: list[_File]) -> list[CodeFinding]:
     def runs(function: Function | None) -> bool:
         return function is None or (not function.kept_out and (function.begins or function.name in reached))
 
-    return [finding for file in files for finding, function in file.seen if runs(function)]
+    return [finding for file in files for finding, function in file.findings if runs(function)]
 
 
 def _uses_torch(tree: ast.AST) -> bool:
@@ -208,7 +208,7 @@ def _uses_torch(tree: ast.AST) -> bool:
 
 
 def _numpy_names(tree: ast.AST) -> set[str]:
-    """Return the names that are somewhere given an array of numpy's, for which an index on the host is right."""
+    """Return the names that are assigned a numpy array somewhere, for which an index on the host is right."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and _is_numpy(node.value):
@@ -219,8 +219,8 @@ def _numpy_names(tree: ast.AST) -> set[str]:
 def _is_numpy(node: ast.expr) -> bool:
     if not isinstance(node, ast.Call):
         return False
-    made = _dotted(node.func).partition(".")[0] in {"np", "numpy"}
-    return made or (isinstance(node.func, ast.Attribute) and node.func.attr == "numpy")
+    converted = _dotted(node.func).partition(".")[0] in {"np", "numpy"}
+    return converted or (isinstance(node.func, ast.Attribute) and node.func.attr == "numpy")
 
 
 def _walk(node: ast.AST, arrays: set[str], *, looping: bool, losing: bool) -> Iterator[tuple[ast.expr, str]]:
@@ -250,7 +250,7 @@ def _walk(node: ast.AST, arrays: set[str], *, looping: bool, losing: bool) -> It
 
 
 def _repeated(node: ast.AST) -> list[ast.AST]:
-    """Return the children that a loop runs once a turn; what it goes over is looked up once."""
+    """Return the children that a loop runs in each iteration; its iterable is evaluated once."""
     if isinstance(node, ast.For | ast.AsyncFor):
         return list(node.body)
     if isinstance(node, ast.While):
@@ -263,7 +263,7 @@ def _repeated(node: ast.AST) -> list[ast.AST]:
 
 
 def _on_host(node: ast.expr) -> bool:
-    """Tell a tensor that is made on the CPU by name: torch.linspace(0, 1, 9, device="cpu")."""
+    """Match a tensor that is explicitly made on the CPU: torch.linspace(0, 1, 9, device="cpu")."""
     devices = (
         [keyword.value for keyword in node.keywords if keyword.arg == "device"] if isinstance(node, ast.Call) else []
     )
@@ -275,7 +275,7 @@ def _index_habit(node: ast.Subscript, arrays: set[str], losing: bool) -> str | N
         return None  # a literal: an ordinary list or dict
     index = node.slice
     if isinstance(index, ast.Tuple):
-        others = [part for part in index.elts if not _made_on_host(part)]
+        others = [part for part in index.elts if not _is_host_sequence(part)]
         if any(_is_numpy(part) or _dotted(part) in arrays for part in (node.value, *others)):
             return None
         if isinstance(node.value, ast.Attribute) and node.value.attr in {"loc", "iloc"}:
@@ -285,20 +285,20 @@ def _index_habit(node: ast.Subscript, arrays: set[str], losing: bool) -> str | N
     return "mask-index" if losing and _is_mask(index) else None
 
 
-def _made_on_host(node: ast.expr) -> bool:
-    """Tell range(…), list(range(…)), np.arange(…) and [i for i in …]."""
+def _is_host_sequence(node: ast.expr) -> bool:
+    """Match range(…), list(range(…)), np.arange(…) and [i for i in …]."""
     if isinstance(node, ast.ListComp):
         return True
     if not isinstance(node, ast.Call):
         return False
     name = _dotted(node.func)
     if name in {"list", "tuple"}:
-        return len(node.args) == 1 and _made_on_host(node.args[0])
+        return len(node.args) == 1 and _is_host_sequence(node.args[0])
     return name in {"range", "np.arange", "numpy.arange"}
 
 
 def _is_mask(node: ast.expr) -> bool:
-    """Tell what is a mask by its own text: a comparison, several of them, or a name that says so."""
+    """Match a mask: a comparison, several of them, or a name with that word."""
     if isinstance(node, ast.Compare):
         return all(isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE | ast.Eq | ast.NotEq) for op in node.ops)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.BitOr):
@@ -306,7 +306,7 @@ def _is_mask(node: ast.expr) -> bool:
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.Invert) and _is_mask(node.operand)
     words = _dotted(node).rpartition(".")[2].lower().split("_")
-    # A place among masks, such as mask_id, is none.
+    # An index into masks, such as mask_id, is not a mask.
     return not {"mask", "masks"}.isdisjoint(words) and words[-1] not in {"id", "ids", "idx", "inds", "index", "num"}
 
 
@@ -315,7 +315,7 @@ def _call_habit(node: ast.Call) -> str | None:
     if _dotted(called) == "torch.cuda.empty_cache":
         return "empty-cache-in-loop"
     if isinstance(called, ast.Attribute) and called.attr == "item" and not node.args and not node.keywords:
-        return None if _drawn_on_host(called.value) else "item-in-loop"
+        return None if _is_host_random(called.value) else "item-in-loop"
     if isinstance(called, ast.Name) and called.id in {"int", "float", "bool", "len"} and len(node.args) == 1:
         return "sync-in-loop" if _on_device(node.args[0], counted=called.id == "len") else None
     return None
@@ -325,14 +325,14 @@ _REDUCTIONS = {"sum", "max", "min", "mean", "any", "all", "amax", "amin", "argma
 _HOST = {"np", "numpy", "math", "statistics", "random", "builtins"}
 
 
-def _drawn_on_host(node: ast.expr) -> bool:
-    """Tell a random number that torch draws on the CPU: torch.randint(9, (1,)) without a device."""
-    made = isinstance(node, ast.Call) and _dotted(node.func).startswith(("torch.rand", "torch.multinomial"))
-    return made and isinstance(node, ast.Call) and not any(keyword.arg == "device" for keyword in node.keywords)
+def _is_host_random(node: ast.expr) -> bool:
+    """Match a random number that torch draws on the CPU: torch.randint(9, (1,)) without a device."""
+    drawn = isinstance(node, ast.Call) and _dotted(node.func).startswith(("torch.rand", "torch.multinomial"))
+    return drawn and isinstance(node, ast.Call) and not any(keyword.arg == "device" for keyword in node.keywords)
 
 
 def _on_device(node: ast.expr, *, counted: bool) -> bool:
-    """Tell what surely comes from a device: a method of tensors that lists and numbers have not."""
+    """Match what certainly comes from a device: a method that tensors have, and lists and numbers don't."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
         return False
     if _dotted(node.func.value).partition(".")[0] in _HOST:
@@ -341,7 +341,7 @@ def _on_device(node: ast.expr, *, counted: bool) -> bool:
 
 
 def _dotted(node: ast.expr) -> str:
-    """Return a.b.c as text, and nothing for what is no plain name."""
+    """Return a.b.c as text; '' for anything but a dotted name."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):

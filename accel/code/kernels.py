@@ -1,14 +1,14 @@
-"""Source that a kernel of accel's replaces, by its shape: attention within windows, SimOTA's assignment."""
+"""Recognise source that a kernel of accel replaces: attention within windows, SimOTA's assignment."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-_KNOWN = {"WindowAttention", "WindowMSA", "SwinAttention", "Swinv2SelfAttention", "ShiftedWindowAttention"}
-"""What `fuse_window_attention` takes, where a class leaves the softmax to a function."""
+_WINDOW_ATTENTIONS = {"WindowAttention", "WindowMSA", "SwinAttention", "Swinv2SelfAttention", "ShiftedWindowAttention"}
+"""Classes that `fuse_window_attention` replaces, recognised even if the softmax is in another function."""
 _BIASES = {"relative_position_bias_table", "relative_position_bias", "relative_coords_table"}
-"""What the attention of Swin learns, by its first version, its ports and its second version."""
+"""The learned position bias of Swin attention: in version 1, in its ports, in version 2."""
 _ENTROPIES = {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 
 
@@ -22,7 +22,7 @@ def replaceable(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _attends_in_windows(node: ast.ClassDef) -> bool:
-    """Tell a module that multiplies queries with keys in windows, with a bias by position."""
+    """Match a module that multiplies queries with keys in windows, with a bias by position."""
     methods = [child for child in node.body if isinstance(child, ast.FunctionDef)]
     forward = next((method for method in methods if method.name == "forward"), None)
     if forward is None or not any(word in node.name for word in ("Window", "Swin")):
@@ -30,24 +30,24 @@ def _attends_in_windows(node: ast.ClassDef) -> bool:
     names = _names(node)
     if not names & _BIASES or "window_size" not in names:
         return False
-    return node.name in _KNOWN or any("softmax" in name for name in _names(forward))
+    return node.name in _WINDOW_ATTENTIONS or any("softmax" in name for name in _names(forward))
 
 
 def _assigning(scope: ast.Module | ast.ClassDef) -> list[ast.FunctionDef]:
-    """Return the functions of SimOTA: the loop over boxes with a topk of each, and what weighs the costs for it."""
+    """Return the functions of SimOTA: the loop over boxes with a topk for each, and callers that compute its costs."""
     methods = [child for child in scope.body if isinstance(child, ast.FunctionDef)]
     loops = [method for method in methods if _takes_dynamic_k(method)]
     names = {method.name for method in loops}
     callers = [method for method in methods if method not in loops and _names(method) & names]
     weighing = [method for method in [*loops, *callers] if _names(method) & _ENTROPIES]
-    # The same matching with soft labels, as in RTMDet, has other costs.
+    # The same matching with soft labels, as in RTMDet, computes other costs.
     if not weighing or any("soft" in name for method in weighing for name in _names(method)):
         return []
     return [*loops, *(method for method in callers if method in weighing)]
 
 
 def _takes_dynamic_k(method: ast.FunctionDef) -> bool:
-    """Tell `for g in …: torch.topk(cost[g], k=ks[g])`."""
+    """Match `for g in …: torch.topk(cost[g], k=ks[g])`."""
     for loop in (part for part in ast.walk(method) if isinstance(part, ast.For)):
         turn = {part.id for part in ast.walk(loop.target) if isinstance(part, ast.Name)}
         for call in (part for part in ast.walk(loop) if isinstance(part, ast.Call)):
@@ -62,7 +62,7 @@ def _called(call: ast.Call) -> str:
 
 
 def _is_entry(node: ast.AST, turn: set[str]) -> bool:
-    """Tell `ks[g]`, or a k that the loop goes over itself."""
+    """Match `ks[g]`, or a k that is itself the loop variable."""
     if isinstance(node, ast.Subscript):
         return any(isinstance(part, ast.Name) and part.id in turn for part in ast.walk(node.slice))
     return isinstance(node, ast.Name) and node.id in turn

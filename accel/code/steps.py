@@ -1,8 +1,8 @@
-"""Which functions run in a training step, as far as the source tells; nothing is run.
+"""Which functions run in a training step, as far as the source shows; nothing is run.
 
 A function belongs to a step if it trains itself (a backward pass, an update), is a `forward` or makes a loss, or is
-named in one that belongs. Constructors, loggers and evaluation don't, whoever names them. In a loop that trains, what
-is done every so many steps (`if step % 100 == 0`) does not either, nor what handles an exception.
+named in one that belongs. Constructors, loggers and evaluation don't, wherever they are named. In a loop that trains,
+code that runs only every so many steps (`if step % 100 == 0`) doesn't belong either, nor do exception handlers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True)
 class Function:
-    """A function, or the text of a module outside of its functions.
+    """A function, or the module-level code outside of all functions.
 
     Attributes:
         name: its last name.
@@ -54,20 +54,20 @@ class Function:
 
 
 def functions(tree: ast.Module, file: str) -> dict[ast.AST, Function]:
-    """Return the functions of a file by their node, its module's own text among them."""
+    """Return the functions of a file by their node, including the module-level code."""
     stem = _words(Path(file).stem)
-    found: dict[ast.AST, Function] = {tree: _function(tree, MODULE, [stem])}
+    by_node: dict[ast.AST, Function] = {tree: _function(tree, MODULE, [stem])}
     for node, classes in _defined(tree, []):
-        found[node] = _function(node, node.name, [stem, *map(_words, classes)])
-    return found
+        by_node[node] = _function(node, node.name, [stem, *map(_words, classes)])
+    return by_node
 
 
-def in_steps(known: list[Function]) -> set[str]:
+def in_steps(defined: list[Function]) -> set[str]:
     """Return the names of the functions that steps run.
 
     Where no function begins a step (a file of helpers alone), all that are not kept out may be run.
     """
-    inside = [function for function in known if not function.kept_out]
+    inside = [function for function in defined if not function.kept_out]
     if not any(function.begins for function in inside):
         return {function.name for function in inside}
     by_name: dict[str, list[Function]] = {}
@@ -107,7 +107,7 @@ def _function(node: ast.AST, name: str, places: list[set[str]]) -> Function:
 
 
 def _own(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes below one that are not of a function or class defined there; nor what is done now and then."""
+    """Yield the nodes below this one, except those of nested functions and classes and of code that runs rarely."""
     rare = isinstance(node, ast.If) and _is_rare(node)
     for child in node.orelse if isinstance(node, ast.If) and rare else ast.iter_child_nodes(node):
         if not isinstance(child, ast.ExceptHandler):
@@ -116,13 +116,13 @@ def _own(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_rare(node: ast.If) -> bool:
-    """Tell `if step % 100 == 0: …`, unless it is how gradients are accumulated: what updates is the step."""
+    """Match `if step % 100 == 0: …`, unless its body updates: then it accumulates gradients and is the step."""
     counts = any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) for part in ast.walk(node.test))
     return counts and not any(_trains(part) for child in node.body for part in ast.walk(child))
 
 
 def _step_nodes(node: ast.AST, own: list[ast.AST]) -> Iterator[ast.AST]:
-    """Yield what a function that trains does once a step: its loops that train, or all if it is called in one."""
+    """Yield what a function that trains does in each step: its loops that train, or everything if it has none."""
     loops = [part for part in own if isinstance(part, _LOOPS) and any(map(_trains, _own(part)))]
     if not loops:
         yield from own
@@ -132,7 +132,7 @@ def _step_nodes(node: ast.AST, own: list[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _trains(node: ast.AST) -> bool:
-    """Tell a backward pass or an update by its call."""
+    """Match the call of a backward pass or of an update."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
     if node.func.attr in {"backward", "zero_grad"}:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FAILED = 1
 UNUSABLE = 2
 
-# Also the order of the table. Written here because the modules that know them load torch.
+# Also the order of the table. Repeated here because the modules that define them load torch.
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_recv")
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 
@@ -38,7 +38,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
 
 @click.group()
 def bench() -> None:
-    """Measure what the machine gives."""
+    """Benchmarks."""
 
 
 @bench.command()
@@ -110,7 +110,7 @@ def comm(
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if launched and ranks is not None:
         raise InvalidArgument(f"--ranks must not be given under torchrun, which started {os.environ['WORLD_SIZE']}")
-    if target and (not launched or os.environ["RANK"] == "0"):  # who writes it
+    if target and (not launched or os.environ["RANK"] == "0"):  # the process that writes it
         check_folder("--json", target)
     sizes = [smallest]
     while sizes[-1] * factor <= largest:
@@ -161,7 +161,7 @@ def _start(request: Request, ranks: int) -> int:
 
 
 def _joined(processes: list[Any], timeout_s: float) -> list[int | None]:
-    """Wait for all; once one has failed, the others get the time that their timeouts take, no more."""
+    """Wait for all processes; once one has failed, the others get no more time than their timeouts take."""
     last = None
     while any(process.is_alive() for process in processes):
         for process in processes:
@@ -226,8 +226,10 @@ def _check_backend(backend: str) -> None:
     import torch.distributed as dist
 
     if not dist.is_backend_available(backend):
-        known = [name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)]
-        raise InvalidArgument(f"--backend must be one that this torch has ({', '.join(known)}), got {backend!r}")
+        available = [
+            name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)
+        ]
+        raise InvalidArgument(f"--backend must be one that this torch has ({', '.join(available)}), got {backend!r}")
 
 
 def _measured(request: Request, rank: int, ranks: int, backend: str) -> int:

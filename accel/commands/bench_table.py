@@ -1,4 +1,4 @@
-"""The table that `accel bench comm` prints and writes: a row as it is measured, and a line through each series."""
+"""The table that `accel bench comm` prints and writes: rows as they are measured, then a line fitted to each series."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     operations: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -59,28 +59,28 @@ _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
 
 
 class BandwidthTable:
-    """Prints rows as they come, so that a run that breaks has shown what it measured."""
+    """Prints rows as they are measured, so that an interrupted run has printed what it measured."""
 
     def __init__(self, request: Request, backend: str, ranks: int) -> None:
         self._request, self._backend, self._ranks = request, backend, ranks
         self._started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self._shown: tuple[str, str] | None = None
+        self._section: tuple[str, str] | None = None
         page = Page()
-        page.say(f"accel bench comm: {_count(ranks, 'rank')}, {backend}", "bold")
-        page.say(_LEGEND)
+        page.paragraph(f"accel bench comm: {_count(ranks, 'rank')}, {backend}", "bold")
+        page.paragraph(_LEGEND)
         click.echo(page.text())
 
     def row(self, row: Row) -> None:
         """Print one row, under a heading where the operation or the link changes."""
         page = Page()
-        if self._shown != (row.link, row.operation):
-            self._shown = row.link, row.operation
+        if self._section != (row.link, row.operation):
+            self._section = row.link, row.operation
             page.heading(f"{row.operation}, {row.link}: {_count(row.ranks, 'rank')}")
             click.echo(page.text())
             click.echo(click.style(_joined_cells(list(_COLUMNS)), dim=True))
         if row.problem:
             page = Page()
-            page.say(f"{size_text(row.size_bytes)}: {row.problem}", "yellow")
+            page.paragraph(f"{size_text(row.size_bytes)}: {row.problem}", "yellow")
             click.echo(page.text())
         else:
             click.echo(click.style(_joined_cells(_cells(row)), fg="red" if row.wrong else None))
@@ -88,7 +88,7 @@ class BandwidthTable:
     def end(self, rows: list[Row], result: Bandwidth | None, problem: str) -> None:
         """Print the fitted lines and write the file."""
         fits = _fits(rows)
-        lines = [one for one in fits if one[2].error <= _NO_LINE]
+        lines = [line for line in fits if line[2].error <= _NO_LINE]
         page = Page()
         if fits:
             page.heading("lines t(S) = alpha + beta * S")
@@ -102,14 +102,14 @@ class BandwidthTable:
             )
         if without := [f"{operation} {link}" for operation, link, fit in fits if fit.error > _NO_LINE]:
             worst = max(fit.error for _, _, fit in fits)
-            page.say(
+            page.paragraph(
                 f"no line: {', '.join(without)}; times are up to {100 * worst:.0f} % off the nearest one: they follow "
                 "none, or the machine was busy",
                 "yellow",
             )
         if result is not None:
-            page.say("")
-            page.say(f"{_count(len(rows), 'row')} in {result.seconds:.1f} s; {_wrong_text(rows)}", "bold")
+            page.paragraph("")
+            page.paragraph(f"{_count(len(rows), 'row')} in {result.seconds:.1f} s; {_wrong_text(rows)}", "bold")
         click.echo(page.text())
         if problem:
             click.echo(f"error: {clean(problem)}", err=True)
@@ -139,7 +139,7 @@ class BandwidthTable:
 
 
 _NO_LINE = 0.5
-"""Worst relative error from which on no line is printed: it would predict times that were not measured anywhere."""
+"""Worst relative error above which no line is printed: it would predict times unlike any that were measured."""
 
 _LEGEND = (
     "Sizes in bytes (K = 1024), bandwidths in GB/s as nccl-tests defines them. to: in place or out of place; spread: "
@@ -178,7 +178,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def size_text(size: int) -> str:
-    """Say a number of bytes, in K, M or G where it is a whole number of them.
+    """Format a number of bytes, in K, M or G where it is a whole number of them.
 
     Example:
         >>> size_text(65536)
@@ -206,7 +206,7 @@ def _fits(rows: list[Row]) -> list[tuple[str, str, Fit]]:
 
     series: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in rows:
-        # One line an operation: the in-place form is what remains where there is no other.
+        # One line per operation: the in-place form only where there is no other.
         if row.time_s and (not row.in_place or not any(_outside(row, other) for other in rows)):
             series.setdefault((row.operation, row.link), []).append((row.size_bytes, row.time_s))
     return [(*key, fit_line(points)) for key, points in series.items() if len({size for size, _ in points}) > 1]

@@ -27,7 +27,7 @@ REGRESSED = 1
 
 
 class _Group(click.Group):
-    """A group that shows what accel raises at a user as one line, with exit status 2."""
+    """A group that prints accel's errors as one line, with exit status 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -37,7 +37,7 @@ class _Group(click.Group):
             ctx.exit(UNUSABLE)
 
     def prepared(self, *args: Any, **kwargs: Any) -> ProfileJob | None:
-        """Carry out a command; if that is to run a script, return it instead, ready to run without click's frames."""
+        """Run a command; if it has a script to run, return that instead, so that it runs outside of click's frames."""
         jobs: list[ProfileJob] = []
         try:
             self.main(*args, obj=jobs, **kwargs)
@@ -47,7 +47,7 @@ class _Group(click.Group):
         return jobs[0] if jobs else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Carry out a command."""
+        """Run a command."""
         job = self.prepared(*args, **kwargs)
         if job is not None:
             with job:
@@ -58,7 +58,7 @@ class _Group(click.Group):
 def _threshold(ctx: click.Context, param: click.Parameter, value: str) -> float:
     """Read a fraction such as `0.05` or a percentage such as `5%`."""
     match = re.fullmatch(r"\s*(\d{1,9}\.?\d*|\.\d+)\s*(%?)\s*", value, re.ASCII)
-    # A bare 5 would mean 500 %, which nobody wants and which would let every regression pass.
+    # A bare 5 would mean 500 %, which is hardly meant and would let every regression pass.
     if match is None or (float(match[1]) >= 1 and not match[2]):
         raise click.BadParameter(f"must be a percentage or a fraction below 1, e.g. 5% or 0.05. Found: {value!r}")
     return float(match[1]) / (100 if match[2] else 1)

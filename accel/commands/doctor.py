@@ -18,7 +18,7 @@ from accel.report.terminal import Page
 if TYPE_CHECKING:
     from accel.comm.doctor import CheckFinding, Examination, NcclLog
 
-FOUND = 1
+EXIT_FINDINGS = 1
 SCHEMA = 1
 
 _STYLES = {"error": "bold red", "warn": "yellow", "info": "cyan"}
@@ -80,7 +80,7 @@ def _network(log: Path | None, target: Path | None) -> int:
     click.echo(render_network(diagnosis))
     if target is not None:
         _save({"kind": "network", "schema": SCHEMA, **asdict(diagnosis)}, target)
-    return FOUND if diagnosis.bad else 0
+    return EXIT_FINDINGS if diagnosis.bad else 0
 
 
 def _read_log(log: Path) -> NcclLog:
@@ -95,41 +95,41 @@ def _read_log(log: Path) -> NcclLog:
 
 
 def render_network(diagnosis: Examination, width: int | None = None, color: bool | None = None) -> str:
-    """Render what the network doctor found, the worst first.
+    """Render the network doctor's findings, the worst first.
 
     Args:
-        diagnosis: what was found.
+        diagnosis: the findings.
         width, color: as `terminal.render` takes them.
     """
     page = Page(width, color)
     counts = Counter(finding.level for finding in diagnosis.findings)
     words = ", ".join(f"{counts[level]} {level}" for level in _STYLES if counts[level])
-    page.say(f"accel: {words or 'nothing'} found by {_looked(diagnosis)} checks", "bold")
+    page.paragraph(f"accel: {words or 'nothing'} found by {_check_count(diagnosis)} checks", "bold")
     for finding in diagnosis.findings:
-        _say(page, finding)
+        _write_finding(page, finding)
     if diagnosis.passed:
         page.heading("nothing wrong with")
-        page.say(", ".join(diagnosis.passed))
+        page.paragraph(", ".join(diagnosis.passed))
     if diagnosis.unseen:
         page.heading("could not look at")
         reasons: dict[str, list[str]] = {}
         for name, why in diagnosis.unseen:
             reasons.setdefault(why, []).append(name)
         for why, names in reasons.items():
-            page.say(f"{', '.join(names)}: {why}")
+            page.paragraph(f"{', '.join(names)}: {why}")
     return page.text()
 
 
-def _looked(diagnosis: Examination) -> int:
+def _check_count(diagnosis: Examination) -> int:
     return len(diagnosis.passed) + len({finding.check for finding in diagnosis.findings})
 
 
-def _say(page: Page, finding: CheckFinding) -> None:
-    page.say("")
-    page.say(f"{finding.level}: {finding.title} ({finding.check})", _STYLES[finding.level])
-    page.say(f"seen: {finding.evidence}", indent=2)
-    page.say(f"costs: {finding.costs}", indent=2)
-    page.say(f"set: {finding.change}", "green", indent=2)
+def _write_finding(page: Page, finding: CheckFinding) -> None:
+    page.paragraph("")
+    page.paragraph(f"{finding.level}: {finding.title} ({finding.check})", _STYLES[finding.level])
+    page.paragraph(f"seen: {finding.evidence}", indent=2)
+    page.paragraph(f"costs: {finding.costs}", indent=2)
+    page.paragraph(f"set: {finding.change}", "green", indent=2)
 
 
 @doctor.command()
@@ -144,41 +144,41 @@ def code(ctx: click.Context, path: Path, target: Path | None, fail: bool) -> Non
     """
     if not path.exists():
         raise InvalidArgument(f"PATH must be a Python file or a folder, got {str(path)!r}, which is not there")
-    found = search(path)
-    click.echo(render(found))
+    result = search(path)
+    click.echo(render(result))
     if target is not None:
-        _write(found, target)
-    ctx.exit(FOUND if fail and found.findings else 0)
+        _write(result, target)
+    ctx.exit(EXIT_FINDINGS if fail and result.findings else 0)
 
 
-def render(found: Search, width: int | None = None, color: bool | None = None) -> str:
-    """Render findings as text, a paragraph a habit and a line a place.
+def render(result: Search, width: int | None = None, color: bool | None = None) -> str:
+    """Render findings as text, with a paragraph for each habit and a line for each place.
 
     Args:
-        found: what was found.
+        result: the findings.
         width, color: as `terminal.render` takes them.
     """
     page = Page(width, color)
-    counts = Counter(finding.habit for finding in found.findings)
+    counts = Counter(finding.habit for finding in result.findings)
     total = sum(counts.values())
-    files = f"{found.files} file{'' if found.files == 1 else 's'}"
-    page.say(f"accel: {total or 'no'} slow habit{'' if total == 1 else 's'} in {files}", "bold")
+    files = f"{result.files} file{'' if result.files == 1 else 's'}"
+    page.paragraph(f"accel: {total or 'no'} slow habit{'' if total == 1 else 's'} in {files}", "bold")
     for habit in (habit for habit in HABITS if counts[habit]):
         page.heading(f"{habit} ({counts[habit]})")
-        page.say(f"costs: {HABITS[habit].costs}")
-        page.say(f"write: {HABITS[habit].instead}", "green")
-        for finding in found.findings:
+        page.paragraph(f"costs: {HABITS[habit].costs}")
+        page.paragraph(f"write: {HABITS[habit].instead}", "green")
+        for finding in result.findings:
             if finding.habit == habit:
-                page.say(f"{finding.file}:{finding.line}: {finding.source}", indent=2)
-    if found.unread:
+                page.paragraph(f"{finding.file}:{finding.line}: {finding.source}", indent=2)
+    if result.unread:
         page.heading("not read")
-        for file, reason in found.unread:
-            page.say(f"{file}: {reason}", indent=2)
+        for file, reason in result.unread:
+            page.paragraph(f"{file}: {reason}", indent=2)
     return page.text()
 
 
-def _write(found: Search, target: Path) -> None:
-    _save({"kind": "code", "schema": SCHEMA, **asdict(found)}, target)
+def _write(result: Search, target: Path) -> None:
+    _save({"kind": "code", "schema": SCHEMA, **asdict(result)}, target)
 
 
 def _save(document: dict[str, object], target: Path) -> None:

@@ -32,7 +32,7 @@ _DIAGNOSING = (
 )
 
 _CHILDREN_S = 1.0
-"""Processor time of child processes from which on they may have trained: to import torch takes one about as long."""
+"""CPU seconds of child processes above which they may have trained; importing torch takes about as long."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -62,7 +62,7 @@ def profile(
     """
     _check(script, module, target)
     target = target.absolute()  # the script may change its directory
-    given = list(arguments[1:] if arguments[:1] == ("--",) else arguments)
+    script_arguments = list(arguments[1:] if arguments[:1] == ("--",) else arguments)
 
     from accel.dataio.loader import ContinuousLoader
     from accel.dataio.passes.passes import Pass
@@ -76,10 +76,10 @@ def profile(
     session = ProfileSession(confirm=confirm, trace_file=trace, exchange=exchange, loaders=loaders)
     if confirm and exchange.rank == 0:
         click.echo(_DIAGNOSING, err=True)
-    line = shlex.join(["accel", "profile", *(["-m"] if module else []), script, *given])
-    job = ProfileJob(Script(script, given, module=module), session, exchange, target, line)
+    line = shlex.join(["accel", "profile", *(["-m"] if module else []), script, *script_arguments])
+    job = ProfileJob(Script(script, script_arguments, module=module), session, exchange, target, line)
     session.start()
-    if isinstance(context.obj, list):  # who called click runs it, below click's frames
+    if isinstance(context.obj, list):  # the caller of click runs it, outside of click's frames
         context.obj.append(job)
         return
     with job:
@@ -114,7 +114,7 @@ class ProfileJob:
             os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
-        """Leave a forked child to itself: what it trains is no part of the report, and SIGTERM ends it at once."""
+        """Don't profile a forked child: its training is not part of the report, and SIGTERM ends it at once."""
         self._session.recorder.stop()
         self.script.untouched()
 
@@ -132,7 +132,7 @@ class ProfileJob:
         try:
             self._session.stop()
             _conclude(self._session, self._exchange, self.script.ending, self._target, self._line, self._started)
-        except Exception as fault:  # the script has run; that its report fails must not change how it ended
+        except Exception as fault:  # the script has run; a report that fails must not change its exit status
             click.echo(f"accel: the report could not be made: {type(fault).__name__}: {fault}", err=True)
 
 

@@ -1,1 +1,1 @@
-"""Whether what is switched on computes the same: before it runs for real, and while it runs."""
+"""Checks that strategies compute the same as the plain path: before they run for real, and while they run."""

@@ -4,7 +4,7 @@ The real step runs plain, and one call of the model in it is *recorded*: its inp
 the gradient that arrives at its outputs. At the step boundary that call is *replayed* twice, plain and under the
 candidate, from the same random state and the same buffers, and the arriving gradient is sent back through both. So
 outputs, parameter gradients and input gradients can be compared without knowing the user's loss, and a wrong candidate
-never touches the weights. Whatever a replay changes (random states, buffers, attributes of modules) is put back.
+never touches the weights. Whatever a replay changes (random states, buffers, attributes of modules) is restored.
 
 Compared, for a candidate with a base precision ε (fp32's 1.2e-7 for `reordered`, bfloat16's 3.9e-3 for `reduced`):
 
@@ -13,10 +13,10 @@ Compared, for a candidate with a base precision ε (fp32's 1.2e-7 for `reordered
                                            difference of δ sends a share δ of the units the other way, each an error
                                            of the order of 1, so the gradient moves by some √δ (measured: outputs
                                            2e-5, gradient 1.4e-2). Differences below 5 % of that bound taken over all
-                                           gradients together are let pass: a bias before BatchNorm has a gradient
+                                           gradients together are accepted: a bias before BatchNorm has a gradient
                                            of pure rounding noise
     scale       |⟨g_c, g_r⟩ / ⟨g_r, g_r⟩ − 1| ≤ 2^-7 (reordered), 2^-6 (reduced): errors without direction average out
-                                           in it, so it finds a gradient 5 % too long even in bfloat16
+                                           in it, so it detects a gradient 5 % too long even in bfloat16
     exact       the same bits
 """
 
@@ -65,7 +65,7 @@ class Tolerance:
 
 @dataclass
 class Comparison:
-    """What the guard found: '' in `problem` if all is well."""
+    """A comparison by the guard; `problem` is '' if the two agree."""
 
     problem: str = ""
     output_error: float = 0.0
@@ -77,7 +77,7 @@ class Comparison:
     """Why nothing could be compared; '' if something was."""
 
     def merge(self, other: Comparison) -> Comparison:
-        """Return the worse of two findings; one that could compare is enough."""
+        """Return the worse of two comparisons; it is unsure only if both are."""
         return Comparison(
             self.problem or other.problem,
             max(self.output_error, other.output_error),
@@ -102,15 +102,15 @@ class Recording:
     """Output number → gradient that arrived at it."""
 
     def listen(self, outputs: Any) -> None:
-        """Take note of the gradients that arrive at the outputs."""
+        """Record the gradients that arrive at the outputs."""
         for number, tensor in enumerate(tensors(outputs)):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._arrive, number))  # type: ignore[no-untyped-call]
 
     def _arrive(self, number: int, gradient: Tensor) -> None:
         # A loop may call backward twice; the gradients then add up.
-        kept = gradient.detach().clone()
-        self.arrived[number] = self.arrived[number] + kept if number in self.arrived else kept
+        arrived = gradient.detach().clone()
+        self.arrived[number] = self.arrived[number] + arrived if number in self.arrived else arrived
 
 
 class RandomStates:
@@ -122,7 +122,7 @@ class RandomStates:
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restore(self) -> None:
-        """Put back the states that are others now; what nobody drew from is not written: other threads may draw."""
+        """Restore the states that have changed; the others are not written, since other threads may draw from them."""
         for stream, state in self._host:
             if stream.read() != state:
                 stream.write(state)
@@ -138,15 +138,15 @@ class ModuleState:
     def __init__(self, model: nn.Module) -> None:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._attributes = [(vars(module), self._plain(vars(module))) for module in model.modules()]
-        found = (v for _, state in self._attributes for v in state.values() if isinstance(v, self._CONTAINERS))
-        self._contents = [(container, copy.copy(container)) for container in found]
+        containers = (v for _, state in self._attributes for v in state.values() if isinstance(v, self._CONTAINERS))
+        self._contents = [(container, copy.copy(container)) for container in containers]
 
     @staticmethod
     def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
         return {n: v for n, v in attributes.items() if n == "_buffers" or not (n.startswith("_") or n == "training")}
 
     def restore(self) -> None:
-        """Put buffers and attributes back as they were; containers are refilled, so that they stay the same objects."""
+        """Restore buffers and attributes; containers are refilled, so that they stay the same objects."""
         for attributes, state in self._attributes:
             for name in self._plain(attributes).keys() - state.keys():
                 del attributes[name]
@@ -178,7 +178,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Replayed:
-    """What a replay gave."""
+    """The outputs and gradients of a replay."""
 
     outputs: list[Tensor]
     gradients: list[Tensor | None]
@@ -187,7 +187,7 @@ class Replayed:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put back, at the end, whatever the block changes in random states, buffers and module attributes."""
+    """Restore, at the end, whatever the block changes in random states, buffers and module attributes."""
     states, modules = RandomStates(device), ModuleState(model)
     try:
         yield
@@ -207,15 +207,15 @@ def replay(model: nn.Module, call: Any, recording: Recording) -> Replayed:
     named: list[tuple[str, Tensor]] = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     named += [(f"input {i}", t) for i, t in enumerate(tensors((args, kwargs))) if t.requires_grad]
     enabled, dtype = recording.autocast
-    no_sync: Any = getattr(model, "no_sync", contextlib.nullcontext)  # DDP: a replay is no business of other ranks
+    no_sync: Any = getattr(model, "no_sync", contextlib.nullcontext)  # DDP: other ranks take no part in a replay
     with torch.enable_grad(), no_sync(), torch.autocast(recording.device, dtype=dtype, enabled=enabled):
         outputs = tensors(call(*args, **kwargs))
     roots = [(i, t) for i, t in enumerate(outputs) if t.requires_grad]
-    wanted = [(i, t) for i, t in roots if i in recording.arrived] or roots
+    backward_roots = [(i, t) for i, t in roots if i in recording.arrived] or roots
     gradients: list[Tensor | None] = [None] * len(named)
-    if wanted and named:
-        sent = [_cotangent(recording, i, t) for i, t in wanted]
-        roots_only = [t for _, t in wanted]
+    if backward_roots and named:
+        sent = [_cotangent(recording, i, t) for i, t in backward_roots]
+        roots_only = [t for _, t in backward_roots]
         gradients = list(torch.autograd.grad(roots_only, [p for _, p in named], sent, allow_unused=True))
     return Replayed([t.detach() for t in outputs], gradients, [name for name, _ in named])
 
@@ -235,8 +235,8 @@ def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Compa
     if exactness != Exactness.EXACT and not all(map(_is_finite, plain.outputs)):
         return Comparison(unsure="the plain call's own output is not finite")
     finding = Comparison()
-    for one, other in zip(plain.outputs, candidate.outputs, strict=True):
-        finding = finding.merge(_compare_output(one, other, exactness))
+    for expected, actual in zip(plain.outputs, candidate.outputs, strict=True):
+        finding = finding.merge(_compare_output(expected, actual, exactness))
     return finding if finding.problem else finding.merge(_compare_gradients(plain, candidate, exactness))
 
 
@@ -258,32 +258,34 @@ def _compare_output(plain: Tensor, candidate: Tensor, exactness: Exactness) -> C
 
 def _compare_gradients(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
     pairs = list(zip(plain.names, plain.gradients, candidate.gradients, strict=True))
-    for name, one, other in pairs:
-        if (one is None) != (other is None):
+    for name, expected, actual in pairs:
+        if (expected is None) != (actual is None):
             return Comparison(
-                f"it gives {'no' if other is None else 'a'} gradient for {name}, unlike the plain path", 0.0, 1.0
+                f"it gives {'no' if actual is None else 'a'} gradient for {name}, unlike the plain path", 0.0, 1.0
             )
-        if one is not None and other is not None and one.shape != other.shape:
+        if expected is not None and actual is not None and expected.shape != actual.shape:
             return Comparison(
-                f"its gradient for {name} has shape {tuple(other.shape)}, the plain one {tuple(one.shape)}"
+                f"its gradient for {name} has shape {tuple(actual.shape)}, the plain one {tuple(expected.shape)}"
             )
-    known = [(name, one, other) for name, one, other in pairs if one is not None and other is not None]
+    compared = [
+        (name, expected, actual) for name, expected, actual in pairs if expected is not None and actual is not None
+    ]
     if exactness == Exactness.EXACT:
-        wrong = [name for name, one, other in known if not _same_bits(one, other)]
+        wrong = [name for name, expected, actual in compared if not _same_bits(expected, actual)]
         return Comparison(f"its gradient for {wrong[0]} has other bits", 0.0, math.nan) if wrong else Comparison()
-    return _compare_sizes(known, exactness) if known else Comparison()
+    return _compare_sizes(compared, exactness) if compared else Comparison()
 
 
-def _compare_sizes(known: list[tuple[str, Tensor, Tensor]], exactness: Exactness) -> Comparison:
-    tolerance = Tolerance.of(exactness, known[0][1].dtype)
-    errors = [_norm(other.double() - one.double()) for _, one, other in known]
-    sizes = [_norm(one.double()) for _, one, _ in known]
+def _compare_sizes(compared: list[tuple[str, Tensor, Tensor]], exactness: Exactness) -> Comparison:
+    tolerance = Tolerance.of(exactness, compared[0][1].dtype)
+    errors = [_norm(actual.double() - expected.double()) for _, expected, actual in compared]
+    sizes = [_norm(expected.double()) for _, expected, _ in compared]
     if not all(map(math.isfinite, sizes)):
-        return Comparison()  # the plain gradients are not finite: the loop's own affair, nothing to compare with
+        return Comparison()  # the plain gradients are not finite: the loop's own fault, and nothing to compare with
     total = math.hypot(*sizes)
     overall = math.hypot(*errors) / total if total > 0 else math.hypot(*errors)
     floor = 0.05 * tolerance.gradient * total
-    for (name, _, _), error, size in zip(known, errors, sizes, strict=True):
+    for (name, _, _), error, size in zip(compared, errors, sizes, strict=True):
         if not error <= max(tolerance.gradient * size, floor):
             off = error / size if size > 0 else math.inf
             return Comparison(
@@ -292,7 +294,7 @@ def _compare_sizes(known: list[tuple[str, Tensor, Tensor]], exactness: Exactness
                 off,
                 tolerance.gradient,
             )
-    product = math.fsum(float((one.double() * other.double()).sum()) for _, one, other in known)
+    product = math.fsum(float((expected.double() * actual.double()).sum()) for _, expected, actual in compared)
     scale = product / total**2 if total > 0 else 1.0
     if abs(scale - 1) > tolerance.scale:
         return Comparison(
@@ -312,7 +314,7 @@ def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor))
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+def _same_bits(expected: Tensor, actual: Tensor) -> bool:
+    if not expected.is_floating_point():
+        return torch.equal(expected, actual)
+    return torch.equal(expected.isnan(), actual.isnan()) and torch.equal(expected.nan_to_num(), actual.nan_to_num())

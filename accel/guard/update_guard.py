@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from accel.guard.guard import Comparison, Tolerance
 from accel.strategies.base import Exactness
 
-# Enough to show a wrong formula, little enough to copy: the first parameters of each group up to this many elements.
+# The first parameters of each group up to this many elements: enough to show a wrong formula, and cheap to copy.
 _ELEMENTS = 1_000_000
 
 
@@ -78,15 +78,15 @@ def _unhooked_step(optimizer: Optimizer) -> None:
 def compare(plain: list[Tensor], candidate: list[Tensor], before: list[Tensor], exactness: Exactness) -> Comparison:
     """Compare two updates, relative to the size of the plain one: ‖Δ_c − Δ_r‖ ≤ tolerance · ‖Δ_r‖."""
     worst = Comparison()
-    for one, other, start in zip(plain, candidate, before, strict=True):
-        update = float(torch.linalg.vector_norm(one.double() - start.double()))
-        if not math.isfinite(update):  # the gradients are not finite, or the weights: the run's own affair
+    for expected, actual, start in zip(plain, candidate, before, strict=True):
+        update = float(torch.linalg.vector_norm(expected.double() - start.double()))
+        if not math.isfinite(update):  # the gradients or the weights are not finite, which is the run's own fault
             return Comparison(unsure="the plain update itself is not finite")
-        error = float(torch.linalg.vector_norm(other.double() - one.double()))
-        # A parameter is stored to eps relative to itself, so an update can't be told finer than that.
-        eps = torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0
+        error = float(torch.linalg.vector_norm(actual.double() - expected.double()))
+        # A parameter is stored to eps relative to itself, so an update can't be known more finely than that.
+        eps = torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
         grain = eps * float(torch.linalg.vector_norm(start.double()))
-        tolerance = Tolerance.of(exactness, one.dtype).output
+        tolerance = Tolerance.of(exactness, expected.dtype).output
         if not error <= tolerance * update + grain:
             off = error / update if update > 0 else float("inf")
             return Comparison(f"its update is off by {off:.1e}, allowed {tolerance:.1e}", 0.0, off, tolerance)

@@ -1,10 +1,10 @@
-"""The run-time watch: what a strategy may do to a run after its trial.
+"""The run-time watch: checks a strategy after its trial, as long as it is on.
 
-While a strategy is on, each call's outputs are looked at. A call that raises, or gives values that are not finite or
-have grown far beyond anything the plain loop showed, is made again along the plain path from the same random state,
-buffers and counters, and the step goes on with what that gives. If the plain path is well, the strategies are at fault
-and are switched off at once. If it is no better, the run does this by itself and nobody is blamed; if it raises too,
-the error is the user's and passes through.
+While a strategy is on, each call's outputs are checked. A call that raises, or returns values that are not finite or
+far above any in the plain loop, is repeated along the plain path from the same random state, buffers and counters,
+and the step goes on with that result. If the plain result is fine, the strategies are at fault and are switched off at
+once. If it is no better, the fault is the run's own and no strategy is blamed; if it raises too, the error is the
+user's and propagates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from accel.dataio.batches import tensors
 from accel.guard.changing_buffers import ChangingBuffers
 from accel.run.gate import Call, Gate
 
-# Far beyond what training does in a few hundred steps, and reached fast by one that diverges.
+# Outputs don't grow so much in a few hundred healthy steps; a diverging run gets there fast.
 _GROWTH = 1e3
 _DIVERGED_STEPS = 20
 _DIVERGES = "the run diverges"
@@ -30,7 +30,7 @@ _LONGEST_EXCUSE = 64
 
 
 class Excuse:
-    """How long a run that does it by itself is not looked at: one time, then two, four, …, at most 64.
+    """How often a run that is at fault itself is not checked: once, then twice, four times, …, at most 64.
 
     Without it, a run whose weights are no longer finite would pay for each call twice.
     """
@@ -39,23 +39,23 @@ class Excuse:
         self._length = self._left = 0
 
     def grant(self) -> None:
-        """Excuse the next times, twice as many as the time before."""
+        """Skip the next checks, twice as many as the last time."""
         self._left = self._length = min(2 * self._length or 1, _LONGEST_EXCUSE)
 
     def holds(self) -> bool:
-        """Tell whether this time is excused."""
+        """Return whether this check is to be skipped, and count it."""
         if self._left == 0:
             return False
         self._left -= 1
         return True
 
     def clear(self) -> None:
-        """The run is well."""
+        """The run is healthy: check every time."""
         self._length = self._left = 0
 
 
 class Watch:
-    """Look at outputs and gradients while strategies are on.
+    """Check outputs and gradients while strategies are on.
 
     Args:
         gate: the model's gate; its plain path is the fallback.
@@ -77,7 +77,7 @@ class Watch:
         self._excuse = Excuse()
 
     def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call through the strategies and see that it is well."""
+        """Make a call through the strategies and check its outputs."""
         if not self._gate.wrapped:
             return call(*args, **kwargs)
         before = torch.get_rng_state(), self._moving.saved()
@@ -90,14 +90,14 @@ class Watch:
             problem = "" if self._excuse.holds() else self._problem(outputs)
             if (
                 not problem or _versions(args, kwargs) != versions
-            ):  # a forward that wrote to its inputs has no second time
+            ):  # a forward that wrote to its inputs can't be repeated
                 return outputs
             return self._again(before, problem, args, kwargs)
         # Outside the handler: the user's own error must not carry this one as its context.
         return self._again(before, raised, args, kwargs)
 
     def _again(self, before: Any, why: str, args: Any, kwargs: Any) -> Any:
-        """Make the call again along the plain path; the strategies are to blame only if that one is well."""
+        """Repeat the call along the plain path; the strategies are to blame only if its result is fine."""
         torch.set_rng_state(before[0])
         self._moving.restore(before[1])
         plain = self._gate.plain(*args, **kwargs)  # raises the user's own error, if it is the user's
@@ -128,7 +128,7 @@ class Watch:
         return f"outputs have grown to {size:.1e}, plain ones were at most {self._plain_max:.1e}: {_DIVERGES}"
 
     def _problem_late(self, outputs: Any) -> str:
-        """Look at a value of some calls ago; only if that one was bad, wait for the present one."""
+        """Check the value of some calls ago; only if it was bad, wait for the present one."""
         norm = _norm(outputs)
         if norm is not None:
             self._late.append(norm)
@@ -142,14 +142,14 @@ class Watch:
         return self._problem_now(outputs)
 
     def learn(self, outputs: Any) -> None:
-        """Take note of how large the outputs of the plain loop are."""
-        self._moving.look()
+        """Learn how large the outputs of the plain loop are."""
+        self._moving.observe()
         size = _size(outputs)
         if size is not None:
             self._plain_max = max(self._plain_max, size)
 
     def gradients_are_finite(self, optimizer: Optimizer) -> bool:
-        """Tell whether the gradients that `optimizer` will use are finite; on a GPU, without waiting, always."""
+        """Return whether the gradients that `optimizer` will use are finite; on a GPU, without waiting, always."""
         if self._device.type != "cpu":
             return True
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -169,10 +169,10 @@ def _versions(args: Any, kwargs: Any) -> list[int]:
 def _norm(outputs: Any) -> Tensor | None:
     # Sparse and nested tensors have no norm to ask for.
     dense = [t.detach() for t in tensors(outputs) if t.layout == torch.strided]
-    found = [t for t in dense if t.is_floating_point() and t.numel()]
-    if not found:
+    gradients = [t for t in dense if t.is_floating_point() and t.numel()]
+    if not gradients:
         return None
-    norms = [torch.linalg.vector_norm(t.float() if t.dtype != torch.float64 else t) for t in found]
+    norms = [torch.linalg.vector_norm(t.float() if t.dtype != torch.float64 else t) for t in gradients]
     return norms[0] if len(norms) == 1 else torch.stack([n.float() for n in norms]).sum()
 
 

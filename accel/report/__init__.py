@@ -1,4 +1,4 @@
-"""What was done and what it gave: as data, as text and as a page."""
+"""Reports: their data, and its rendering as text and as a web page."""
 
 from __future__ import annotations
 

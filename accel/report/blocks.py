@@ -1,4 +1,4 @@
-"""What a report shows, as data: sections of texts, lists, facts, tables and pictures.
+"""The contents of a report as data: sections of texts, lists, facts, tables and pictures.
 
 The reports of `accel.optimize` and of `accel profile` are made into a `Document` each; `terminal.py` and `page.py` lay
 any document out, and know nothing of reports.
@@ -17,10 +17,10 @@ from accel.report.pictures import BarSegment
 from accel.report.words import plural
 
 Only = Literal["", "terminal", "page"]
-"""Where something is shown; '' is both."""
+"""Where a block is shown; '' is on both."""
 
 SIGNS = {"good": "✓", "bad": "✗", "warn": "?", "idle": "○"}
-"""Tone → sign that says the same without colour."""
+"""Tone → sign with the same meaning, for output without colour."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,9 @@ class Listing:
 
     items: Sequence[str]
     mark: str = "- "
-    """Before each on a terminal; `1. ` numbers them everywhere."""
+    """Prefix of each item on a terminal; `1. ` numbers them everywhere."""
     latest: int = 0
-    """How many of the last ones a terminal shows, 0 for all."""
+    """How many of the last items a terminal shows, 0 for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,27 +49,27 @@ class Facts:
 
     pairs: Sequence[tuple[str, str]]
     verbatim: bool = False
-    """To be copied, as a command is."""
+    """To be copied, like a command."""
     only: Only = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A drawing of a page."""
+    """A drawing on a page."""
 
     name: str
     """Unique in the document."""
     macro: str
-    """Draws it, in `pictures.html.j2`."""
+    """The macro in `pictures.html.j2` that draws it."""
     drawn: Mapping[str, Any]
-    """What the macro draws."""
+    """The macro's data."""
     title: str
     text: str
-    """What it shows, in words."""
+    """A description in words."""
     height: float
     """Pixels."""
     framed: bool = False
-    """Its axes are labelled outside of it."""
+    """Its axis labels are outside of it."""
     legend: Sequence[tuple[str, str]] = ()
     """(fill class, meaning)."""
 
@@ -80,9 +80,9 @@ class TableColumn:
 
     title: str
     width: int = 0
-    """Columns of a terminal, at the least."""
+    """Minimum width, in columns of a terminal."""
     left: bool = False
-    """Holds words, not numbers: set flush left."""
+    """Contains words, not numbers: aligned left."""
     whole: bool = False
     """Words that must not be broken."""
     prose: bool = False
@@ -107,13 +107,13 @@ class TableCell:
     """What a terminal shows instead of `text`."""
     tone: str = ""
     sign: str = ""
-    """On a page, stands before the text, so that it needs no colour."""
+    """On a page, a sign before the text, so that it needs no colour."""
     key: int = 0
     """On a page, the number and colour of a phase stand before the text; 0 is none."""
     small: Sequence[str] = ()
     """On a page, more in small letters below the text."""
     code: str = ""
-    """Source code, in the same place."""
+    """Source code, below the text too."""
     bar: Sequence[BarSegment] | None = None
     """On a page, drawn in place of the text."""
 
@@ -127,7 +127,7 @@ class TableRow:
     """A text below the row of a terminal."""
     below_tone: str = "idle"
     indent: int = 2
-    """Of that text."""
+    """The tone of that text."""
     depth: int = 0
     """How far the first cell of a page is moved to the right, and on a narrow terminal what moved below the row."""
     only: Only = ""
@@ -147,12 +147,12 @@ class Table:
     caption: str = ""
     """On a page."""
     more: str = ""
-    """Says on a terminal that rows are left out."""
+    """A note on a terminal that rows are left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """One cause: what is the matter, what removing it saves, the evidence and the remedy."""
+    """One cause: its title, the saving of removing it, the evidence and the remedy."""
 
     number: int
     title: str
@@ -187,7 +187,7 @@ def tabled(name: str, title: str, scope: str, table: Table) -> Iterator[Section]
 
 
 def hidden_text(hidden: int, kind: str, noun: str) -> str:
-    """Say what a terminal leaves out, e.g. `… 3 more lines are in the JSON report`; empty for nothing."""
+    """Return what a terminal leaves out, e.g. `… 3 more lines are in the JSON report`; empty for nothing."""
     nouns = f"{noun} is" if hidden == 1 else f"{plural(noun)} are"
     return f"… {hidden} {kind} {nouns} in the JSON report" if hidden > 0 else ""
 
@@ -203,7 +203,7 @@ class Document:
     verdict: str
     tone: str
     lead: Sequence[Paragraph]
-    """What stands below the verdict."""
+    """Lines below the verdict."""
     mark: str = ""
-    """State of a run that is not done."""
+    """The state of a run that has not finished."""
     sections: Sequence[Section] = ()

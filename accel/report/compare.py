@@ -1,4 +1,4 @@
-"""Compare two reports of one kind: is the newer run slower, and what else changed."""
+"""Compare two reports of one kind: whether the newer run is slower, and what else changed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ T = TypeVar("T")
 _SAME_BATCH = 0.15
 """By how much samples per step, a mean over a run, may differ between runs of one batch size."""
 _BUSY_CORES = 0.5
-"""Cores kept busy by others from which a step is slowed down by them."""
+"""Cores in use by other processes above which they slow a step down."""
 
 _FATE_TONES = {"gone": "good", "new": "bad", "stayed": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportChange(Generic[T]):
-    """What has one name in both reports: a strategy, a cause or a phase; None where a report lacks it."""
+    """A strategy, a cause or a phase in both reports; None where a report lacks it."""
 
     name: str
     old: T | None
@@ -35,7 +35,7 @@ class ReportChange(Generic[T]):
 
     @property
     def fate(self) -> str:
-        """What became of it: `gone`, `new` or `stayed`."""
+        """Whether it is `gone`, `new` or `stayed`."""
         return "gone" if self.new is None else "new" if self.old is None else "stayed"
 
 
@@ -57,7 +57,7 @@ class ReportComparison:
     facts: tuple[tuple[str, str, str], ...] = ()
     """(what, old, new), in words."""
     notes: tuple[str, ...]
-    """What makes the two runs hard to compare, one sentence each."""
+    """Reasons why the two runs are hard to compare, one sentence each."""
     strategies: tuple[ReportChange[StrategyRow], ...] = ()
     findings: tuple[ReportChange[Finding], ...] = ()
     phases: tuple[ReportChange[float], ...]
@@ -76,7 +76,7 @@ class ReportComparison:
         return self.new_ms > self.old_ms * (1 + self.threshold)
 
     def verdict(self) -> str:
-        """Say the outcome in one line."""
+        """Return the outcome in one line."""
         percent = 100 * (self.ratio - 1)
         word = "regression" if self.regressed else "no regression"
         change = f"{abs(percent):.3g} % {'slower' if percent > 0 else 'faster'}" if percent else "no change"
@@ -86,11 +86,11 @@ class ReportComparison:
     def render(self, width: int | None = None, color: bool | None = None) -> str:
         """Render the comparison as text, verdict first; the arguments are those of `terminal.render`."""
         page = Page(width, color)
-        page.say(self.verdict(), "bold red" if self.regressed else "bold green")
+        page.paragraph(self.verdict(), "bold red" if self.regressed else "bold green")
         for name, old, new in self.facts:
-            page.say(f"{name}: {old} → {new}" if old != new else f"{name}: {new}, as before")
+            page.paragraph(f"{name}: {old} → {new}" if old != new else f"{name}: {new}, as before")
         for note in self.notes:
-            page.say(f"note: {note}", TONES["warn"])
+            page.paragraph(f"note: {note}", TONES["warn"])
         _strategies(page, self.strategies)
         _findings(page, self.findings)
         _phases(page, self.step, self.phases)
@@ -215,7 +215,7 @@ def _profile_notes(before: ProfileReport, after: ProfileReport) -> list[str]:
         ("number of ranks", max(len(before.ranks), 1), max(len(after.ranks), 1)),
         ("hosts", _hosts(before), _hosts(after)),
     ]
-    # What one report does not know is no difference.
+    # A value that one report lacks is not a difference.
     notes = _differences([(name, old, new) for name, old, new in pairs if old and new])
     for which, report in (("first", before), ("second", after)):
         if report.refused:

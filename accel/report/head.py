@@ -1,4 +1,4 @@
-"""The sections that reports of both kinds have: lists, and what the head of a report says."""
+"""The sections that reports of both kinds share: lists, and the head of a report."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from accel.report.blocks import Block, Facts, Listing, Section
 
 
 def listed(name: str, title: str, listing: Listing) -> Iterator[Section]:
-    """Yield a section with a list, unless there is nothing in it."""
+    """Yield a section with a list, unless it is empty."""
     if listing.items:
         yield Section(name=name, title=title, blocks=[listing])
 
 
 def ending(report: ReportHead, machine: str, model: str, *more: Block) -> Iterator[Section]:
-    """Yield what could not be seen, and where and how the run was made.
+    """Yield what could not be observed, and where and how the run was made.
 
     Args:
         report: of either kind.

@@ -1,6 +1,6 @@
-"""The report: what was done, what each thing gave, and what it cost, as data.
+"""The report as data: what was done, what each strategy gained, and what it cost.
 
-This module holds the numbers and their JSON form; `optimize_document.py` says how they are shown.
+This module defines the numbers and their JSON form; `optimize_document.py` lays them out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ State = Literal["searching", "done", "interrupted", "replayed", "undone"]
 
 @dataclass(kw_only=True)
 class StrategyRow:
-    """One strategy's fate."""
+    """The result of one strategy."""
 
     name: str
     """Registered name, e.g. `channels_last`."""
@@ -55,14 +55,14 @@ class StrategyRow:
     tolerance: float | None = None
     """What `gradient_error` was allowed to be."""
     cost_s: float = 0.0
-    """Seconds its guard, its one-off work and its slower trial steps took."""
+    """Seconds of its guard, its one-off work and its slower trial steps."""
     steps: int = 0
     """Training steps its trial used (real steps: none was thrown away)."""
 
 
 @dataclass(kw_only=True)
 class Event:
-    """Something that happened at a step, in words."""
+    """An event at a step, as text."""
 
     step: int
     text: str
@@ -77,7 +77,7 @@ class Machine(MachineFacts):
 
 @dataclass(kw_only=True)
 class Report(ReportHead):
-    """Everything accel knows about one run.
+    """Everything that accel reports about one run.
 
     Times are in ms or s as the names say; `anatomy_*` map a phase of the step to its median ms.
     """
@@ -103,7 +103,7 @@ class Report(ReportHead):
     speedup_low: float | None = None
     speedup_high: float | None = None
     training_same: str = ""
-    """What is known of the model learning the same, one phrase, e.g. `gradients agree to 3e-07`."""
+    """Evidence that the model learns the same, one phrase, e.g. `gradients agree to 3e-07`."""
     steps: int = 0
     """Steps seen so far."""
     search_steps: int = 0
@@ -126,7 +126,7 @@ class Report(ReportHead):
     """Strategy name → setting, as chosen."""
 
     def verdict(self) -> str:
-        """Say the outcome in one line, speed first."""
+        """Return the outcome in one line, speed first."""
         if self.state == "replayed" and self.speedup is None:
             return f"replayed without a trial: {', '.join(self.plan) or 'nothing of the plan applies here'}"
         if self.speedup is None or self.plain_ms is None or self.accel_ms is None:

@@ -22,14 +22,14 @@ from accel.report.words import (
     seconds_text,
 )
 
-EVENTS_SHOWN = 20
+EVENT_LIMIT = 20
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
 def step_text(row: StrategyRow) -> str:
-    """Say the step before and after a strategy in ms, e.g. `26.6 → 18.4 ± 0.3`; `-` when it was not measured."""
+    """Format the step before and after a strategy in ms, e.g. `26.6 → 18.4 ± 0.3`; `-` when it was not measured."""
     if finite(row.before_ms) is None and finite(row.after_ms) is None:
         return "-"
     spread = finite(row.spread_ms)
@@ -38,7 +38,7 @@ def step_text(row: StrategyRow) -> str:
 
 
 def numerics_text(row: StrategyRow) -> str:
-    """Say how far outputs and gradients are from the plain path, e.g. `3e-07/2e-06`; `same bits` for no difference."""
+    """Return how far outputs and gradients are from plain, e.g. `3e-07/2e-06`; `same bits` for no difference."""
     output, gradient = _error_text(row.output_error), _error_text(row.gradient_error)
     return output if output == gradient else f"{output}/{gradient}"
 
@@ -49,7 +49,7 @@ def _error_text(value: float | None) -> str:
 
 
 def interval_text(report: Report) -> str:
-    """Say the confidence interval of the speed-up as ratios and as percentages of more steps a second."""
+    """Format the confidence interval of the speed-up as ratios and as percentages of more steps a second."""
     low, high = finite(report.speedup_low), finite(report.speedup_high)
     if low is None or high is None:
         return "confidence interval not known"
@@ -58,7 +58,7 @@ def interval_text(report: Report) -> str:
 
 
 def pay_back_text(report: Report) -> str:
-    """Say when the search has paid, or will have paid, for itself."""
+    """Return when the search has paid, or will have paid, for itself."""
     if report.break_even_step is not None:
         return f"{'paid' if report.steps >= report.break_even_step else 'pays'} back at step {report.break_even_step}"
     if report.search_s <= 0:
@@ -69,13 +69,13 @@ def pay_back_text(report: Report) -> str:
 
 
 def search_text(report: Report) -> str:
-    """Say what the search took and when it pays back, in one sentence."""
+    """Return what the search took and when it pays back, in one sentence."""
     trials = f"{report.search_steps} of {report.steps} steps were trial steps"
     return f"{trials}, cost {seconds_text(report.search_s)}; {pay_back_text(report)}"
 
 
 def limit_text(report: Report) -> str:
-    """Say what limits the run now, its share of the step and what would treat it."""
+    """Return what limits the run now, its share of the step and what would treat it."""
     if not report.bottleneck:
         return "not known"
     share = finite(report.bottleneck_share)
@@ -84,7 +84,7 @@ def limit_text(report: Report) -> str:
 
 
 def model_text(report: Report) -> str:
-    """Say which model ran and what accel was allowed to do."""
+    """Return which model ran and what accel was allowed to do."""
     words = [report.model or "model not known", f"{report.parameters:,} parameters" if report.parameters else ""]
     words += [f"{name} {value}" for name, value in (("allow", report.allow), ("budget", report.budget)) if value]
     return ", ".join(word for word in words if word)
@@ -142,7 +142,7 @@ def document(report: Report) -> Document:
             Section(name="strategies", title="strategies", blocks=list(_strategies(report))),
             Section(name="cost", title="cost and what is left", blocks=[cost]),
             *_anatomy(report),
-            *head.listed("events", "events", Listing(items=events, mark="", latest=EVENTS_SHOWN)),
+            *head.listed("events", "events", Listing(items=events, mark="", latest=EVENT_LIMIT)),
             *head.ending(report, machine, model_text(report), fingerprint, plan),
         ],
     )
@@ -170,18 +170,18 @@ def _strategy(row: StrategyRow) -> TableRow:
     allowed = "" if row.tolerance is None else f"allowed {row.tolerance:.1g}"
     cost = seconds_text(row.cost_s) if row.cost_s else "-"
     cells = blocks.cells(
-        TableCell(text=_name(row), tone="strong", small=_known(row.summary, treats)),
+        TableCell(text=_name(row), tone="strong", small=_nonempty(row.summary, treats)),
         TableCell(text=row.status, tone=tone, sign=blocks.SIGNS[tone]),
         gain_text(row.gain, row.gain_low, row.gain_high),
         step_text(row),
-        TableCell(text=numerics_text(row), small=_known(", ".join(_known(row.exactness, allowed)))),
-        TableCell(text=cost, small=_known(row.steps and f"{row.steps} steps")),
+        TableCell(text=numerics_text(row), small=_nonempty(", ".join(_nonempty(row.exactness, allowed)))),
+        TableCell(text=cost, small=_nonempty(row.steps and f"{row.steps} steps")),
         row.why or "-",
     )
     return TableRow(cells=cells, below=row.why)
 
 
-def _known(*texts: object) -> list[str]:
+def _nonempty(*texts: object) -> list[str]:
     return [str(text) for text in texts if text]
 
 

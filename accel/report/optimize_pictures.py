@@ -68,9 +68,9 @@ def gains(report: Report) -> Iterator[Block]:
     if not rows:
         return
     ends = [finite(value) for row in rows for value in (row.gain, row.gain_low, row.gain_high)]
-    known = [1.0, *(value for value in ends if value is not None)]
-    margin = max(0.05, 0.08 * (max(known) - min(known)))
-    axis = Axis(low=min(known) - margin, high=max(known) + margin)
+    values = [1.0, *(value for value in ends if value is not None)]
+    margin = max(0.05, 0.08 * (max(values) - min(values)))
+    axis = Axis(low=min(values) - margin, high=max(values) + margin)
     whiskers = []
     for row in rows:
         name = f"{row.name} {row.setting}".strip()

@@ -51,7 +51,7 @@ def _sentence(text: str) -> str:
 
 
 def _finalize(value: Any) -> Any:
-    """Make a value fit to be escaped and shown; what macros have made is already so."""
+    """Make a value safe to be escaped and shown; output of macros is safe already."""
     if value is None:
         return "-"
     if isinstance(value, str) and not isinstance(value, Markup):

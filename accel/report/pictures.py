@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from accel.report.words import clean, finite, ms_text
 
 SHADES = 10
-"""Number of fill classes in the style sheet; phases beyond it share them, told apart by their number."""
+"""Number of fill classes in the style sheet; phases beyond it share them, and are distinguished by their numbers."""
 LABEL_CHARS = 26
 """Longest text drawn inside a picture; the whole text is in its tooltip and in the tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tick:
-    """A labelled place on an axis."""
+    """A labelled position on an axis."""
 
     at: float
     text: str

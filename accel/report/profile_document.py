@@ -30,9 +30,9 @@ from accel.report.roofline import picture as roofline_picture
 from accel.report.terminal import MAX_DEPTH, clip
 from accel.report.words import clean, finite, machine_text, ms_text, percent_text
 
-ROWS_SHOWN = 12
+ROW_LIMIT = 12
 """Rows of a table on a terminal; a page has all."""
-RANKS_SHOWN = 16
+RANK_LIMIT = 16
 
 _BAR = 12
 """Columns of the bar of a whole step on a terminal."""
@@ -69,7 +69,7 @@ def document(report: ProfileReport) -> Document:
 
 
 def _phases(report: ProfileReport) -> list[str]:
-    """List every phase once, in the order of the numbers by which the page tells them apart."""
+    """List every phase once, in the order of the numbers that identify them on the page."""
     parts = [node.name for node in report.evidence.children] if report.evidence else []
     measured = [*(row.phases_ms for row in report.timeline), *(row.phases_ms for row in report.ranks)]
     return list(dict.fromkeys([*parts, *words.phase_names(measured)]))
@@ -82,9 +82,9 @@ def _lead(report: ProfileReport) -> Iterator[Paragraph]:
 
 
 def _limited(rows: Sequence[TableRow], noun: str) -> tuple[list[TableRow], str]:
-    """Leave to the page what is too much for a terminal, and say so there."""
-    kept = [*rows[:ROWS_SHOWN], *(replace(row, only="page") for row in rows[ROWS_SHOWN:])]
-    return kept, blocks.hidden_text(len(rows) - ROWS_SHOWN, "more", noun)
+    """Limit the rows on a terminal, with a note there; a page has all."""
+    limited = [*rows[:ROW_LIMIT], *(replace(row, only="page") for row in rows[ROW_LIMIT:])]
+    return limited, blocks.hidden_text(len(rows) - ROW_LIMIT, "more", noun)
 
 
 # --- findings --------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def _ranks(ranks: Sequence[RankRow], names: list[str]) -> Iterator[Section]:
         *blocks.columns("run/wait/asleep %>17"),
         *blocks.columns("steps>0", only="page"),
     ]
-    slowest = sorted(ranks, key=lambda row: (not row.straggler, -(finite(row.step_ms) or 0.0)))[:RANKS_SHOWN]
+    slowest = sorted(ranks, key=lambda row: (not row.straggler, -(finite(row.step_ms) or 0.0)))[:RANK_LIMIT]
     axis = Axis(low=0.0, high=max(sum(map(length, row.phases_ms.values())) for row in ranks))
     rows = []
     for row in ranks:
@@ -240,8 +240,8 @@ def _lines(report: ProfileReport) -> Iterator[Section]:
         )
         rows.append(TableRow(cells=cells, below=source, below_tone="strong", indent=4))
     columns = blocks.columns("phase<13", "of phase>8", "seconds>7", "asleep>6", "line<58")
-    kept, more = _limited(rows, "line")
-    table = Table(columns=columns, rows=kept, more=more, caption="Where the loop's own source was, by sampling")
+    limited, more = _limited(rows, "line")
+    table = Table(columns=columns, rows=limited, more=more, caption="Where the loop's own source was, by sampling")
     yield from blocks.tabled("lines", "source lines", ", by sampling", table)
 
 
@@ -295,8 +295,8 @@ def _syncs(report: ProfileReport) -> Iterator[Section]:
         place = f"{sync.file}:{sync.line}" if sync.file else "-"
         rows.append(TableRow(cells=blocks.cells(sync.name, ms_text(sync.calls), ms_text(sync.ms), place)))
     columns = blocks.columns("call<26", "calls>7", "ms>7", "line<54")
-    kept, more = _limited(rows, "call")
-    table = Table(columns=columns, rows=kept, more=more, caption="Per step, in the traced window")
+    limited, more = _limited(rows, "call")
+    table = Table(columns=columns, rows=limited, more=more, caption="Per step, in the traced window")
     yield from blocks.tabled("syncs", "where the host waits for the device", ", per step", table)
 
 

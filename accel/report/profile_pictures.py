@@ -15,7 +15,7 @@ from accel.report.words import finite, ms_text
 TIMELINE_HEIGHT = 180
 """Pixels."""
 TALL = 4.0
-"""A step longer than this many medians is cut off, so that the others can be told apart."""
+"""A step longer than this many medians is cut off, so that the others can be distinguished."""
 
 
 def gauge(number: int, finding: Finding) -> Picture | None:
@@ -114,12 +114,12 @@ def _column(row: StepRow, place: int, count: int, names: Sequence[str], axis: Ax
         for part in segments(parts, names, axis)
         if part.width >= 0.03
     ]
-    said = "; " + ", ".join(f"{name} {ms_text(ms)}" for name, ms in parts) if parts else ""
+    parts_text = "; " + ", ".join(f"{name} {ms_text(ms)}" for name, ms in parts) if parts else ""
     gap = 0.15 if count <= 60 else 0.0
     return {
         "at": round((place + gap / 2) * 100 / count, 3),
         "width": round((1 - gap) * 100 / count, 3),
-        "text": f"step {row.step}: {ms_text(row.ms)} ms{said}",
+        "text": f"step {row.step}: {ms_text(row.ms)} ms{parts_text}",
         "cut": max(sum(length(ms) for _, ms in parts), length(row.ms)) > axis.high,
         "blocks": blocks,
     }

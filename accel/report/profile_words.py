@@ -1,4 +1,4 @@
-"""What a profile report says, in words."""
+"""The texts of a profile report."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from accel.profiler.report import Experiment, Finding, HostFacts, Node, ProfileR
 from accel.report.words import count_text, finite, ms_text, number_text, percent_text, seconds_text
 
 OUTCOMES = {"keep": "helps", "drop": "does not help", "refused": "too noisy to tell", "void": "could not be tried"}
-"""Verdict of an experiment → in words."""
+"""Verdict of an experiment → its text."""
 
 _AT_ROOF = 1.05
-"""Share of a roof up to which an operator is at it: both are measured."""
+"""Share of a roof up to which an operator counts as at it: both are measured."""
 _ROOF_NOTES = {
     "cached": "cached: faster than a large copy, so its data lay in a cache, whose roof was not measured",
     "above": "above: faster than the large matrix product that was measured; it ran while the device was slower, or in "
@@ -25,7 +25,7 @@ _ADDS_UP = 0.005
 
 
 def saving_text(saving: Saving | None) -> str:
-    """Say a saving with its interval, e.g. `67 % [64, 70]`; `-` when there is none."""
+    """Format a saving with its interval, e.g. `67 % [64, 70]`; `-` when there is none."""
     if saving is None or finite(saving.value) is None:
         return "-"
     return f"{percent_text(saving.value)} [{number_text(saving.low)}, {number_text(saving.high)}]"
@@ -35,11 +35,11 @@ def saving_text(saving: Saving | None) -> str:
 
 
 def verdict_text(report: ProfileReport) -> str:
-    """Say the outcome in one line; where it was refused, why, and what was seen instead."""
+    """Return the outcome in one line; where it was refused, why, and what was seen instead."""
     if not report.refused:
         return report.verdict or f"no verdict: {count_text(report.steps, 'step')} seen"
     instead = "" if report.verdict.startswith("no verdict") else report.verdict
-    # Findings follow, each with its share; without them, the largest part is all that can be said.
+    # Findings follow, each with its share; without them, only the largest part can be named.
     instead = instead or ("" if report.findings else _largest_part(report.evidence))
     return f"no verdict: {report.refused}" + (f"; {instead}" if instead else "")
 
@@ -53,15 +53,15 @@ def _largest_part(root: Node | None) -> str:
 
 
 def ended_text(report: ProfileReport) -> str:
-    """Say how the script ended where it did not end by itself; empty where it did."""
+    """Return how the script ended; empty if it ran to its end."""
     if report.ended == "completed":
         return ""
     how = f"was {report.ended}" if report.ended == "interrupted" else report.ended or "ended in an unknown way"
-    return f"the script {how}; this is what was seen before"
+    return f"the script {how}; this is what was observed before"
 
 
 def run_text(report: ProfileReport) -> str:
-    """Say how much was observed, e.g. `412 steps of 212 ms, 151 samples/s, 88.1 s in all`."""
+    """Return how much was observed, e.g. `412 steps of 212 ms, 151 samples/s, 88.1 s in all`."""
     of = f" of {ms_text(report.step_ms)} ms" if report.steps else ""
     rate = finite(report.samples_per_s)
     words = [f"{count_text(report.steps, 'step')}{of}", "" if rate is None else f"{ms_text(rate)} samples/s"]
@@ -73,7 +73,7 @@ def run_text(report: ProfileReport) -> str:
 
 
 def unattributed_text(report: ProfileReport) -> str:
-    """Say how much of the wall time no phase accounts for."""
+    """Return how much of the wall time no phase accounts for."""
     share = "less than 0.1 %" if 0 <= report.unattributed < 0.001 else percent_text(report.unattributed)
     return f"{share} of the wall time belongs to no phase"
 
@@ -82,45 +82,45 @@ def unattributed_text(report: ProfileReport) -> str:
 
 
 def effect_text(finding: Finding) -> str:
-    """Say what the remedy saves and how that is known."""
+    """Return what the remedy saves and how that is known."""
     if finding.measured is not None:
         saving = saving_text(finding.measured)
-        known = f" (predicted {percent_text(finding.predicted.value)})" if finding.predicted else ""
+        predicted = f" (predicted {percent_text(finding.predicted.value)})" if finding.predicted else ""
         if finding.confirmed:
-            return f"saves {saving} of the step, confirmed by experiment{known}"
-        return f"not confirmed: in the experiment it saved {saving} of the step{known}"
+            return f"saves {saving} of the step, confirmed by experiment{predicted}"
+        return f"not confirmed: in the experiment it saved {saving} of the step{predicted}"
     if finding.predicted is not None:
         tried = "too noisy to measure" if finding.experiment.startswith("tried") else "not tried"
         return f"predicted, {tried}: saves {saving_text(finding.predicted)} of the step"
-    return "what removing it saves can't be told from what was seen"
+    return "the saving can't be estimated from what was observed"
 
 
 def cause_text(finding: Finding) -> str:
-    """Say the cause's name and its share, e.g. `input.storage, 71 % of the step`."""
+    """Format the cause's name and its share, e.g. `input.storage, 71 % of the step`."""
     share = f"{percent_text(finding.share)} of the step" if finding.share else ""
     return ", ".join(word for word in (finding.cause, share) if word)
 
 
 def experiment_text(finding: Finding) -> str:
-    """Say what the experiment did, or why there was none; empty if the report does not know."""
+    """Return what the experiment did, or why there was none; empty if the report does not know."""
     if not finding.experiment or finding.experiment.startswith(("not tried", "could not be tried", "tried")):
         return finding.experiment
     return f"{'experiment' if finding.measured else 'no experiment'}: {finding.experiment}"
 
 
 def outcome_text(experiment: Experiment) -> str:
-    """Say an experiment's verdict, e.g. `helps`."""
+    """Format an experiment's verdict, e.g. `helps`."""
     return OUTCOMES.get(experiment.verdict, experiment.verdict)
 
 
 def gave_text(experiment: Experiment) -> str:
-    """Say what an experiment saved, `-` where it switched nothing off."""
+    """Return what an experiment saved, `-` where it switched nothing off."""
     return saving_text(None if experiment.verdict == "void" else experiment.saving)
 
 
 def what_text(experiment: Experiment) -> str:
-    """Say what an experiment did differently, and that nothing of it stayed where it trained on something else."""
-    restored = "these steps did not train as usual; the state from before them was put back"
+    """Return what an experiment changed, and that its steps were undone if they did not train as usual."""
+    restored = "these steps did not train as usual; the state from before them was restored"
     return "; ".join(word for word in (experiment.what, restored if experiment.changes_learning else "") if word)
 
 
@@ -215,7 +215,7 @@ def _peak(roofline: Roofline) -> float:
 
 
 def roof_share_text(op: OpTime, roofline: Roofline | None) -> str:
-    """Say the same, e.g. `23 %`; `cached` or `above` where a roof that was measured is not the operator's."""
+    """Format the same, e.g. `23 %`; `cached` or `above` where a roof that was measured is not the operator's."""
     share = roof_share(op, roofline)
     if share is None or roofline is None:
         return "-"
@@ -227,12 +227,12 @@ def roof_share_text(op: OpTime, roofline: Roofline | None) -> str:
 
 def roof_notes(ops: Sequence[OpTime], roofline: Roofline | None) -> list[str]:
     """Explain the words in the column of roofs, if there are any."""
-    said = {roof_share_text(op, roofline) for op in ops}
-    return [note for word, note in _ROOF_NOTES.items() if word in said]
+    texts = {roof_share_text(op, roofline) for op in ops}
+    return [note for word, note in _ROOF_NOTES.items() if word in texts]
 
 
 def roof_text(roofline: Roofline | None) -> str:
-    """Say the measured limits of the device; empty if they were not measured."""
+    """Format the measured limits of the device; empty if they were not measured."""
     if roofline is None:
         return ""
     products = ", ".join(f"{dtype} {ms_text(peak)} GFLOP/s" for dtype, peak in roofline.gflops.items())
@@ -241,7 +241,7 @@ def roof_text(roofline: Roofline | None) -> str:
 
 
 def thread_text(share: ThreadShare | None) -> str:
-    """Say how a thread spent its time; `-` if that is not known."""
+    """Return how a thread spent its time; `-` if that is not known."""
     if share is None:
         return "-"
     parts = ((share.run, "on a core"), (share.wait, "waiting for a core"), (share.blocked, "asleep"))
@@ -249,7 +249,7 @@ def thread_text(share: ThreadShare | None) -> str:
 
 
 def short_thread_text(share: ThreadShare | None) -> str:
-    """Say the same in a few characters: run/wait/asleep in percent, e.g. `31/2/67`."""
+    """Format the same in a few characters: run/wait/asleep in percent, e.g. `31/2/67`."""
     return "-" if share is None else "/".join(map(number_text, (share.run, share.wait, share.blocked)))
 
 

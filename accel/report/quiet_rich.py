@@ -1,7 +1,7 @@
-"""What the reports use of rich, imported so that the user's random numbers stay theirs.
+"""The parts of rich that reports use, imported without changing the user's random numbers.
 
-`rich.style` draws 24 bits from Python's `random` when it is imported. In a training run that would move whatever draws
-next from it. Here this thread, and no other, draws from a generator apart while rich is imported.
+`rich.style` draws 24 bits from Python's `random` when it is imported, which would change the next draws of a training
+run. While rich is imported here, this thread, and no other, draws from a separate generator.
 """
 
 from __future__ import annotations

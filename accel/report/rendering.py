@@ -22,7 +22,7 @@ def as_text(report: Report | ProfileReport, width: int | None = None, color: boo
 
 def as_page(report: Report | ProfileReport) -> str:
     """Render a report as one self-contained web page."""
-    # Imported here: jinja2 is of no use to who reads a report on a terminal.
+    # Imported here: a report on a terminal needs no jinja2.
     from accel.report.page import render
 
     return render(document(report))

@@ -58,7 +58,7 @@ def picture(ops: Sequence[OpTime], roofline: Roofline) -> Picture | None:
 
 
 def _usable(value: float) -> bool:
-    """Say whether a number can be drawn; what no device reaches would only squeeze the others together."""
+    """Return whether a number can be drawn; values beyond any device would squeeze the others together."""
     return 1e-9 < value < 1e15
 
 

@@ -19,7 +19,7 @@ from accel.report.words import clean
 MAX_WIDTH = 100
 MIN_WIDTH = 20
 MAX_DEPTH = 8
-"""From which on parts of parts are indented no further."""
+"""Depth from which nested rows are indented no further."""
 
 TONES = {"": "", "good": "bold green", "bad": "red", "warn": "yellow", "idle": "dim", "strong": "bold"}
 
@@ -67,7 +67,7 @@ class Page:
             legacy_windows=False,
         )
 
-    def say(self, text: str, style: str = "", indent: int = 0) -> None:
+    def paragraph(self, text: str, style: str = "", indent: int = 0) -> None:
         """Write one paragraph; lines after its first are indented by two more columns."""
         room = self.width - indent - 2
         for number, line in enumerate(Text(self._safe(text), style).wrap(self._console, room, overflow="fold")):
@@ -76,7 +76,7 @@ class Page:
     def heading(self, text: str) -> None:
         """Write an empty line and a heading."""
         self._console.print()
-        self.say(text, "bold underline")
+        self.paragraph(text, "bold underline")
 
     def row(self, cells: Sequence[Cell]) -> None:
         """Write cells side by side, two columns apart; one after another where the page is too narrow for that."""
@@ -117,7 +117,7 @@ class Page:
             if fitting:
                 self._cells(columns[:fitting], cells, widths)
             else:
-                self.say(_short(cells[0]), TONES["strong"])
+                self.paragraph(_short(cells[0]), TONES["strong"])
             left = zip(columns[max(fitting, 1) :], cells[max(fitting, 1) :], strict=True)
             texts = [
                 f"{column.title} {_short(cell)}".strip()
@@ -126,9 +126,9 @@ class Page:
             ]
             self.items(texts, ", ", 2 + 2 * min(row.depth, MAX_DEPTH))
             if row.below:
-                self.say(row.below, TONES[row.below_tone], row.indent)
+                self.paragraph(row.below, TONES[row.below_tone], row.indent)
         if table.more:
-            self.say(table.more, TONES["idle"])
+            self.paragraph(table.more, TONES["idle"])
 
     def _least(self, column: blocks.TableColumn, cell: blocks.TableCell) -> int:
         """Return how many columns a cell takes at the least."""
@@ -157,11 +157,11 @@ class Page:
         for number, text in enumerate(texts):
             more = separator if number + 1 < len(texts) else ""
             if line and indent + 2 + self.length(line + text + more.rstrip(), whole=True) > self.width:
-                self.say(line.rstrip(), indent=indent)
+                self.paragraph(line.rstrip(), indent=indent)
                 line = ""
             line += text + more
         if line:
-            self.say(line.rstrip(), indent=indent)
+            self.paragraph(line.rstrip(), indent=indent)
 
     def text(self) -> str:
         """Return the page so far, without spaces at line ends and without a newline at its own end."""
@@ -223,7 +223,7 @@ def render(document: blocks.Document, width: int | None = None, color: bool | No
     """
     page = Page(width, color)
     mark = f"[{document.mark}] " if document.mark else ""
-    page.say(f"{document.kind}: {mark}{document.verdict}", TONES[document.tone])
+    page.paragraph(f"{document.kind}: {mark}{document.verdict}", TONES[document.tone])
     for sentence in document.lead:
         _block(page, sentence)
     for section in document.sections:
@@ -241,13 +241,13 @@ def _section(page: Page, section: blocks.Section) -> None:
 
 def _block(page: Page, block: blocks.Block) -> None:
     if isinstance(block, blocks.Paragraph):
-        page.say(block.text, TONES[block.tone])
+        page.paragraph(block.text, TONES[block.tone])
     elif isinstance(block, blocks.Listing):
         _listing(page, block)
     elif isinstance(block, blocks.Facts):
         for name, text in block.pairs:
             if text:
-                page.say(f"{name}: {text}")
+                page.paragraph(f"{name}: {text}")
     elif isinstance(block, blocks.Table):
         page.table(block)
     elif isinstance(block, blocks.Card):
@@ -257,15 +257,15 @@ def _block(page: Page, block: blocks.Block) -> None:
 def _listing(page: Page, block: blocks.Listing) -> None:
     hidden = max(len(block.items) - block.latest, 0) if block.latest else 0
     if hidden:
-        page.say(blocks.hidden_text(hidden, "earlier", "event"), TONES["idle"])
+        page.paragraph(blocks.hidden_text(hidden, "earlier", "event"), TONES["idle"])
     for number, text in enumerate(block.items[hidden:], start=1):
-        page.say(f"{f'{number}. ' if block.mark == '1. ' else block.mark}{text}")
+        page.paragraph(f"{f'{number}. ' if block.mark == '1. ' else block.mark}{text}")
 
 
 def _card(page: Page, card: blocks.Card) -> None:
-    page.say(f"{card.number}. {card.title}", TONES["strong"])
+    page.paragraph(f"{card.number}. {card.title}", TONES["strong"])
     if card.cause:
-        page.say(card.cause, TONES["idle"], indent=3)
-    page.say(card.effect, TONES[card.tone] if card.tone == "good" else "", indent=3)
+        page.paragraph(card.cause, TONES["idle"], indent=3)
+    page.paragraph(card.effect, TONES[card.tone] if card.tone == "good" else "", indent=3)
     for text in [*(f"- {sentence}" for sentence in card.evidence), *(f"{who}: {what}" for who, what in card.remedies)]:
-        page.say(text, indent=3)
+        page.paragraph(text, indent=3)

@@ -33,7 +33,7 @@ def finite(value: float | None) -> float | None:
 
 
 def ms_text(value: float | None) -> str:
-    """Say a number, such as ms, with three digits, without an exponent where none is expected; `-` when missing."""
+    """Format a number, such as ms, with three digits, without an exponent where none is expected; `-` when missing."""
     value = finite(value)
     if value is None:
         return "-"
@@ -41,12 +41,12 @@ def ms_text(value: float | None) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """Say a cost in seconds, e.g. `0.8 s`."""
+    """Format a cost in seconds, e.g. `0.8 s`."""
     return f"{value:.1f} s" if 0.05 <= abs(value) < 1e5 else f"{value:.2g} s"
 
 
 def count_text(number: int, noun: str) -> str:
-    """Say a number of things, e.g. `2 cores`."""
+    """Format a number of things, e.g. `2 cores`."""
     return f"{number} {noun if number == 1 else plural(noun)}"
 
 
@@ -56,7 +56,7 @@ def plural(noun: str) -> str:
 
 
 def number_text(share: float | None) -> str:
-    """Say a share as a number of percent, e.g. `67`; with two digits below one percent; `-` when missing."""
+    """Format a share as a number of percent, e.g. `67`; with two digits below one percent; `-` when missing."""
     value = finite(None if share is None else 100 * share)
     if value is None:
         return "-"
@@ -64,18 +64,18 @@ def number_text(share: float | None) -> str:
 
 
 def percent_text(share: float | None) -> str:
-    """Say a share in percent, e.g. `67 %`; `-` when missing."""
+    """Format a share in percent, e.g. `67 %`; `-` when missing."""
     text = number_text(share)
     return text if text == "-" else f"{text} %"
 
 
 def ratio_text(value: float) -> str:
-    """Say a ratio with two decimals, e.g. `1.31`."""
+    """Format a ratio with two decimals, e.g. `1.31`."""
     return f"{value:.2f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
 def gain_text(gain: float | None, low: float | None, high: float | None) -> str:
-    """Say a speed-up with its confidence interval, e.g. `1.31x [1.27, 1.35]`; `-` when there is none."""
+    """Format a speed-up with its confidence interval, e.g. `1.31x [1.27, 1.35]`; `-` when there is none."""
     gain, low, high = finite(gain), finite(low), finite(high)
     if gain is None:
         return "-"
@@ -83,7 +83,7 @@ def gain_text(gain: float | None, low: float | None, high: float | None) -> str:
 
 
 def machine_text(machine: MachineFacts, processes: int = 0) -> str:
-    """Say where the numbers were measured: device, cores, threads, processes and versions."""
+    """Format where the numbers were measured: device, cores, threads, processes and versions."""
     counts = [(machine.cores, "core"), (machine.threads, "thread"), (processes, "process")]
     versions = [("Python", machine.python), ("torch", machine.torch), ("accel", machine.accel)]
     words = [machine.device or "device not known", *(count_text(n, noun) for n, noun in counts if n), machine.platform]

@@ -1,4 +1,4 @@
-"""The user's run: its steps, what is switched on in it, and what is checked."""
+"""The user's run: its objects, the wrapper around the model's calls, backward passes, and other ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tell what listens when a backward pass of the loop begins, and when it is done.
+"""Notify listeners when a backward pass of the loop begins and when it has ended.
 
-One mark on `torch.autograd.backward`, which `Tensor.backward` calls too, for all who listen; without listeners it is
-taken out again.
+`torch.autograd.backward`, which `Tensor.backward` calls too, is wrapped once for all listeners, and restored when none
+are left.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from torch import Tensor
 
 
 class BackwardListener(Protocol):
-    """What listens."""
+    """Called around each backward pass."""
 
     def backward_begins(self) -> None:
         """A backward pass begins."""
 
     def backward_ended(self, roots: list[Tensor]) -> None:
-        """It is done; it went out from these tensors."""
+        """It has ended; it started from these tensors."""
 
 
 class _Mark:
     def __init__(self) -> None:
         self.listeners: list[BackwardListener] = []
         self._marked: Any = None
-        self._found: Any = None
+        self._original: Any = None
         self._inside = False
 
     def add(self, listener: BackwardListener) -> None:
-        if not any(listener is known for known in self.listeners):
+        if not any(listener is existing for existing in self.listeners):
             self.listeners.append(listener)
         if not self._is_in_place():
-            self._found = torch.autograd.backward
-            self._marked = torch.autograd.backward = self._mark(self._found)
+            self._original = torch.autograd.backward
+            self._marked = torch.autograd.backward = self._mark(self._original)
 
     def remove(self, listener: BackwardListener) -> None:
-        self.listeners = [known for known in self.listeners if known is not listener]
-        # Under a mark of someone else ours stays, and passes everything on.
+        self.listeners = [existing for existing in self.listeners if existing is not listener]
+        # Inside somebody else's wrapper ours has to stay; without listeners it only calls the original.
         if not self.listeners and torch.autograd.backward is self._marked:
-            torch.autograd.backward = self._found
+            torch.autograd.backward = self._original
 
     def _is_in_place(self) -> bool:
-        """Tell whether the mark is there, on top or under others: one of those may have taken it away with itself."""
+        """Return whether our wrapper is in place, outermost or inside others; one of those may have removed it too."""
         outer: Any = torch.autograd.backward
         while outer is not None and outer is not self._marked:
             outer = getattr(outer, "__wrapped__", None)
@@ -73,31 +73,31 @@ class _Mark:
 
 _MARK = _Mark()
 listen = _MARK.add
-"""Tell this listener too."""
+"""Add a listener."""
 forget = _MARK.remove
-"""Tell it no more."""
+"""Remove it."""
 
 
 def leads_past(roots: Iterable[Tensor], calls: set[int], parameters: set[int]) -> bool:
-    """Tell whether a backward pass from `roots` reaches parameters on a way that leads past the model's calls.
+    """Return whether a backward pass from `roots` reaches parameters on a path that bypasses the model's calls.
 
-    A penalty on the weights does: what it adds to their gradients is none of the call's.
+    A penalty on the weights does: its share of the gradients doesn't come from the call.
 
     Args:
-        roots: where the pass went out from.
+        roots: where the pass started.
         calls: sequence numbers of the calls' output nodes.
         parameters: `id` of each parameter.
     """
     nodes: list[Any] = [getattr(root, "grad_fn", None) for root in roots]
     waiting = [node for node in nodes if node is not None]
-    seen = set(waiting)
+    visited = set(waiting)
     while waiting:
         node = waiting.pop()
         if node._sequence_nr() in calls:
             continue
         if id(getattr(node, "variable", None)) in parameters:
             return True
-        new = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= new
+        new = {following for following, _ in node.next_functions if following is not None} - visited
+        visited |= new
         waiting += new
     return False

@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class Observed:
-    """What the plain steps have shown."""
+    """What has been observed in plain steps."""
 
     autocast: bool = False
     """The loop runs the model under an autocast of its own."""
     conv_input: bool = False
     """The model was called with a 4-d floating-point tensor."""
     calls: int = 0
-    """Calls of the model seen."""
+    """Number of calls of the model."""
     uncalled: str = ""
     """What to pass in place of a model that the loop never calls; '' if it is called."""
     fetch_finding: str = ""
-    """Why fetching can't be moved elsewhere; '' if nothing was found."""
+    """Why fetching can't be moved elsewhere; '' if nothing speaks against it."""
 
     def note_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
-        """Take note of a plain call of the model."""
+        """Note a plain call of the model."""
         self.calls += 1
         self.autocast = self.autocast or torch.is_autocast_enabled(device.type)
         self.conv_input = self.conv_input or any(
@@ -71,5 +71,5 @@ class Run:
         return self.device.type == "cuda"
 
     def has_module(self, *kinds: type[nn.Module]) -> bool:
-        """Tell whether the model contains a module of one of these classes."""
+        """Return whether the model contains a module of one of these classes."""
         return any(isinstance(module, kinds) for module in self.model.modules())

@@ -19,10 +19,10 @@ Wrap = Callable[[Call], Call]
 
 
 class Watcher(Protocol):
-    """What the gate asks at each call."""
+    """Makes each call in place of the gate."""
 
     def around(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the call, and see to what must be seen to."""
+        """Make the call and do the checks around it."""
 
 
 class Gate:
@@ -39,7 +39,7 @@ class Gate:
         self._wraps: dict[str, Wrap] = {}
         self._user_compiled: Call | None = model._compiled_call_impl
         self._installed: Call | None = self._user_compiled
-        self._found = callslot.contents(model)
+        self._original_slot = callslot.contents(model)
         self._chain: Call = self.plain
         self.watcher: Watcher | None = None
 
@@ -59,17 +59,17 @@ class Gate:
         return bool(self._wraps)
 
     def add(self, name: str, wrap: Wrap) -> None:
-        """Put a wrapper on, at its place in the order."""
+        """Add a wrapper, at its place in the order."""
         self._wraps[name] = wrap
         self._rebuild()
 
     def remove(self, name: str) -> None:
-        """Take a wrapper off; unknown names are ignored."""
+        """Remove a wrapper; unknown names are ignored."""
         self._wraps.pop(name, None)
         self._rebuild()
 
     def watch(self, watcher: Watcher | None) -> None:
-        """Let `watcher` see each call, or none."""
+        """Pass each call to `watcher`; None ends that."""
         self.watcher = watcher
         self._adopt()
         self._install()
@@ -90,12 +90,12 @@ class Gate:
         return call
 
     def _adopt(self) -> None:
-        """If the loop has called `model.compile()` meanwhile, take that for its plain path from now on."""
-        found = vars(self.model).get(callslot.NAME)
-        if found is None or found is self._installed or isinstance(found, callslot.SlotCall):
-            return  # the profiler's marks are nobody's compiled call
-        self._user_compiled = self._installed = found
-        self._found = callslot.contents(self.model)
+        """If the loop has called `model.compile()` since, make the compiled call the plain path from now on."""
+        call = vars(self.model).get(callslot.NAME)
+        if call is None or call is self._installed or isinstance(call, callslot.SlotCall):
+            return  # the profiler's wrapper is not a compiled call
+        self._user_compiled = self._installed = call
+        self._original_slot = callslot.contents(self.model)
         self._chain = self._wrapped()
 
     def _install(self) -> None:
@@ -111,7 +111,7 @@ class Gate:
         callslot.fill(self.model, call)
 
     def _empty(self) -> None:
-        callslot.restore(self.model, self._found)
+        callslot.restore(self.model, self._original_slot)
         self._installed = self._user_compiled
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ class Gate:
         return self.watcher.around(self._chain, args, kwargs)
 
     def close(self) -> None:
-        """Leave the model as it was found."""
+        """Restore the model as it was before the gate."""
         self.watcher = None
         self._wraps.clear()
         self._rebuild()

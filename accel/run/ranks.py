@@ -1,8 +1,8 @@
-"""Several ranks, one decision: rank 0 decides at the end of an action, all others do as it says.
+"""Agreement between ranks: rank 0 decides at the end of an action, and all others follow.
 
-The ranks speak through the store of the process group, so that neither a GPU nor the gradients' communication is
-touched, and only between two actions (some tens of steps), never in a step. Ranks that don't come within seconds are
-not waited for: all go on plainly, and those that come later are told so.
+The ranks exchange messages through the store of the process group, so that neither a GPU nor the communication of
+gradients is touched, and only between two actions (some tens of steps), never in a step. A rank that doesn't arrive
+within seconds is not waited for: all ranks go on plainly, and a late one finds that out when it arrives.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 PATIENCE_S, _MOST_S = 10.0, 60.0
-"""Ranks meet at the same step, which their gradients have just been through together: they are apart by a part of it,
-and of the guard's replays, so where these take long there is more patience. What one does alone there, such as saving
-a checkpoint, may take longer now and then."""
+"""Ranks meet at the same step, after the gradients of that step were reduced together. So they arrive within a part of
+a step and of the guard's replays, and the timeout grows where these take long. What a rank does alone at that point,
+such as saving a checkpoint, may occasionally take longer."""
 
 _REMEDY = (
     "every rank must call accel.optimize and take as many steps as the others, so give each as many batches "
     "(DistributedSampler does; within join() they differ)"
 )
-_made = itertools.count()
+_created = itertools.count()
 
 
 class Failure(NamedTuple):
-    """What went wrong, as the ranks have it."""
+    """A failure, and how many ranks it concerns."""
 
     text: str
     everywhere: bool
     """All ranks stop at this very step."""
     reported: bool = False
-    """Another rank says so for all."""
+    """Another rank reports it for all."""
 
 
 def leads() -> bool:
-    """Tell whether this process prints, whether the ranks have met or not."""
+    """Return whether this process prints, whether the ranks have met or not."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 class Ranks:
     """The ranks of this run; with one process every call is a no-op.
 
-    Made by all ranks at the same place, the first boundary between two steps, where they then join.
+    Created by all ranks at the same place, the first step boundary, where they then join.
     """
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class Ranks:
         self._meeting: Rendezvous | None = None
 
     def join(self, since: float) -> None:
-        """Come to the first meeting.
+        """Join the first meeting.
 
         Args:
-            since: when this rank called `accel.optimize`, by the clock on the wall. What others gave up before that was
-                another call of theirs, which this rank never made.
+            since: when this rank called `accel.optimize`, in wall-clock time. A meeting that others gave up before that
+                belongs to an earlier call of theirs, which this rank never made.
         """
         if not self.distributed:
             return
@@ -74,7 +74,7 @@ class Ranks:
         assert dist.group.WORLD is not None
         store = dist.group.WORLD.get_group_store()
         while self._meeting is None or self._meeting.given_up_before(since):
-            prefix = f"accel-optimize/{next(_made)}"
+            prefix = f"accel-optimize/{next(_created)}"
             self._meeting = Rendezvous(PrefixStore(prefix, store), self.rank, self.size, PATIENCE_S, _REMEDY)
 
     @property
@@ -86,10 +86,10 @@ class Ranks:
         """Return on every rank what rank 0 decides from what each rank passed, by rank.
 
         Args:
-            mine: what this rank has to say.
+            mine: what this rank contributes.
             decision: called on rank 0.
-            missed: what a rank that doesn't come has not done, after "which".
-            step_s: what the last step took, with all that was done after it.
+            missed: what a missing rank has failed to do, to follow "which" in the error message.
+            step_s: seconds of the last step, including everything done after it.
 
         Raises:
             accel.comm.ranks.rendezvous.Apart: on every rank, if one does not come in time, has left, or rank 0 fails.
@@ -100,9 +100,9 @@ class Ranks:
         return self._meeting.meet(mine, decision, missed)
 
     def failure(self, error: Exception) -> Failure:
-        """Tell what `error` is to the ranks: those that are apart all stop at this very step.
+        """Classify `error`: when the ranks have come apart, all of them stop at this very step.
 
-        Of another failure of this one the others hear when they meet next, and stop there.
+        The others learn of any other failure of this rank at the next meeting, and stop there.
         """
         text = f"{type(error).__name__}: {error}"
         if not self.distributed:
@@ -116,11 +116,11 @@ class Ranks:
         return Failure(str(error), everywhere=True, reported=error.by not in (None, self.rank))
 
     def check(self) -> None:
-        """Raise `Apart` if the others have stopped already; one look at the store."""
+        """Raise `Apart` if the others have stopped already; reads the store once."""
         if self._meeting is not None:
             self._meeting.check()
 
     def leave(self, why: str) -> None:
-        """Tell the other ranks that this one takes no part any more; they hear it when they meet next."""
+        """Announce to the other ranks that this one has left; they learn it at the next meeting."""
         if self._meeting is not None:
             self._meeting.leave(f"rank {self.rank} {why}")

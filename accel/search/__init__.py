@@ -1,1 +1,1 @@
-"""What to try next, and what it may cost: decisions, without a hand on the run."""
+"""The search: what to try next and what it may cost. It decides, and never touches the run."""

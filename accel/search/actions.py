@@ -1,4 +1,4 @@
-"""What the controller asks for and what it gets back: the only words between it and the run."""
+"""The whole interface between the controller and the run: actions, their results, and candidates."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Action:
     steps: int
     """Steps to count."""
     rest: int = 0
-    """Steps to pass first, under the plan but with the clocks off; only the watch looks on."""
+    """Steps to run first, under the plan but unmeasured; only the watch is active."""
     settle: int = 0
     """Steps to run first and leave out."""
     check: Choices | None = None
     """A plan to compare with the plain path at the end of each of these steps; the steps themselves run `plan`."""
     anatomy: bool = False
-    """Let the profiler look at the counted steps."""
+    """The profiler observes the counted steps."""
     settled: bool = False
-    """The search is over; what strategies that are off have kept may go."""
+    """The search is over; resources of strategies that are off may be released."""
 
 
 @dataclass(kw_only=True)
@@ -50,13 +50,13 @@ class Result:
     trips: dict[str, str] = field(default_factory=dict)
     """Strategy → why it was switched off in the middle of the action."""
     evidence: Evidence | None = None
-    """What the profiler saw of the counted steps, if it was asked to look."""
+    """What the profiler measured in the counted steps, if the action asked for it."""
     finding: Comparison | None = None
-    """What the guard found, if it was asked and could look."""
+    """The guard's comparison, if the action asked for one and it could be made."""
     refusals: dict[str, str] = field(default_factory=dict)
-    """Strategy → why another rank can't have it; of those that all ranks must switch at the same step."""
+    """Strategy → why it does not apply on another rank; only for those that all ranks must switch at the same step."""
     regime: Hashable = None
-    """What the plan was chosen for: batch shape, world size, threads."""
+    """The conditions that the plan was chosen for: batch shape, world size, threads, …"""
 
     @property
     def seconds(self) -> list[float]:

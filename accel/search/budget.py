@@ -14,10 +14,10 @@ _REMEDY = 'write seconds (60), "90s", "2m" or a share of the run ("10%")'
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be spent on guards, one-off work and slower trial steps.
+    """Limit on what guards, one-off work and slower trial steps may cost.
 
-    A share paces the search: a cost c is taken on only once the run has lasted c ÷ share, so that a run that ends early
-    has lost no more than that share. This is the rent-or-buy rule for a horizon nobody knows.
+    A share paces the search: a cost c is accepted only once the run has lasted c ÷ share, so that a run that ends early
+    has lost no more than that share. This is the ski-rental (rent-or-buy) rule for an unknown horizon.
     """
 
     seconds: float = math.inf
@@ -35,10 +35,10 @@ class Budget:
             raise InvalidArgument(f"budget must be a time or a share, got {value!r}; {_REMEDY}")
         if isinstance(value, int | float):
             return cls._of_seconds(float(value), f"{value:g}s")
-        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|s|m|min|h)\s*", value)
-        if found is None:
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|s|m|min|h)\s*", value)
+        if match is None:
             raise InvalidArgument(f"budget must be a time or a share, got {value!r}; {_REMEDY}")
-        number, unit = float(found[1]), found[2]
+        number, unit = float(match[1]), match[2]
         if unit != "%":
             return cls._of_seconds(number * _UNITS[unit], value.strip())
         if not 0 < number <= 100:
@@ -52,15 +52,15 @@ class Budget:
         return cls(seconds=seconds, text=text)
 
     def allows(self, *, spent: float, expected: float, elapsed: float) -> bool:
-        """Tell whether a further cost of `expected` seconds may be taken on, `elapsed` seconds into the run."""
+        """Return whether a further cost of `expected` seconds is allowed, `elapsed` seconds into the run."""
         return spent + expected <= min(self.seconds, self.share * elapsed)
 
     def exhausted(self, spent: float, expected: float) -> bool:
-        """Tell whether waiting can't help: an absolute budget has too little left."""
+        """Return whether waiting can't help: an absolute budget has too little left."""
         return spent + expected > self.seconds
 
     def too_dear(self, spent: float, expected: float) -> str:
-        """Say why a further cost of `expected` seconds is not taken on."""
+        """Return why a further cost of `expected` seconds is not allowed."""
         later = "" if self.exhausted(spent, expected) else "; tried once the run is long enough"
         if expected:
             return f"about {expected:.0f} s of one-off work, more than the budget of {self.text} allows now{later}"

@@ -1,7 +1,7 @@
-"""The controller: name the bottleneck, try what treats it, keep or undo, close with a trial of the whole, watch on.
+"""The controller: name the bottleneck, try what treats it, keep or undo, try the whole plan, keep watching.
 
-It is a generator that yields an `Action` and is sent its `Result`. It knows nothing of models, loaders or clocks, so it
-runs the same on a training loop and on a simulated one.
+It is a generator that yields an `Action` and is sent its `Result`. It knows nothing of models, loaders or clocks, so
+tests can drive it with a simulated loop.
 
     observe ──▶ search ──▶ closing trial ──▶ hold ──┐
                   ▲                                 │ other batch shape, world size, threads; an expensive candidate
@@ -27,8 +27,8 @@ from accel.search.pace import Pace
 from accel.search.plan import Choices
 from accel.search.step_level import StepLevel
 
-_LOOK = 6
-"""Steps that are enough to order candidates by; a verdict for a reader needs more."""
+_MIN_STEPS = 6
+"""Steps that suffice to order the candidates; a verdict in a report needs more."""
 
 Decisions = Generator[Action, Result, None]
 Trying = Generator[Action, Result, "Outcome | None"]
@@ -43,9 +43,9 @@ class Controller:
         config: the statistics of a trial.
         pace: step counts.
         reduce: how a block of step times becomes one number.
-        announce: called with each decided row, its number among those to be tried (0 for what is told again or is not
-            to be tried), and how many these are.
-        say: prints one line for the user, the same one only once.
+        announce: called with each decided row, its number among those to be tried (0 for one that is announced again or
+            is not to be tried), and their total.
+        say: prints one line for the user; a line is printed only once.
         replay: choices to take over from a plan, without a search.
     """
 
@@ -70,7 +70,7 @@ class Controller:
         self._replay = replay
         self._ledger = Ledger(candidates, announce, self._config.drop_gain)
         self.plan: Choices = {}
-        """The best plan so far: what a run that is interrupted is left with."""
+        """The best plan so far, which an interrupted run keeps."""
         self.searching = True
         self.closing: Outcome | None = None
         """The closing trial: plain against the whole plan."""
@@ -80,7 +80,7 @@ class Controller:
         self.diagnosis = naming.diagnose(Evidence())
         """The profiler's verdict on the plan as it is now."""
         self.plain_diagnosis = self.diagnosis
-        """The same on the plain loop."""
+        """The verdict on the plain loop."""
         self.steps = self.search_steps = 0
         self.elapsed_s = self.cost_s = 0.0
         self.searched_until = 0
@@ -102,7 +102,7 @@ class Controller:
         """What happened at which step."""
         return self._ledger.events
 
-    # -- the whole ---------------------------------------------------------------------------------------------------
+    # -- the loop of the search --------------------------------------------------------------------------------------
 
     def decisions(self) -> Decisions:
         """Yield actions for as long as the run lasts."""
@@ -138,10 +138,10 @@ class Controller:
         for waits in range(self._pace.crowded_looks + 1):
             rest = self._pace.crowded_rest(self.plain_ms / 1e3) if waits else 0
             plan = dict(self.plan)
-            look = Action(plan=plan, rest=rest, steps=self._pace.observe, anatomy=True)
-            result = yield from self._act(look)
+            action = Action(plan=plan, rest=rest, steps=self._pace.observe, anatomy=True)
+            result = yield from self._act(action)
             self._regime = result.regime
-            self._take_look(result)
+            self._record_anatomy(result)
             if not plan:
                 self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
                 if result.seconds:
@@ -149,7 +149,7 @@ class Controller:
             if not _is_crowded(_diagnosed(result)):
                 break
             if waits == self._pace.crowded_looks:
-                self._note("the machine is crowded: the search begins all the same")
+                self._note("the machine is crowded: the search begins anyway")
                 break
             self._note("the machine is crowded: the search waits")
             urgent = [name for name in self._pending if self._is_urgent(self._candidates[name])]
@@ -165,12 +165,12 @@ class Controller:
                 self._ledger.decide(name, "not applicable", why)
 
     def _is_urgent(self, candidate: Candidate) -> bool:
-        """Tell whether crowding is no reason to wait: the phase that the candidate shortens is much of the step."""
+        """Return whether to try it on a crowded machine: the phase that it shortens is a large part of the step."""
         urgent = (self._share(candidate) or 0.0) >= self._pace.urgent
         return urgent and self._replay is None and not refusal(candidate)
 
     def _try_urgent(self, names: Sequence[str]) -> Decisions:
-        """Try these now. Only a keep stands: what was not seen to win among others' noise is tried again later."""
+        """Try these now. Only a 'keep' counts: a gain that the noise may have hidden is tried again later."""
         for name in names:
             if not self._affordable(self._candidates[name].one_off_s):
                 continue
@@ -178,13 +178,13 @@ class Controller:
             if self._regime_changed:
                 return
             row = self.rows[name]
-            if row.status == "kept" or row.gain is None:  # kept, or found wrong or failing
+            if row.status == "kept" or row.gain is None:  # kept, or wrong or failing
                 self._pending = [other for other in self._pending if other != name]
             else:
                 self._ledger.withdraw(name)
 
-    def _take_look(self, result: Result) -> None:
-        """Take in where the time goes under the plan as it is now, and what that means."""
+    def _record_anatomy(self, result: Result) -> None:
+        """Update the anatomy of the step and its diagnosis under the present plan."""
         if result.measurements:
             wait_share = None if result.evidence is None else result.evidence.ddp_wait_share
             self.anatomy_after = anatomy.typical(wait_as_communication(result.measurements, wait_share))
@@ -213,7 +213,7 @@ class Controller:
         self._pending = waiting
 
     def _next(self) -> str:
-        """The next candidate: one that treats what limits the step now, the cheapest first."""
+        """Return the next candidate: free ones first, and among them what treats the present bottleneck."""
         named = [finding.strategy for finding in self.diagnosis.findings]
         limits = [Bottleneck(finding.bottleneck) for finding in self.diagnosis.findings] + self.diagnosis.limits
         order = list(self._candidates)
@@ -226,7 +226,7 @@ class Controller:
         return min(self._pending, key=rank)
 
     def _too_little(self, candidate: Candidate) -> str:
-        """Say so if all of what a candidate could shorten is less than what a trial looks for."""
+        """Return why a candidate can't gain enough: its whole phase is shorter than the least gain; else ''."""
         share = self._share(candidate)
         if share is None or share >= self._config.drop_gain:
             return ""
@@ -245,7 +245,7 @@ class Controller:
         name, row = candidate.name, self.rows[candidate.name]
         for setting in candidate.settings():
             if row.steps and not self._affordable(0.0):
-                break  # the first setting has cost what there was; what it found stands
+                break  # the first setting has used up the budget; its result stands
             row.setting = row.setting or candidate.describe(setting)
             trial_plan = {**self.plan, name: setting}
             cost, steps = self.cost_s, self.steps
@@ -256,13 +256,13 @@ class Controller:
             row.steps += self.steps - steps
             self.search_steps += self.steps - steps
             if outcome is None:
-                break  # wrong, failed or interrupted by another regime: said already
+                break  # wrong, failed or interrupted by another regime: already recorded
             if outcome.verdict == "keep":
                 self.plan = trial_plan
             self._ledger.judge(candidate, setting, outcome, self.plan)
             if outcome.verdict == "keep":
-                yield from self._look()
-        if not self._regime_changed:  # else there is no verdict: the search begins anew
+                yield from self._measure_anatomy()
+        if not self._regime_changed:  # else there is no verdict: the search starts over
             self._ledger.settle(name)
 
     def _guard(self, candidate: Candidate, trial_plan: Choices) -> Generator[Action, Result, bool]:
@@ -285,7 +285,7 @@ class Controller:
         return not finding.problem and not finding.unsure
 
     def _trial(self, a: Choices, b: Choices, settle: int) -> Trying:
-        """Run one interleaved trial; None if a strategy tripped or the regime changed under it."""
+        """Run one interleaved trial; None if a strategy tripped or the regime changed meanwhile."""
         trial = Trial(self._config, reduce=self._reduce)
         last = None
         settling = 0.0
@@ -298,10 +298,10 @@ class Controller:
             if self._changed(result) or result.trips:
                 return None
             last = arm
-            # A settling step is a real step: only what it took above an ordinary one is a cost.
+            # A settling step is a real step: only its time above an ordinary one is a cost.
             settling += sum(result.settling) - len(result.settling) * statistics.median(result.seconds)
             trial.record(result.seconds)
-        # What the run lost against doing without the trial: slower steps of B; faster ones were won already.
+        # What the trial cost the run: slower steps of B. Faster ones are a gain, and reduce no cost.
         slower = statistics.median(trial.steps["B"]) - statistics.median(trial.steps["A"])
         self.cost_s += max(0.0, settling) + max(0.0, len(trial.steps["B"]) * slower)
         return trial.outcome()
@@ -309,7 +309,7 @@ class Controller:
     # -- closing trial -----------------------------------------------------------------------------------------------
 
     def _close(self) -> Decisions:
-        """Try the whole plan against the plain loop; what is not shown to be faster is undone."""
+        """Try the whole plan against the plain loop; unless it is shown to be faster, it is undone."""
         if not self.plan:
             return
         settle = max(self._candidates[name].settling(setting) for name, setting in self.plan.items())
@@ -326,17 +326,17 @@ class Controller:
             for name in plan:
                 self._remove(name, "the plan as a whole was not shown to be faster than plain in the closing trial")
             return
-        yield from self._look()
+        yield from self._measure_anatomy()
 
-    def _look(self) -> Decisions:
-        """Measure where the step's time goes under the plan as it is now."""
+    def _measure_anatomy(self) -> Decisions:
+        """Measure the anatomy of the step under the present plan."""
         result = yield from self._act(Action(plan=self.plan, steps=self._pace.observe, anatomy=True))
-        self._take_look(result)
+        self._record_anatomy(result)
 
     # -- hold --------------------------------------------------------------------------------------------------------
 
     def _hold(self) -> Decisions:
-        """Keep the plan on until there is a reason to search again."""
+        """Keep the plan on, checking it, until there is a reason to search again."""
         level = StepLevel(self._pace.slower)
         gap, next_check = self._pace.recheck, self.steps + self._pace.recheck
         while True:
@@ -349,7 +349,7 @@ class Controller:
             if check:
                 gap, next_check = 2 * gap, self.steps + 2 * gap
                 self._recheck_numbers(result)
-                # A machine that was busy during the search and is quiet now (or the reverse) shows in no step time.
+                # Step times don't show that the machine was busy during the search and is quiet now (or the reverse).
                 yield from self._retry_kept([n for n in self.plan if self._candidates[n].host_dependent])
                 level.forget()
                 continue
@@ -359,12 +359,12 @@ class Controller:
                 return
             if result.trips:
                 level.begin_anew()
-            elif result.seconds and self.plan and (slower := level.look(statistics.median(result.seconds) * 1e3)):
+            elif result.seconds and self.plan and (slower := level.add(statistics.median(result.seconds) * 1e3)):
                 self._note(f"{slower}: trying the plan again")
                 yield from self._retry_kept(list(self.plan))
                 level.forget()
             if self._replay is None and self.plan and self.plan != self._closed:
-                yield from self._close()  # less is on than was measured
+                yield from self._close()  # the closing trial measured a larger plan
                 level.forget()
 
     def _recheck_numbers(self, result: Result) -> None:
@@ -373,7 +373,7 @@ class Controller:
                 self._remove(name, f"the guard's later check failed: {result.finding.problem}")
 
     def _retry_kept(self, names: Sequence[str]) -> Decisions:
-        """Leave out one of these kept strategies at a time; one that no longer pays is undone."""
+        """Try the plan without each of these in turn, and undo those that no longer pay."""
         for name in names:
             if name not in self.plan:
                 continue
@@ -383,7 +383,7 @@ class Controller:
                 self._remove(name, f"it no longer pays: {outcome.gain:.2f}x when tried again at step {self.steps}")
 
     def _reopen(self) -> Decisions:
-        """Begin again from the plain loop: what was measured was measured for something else."""
+        """Search again from the plain loop: the measurements were made under other conditions."""
         self._note("the loader, batch shape, world size or thread count changed: searching again")
         if self._ledger.has_announced:
             self._say("the loader, the batch shape or the thread count changed: the search begins anew")
@@ -397,7 +397,7 @@ class Controller:
     # -- plans -------------------------------------------------------------------------------------------------------
 
     def _take_over(self, choices: Choices) -> Decisions:
-        """Switch a replayed plan on, strategy by strategy, each past the guard."""
+        """Switch a replayed plan on, strategy by strategy, each after the guard's check."""
         for name, setting in choices.items():
             candidate = self._candidates[name]
             why = candidate.ruled_out[1] if candidate.ruled_out else refusal(candidate)
@@ -409,10 +409,10 @@ class Controller:
                 self.plan = {**self.plan, name: setting}
                 self._ledger.decide(name, "kept", "taken over from the plan, without a trial")
 
-    # -- small parts -------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _changed(self, result: Result) -> bool:
-        """Tell whether this action ran under another regime than the plan was measured for."""
+        """Return whether this action ran under another regime than the plan was measured for."""
         if self._is_another(result):
             self._regime, self._regime_changed = result.regime, True
             return True
@@ -420,8 +420,8 @@ class Controller:
         return False
 
     def _is_another(self, result: Result) -> bool:
-        known = self._regime is not None and result.regime is not None
-        return known and result.regime != self._regime and self._reopened < self._pace.reopenings
+        both_known = self._regime is not None and result.regime is not None
+        return both_known and result.regime != self._regime and self._reopened < self._pace.reopenings
 
     def _remove(self, name: str, why: str) -> None:
         self.plan = {n: s for n, s in self.plan.items() if n != name}
@@ -443,7 +443,7 @@ class Controller:
 
 def _diagnosed(result: Result) -> naming.Diagnosis:
     evidence = result.evidence or Evidence(steps=result.measurements)
-    return naming.diagnose(evidence, min_steps=_LOOK)
+    return naming.diagnose(evidence, min_steps=_MIN_STEPS)
 
 
 def _is_crowded(diagnosis: naming.Diagnosis) -> bool:

@@ -1,4 +1,4 @@
-"""The ledger: what was decided about each candidate, and what of it the user has been told."""
+"""The ledger: what was decided about each candidate, and which decisions have been announced."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Ledger:
 
     Args:
         candidates: what may be tried, in registry order.
-        announce: called with each decided row, its number among those to be tried (0 for what is told again or is not
-            to be tried), and how many these are.
-        drop_gain: the gain below which a candidate is not worth having.
+        announce: called with each decided row, its number among those to be tried (0 for one that is announced again or
+            is not to be tried), and their total.
+        drop_gain: the gain below which a candidate is not worth keeping.
     """
 
     def __init__(
@@ -30,26 +30,26 @@ class Ledger:
         self.rows = {candidate.name: _row(candidate) for candidate in candidates}
         self.events: list[Event] = []
         self.moving = False
-        """The run goes over to another regime: a first decision is not told, it is made again under that one."""
+        """The regime is changing: a first decision is not announced, since it is made again under the new one."""
         self._announced: dict[str, tuple[str, str, str]] = {}
 
     @property
     def has_announced(self) -> bool:
-        """True if a decision has been told since the search began."""
+        """True if a decision has been announced since the search began."""
         return bool(self._announced)
 
     def note(self, step: int, text: str) -> None:
-        """Write an event down."""
+        """Record an event."""
         self.events.append(Event(step=step, text=text))
 
     def decide(self, name: str, status: Status, why: str) -> None:
-        """Write a decision down, and tell it."""
+        """Record a decision, and announce it."""
         row = self.rows[name]
         row.status, row.why = status, why
         self.announce(name)
 
     def announce(self, name: str) -> None:
-        """Tell what stands in a row, unless it was told already."""
+        """Announce a row, unless it was announced as it is now."""
         row = self.rows[name]
         news = (row.status, row.setting, row.why)
         if self._announced.get(name) == news:
@@ -63,7 +63,7 @@ class Ledger:
         self._announce(row, done, len(numbered))
 
     def _has_number(self, name: str) -> bool:
-        """Tell whether a strategy is one to be tried: what is ruled out, or doesn't apply, is not counted."""
+        """Return whether a strategy is counted as one to be tried: not if it is ruled out or doesn't apply."""
         candidate = self._candidates[name]
         if candidate.ruled_out is not None:
             return False
@@ -71,18 +71,18 @@ class Ledger:
         return announced[0] != "not applicable" if announced else not refusal(candidate)
 
     def compared(self, name: str, finding: Comparison) -> None:
-        """Take in how far the guard saw a candidate to be from the plain path."""
+        """Record the deviation from the plain path that the guard measured."""
         row = self.rows[name]
         row.output_error, row.gradient_error = _json(finding.output_error), _json(finding.gradient_error)
         row.tolerance = finding.tolerance
 
     def judge(self, candidate: Candidate, setting: object, outcome: Outcome, plan: Choices) -> None:
-        """Take a trial's outcome into the row: the best setting is what the report shows.
+        """Record a trial's outcome in the row: the report shows the best setting.
 
         Args:
             candidate: what was tried.
-            setting: how.
-            outcome: of the trial.
+            setting: the setting it was tried with.
+            outcome: the trial's outcome.
             plan: the plan after it.
         """
         row = self.rows[candidate.name]
@@ -105,19 +105,19 @@ class Ledger:
             row.setting = candidate.describe(plan[candidate.name])
 
     def settle(self, name: str) -> None:
-        """Tell what became of a candidate whose settings have all been tried."""
+        """Announce the result of a candidate whose settings have all been tried."""
         row = self.rows[name]
         if row.status == "not tried" and not row.why:
             row.why = f"the search was interrupted before a verdict, after {row.steps} steps"
         self.announce(name)
 
     def withdraw(self, name: str) -> None:
-        """Take back a verdict that doesn't stand; what it cost does."""
+        """Withdraw a verdict; its cost still counts."""
         row = self.rows[name]
         self.rows[name] = dataclasses.replace(_row(self._candidates[name]), cost_s=row.cost_s, steps=row.steps)
 
     def begin_anew(self) -> None:
-        """Take back all verdicts."""
+        """Withdraw all verdicts."""
         self._announced = {}
         for name, candidate in self._candidates.items():
             if candidate.ruled_out is None:
@@ -125,11 +125,11 @@ class Ledger:
 
 
 def refusal(candidate: Candidate) -> str:
-    """Say why a candidate does not apply; '' if it does."""
+    """Return why a candidate does not apply; '' if it does."""
     try:
         return candidate.refusal()
-    except Exception as error:  # a strategy that can't even say whether it applies is left out, and the run goes on
-        return f"it failed to look at the run: {type(error).__name__}: {error}"
+    except Exception as error:  # a strategy whose own check fails is left out, and the run goes on
+        return f"its check of the run failed: {type(error).__name__}: {error}"
 
 
 def _row(candidate: Candidate) -> StrategyRow:

@@ -24,7 +24,7 @@ Choices = dict[str, Any]
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a hash of what a plan is bound to: the names, shapes and dtypes of the model's state, not its values."""
+    """Return a hash of the names, shapes and dtypes of the model's state, not its values; a plan is bound to it."""
     target = getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
     parts = [
         f"{name} {tuple(t.shape)} {t.dtype}"
@@ -39,7 +39,7 @@ class Plan:
     """What was chosen, for which model, on what machine."""
 
     fingerprint: str
-    """Of the model it was made for."""
+    """Hash of the model it was made for."""
     model: str
     """Class name, for the error message."""
     strategies: Choices = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Plan:
     device: str = ""
     torch: str = ""
     speedup: float | None = None
-    """What it gave where it was made."""
+    """Speed-up of the run that made it."""
     schema: int = SCHEMA
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -73,14 +73,14 @@ class Plan:
     def parse(cls, raw: Any, source: str) -> Plan:
         """Check decoded JSON field by field; `source` names it in errors."""
         if not isinstance(raw, Mapping) or raw.get("schema") != SCHEMA:
-            found = raw.get("schema") if isinstance(raw, Mapping) else type(raw).__name__
+            schema = raw.get("schema") if isinstance(raw, Mapping) else type(raw).__name__
             raise PlanError(
-                f"{source} must have plan schema {SCHEMA}, found {found!r}; leave out plan= to search anew."
+                f"{source} must have plan schema {SCHEMA}, found {schema!r}; leave out plan= to search anew."
             )
-        known = {f.name for f in dataclasses.fields(cls)}  # a later version may have more
+        fields = {f.name for f in dataclasses.fields(cls)}  # a later version may have more
         try:
-            kept = {name: value for name, value in raw.items() if name in known}
-            return read(cls, kept, "plan", required=("strategies", "allow"))
+            values = {name: value for name, value in raw.items() if name in fields}
+            return read(cls, values, "plan", required=("strategies", "allow"))
         except UnreadableJson as error:
             raise PlanError(f"{source} is not a whole plan: {error}; leave out plan= to search anew.") from None
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-_LOOKS = 3
+_WINDOW = 3
 
 
 class StepLevel:
-    """Know the usual step time from three looks, and say when three in a row are slower.
+    """Learn the usual step time from three medians, and report when three in a row are slower.
 
     Args:
         slower: how many times the usual step time is slower.
@@ -17,36 +17,36 @@ class StepLevel:
 
     def __init__(self, slower: float) -> None:
         self._slower = slower
-        self._looks: deque[float] = deque(maxlen=_LOOKS)
+        self._medians_ms: deque[float] = deque(maxlen=_WINDOW)
         self._usual_ms: float | None = None
 
     @property
     def is_open(self) -> bool:
-        """True if the usual step time is not known yet, or the last look was slow: the next look should come soon."""
+        """True if the usual step time is not known yet, or the last median was slow: measure again soon."""
         if self._usual_ms is None:
             return True
-        return bool(self._looks) and self._looks[-1] > self._slower * self._usual_ms
+        return bool(self._medians_ms) and self._medians_ms[-1] > self._slower * self._usual_ms
 
-    def look(self, median_ms: float) -> str:
-        """Take in a look; return how the step became slower, '' if it did not."""
-        self._looks.append(median_ms)
-        if len(self._looks) < _LOOKS:
+    def add(self, median_ms: float) -> str:
+        """Add a median; return how the step became slower, '' if it did not."""
+        self._medians_ms.append(median_ms)
+        if len(self._medians_ms) < _WINDOW:
             return ""
         if self._usual_ms is None:
-            self._usual_ms = statistics.median(self._looks)
-            self._looks.clear()
+            self._usual_ms = statistics.median(self._medians_ms)
+            self._medians_ms.clear()
             return ""
-        fastest_ms = min(self._looks)
+        fastest_ms = min(self._medians_ms)
         if fastest_ms <= self._slower * self._usual_ms:
             return ""
-        self._looks.clear()
+        self._medians_ms.clear()
         return f"the step became slower ({self._usual_ms:.3g} → {fastest_ms:.3g} ms)"
 
     def forget(self) -> None:
-        """The usual step time is another one now."""
+        """Learn the usual step time again; the latest medians count towards it."""
         self._usual_ms = None
 
     def begin_anew(self) -> None:
-        """What was looked at was something else."""
+        """Start over: what was measured ran under another plan."""
         self._usual_ms = None
-        self._looks.clear()
+        self._medians_ms.clear()

@@ -1,1 +1,1 @@
-"""A training run under way: its events, what is switched on and checked in it, what is said of it."""
+"""A running search: step events, switching and checking strategies, messages and the report."""

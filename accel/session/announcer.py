@@ -9,20 +9,20 @@ from accel.run import ranks
 
 
 class Announcer:
-    """Say what the user should know now."""
+    """Print messages for the user."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
 
     @property
-    def was_heard(self) -> bool:
-        """True if a line was said."""
-        return bool(self._said)
+    def has_printed(self) -> bool:
+        """True if a line was printed."""
+        return bool(self._printed)
 
     def say(self, line: str) -> None:
         """Print one line, once, on the rank that prints."""
-        if line not in self._said and ranks.leads():
-            self._said.add(line)
+        if line not in self._printed and ranks.leads():
+            self._printed.add(line)
             print(f"accel: {line}", file=sys.stderr, flush=True)
 
     def announce(self, row: StrategyRow, done: int, total: int) -> None:

@@ -1,7 +1,7 @@
-"""From the loop's events to its steps: the boundaries between them, and the clock.
+"""Turn the loop's events into steps, and mark their times on the clock.
 
-The loader tells when a batch is asked for and handed over, the optimizers when a step begins and is done, the gate when
-the model is called, autograd when a backward pass is done. A step ends where the next batch is asked for after an
+The loader reports when a batch is requested and delivered, the optimizers when an update begins and ends, the gate when
+the model is called, autograd when a backward pass has ended. A step ends where the next batch is requested after an
 optimizer has stepped, or at each batch if the model has no optimizer.
 """
 
@@ -31,39 +31,39 @@ from accel.session.training_loader import TrainingLoader
 from accel.session.usage import Usage
 
 _MEASURING, _RESTING, _SUSPENDED, _CLOSED = Mode
-# Batches without a step of any of the model's optimizers after which the loop is taken to have none.
+# After so many batches without a step of any of the model's optimizers, the loop is assumed to have none.
 _NO_OPTIMIZER_AFTER = 16
-# The first steps, whose plain calls show what the model is called with and what it returns.
+# The first steps, in which plain calls show the model's usual inputs and outputs.
 _LEARNING_STEPS = 64
 
 
 class StepListener(Protocol):
-    """What is told of the steps."""
+    """Notified of the steps."""
 
     def epoch_begins(self) -> None:
-        """The first batch of an epoch is asked for."""
+        """The first batch of an epoch is requested."""
 
     def step_ended(self) -> None:
-        """A measured step has ended; the place where everything is switched."""
+        """A measured step has ended; everything is switched here and nowhere else."""
 
     def step_passed(self) -> None:
         """A step of rest has ended."""
 
     def fetching_failed(self, error: Exception) -> None:
-        """Fetching ahead failed; the loop fetches plainly again, and has lost nothing."""
+        """Fetching ahead failed; the loop fetches plainly again, and no batch is lost."""
 
 
 class StepEvents:
-    """Turn what the loop does into steps.
+    """Turn the loop's events into steps.
 
     Args:
         run: the user's objects.
-        state: says what is done with the events.
-        clock: gets the marks.
-        guard: sees the calls, gradients and updates.
-        usage: notes what the loop uses.
-        loader: notes where batches come from.
-        listener: told of the steps.
+        state: the mode, which decides how events are handled.
+        clock: receives the times.
+        guard: checks calls, gradients and updates.
+        usage: records what the loop uses.
+        loader: records which loader batches come from.
+        listener: notified of the steps.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StepEvents:
         self.begun = False
         """The first boundary has been passed."""
         self.observation: Observation | None = None
-        """What the profiler is told of the present steps."""
+        """The profiler's view of the present steps, if they are observed."""
         self._parameters = {id(p) for p in run.model.parameters()}
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._epoch_is_new = False
@@ -102,17 +102,17 @@ class StepEvents:
         self._run.gate.watch(self)
 
     def close(self) -> None:
-        """Listen to nothing any more."""
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         backward.forget(self)
 
-    def observe(self, wanted: bool) -> None:
-        """Let the profiler look at the coming steps, or no more."""
+    def observe(self, enabled: bool) -> None:
+        """Let the profiler observe the coming steps, or stop it."""
         if self.observation is not None:
             self.observation.close()
-        self.observation = Observation(self._clock, self._run) if wanted else None
+        self.observation = Observation(self._clock, self._run) if enabled else None
 
     # -- the loader (listeners.Follower) -------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class StepEvents:
         return self._run.fetching
 
     def epoch_begins(self) -> None:
-        """Begin a step: what lies between two epochs belongs to neither."""
+        """Begin a step: the time between two epochs belongs to neither."""
         self._usage.iterated = True
         self._clock.restart(first=True)
         self._epoch_is_new = True
@@ -144,17 +144,17 @@ class StepEvents:
             return
         self._clock.request()
         if self.observation is not None:
-            self.observation.asked()
+            self.observation.batch_requested()
         if self._updated or self._batch_is_step():
             self._updated, self._batches = False, 0
             self._listener.step_ended()
 
     def _batch_is_step(self) -> bool:
-        """Tell whether the loop has no optimizer, and a batch has been used."""
+        """Return whether the loop has no optimizer, and a batch has been used."""
         return not self._run.optimizers and self._batches >= (1 if self.begun else _NO_OPTIMIZER_AFTER)
 
     def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
-        """Take note of the batch."""
+        """Count the batch, and record its size and loader."""
         mode = self._state.mode
         if mode is _SUSPENDED or mode is _CLOSED:
             return
@@ -165,28 +165,28 @@ class StepEvents:
         if mode is _MEASURING:
             self._clock.batch(*batches.describe(batch))
             if self.observation is not None:
-                self.observation.delivered()
+                self.observation.batch_delivered()
 
     def _count_untrained(self) -> None:
-        # Under no_grad the loop validates; without an optimizer each batch is a step.
+        # Under no_grad the loop is validating; without an optimizer each batch is a step.
         if self._run.optimizers and torch.is_grad_enabled() and self._usage.untrained_batch():
             backward.listen(self)
 
     def epoch_ended(self) -> None:
-        """Nothing to do: the request that found the epoch's end has closed its last step."""
+        """Nothing to do: the request that reached the epoch's end has closed its last step."""
 
     def fetching_failed(self, error: Exception) -> None:
-        """Take note that worker processes failed; the proxy has gone back to plain fetching and lost nothing."""
+        """Pass on that worker processes failed; the proxy has gone back to plain fetching and lost no batch."""
         self._listener.fetching_failed(error)
 
     # -- the optimizers ------------------------------------------------------------------------------------------------
 
     def _owns(self, optimizer: Optimizer) -> bool:
-        for known in self._run.optimizers:  # no any(): it takes 0.5 µs more, twice a step
-            if optimizer is known:
+        for own in self._run.optimizers:  # no any(): it takes 0.5 µs more, twice a step
+            if optimizer is own:
                 return True
         if self._strangers.get(optimizer) == len(optimizer.param_groups):
-            return False  # looked through once: a cross validation leaves many sessions that each optimizer passes by
+            return False  # searched once: a cross validation leaves many sessions, and each sees every optimizer's step
         mine = any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
         if mine:
             self._run.optimizers.append(optimizer)
@@ -214,16 +214,16 @@ class StepEvents:
         self._updated = True
         self._loader.source = self._loader.delivered
         if not self._usage.iterated:
-            self._usage.updated_unheard()
+            self._usage.updated_without_batch()
 
     # -- the backward pass (backward.BackwardListener) -----------------------------------------------------------------
 
     def backward_begins(self) -> None:
-        """Take note of what the gradients are before it."""
+        """Record whether gradients are there already."""
         self._guard.backward_begins()
 
     def backward_ended(self, roots: list[Tensor]) -> None:
-        """See that the gradients are well."""
+        """Check the gradients."""
         if self._state.mode is not _SUSPENDED:
             self._usage.trained_elsewhere()
             self._guard.backward_ended(roots)
@@ -231,7 +231,7 @@ class StepEvents:
     # -- the model's calls (gate.Watcher) ------------------------------------------------------------------------------
 
     def around(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Measure a call, record it for the guard if asked, and see that its outputs are well."""
+        """Measure a call, record it if the guard needs it, and check its outputs."""
         mode = self._state.mode
         if mode is _SUSPENDED:
             return self._run.gate.plain(*args, **kwargs)
@@ -241,7 +241,7 @@ class StepEvents:
         if mode is _RESTING:
             return self._guard.call(call, args, kwargs)
         if not self._usage.iterated:
-            self._usage.called_unheard()
+            self._usage.called_without_batch()
         self._clock.call()
         try:
             if self._guard.wants_recording():

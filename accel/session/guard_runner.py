@@ -2,8 +2,8 @@
 
 before a plan runs       one call is recorded in a plain step; at the boundary it is replayed plainly and under the
                          plan, and compared (`guard`); the optimizers' update likewise (`update_guard`)
-in each call under it    its outputs are looked at (`watch`)
-in each step under it    its gradients are looked at; if one is not finite, the step's calls are made again (`blame`)
+in each call under it    its outputs are checked (`watch`)
+in each step under it    its gradients are checked; if one is not finite, the step's calls are replayed (`blame`)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GuardRunner:
 
     Args:
         run: the user's objects.
-        switchboard: switches between the plain path and a plan, and takes back what is found wrong.
+        switchboard: switches between the plain path and a plan, and switches off what proves wrong.
         state: suspended while a call is replayed.
     """
 
@@ -45,24 +45,24 @@ class GuardRunner:
         self._plan: Choices | None = None
         self._recording: Recording | None = None
         self._finding: Comparison | None = None
-        self._gradients_seen = False
+        self._gradients_checked = False
         self._leaves_out_update = False
         self.steps_alone = True
-        """No other rank takes the same steps: an update may be left out here."""
+        """No other rank takes the same steps, so an update may be left out."""
 
     # -- before a plan runs --------------------------------------------------------------------------------------------
 
     def expect(self, plan: Choices | None) -> None:
-        """Record what a check of this plan at the end of the coming steps needs; None needs nothing."""
+        """Prepare to check this plan at the end of the coming steps; None checks nothing."""
         self._plan = plan
 
     def take_finding(self) -> Comparison | None:
-        """Return what was found since the last time; None if nothing was compared."""
+        """Return the comparison since the last call, and clear it; None if nothing was compared."""
         finding, self._finding = self._finding, None
         return finding
 
     def wants_recording(self) -> bool:
-        """Tell whether the next call of the model is to be recorded."""
+        """Return whether the next call of the model is to be recorded."""
         if not self._plan or self._recording is not None:
             return False
         return "model" in self._switchboard.touched_by(self._switchboard.new_in(self._plan))
@@ -72,16 +72,16 @@ class GuardRunner:
         recording: Recording | None = None
         try:
             recording = guard.record(self._run.model, self._run.device, args, kwargs)
-        except Exception as error:  # inputs that can't be copied; what can't be compared is not tried
+        except Exception as error:  # inputs that can't be copied; a plan that can't be compared is not tried
             self._note(Comparison(f"the call can't be recorded: {type(error).__name__}: {error}"))
         outputs = self._run.gate.plain(*args, **kwargs)
         if recording is not None:
             recording.listen(outputs)
-        self._recording = recording  # only now: a call that raised is no reference
+        self._recording = recording  # only now: a call that raised can't be the reference
         return outputs
 
     def check(self, plan: Choices) -> None:
-        """Compare a plan with the plain path, in what it touches."""
+        """Compare a plan with the plain path, in the objects that it touches."""
         recording, self._recording = self._recording, None
         # A candidate on top of a plan is new only in what it touches itself; the rest was compared when it was new.
         touched = self._switchboard.touched_by(self._switchboard.new_in(plan))
@@ -91,7 +91,7 @@ class GuardRunner:
             if "model" in touched and recording is not None:
                 self._note(self._check_model(plan, recording, exactness))
             elif "model" in touched:
-                self._note(Comparison(unsure="the model was not called in the steps it looked at"))
+                self._note(Comparison(unsure="the model was not called in the recorded steps"))
             if "optimizer" in touched:
                 self._note(self._check_update(plan, exactness))
             if touched <= {"input"}:
@@ -110,7 +110,7 @@ class GuardRunner:
             recording.modules.restore()
             switch(self._switchboard.acting_on("model", plan))
             candidate = guard.replay(model, gate.call, recording)
-            switch({})  # before attributes are put back: a strategy undoes its own
+            switch({})  # before attributes are restored: a strategy undoes its own changes
         return guard.compare(plain, candidate, exactness)
 
     def _check_update(self, plan: Choices, exactness: Exactness) -> Comparison:
@@ -131,20 +131,20 @@ class GuardRunner:
     # -- in each call --------------------------------------------------------------------------------------------------
 
     def evaluate(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call without gradients, and see that its outputs are well."""
+        """Make a call without gradients, and check its outputs."""
         return self._watch.call(call, args, kwargs)
 
     def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call, see that its outputs are well, and keep it until its gradients have been looked at."""
+        """Make a call, check its outputs, and keep it until its gradients have been checked."""
         if not self._run.gate.wrapped or self._run.device.type != "cpu":
             return self._watch.call(call, args, kwargs)
-        kept = self._blame.begin(args, kwargs)
+        kept_call = self._blame.begin(args, kwargs)
         outputs = self._watch.call(call, args, kwargs)
-        self._blame.keep(kept, outputs)
+        self._blame.keep(kept_call, outputs)
         return outputs
 
     def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Take note of what the plain loop's calls are like, while nothing is on."""
+        """Learn the usual inputs and outputs of plain calls, while nothing is on."""
         if not self._switchboard.active:
             self._run.observed.note_call(args, kwargs, self._run.device)
             self._watch.learn(outputs)
@@ -153,51 +153,51 @@ class GuardRunner:
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
-        self._gradients_seen = self._leaves_out_update = False
+        self._gradients_checked = self._leaves_out_update = False
         if self._blame.calls:
             self._blame.forget()
 
     def backward_begins(self) -> None:
-        """Take note of what the gradients are before it."""
+        """Record whether gradients are there already."""
         self._blame.backward_begins()
 
     def backward_ended(self, roots: list[Tensor]) -> None:
-        """See that the gradients are well."""
-        self._gradients_seen = True
+        """Check the gradients."""
+        self._gradients_checked = True
         if self._blame.calls:
-            self._look_at_gradients(roots)
+            self._check_gradients(roots)
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """See that the gradients are well, where no backward pass was seen; leave out what strategies have spoiled."""
-        if not self._gradients_seen and self._blame.calls:
-            self._look_at_gradients(None)
+        """Check the gradients, if no backward pass was seen; leave out an update that strategies have spoiled."""
+        if not self._gradients_checked and self._blame.calls:
+            self._check_gradients(None)
         if self._leaves_out_update and not self._watch.gradients_are_finite(optimizer):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    def _look_at_gradients(self, roots: list[Tensor] | None) -> None:
+    def _check_gradients(self, roots: list[Tensor] | None) -> None:
         """If strategies have made a gradient that is not finite, switch them off, and leave out its update."""
         if not self._switchboard.suspects() or self._excuse.holds():
             return
-        self._blame.seen()
+        self._blame.gradients_checked()
         if all(self._watch.gradients_are_finite(optimizer) for optimizer in self._run.optimizers):
             self._excuse.clear()
             return
         try:
             why = self._blame.verdict(roots, self._repeated)
-        except Exception as error:  # what can't be made again proves nothing
+        except Exception as error:  # a call that can't be replayed proves nothing
             log.debug("accel: a call could not be made again: %s", error)
             why = ""
         if not why:
             self._excuse.grant()
             return
-        # Ranks step together: one that leaves out an update alone is no replica any more.
+        # Ranks step together: a rank that left out an update alone would no longer be a replica.
         self._leaves_out_update = self.steps_alone
         self._switchboard.trip(why + ("; that update was left out" if self._leaves_out_update else ""))
 
     def _repeated(self, call: Recording) -> tuple[Replayed, Comparison]:
-        """Make a call again, plainly and under the strategies that are on."""
+        """Replay a call plainly and under the strategies that are on, and compare."""
         gate, model, switch = self._run.gate, self._run.model, self._switchboard.switch
         active = dict(self._switchboard.active)
         on_model = self._switchboard.acting_on("model", active)
@@ -211,5 +211,5 @@ class GuardRunner:
         return plain, guard.compare(plain, candidate, self._switchboard.exactness(active))
 
     def close(self) -> None:
-        """Let go of the calls that were kept."""
+        """Release the calls that were kept."""
         self._blame.forget()

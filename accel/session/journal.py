@@ -1,4 +1,4 @@
-"""The journal: turns what the controller knows into the report, prints it and writes the files."""
+"""The journal: builds the report from the controller's state, prints it and writes the files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONCLUSIONS = (
     *("bottleneck", "bottleneck_share", "bottleneck_advice", "plan", "rows"),
     *_ANATOMIES,
 )
-"""Fields of a report that a search ends with."""
+"""Fields of a report that hold a search's conclusions."""
 _LIMITS = {
     "host.oversubscribed": "crowded cores",
     "host.own_processes": "crowded cores",
@@ -38,7 +38,7 @@ _LIMITS = {
     "outside.checkpoint": "checkpoints",
     "outside.evaluation": "evaluations",
 }
-"""Causes that are no phase of the usual step, and must not pass for the phase whose name their class has."""
+"""Cause → its name in the report, where the bottleneck's name would be mistaken for a phase of the step."""
 
 
 class Journal:
@@ -46,13 +46,13 @@ class Journal:
 
     Args:
         run: the run.
-        session: what is on in it, and its steps.
-        controller: what was decided, and why.
-        voice: says a line to the user.
+        session: its steps, and the strategies that are on.
+        controller: the decisions, and their reasons.
+        announcer: prints lines for the user.
         allow: the exactness asked for.
-        budget: the budget, in words.
+        budget: the budget, as text.
         report: a `.json` or `.html` file, a folder, or None for the terminal alone.
-        replayed: True if a plan was taken over.
+        replayed: True if a plan was replayed.
     """
 
     def __init__(
@@ -60,22 +60,22 @@ class Journal:
         run: Run,
         session: Session,
         controller: Controller,
-        voice: Announcer,
+        announcer: Announcer,
         *,
         allow: str,
         budget: str,
         report: str | os.PathLike[str] | None,
         replayed: bool,
     ) -> None:
-        self._run, self._session, self._controller, self._voice = run, session, controller, voice
+        self._run, self._session, self._controller, self._announcer = run, session, controller, announcer
         self._target = None if report is None else Path(report)
         if self._target is not None and self._target.suffix != ".json":
-            # Now, not at exit: there it would make Python forget that Ctrl-C ended the run, and exit with 1, not 130.
+            # Now, not at exit: there the import makes Python forget that Ctrl-C ended the run: exit status 1, not 130.
             import_module("accel.report.page")
         self._replayed = replayed
         self._finished = False
         self._concluded: Report | None = None
-        """The report when the last search had ended: what stands while another one is under way."""
+        """The report at the end of the last search: its conclusions hold while another search runs."""
         self._report = Report(
             started=datetime.now().astimezone().isoformat(timespec="seconds"),
             command=shlex.join(["python", *sys.orig_argv[1:]]),
@@ -103,13 +103,13 @@ class Journal:
         self._write(self.report())
 
     def say_interrupted(self) -> None:
-        """The process ends: say so if the search has not come to its end."""
+        """The process ends: print a line if the search has not ended."""
         report = self.report()
         if report.state != "interrupted" or not self._leads():
             return
         if report.steps == 0:
             what = self._session.untrained or f"no training step of {report.model} was seen"
-            what = "" if self._voice.was_heard else what
+            what = "" if self._announcer.has_printed else what
         else:
             kept = ", ".join(report.plan) or "nothing"
             what = (
@@ -117,7 +117,7 @@ class Journal:
                 f"kept so far: {kept}"
             )
         if what:
-            self._voice.say(what)
+            self._announcer.say(what)
 
     def _leads(self) -> bool:
         return self._session.rank == 0
@@ -127,7 +127,7 @@ class Journal:
             return
         try:
             self._save(report, self._target)
-        except OSError as error:  # a full disk is no reason to give up the plan, or to raise from `undo`
+        except OSError as error:  # a full disk must neither end the plan nor raise from `undo`
             print(f"accel: the report could not be written: {error}", file=sys.stderr, flush=True)
 
     def _save(self, report: Report, target: Path) -> None:
@@ -139,7 +139,7 @@ class Journal:
         self.plan(report).save(target / "plan.json")
 
     def plan(self, report: Report) -> Plan:
-        """Return the plan as it stands."""
+        """Return the present plan."""
         return Plan(
             fingerprint=report.fingerprint,
             model=report.model,
@@ -151,7 +151,7 @@ class Journal:
         )
 
     def report(self) -> Report:
-        """Return the report as it stands."""
+        """Return the present report."""
         report, controller, session = self._report, self._controller, self._session
         report.machine.world_size = self._run.world_size
         report.rows = list(controller.rows.values())
@@ -172,12 +172,12 @@ class Journal:
         return report
 
     def _stand_by(self, report: Report, controller: Controller) -> None:
-        """Keep the conclusions of a search that has ended; while another one is under way, they still hold."""
+        """Store the conclusions of a search that has ended; while another one runs, report the stored ones."""
         if not controller.searching:
             self._concluded = copy.deepcopy(report)
             return
         concluded = self._concluded
-        # A strategy that was undone since is not on: then nothing is known but what this search will find.
+        # If a strategy was undone since, the stored conclusions no longer hold, and there are no new ones yet.
         if concluded is None or any(controller.rows[name].status == "undone" for name in concluded.plan):
             return
         for name in _CONCLUSIONS:
@@ -220,10 +220,10 @@ class Journal:
 
 
 def _anatomy(report: Report, controller: Controller) -> None:
-    """Take in the phases of the two looks, scaled to the reported steps: a look is not the closing trial."""
+    """Set both anatomies, scaled to the reported step times: they were measured outside the closing trial."""
     parts = [controller.anatomy_before, controller.anatomy_after]
     if not controller.searching and not controller.plan:
-        parts[1] = parts[0]  # what was undone may have been looked at since
+        parts[1] = parts[0]  # the later one may have been measured under a plan that is undone by now
     for name, part, step_ms in zip(_ANATOMIES, parts, (report.plain_ms, report.accel_ms), strict=True):
         total = sum(part.values())
         factor = step_ms / total if step_ms and total > 0 else 1e3
@@ -231,7 +231,7 @@ def _anatomy(report: Report, controller: Controller) -> None:
 
 
 def _limit(report: Report, controller: Controller) -> None:
-    """Say what limits the run, with the share that the anatomy beside it shows."""
+    """Set what limits the run, with a share that agrees with the anatomy."""
     diagnosis = controller.diagnosis if controller.plan or controller.searching else controller.plain_diagnosis
     total = sum(report.anatomy_after.values())
     shares = {phase: ms / total for phase, ms in report.anatomy_after.items()} if total > 0 else {}
@@ -263,7 +263,7 @@ def _machine(run: Run) -> Machine:
 
 
 def machine_name(device: torch.device) -> str:
-    """Return the device in words, e.g. `cpu (AMD EPYC)`."""
+    """Return the device's name, e.g. `cpu (AMD EPYC)`."""
     if device.type == "cuda":
         return f"cuda ({torch.cuda.get_device_name(device)})"
     if device.type != "cpu":
@@ -279,7 +279,7 @@ def machine_name(device: torch.device) -> str:
 
 
 def _training_same(report: Report) -> str:
-    """Say what the guard has seen of the kept strategies."""
+    """Return how closely the kept strategies agree with the plain path, by the guard's comparisons."""
     kept = [row for row in report.rows if row.status == "kept"]
     if not kept:
         return ""

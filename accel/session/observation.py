@@ -1,7 +1,7 @@
-"""What the profiler is told of the steps in which the controller looks: the same evidence as in `accel profile`.
+"""The profiler's evidence on steps that the controller wants diagnosed: the same as in `accel profile`.
 
-Only while it is open: a mark around the backward pass, DDP's own clocks, and the training thread's times from the
-system, read when a batch is asked for and handed over. Closed, a step costs what it did.
+Only while it is open: a wrapper around the backward pass, DDP's own timers, and the training thread's CPU times from
+the system, read when a batch is requested and delivered. Once it is closed, steps cost nothing more.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from accel.run.context import Run
 
 
 class Observation:
-    """Look at some steps.
+    """Observe some steps.
 
     Args:
-        clock: gets the marks of the backward pass.
+        clock: receives the times of the backward pass.
         run: the user's objects.
     """
 
@@ -34,31 +34,33 @@ class Observation:
         self._ddp_wait.sample([run.model])
         self._meter = ThreadMeter(tid=threading.get_native_id())
         self._began = self._meter.read()
-        self._asked: ThreadTime | None = None
+        self._requested: ThreadTime | None = None
         self._waits: list[tuple[float, float, float]] = []
         self._probe.install()
         clock.backward_is_seen = True
 
     def close(self) -> None:
-        """Take the marks out."""
+        """Remove the wrapper and stop the timers."""
         self._ddp_wait.stop()
         self._probe.remove()
         self._clock.backward_is_seen = False
         self._meter.close()
 
-    def asked(self) -> None:
-        """A batch is asked for."""
+    def batch_requested(self) -> None:
+        """The loop requests a batch."""
         self._ddp_wait.sample([self._run.model])
-        self._asked = self._meter.read()
+        self._requested = self._meter.read()
 
-    def delivered(self) -> None:
-        """It is handed over."""
+    def batch_delivered(self) -> None:
+        """The batch is delivered."""
         now = self._meter.read()
-        if self._asked is not None and now is not None:
-            self._waits.append((now.at - self._asked.at, now.run - self._asked.run, now.wait - self._asked.wait))
+        if self._requested is not None and now is not None:
+            self._waits.append(
+                (now.at - self._requested.at, now.run - self._requested.run, now.wait - self._requested.wait)
+            )
 
     def evidence(self, steps: list[Measurement]) -> Evidence:
-        """Return what was seen of these steps."""
+        """Return the evidence on these steps."""
         run, now = self._run, self._meter.read()
         return Evidence(
             steps=steps,
@@ -77,7 +79,7 @@ class Observation:
 
     def _wait_share(self, steps: list[Measurement]) -> float | None:
         """Return the share of the steps in which DDP waits for other ranks."""
-        waited, seconds = self._ddp_wait.mean(), sum(one.seconds for one in steps)
+        waited, seconds = self._ddp_wait.mean(), sum(step.seconds for step in steps)
         return None if waited is None or not seconds else waited * len(steps) / seconds
 
     def _waiting(self) -> ThreadShare | None:

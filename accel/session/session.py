@@ -1,14 +1,14 @@
-"""The session: carries out the controller's actions on the user's loop, step by step.
+"""The session: runs the controller's actions on the user's loop, step by step.
 
     StepEvents    the loop's events → step boundaries and the clock
     Switchboard   which strategies are on
     GuardRunner   which checks run at which step
 
-At each boundary the session books the step that has ended; where an action has all its steps, it tells the controller
-what happened and begins the next action, together with the other ranks. All of it happens while the loop waits for its
-next batch, so user code is never interrupted.
+At each boundary the session records the step that has ended; once an action has all its steps, it sends the result to
+the controller and begins the next action, together with the other ranks. All of this happens while the loop waits for
+its next batch, so user code is never interrupted.
 
-If the session itself fails, it takes everything back and the loop goes on plainly.
+If the session itself fails, it undoes everything and the loop goes on plainly.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from accel.strategies.base import Strategy
 
 log = logging.getLogger("accel")
 
-# Steps between two looks at whether another model's search has ended.
+# Steps between two checks whether another model's search has ended.
 _PAUSE = 25
 
 
@@ -50,9 +50,9 @@ class Session:
     """Drive one run.
 
     Args:
-        run: the user's objects and where to act on them.
+        run: the user's objects, and where strategies act on them.
         strategies: by name, in registry order.
-        decisions: makes the controller's generator, given the ranks; called on the first batch, on rank 0 only.
+        decisions: makes the controller's generator; called at the first step boundary, on rank 0 only.
         clock: seconds, monotonic.
         say: prints one line for the user.
     """
@@ -109,7 +109,7 @@ class Session:
         self.events.start()
         TURNS.join(self)
 
-    # -- as others see it ----------------------------------------------------------------------------------------------
+    # -- state, for other modules --------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -133,12 +133,12 @@ class Session:
 
     @property
     def searching(self) -> bool:
-        """True while trials may switch something on or off; the same on all ranks."""
+        """True while trials may switch strategies on or off; the same on all ranks."""
         return self.alive and self._action is not None and not self._action.settled
 
     @property
     def alive(self) -> bool:
-        """False once everything has been taken back."""
+        """False once everything has been undone."""
         return self._state.mode is not Mode.CLOSED
 
     @property
@@ -146,10 +146,10 @@ class Session:
         """A line for the user if the loop has gone through many batches and never trained the model, else ''."""
         return "" if self.steps else self._usage.untrained
 
-    # -- what the steps tell (events.StepListener) ---------------------------------------------------------------------
+    # -- called for each step (events.StepListener) --------------------------------------------------------------------
 
     def epoch_begins(self) -> None:
-        """Stop where the other ranks have stopped during the last epoch, which was shorter here."""
+        """Stop if the other ranks stopped during the last epoch, which was shorter on this rank."""
         if self._ranks is not None:
             try:
                 self._ranks.check()
@@ -157,14 +157,14 @@ class Session:
                 self._fail(error)
 
     def step_ended(self) -> None:
-        """Book the step, and do what is due between two steps."""
+        """Record the step, and do the work that is due at the boundary."""
         try:
             self._boundary()
         except Exception as error:
             self._fail(error)
 
     def step_passed(self) -> None:
-        """Count a step and measure nothing: 150 of 200 steps of a finished search."""
+        """Count a step without measuring it: after the search, 150 of 200 steps."""
         TURNS.step(self)
         if (successor := self._loader.successor()) is not None:
             self._move_to(successor)
@@ -177,7 +177,7 @@ class Session:
             self._result.elapsed_s += self._clock.restart() - began
 
     def fetching_failed(self, error: Exception) -> None:
-        """Go on without what fetched ahead."""
+        """Switch off the strategies that act on fetching."""
         first_line = next(iter(str(error).splitlines()), "")
         self.switchboard.drop_fetching(f"fetching failed: {type(error).__name__}: {first_line}")
 
@@ -195,23 +195,23 @@ class Session:
         else:
             self._wait_for(other)
         self.guard.begin_step()
-        # Work done here is the search's cost, not the step's time.
+        # Work done at the boundary is a cost of the search, not part of a step's time.
         now = self._boundary_ended = self._clock.restart()
         self._result.aside_s += now - began
 
     def _move_to(self, loader: LoaderProxy) -> None:
-        """Let strategies act on this loader: the loop has gone on to it."""
+        """Let strategies act on this loader, which the loop now iterates."""
         self.switchboard.drop_fetching("the loop went on to another loader")
         self.switchboard.close_fetching()
         self._loader.move(loader)
 
     def _wake(self) -> None:
-        """Rest no longer: the controller should hear of something. Ranks end an action together, so they sleep on."""
+        """End the rest early: the controller has news. With several ranks it goes on: they end it together."""
         if self._is_alone:
             self._state.wake()
 
     def _wait_for(self, other: Searcher) -> None:
-        """Count a step of a search that has not begun, because another model's is going on in the same steps."""
+        """Count a step while this search waits for another model's, which runs in the same steps."""
         self._clock.close(self.steps)
         self.events.steps += 1
         if not self._waits_for:
@@ -219,23 +219,23 @@ class Session:
             self._say(f"the search for {self.name} begins once that for {other.name}, in the same steps, has ended")
 
     def _begin(self) -> None:
-        """Meet the other ranks and take the first action; the steps until here only warmed up."""
-        backward.forget(self.events)  # until a strategy is on that could make a gradient wrong
+        """Meet the other ranks and take the first action; the steps before it were warm-up."""
+        backward.forget(self.events)  # not needed until a strategy is on that could make a gradient wrong
         self._ranks = Ranks()
         self._ranks.join(since=self._called_at)
         self.run.world_size = self._ranks.size
         self._is_alone = self.guard.steps_alone = not self._ranks.distributed
         if self._ranks.leads:
             self._decisions = self._make_decisions()
-        self._usage.look_at_parts()
+        self._usage.watch_submodules()
         self.events.begun = True
         self._next_action(first=True)
-        self._result.steps = self.steps  # those that went by while another model was searched for
+        self._result.steps = self.steps  # includes those in which another model's search came first
 
     # -- an action's steps ---------------------------------------------------------------------------------------------
 
     def _close_step(self, disturbed: bool) -> None:
-        """Book a step; `disturbed` if another model's trials run in the same steps."""
+        """Record a step; `disturbed` if another model's trials run in the same steps."""
         assert self._action is not None
         measured = self._clock.close(self.events.steps)
         self.events.steps += 1
@@ -256,27 +256,27 @@ class Session:
 
     def _book(self, measured: Measurement, action: Action, result: Result) -> None:
         if measured.first or self._is_odd(measured.samples):
-            return  # the first step of an epoch holds the start of the loader; a smaller last batch is another job
+            return  # an epoch's first step includes starting the loader; a smaller last batch is less work
         if len(result.settling) < action.settle:
             result.settling.append(measured.seconds)
         else:
             result.measurements.append(measured)
 
     def _is_odd(self, samples: int) -> bool:
-        """Tell whether a step held another number of samples than most."""
-        if samples != self._usual_size or len(self._sizes) < 2:  # counting costs 5 µs: only when it may have changed
+        """Return whether a step had an unusual number of samples."""
+        if samples != self._usual_size or len(self._sizes) < 2:  # counting costs 5 µs: only if it can matter
             self._usual_size = Counter(self._sizes).most_common(1)[0][0]
-        # Ranks must end an action at the same step, and they may differ in which of their batches are odd.
+        # Ranks must end an action at the same step, and may differ in which batches are odd.
         return self._is_alone and samples != self._usual_size
 
     def _pause(self) -> None:
-        """Leave out what was measured beside another model's trials, and try nothing while they last."""
+        """Discard what was measured during another model's trials, and rest while they last."""
         result = self._result
         self._result = Result(steps=result.steps, elapsed_s=result.elapsed_s, aside_s=result.aside_s)
         self._state.rest(_PAUSE)
 
     def _synchronise(self) -> None:
-        """On a device that runs ahead, let a block begin and end with an idle device."""
+        """Let a block begin and end with an idle GPU, which otherwise runs behind the host."""
         if self.run.cuda:
             torch.cuda.synchronize(self.run.device)
 
@@ -289,15 +289,15 @@ class Session:
         self.samples_per_step = statistics.median(self._sizes) if self._sizes else None
         self._result.regime = self._regime()
         self.run.observed.fetch_finding = self._loader.finding
-        self._usage.note_parts()
+        self._usage.report_submodules()
         self._next_action()
 
     def _regime(self) -> Hashable:
         shapes = Counter(m.shape for m in self._result.measurements)
         shape, count = shapes.most_common(1)[0] if shapes else (None, 0)
-        settled = shape if count >= 0.8 * sum(shapes.values()) else "varying"
+        usual_shape = shape if count >= 0.8 * sum(shapes.values()) else "varying"
         threads = torch.get_num_threads() if "intraop_threads" not in self.switchboard.active else self.run.threads
-        return (settled, self.run.world_size, threads, self._loader.moves, self._usage.called)
+        return (usual_shape, self.run.world_size, threads, self._loader.moves, self._usage.called)
 
     def _next_action(self, first: bool = False) -> None:
         assert self._ranks is not None
@@ -322,7 +322,7 @@ class Session:
             self._settle()
 
     def _own_result(self) -> Result:
-        """Return what rank 0 wants to know of this rank: all of its own, of others what may stop a strategy."""
+        """Return what rank 0 needs from this rank: its own in full, of others what may stop a strategy."""
         assert self._ranks is not None
         self._result.trips, self._result.finding = self.switchboard.take_trips(), self.guard.take_finding()
         if self._ranks.leads:
@@ -332,18 +332,18 @@ class Session:
         return Result(trips=self._result.trips, finding=self._result.finding, refusals=refusals)
 
     def _settle(self) -> None:
-        """The search is over: give up what strategies that are off have kept, and say so."""
+        """The search is over: release the resources of strategies that are off, and report it."""
         self._is_settled = True
         self.switchboard.close_idle()
         if self._on_settled is not None and self._ranks is not None and self._ranks.leads:
             self._on_settled()
 
     def _quieten(self, action: Action) -> None:
-        """Take the gate out of the way when nothing needs it."""
+        """Remove the gate from the model's calls when nothing needs it."""
         needed = action.check is not None or action.anatomy or self.switchboard.active or not self._usage.called
         self.run.gate.watch(self.events if needed else None)
 
-    # -- life ----------------------------------------------------------------------------------------------------------
+    # -- ending --------------------------------------------------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
         failure = self._failure(error)
@@ -361,13 +361,13 @@ class Session:
         return failure._replace(everywhere=False) if self._ranks.distributed and self._joins() else failure
 
     def _joins(self) -> bool:
-        """Tell whether the model is within DDP's join(), where a rank may have ended its steps before the others."""
+        """Return whether the model is within DDP's join(), where a rank may have ended its steps before the others."""
         config = getattr(self.run.model, "_join_config", None)
         return config is not None and bool(config.enable)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Run the loop plainly for a while, then go on."""
+        """Run the loop plainly inside the block."""
         active = self.active
         with self._state.suspended():
             self.switchboard.switch({})
@@ -379,35 +379,35 @@ class Session:
                 self._clock.restart()
 
     def close(self) -> None:
-        """Switch everything off, take all hooks out, and end worker processes; the loop goes on plainly.
+        """Switch everything off, remove all hooks, and end worker processes; the loop goes on plainly.
 
         With several ranks all of them close at the same step.
         """
         self._stop(together=True)
 
     def _stop(self, together: bool) -> None:
-        """Close; where other ranks don't at this step, leave on what all ranks must switch at the same one."""
+        """Close; unless all ranks do at this step, leave on what must be switched on all ranks together."""
         was_alive = self.alive
         self._state.close()
         TURNS.leave(self)
         self.events.close()
-        kept = {} if together else self.switchboard.collective()
-        self.switchboard.switch(kept)
+        remaining = {} if together else self.switchboard.collective()
+        self.switchboard.switch(remaining)
         self.events.observe(False)
         self._usage.close()
         self.guard.close()
         self._loader.watch(False)
         self.run.gate.close()
-        self.switchboard.close(kept)
+        self.switchboard.close(remaining)
         if was_alive and self._ranks is not None:
-            self._ranks.leave(f"takes no part any more: {self.failed or 'accel was undone there'}")
+            self._ranks.leave(f"has left: {self.failed or 'accel was undone there'}")
 
 
 def _refusal(strategy: Strategy, run: Run) -> str:
     try:
         return strategy.refusal(run)
     except Exception as error:
-        return f"it failed to look at the run: {type(error).__name__}: {error}"
+        return f"its check of the run failed: {type(error).__name__}: {error}"
 
 
 def _merged(results: list[Result]) -> Result:

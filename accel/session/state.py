@@ -1,4 +1,4 @@
-"""What is done with the events of a run: its steps are measured, or only counted, or nothing is looked at."""
+"""The mode of a run: its steps are measured, only counted, or ignored."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from enum import Enum
 
 
 class Mode(Enum):
-    """What is done with the events of a run."""
+    """How the events of a run are handled."""
 
     MEASURING = "each step is timed"
-    RESTING = "steps are counted, and nothing is timed; only the watch looks on"
-    SUSPENDED = "nothing is looked at: the guard replays a call, or the user wants the plain loop"
-    CLOSED = "everything has been taken back"
+    RESTING = "steps are counted but not timed; only the watch is active"
+    SUSPENDED = "events are ignored: the guard replays a call, or the user has asked for the plain loop"
+    CLOSED = "everything has been undone"
 
 
 class RunState:
@@ -29,7 +29,7 @@ class RunState:
         self.mode = Mode.RESTING if steps else Mode.MEASURING
 
     def rested(self) -> bool:
-        """Count a step of rest, and tell whether it was the last one."""
+        """Count a step of rest; return whether it was the last one."""
         self._rest_left -= 1
         if self._rest_left == 0:
             self.mode = Mode.MEASURING
@@ -41,14 +41,14 @@ class RunState:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Look at nothing for a while."""
+        """Ignore events inside the block."""
         before, self.mode = self.mode, Mode.SUSPENDED
         try:
             yield
         finally:
-            if self.mode is Mode.SUSPENDED:  # it may have been closed meanwhile
+            if self.mode is Mode.SUSPENDED:  # it may have been closed inside the block
                 self.mode = before
 
     def close(self) -> None:
-        """Look at nothing any more."""
+        """Ignore events from now on."""
         self.mode = Mode.CLOSED

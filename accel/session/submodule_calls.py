@@ -1,4 +1,4 @@
-"""Which parts of a model the loop calls, where it never calls the model itself: `self.net(x)` in a training step."""
+"""Which submodules the loop calls where it never calls the model itself: `self.net(x)` in a training step."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from accel.profiler.clocks import callslot
 
 
 class SubmoduleCalls:
-    """Take note of the parts of `model` that are called, for some steps.
+    """Record which submodules of `model` are called, for some steps.
 
     Args:
-        model: a module; compiled parts are noted as a whole.
+        model: a module; a compiled submodule is recorded as a whole.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._called: dict[str, None] = {}
-        self._found: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._original_slots: list[tuple[nn.Module, dict[str, Any]]] = []
         self._open("", model)
 
     def _open(self, prefix: str, module: nn.Module) -> None:
         for name, part in module.named_children():
             path = f"{prefix}{name}"
-            found = callslot.contents(part)
-            self._found.append((part, found))
-            inner = found.get(callslot.NAME)
+            slot = callslot.contents(part)
+            self._original_slots.append((part, slot))
+            inner = slot.get(callslot.NAME)
             call = part._call_impl if inner is None else inner
             callslot.fill(part, callslot.SlotCall(partial(self._note, path, call)))
             if inner is None and not hasattr(part, "_orig_mod"):
@@ -38,16 +38,16 @@ class SubmoduleCalls:
         return call(*args, **kwargs)
 
     def close(self) -> list[str]:
-        """Leave the parts as they were found, and return the paths of those that were called by the loop itself."""
-        for part, found in reversed(self._found):
-            callslot.restore(part, found)
-        self._found = []
+        """Restore the submodules, and return the paths of those that the loop itself called."""
+        for part, slot in reversed(self._original_slots):
+            callslot.restore(part, slot)
+        self._original_slots = []
         outer = [path for path in self._called if not any(path.startswith(f"{other}.") for other in self._called)]
         return outer
 
 
 def advice(model: nn.Module, parts: list[str]) -> str:
-    """Say what to pass in place of a model that is never called itself."""
+    """Return what to pass in place of a model that is never called itself."""
     name = type(model).__name__
     if not parts:
         return f"the training steps call neither {name} nor a part of it; pass the module that they call"

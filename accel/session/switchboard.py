@@ -24,7 +24,7 @@ class Switchboard:
     Args:
         run: what strategies act on.
         strategies: by name, in registry order.
-        suspected: called when a strategy is on that could make an output or a gradient wrong.
+        suspected: called when a strategy is switched on that could make an output or a gradient wrong.
         tripped: called when strategies were switched off in the middle of an action.
     """
 
@@ -55,7 +55,7 @@ class Switchboard:
                 self._on(name, setting)
 
     def switch_together(self, plan: Choices, ranks: Ranks) -> None:
-        """Switch; what all ranks must switch at the same step goes off again on all if one of them could not."""
+        """Switch; a strategy that all ranks must switch together goes off again if it failed on one of them."""
         new = [n for n in plan if self._strategies[n].collective and self.active.get(n, self) != plan[n]]
         self.switch(plan)
         if not new:
@@ -90,12 +90,12 @@ class Switchboard:
     # -- trips ---------------------------------------------------------------------------------------------------------
 
     def take_trips(self) -> dict[str, str]:
-        """Return the trips, and begin anew."""
+        """Return the trips, and clear them."""
         trips, self.trips = self.trips, {}
         return trips
 
     def trip(self, why: str) -> None:
-        """Switch off, now, every strategy that acts on the model or its update; the controller hears of it later."""
+        """Switch off, now, every strategy that acts on the model or its update; the controller is informed later."""
         suspects = self.suspects()
         newest = suspects[-1:]
         for name in reversed(suspects):
@@ -120,7 +120,7 @@ class Switchboard:
         return [name for name in self.active if self._strategies[name].touches & _SUSPECT]
 
     def new_in(self, plan: Choices) -> list[str]:
-        """Return what of a plan is not on in this setting; the whole plan if all of it is."""
+        """Return the strategies of a plan that are not on with its settings; all of them if the whole plan is on."""
         return [n for n, setting in plan.items() if n not in self.active or self.active[n] != setting] or list(plan)
 
     def touched_by(self, names: Iterable[str]) -> set[str]:
@@ -139,22 +139,22 @@ class Switchboard:
         """Return what is on and must be switched by all ranks at the same step."""
         return {name: setting for name, setting in self.active.items() if self._strategies[name].collective}
 
-    # -- what strategies keep ------------------------------------------------------------------------------------------
+    # -- resources of strategies ---------------------------------------------------------------------------------------
 
     def close_idle(self) -> None:
-        """Give up what strategies that are off have kept."""
+        """Release the resources of strategies that are off."""
         for name, strategy in self._strategies.items():
             if name not in self.active:
                 strategy.close(self._run)
 
     def close_fetching(self) -> None:
-        """Give up what strategies that act on the loader have kept."""
+        """Release the resources of strategies that act on the loader."""
         for strategy in self._strategies.values():
             if strategy.touches == {"input"}:
                 strategy.close(self._run)
 
     def close(self, keep: Choices) -> None:
-        """Give up what strategies have kept, but for those that stay on."""
+        """Release the resources of all strategies but those that stay on."""
         for name, strategy in self._strategies.items():
             if name not in keep:
                 with contextlib.suppress(Exception):
@@ -162,5 +162,5 @@ class Switchboard:
 
 
 def _failed_somewhere(trips_by_rank: list[dict[str, str]]) -> dict[str, str]:
-    """Return why, for each strategy that a rank could not switch on, as the first such rank has it."""
+    """Return each strategy that a rank could not switch on, with the reason from the lowest such rank."""
     return {name: why for trips in reversed(trips_by_rank) for name, why in trips.items()}

@@ -1,8 +1,8 @@
-"""Whose search it is, where one loop trains several optimized models.
+"""Whose turn it is to search, where one loop trains several optimized models.
 
-Two searches in the same steps would each take the other's trials for their own. So a search waits while another one's
-steps come between its own, and a finished plan is not tried again meanwhile. A search whose loop has been left comes
-between nobody's steps and holds up nobody.
+Two searches in the same steps would each measure the other's trials as their own. So a search waits while another
+one's steps alternate with its own, and a finished plan is not tried again meanwhile. A search whose loop has ended has
+no more steps, and so delays no other.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Protocol
 
 
 class Searcher(Protocol):
-    """What takes turns: a session."""
+    """A session, as `Turns` needs it."""
 
     @property
     def name(self) -> str:
-        """What it searches for, in a line for the user."""
+        """The model's name, for messages."""
 
     @property
     def searching(self) -> bool:
@@ -24,22 +24,22 @@ class Searcher(Protocol):
 
 
 class Turns:
-    """The order of steps of all who search in this process."""
+    """The order in which the searches of this process have their steps."""
 
     def __init__(self) -> None:
         self._now = 0
         self._last: weakref.WeakKeyDictionary[Searcher, int] = weakref.WeakKeyDictionary()
-        self._last_alone = 0  # step of the only one there is: noting it there costs 5 µs
+        self._last_alone = 0  # latest step of a lone searcher: writing it to the dictionary costs 5 µs
 
     def join(self, searcher: Searcher) -> None:
-        """Take part, from now on."""
+        """Add a searcher."""
         if len(self._last) == 1:
             (alone,) = self._last
             self._last[alone] = max(self._last[alone], self._last_alone)
         self._last[searcher] = self._now
 
     def leave(self, searcher: Searcher) -> None:
-        """Take no more part."""
+        """Remove a searcher."""
         self._last.pop(searcher, None)
 
     def step(self, searcher: Searcher) -> Searcher | None:
@@ -59,4 +59,4 @@ class Turns:
 
 
 TURNS = Turns()
-"""Those of this process."""
+"""The turns of this process."""

@@ -1,4 +1,4 @@
-"""Whether the loop uses what was passed to `accel.optimize`; the user is told where it doesn't."""
+"""Whether the loop uses what was passed to `accel.optimize`; the user is warned if it doesn't."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from accel.run.context import Run
 from accel.session import submodule_calls as parts
 from accel.session.submodule_calls import SubmoduleCalls
 
-# Updates, or training calls, without a batch after which the loop is taken to iterate another loader.
-_UNHEARD_UPDATES, _UNHEARD_CALLS = 3, 12
-# Batches without a call of the model or a step of its optimizer after which, if something else is seen to train, the
-# loop is taken to train another model.
+# After so many updates or training calls without a batch, the loop is assumed to iterate another loader.
+_UPDATES_WITHOUT_BATCH, _CALLS_WITHOUT_BATCH = 3, 12
+# After so many batches without a call of the model or a step of its optimizer, while something else is trained, the
+# loop is assumed to train another model.
 _UNTRAINED_BATCHES = 32
 
 
 class Usage:
-    """Take note of what the loop uses.
+    """Record what the loop uses.
 
     Args:
         run: the user's objects.
@@ -35,24 +35,24 @@ class Usage:
         self._trained_elsewhere_at = 0
         """Of these, the one at which something was trained."""
         self._updates = self._calls = 0
-        self._said = False
-        self._parts: SubmoduleCalls | None = None
+        self._has_warned = False
+        self._submodule_calls: SubmoduleCalls | None = None
 
     # -- the loader ----------------------------------------------------------------------------------------------------
 
-    def updated_unheard(self) -> None:
+    def updated_without_batch(self) -> None:
         """The model was updated, and the loader has not been iterated."""
         self._updates += 1
-        self._say_unheard(self._updates, _UNHEARD_UPDATES, "was updated")
+        self._warn_once(self._updates, _UPDATES_WITHOUT_BATCH, "was updated")
 
-    def called_unheard(self) -> None:
+    def called_without_batch(self) -> None:
         """The model was called, and the loader has not been iterated."""
         self._calls += 1
-        self._say_unheard(self._calls, _UNHEARD_CALLS, "was called")
+        self._warn_once(self._calls, _CALLS_WITHOUT_BATCH, "was called")
 
-    def _say_unheard(self, times: int, limit: int, what: str) -> None:
-        if times == limit and not self._said:
-            self._said = True
+    def _warn_once(self, times: int, limit: int, what: str) -> None:
+        if times == limit and not self._has_warned:
+            self._has_warned = True
             self._say(
                 f"{self._model} {what} {times} times without a batch from the loader that "
                 "accel.optimize returned; iterate that one, or nothing is made faster"
@@ -61,9 +61,9 @@ class Usage:
     # -- the model -----------------------------------------------------------------------------------------------------
 
     def untrained_batch(self) -> bool:
-        """Count a batch that came before any training of the model; tell whether it is time to look at backward passes.
+        """Count a batch before any training of the model; return whether it is time to listen to backward passes.
 
-        A loop that trains nothing at all may gather statistics; only the end of the run tells that it did no more.
+        A loop that trains nothing yet may be gathering statistics; only the end of the run shows that it did no more.
         """
         self._batches += 1
         if self._trained_elsewhere_at and self._batches - self._trained_elsewhere_at == _UNTRAINED_BATCHES - 1:
@@ -71,7 +71,7 @@ class Usage:
         return self._batches == _UNTRAINED_BATCHES
 
     def trained_elsewhere(self) -> None:
-        """Something was trained: this model or another one, as its optimizer's next step tells."""
+        """Something was trained: this model or another one, which the optimizer's next step decides."""
         self._trained_elsewhere_at = self._trained_elsewhere_at or self._batches
 
     @property
@@ -84,25 +84,25 @@ class Usage:
             "step of its optimizer; pass the model that the loop trains"
         )
 
-    # -- its parts -----------------------------------------------------------------------------------------------------
+    # -- its submodules ------------------------------------------------------------------------------------------------
 
-    def look_at_parts(self) -> None:
-        """If the loop has not called the model so far, look what it calls in place of it."""
+    def watch_submodules(self) -> None:
+        """If the loop has not called the model so far, record which submodules it calls instead."""
         if not self.called:
-            self._parts = SubmoduleCalls(self._run.model)
+            self._submodule_calls = SubmoduleCalls(self._run.model)
 
-    def note_parts(self) -> None:
-        """Note, and say, which parts of the model are called in place of it."""
+    def report_submodules(self) -> None:
+        """Record and print which submodules are called instead of the model."""
         observed = self._run.observed
-        if self._parts is not None:
-            called, self._parts = self._parts.close(), None
+        if self._submodule_calls is not None:
+            called, self._submodule_calls = self._submodule_calls.close(), None
             if not self.called:
                 observed.uncalled = parts.advice(self._run.model, called)
-                self._say(f"{observed.uncalled}. Until then only its loader and optimizer are looked at")
+                self._say(f"{observed.uncalled}. Until then only its loader and optimizer are considered")
         elif self.called:
             observed.uncalled = ""
 
     def close(self) -> None:
-        """Leave the parts as they were."""
-        if self._parts is not None:
-            self._parts.close()
+        """Restore the submodules."""
+        if self._submodule_calls is not None:
+            self._submodule_calls.close()

@@ -261,5 +261,5 @@ def _thresholds() -> Iterator[Variant]:
         given = {"values": "fp32", "least": "fp32", **({"maxima": "fp32"} if maxima else {})}
         fixed = form if maxima else {**form, "maxima": None}
         yield Variant(f"threshold tally{name}", kernels._tally_kernel, {**given, "counts": "i32"}, fixed)
-        outputs = {"ends": "i64", "positions": "i64", "found": "fp32"}
+        outputs = {"ends": "i64", "positions": "i64", "selected": "fp32"}
         yield Variant(f"threshold take{name}", kernels._take_kernel, {**given, **outputs}, fixed)

@@ -4,9 +4,9 @@
     encoded = scales, float32 [B] | codes, uint8 [⌈N bits/8⌉]        lost = x − decoded
     out = (out +) Σ_r decoded_r, in the order of r
 
-N elements, B = ⌈N/block⌉ blocks, the last one may be shorter, R ranks, E bytes encoded. What a code is made of is told
-tile by tile, [B, K] elements of B blocks: see `quantise` and `sign_pack`. The reference in plain torch is what runs on
-a CPU. There a sum may be fused with the product that is added, which saves one of two roundings; kernels round both.
+N elements, B = ⌈N/block⌉ blocks, the last one may be shorter, R ranks, E bytes encoded. The codes are defined for
+tiles [B, K] of elements of B blocks: see `quantise` and `sign_pack`. The reference in plain torch is the path on a
+CPU. There a sum may be fused with the product that is added, which saves one of two roundings; kernels round both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Flops(NamedTuple):
 
     encode: int
     lost: int
-    """More, where what was lost is asked for."""
+    """Additional operations where the new residual is written."""
     decode: int
 
 
@@ -78,7 +78,7 @@ class BlockCode:
         lost: Tensor | None = None,
         factor: float = 1.0,
     ) -> None:
-        """Encode factor · values, plus what earlier steps withheld of them, and write what that lost.
+        """Encode factor · values plus the residual of earlier steps, and write the residual of this one.
 
         Args:
             values: [N], floating-point, contiguous; not changed. Kernels take float32 on CUDA, plain torch the rest.
@@ -86,8 +86,8 @@ class BlockCode:
             block: elements that share a scale, a multiple of 8 for signs, default 1024 for integers and 256 for signs.
                 Kernels take powers of two from 8 to 2048; other sizes run in plain torch.
             residual: [N], of the values' dtype, added to the product first; None (default) for zeros.
-            lost: [N], of the values' dtype, written: what the codes lack of the sum; None (default) doesn't. It may be
-                `residual`.
+            lost: [N], of the values' dtype, written: the new residual, the sum less its decoded codes; None (default)
+                doesn't write it. It may be `residual`.
             factor: of the values, default 1.
 
         Raises:
@@ -167,13 +167,13 @@ class BlockCode:
         return (scales.clone() if scales.storage_offset() % 4 else scales).view(torch.float32)
 
     def cost_encode(self, numel: int, block: int | None = None, residual: bool = True, lost: bool = True) -> Cost:
-        """Return what `encode` must do at least; `residual` and `lost` tell whether they are given."""
+        """Return the least work of `encode`; `residual` and `lost`: whether these are passed."""
         flops = numel * (self._flops.encode + residual + self._flops.lost * lost)
         size = self.encoded_bytes(numel, self.block if block is None else block)
         return Cost(flops=flops, bytes=4 * numel * (1 + residual + lost) + size)
 
     def cost_decode_sum(self, numel: int, ranks: int, block: int | None = None, add: bool = False) -> Cost:
-        """Return what `decode_sum` must do at least."""
+        """Return the least work of `decode_sum`."""
         flops = numel * (ranks * self._flops.decode + ranks - 1 + add)
         size = self.encoded_bytes(numel, self.block if block is None else block)
         return Cost(flops=flops, bytes=ranks * size + 4 * numel * (1 + add))
@@ -206,13 +206,13 @@ class BlockCode:
 
 
 def takes(values: Tensor, block: int) -> bool:
-    """Tell whether kernels encode these values: float32 on CUDA with triton, blocks a power of two from 8 to 2048."""
+    """Return whether kernels encode these values: float32 on CUDA with triton, blocks a power of two from 8 to 2048."""
     fits = SMALLEST_BLOCK <= block <= LARGEST_BLOCK and block & (block - 1) == 0
     return fits and values.dtype == torch.float32 and runs_triton(values)
 
 
 def tiles(flat: Tensor, numel: int, block: int, width: int, begin: int = 0) -> list[Tensor]:
-    """Return tiles [B, width] of what stands for `numel` elements, and what doesn't fill a block as [1, rest]."""
+    """Return tiles [B, width] that cover `numel` elements, and the incomplete last block as [1, rest]."""
     full, step, offset = numel // block, max(LARGEST_TILE // block, 1), flat.storage_offset() + begin
     # One operator a tile: slices, views and splits take as long as the work on a small bucket.
     whole = [

@@ -1,4 +1,4 @@
-"""What block codes refuse."""
+"""Checks of the arguments of block codes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _alike(tensor: Tensor, values: Tensor) -> bool:
 
 def _check_place(op: str, encoded: Tensor) -> None:
     if torch.compiler.is_compiling():
-        return  # which has no offsets, and makes its tensors anew
+        return  # a compiler's tensors have no offsets, and are allocated by its own code
     if encoded.storage_offset() % 4:
         raise ValueError(
             f"{op}: encoded must begin at a multiple of 4 bytes, since its scales are float32. "

@@ -187,12 +187,12 @@ def encode(
 ) -> None:
     """Launch the encoding, over all blocks."""
     numel = values.numel()
-    given = None if factor == 1.0 else factor
+    scaling = None if factor == 1.0 else factor
     with torch.cuda.device_of(values):
         for programs, rows, whole in launches(numel, block):
             form = {"BITS": bits, "WHOLE": whole, "ROWS": rows, "BLOCK": block}
             blocks = -(-numel // block)
-            _encode_kernel[(programs,)](values, residual, encoded, lost, given, numel, blocks, **form, **EXACT)
+            _encode_kernel[(programs,)](values, residual, encoded, lost, scaling, numel, blocks, **form, **EXACT)
 
 
 def decode_sum(bits: int, encoded: Tensor, out: Tensor, block: int, add: bool) -> None:

@@ -1,4 +1,4 @@
-"""What goes into an FCOS assignment and what comes out: types, their checks, and what a box costs a point."""
+"""Inputs and outputs of an FCOS assignment: types, their checks, and the cost of a box for a point."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Fcos3dGts(FcosGts):
 
 
 class FcosTargets(NamedTuple):
-    """What FCOS learns: labels [B, P], boxes [B, P, 4] (left, top, right, bottom), centerness [B, P]."""
+    """The targets of FCOS: labels [B, P], boxes [B, P, 4] (left, top, right, bottom), centerness [B, P]."""
 
     labels: Tensor
     boxes: Tensor
@@ -143,7 +143,7 @@ class FcosTargets(NamedTuple):
 
 
 class Fcos3dTargets(NamedTuple):
-    """What FCOS3D learns: labels [B, P], boxes_3d [B, P, C], centerness [B, P], attr_labels [B, P]."""
+    """The targets of FCOS3D: labels [B, P], boxes_3d [B, P, C], centerness [B, P], attr_labels [B, P]."""
 
     labels: Tensor
     boxes_3d: Tensor
@@ -152,7 +152,7 @@ class Fcos3dTargets(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What decides between boxes, in plain values that an op can take."""
+    """The rules that choose between boxes, as plain values that an op can take."""
 
     by_distance: bool
     center_sampling: bool
@@ -191,9 +191,9 @@ def rule_of(config: FcosConfig, *, by_distance: bool) -> Rule:
 
 
 def box_cost(x: Tensor, y: Tensor, limits: tuple[Tensor, Tensor, Tensor], box: Box, rule: Rule) -> Tensor:
-    """Return what it costs a point to take a box, INF where it can't; all arguments broadcast.
+    """Return the cost of a box for a point, INF where it is no candidate; all arguments broadcast.
 
-    Comparisons stand where the published heads look at the sign of a difference: the same, also for inf and NaN.
+    Comparisons replace the published heads' tests of a difference's sign: the same result, also for inf and NaN.
     """
     low, high, reach = limits
     far = torch.maximum(torch.maximum(x - box.left, box.right - x), torch.maximum(y - box.top, box.bottom - y))
@@ -275,9 +275,9 @@ def check_3d(gts: Fcos3dGts, config: FcosConfig) -> None:
     }
     _check_shapes("fcos3d_targets", shapes, gts.boxes.device)
     _check_labels("fcos3d_targets", "gts.attr_labels", gts.attr_labels)
-    for name, given in (("gts.boxes_3d", gts.boxes_3d), ("gts.centers", gts.centers), ("gts.depths", gts.depths)):
-        if not given.is_floating_point():
-            raise ValueError(f"fcos3d_targets: {name} must be floating. Found: {given.dtype}. Convert with .float().")
+    for name, tensor in (("gts.boxes_3d", gts.boxes_3d), ("gts.centers", gts.centers), ("gts.depths", gts.depths)):
+        if not tensor.is_floating_point():
+            raise ValueError(f"fcos3d_targets: {name} must be floating. Found: {tensor.dtype}. Convert with .float().")
     if not config.center_sampling:
         raise ValueError(
             "fcos3d_targets: center_sampling must be True, FCOS3D is defined with it alone. Found: False. "

@@ -1,4 +1,4 @@
-"""FCOS and FCOS3D targets on a CPU, on regular grids: only the few points near each box are looked at."""
+"""FCOS and FCOS3D targets on a CPU, on regular grids: only the few points near each box are examined."""
 
 from __future__ import annotations
 
@@ -68,26 +68,28 @@ def _windows(grids: tuple[Grid, ...], rule: Rule) -> _Windows:
     return _Windows(dx, dy, stride, offset, width, height, place, (low, high, reach_K))
 
 
-class _Taken(NamedTuple):
-    """Foreground, a row a point: its place in [B·P], its box in [B·G], where it lies."""
+class _Foreground(NamedTuple):
+    """The foreground points: index in [B·P], index of the box in [B·G], and coordinates."""
 
     point: Tensor
     box: Tensor
     xy: Tensor
 
 
-def _near(points: FcosPoints, box: Box, valid: Tensor, rule: Rule) -> _Taken:
-    """Return what the reference finds, from the candidates alone.
+def _near(points: FcosPoints, boxes: Box, valid: Tensor, rule: Rule) -> _Foreground:
+    """Return the foreground that the reference assigns, from the candidates alone.
 
     A key holds the bits of the cost, which order as the cost does since it is never negative, above the box's number:
     the least key of a point is the cheapest box, the lowest of equals, in whatever order the keys are compared.
     """
-    found = [_candidates(points, box, valid, rule, begin, end) for begin, end in _chunks(valid, points.grids, rule)]
-    point, taken, xy, cost = (torch.cat(parts) for parts in zip(*found, strict=True))
-    key = (cost.view(torch.int32).long() << 32) | taken
+    candidates = [
+        _candidates(points, boxes, valid, rule, begin, end) for begin, end in _chunks(valid, points.grids, rule)
+    ]
+    point, box_index, xy, cost = (torch.cat(parts) for parts in zip(*candidates, strict=True))
+    key = (cost.view(torch.int32).long() << 32) | box_index
     least = key.new_full((len(valid) * len(points.xy),), torch.iinfo(torch.int64).max)
     won = least.scatter_reduce_(0, point, key, "amin")[point] == key
-    return _Taken(point[won], taken[won], xy[won])
+    return _Foreground(point[won], box_index[won], xy[won])
 
 
 def _chunks(valid: Tensor, grids: tuple[Grid, ...], rule: Rule) -> list[tuple[int, int]]:
@@ -111,14 +113,14 @@ def _candidates(
     cost = box_cost(x, y, w.limits, here, rule)
     fits = (cost < INF) & (column < w.width) & (row < w.height) & valid[begin:end, :, None]
     at = fits.flatten().nonzero()[:, 0]
-    taken = at // len(w.dx) + begin * valid.shape[1]
+    box_index = at // len(w.dx) + begin * valid.shape[1]
     inside = (w.begin + row * w.width + column).flatten()[at].long()
-    point = inside + taken // valid.shape[1] * len(points.xy)
-    return point, taken, torch.stack((x.flatten()[at], y.flatten()[at]), -1), cost.flatten()[at]
+    point = inside + box_index // valid.shape[1] * len(points.xy)
+    return point, box_index, torch.stack((x.flatten()[at], y.flatten()[at]), -1), cost.flatten()[at]
 
 
 def only_near(points: FcosPoints, boxes: Tensor, valid: Tensor, *, by_area: bool) -> bool:
-    """Tell whether the candidates of these CPU tensors can be enumerated."""
+    """Return whether the candidates of these CPU tensors can be enumerated."""
     total = sum(grid.width * grid.height for grid in points.grids)
     if points.xy.dtype != torch.float32 or boxes.dtype == torch.float64 or total != len(points.xy) or total == 0:
         return False
@@ -129,7 +131,7 @@ def only_near(points: FcosPoints, boxes: Tensor, valid: Tensor, *, by_area: bool
 
 
 class _Plane(NamedTuple):
-    """What depends on the points alone, made once: each of these would cost a tenth of a call."""
+    """Tensors that depend on the points alone, made once: each would cost a tenth of a call."""
 
     x: Tensor
     y: Tensor
@@ -152,7 +154,7 @@ def _plane(grids: tuple[Grid, ...], radius: float) -> _Plane:
 
 @kept(16)
 def _offsets(grids: tuple[Grid, ...], columns: int) -> Tensor:
-    """Return [P, C]: x, y, and zeros for what is regressed as it is."""
+    """Return [P, C]: x, y, and zeros for the columns that are regressed unchanged."""
     xy = torch.cat([grid_points(grid, "cpu", torch.float32)[0] for grid in grids])
     return torch.cat((xy, xy.new_zeros(len(xy), columns - 2)), 1)
 
@@ -183,7 +185,7 @@ def _first(rows_BGC: Tensor, valid: Tensor) -> Tensor:
 
 
 def _empty_images(valid: Tensor, *targets: Tensor) -> None:
-    """Put zeros where an image has no box. Assigning through a mask would cost a fifth of a call."""
+    """Write zeros where an image has no box. Assigning through a mask would cost a fifth of a call."""
     for image in (~valid.any(1)).nonzero()[:, 0].tolist():
         for target in targets:
             target[image] = 0
@@ -193,19 +195,19 @@ def fcos_near(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> FcosTarge
     """Assign FCOS targets on a CPU, on regular grids."""
     dtype, boxes = gts.boxes.dtype, widen(gts.boxes)
     plane, shape = _plane(points.grids, config.radius), (len(gts.valid), len(points.xy))
-    taken = _near(points, Box.of(boxes, None), gts.valid, rule_of(config, by_distance=False))
+    foreground = _near(points, Box.of(boxes, None), gts.valid, rule_of(config, by_distance=False))
     signed = boxes * boxes.new_tensor([1, 1, -1, -1])
     sides = _less(plane.sides, _first(signed, gts.valid))
-    place = taken.point % shape[1]
-    mine = plane.sides[place] - signed.flatten(0, 1)[taken.box]
+    place = foreground.point % shape[1]
+    mine = plane.sides[place] - signed.flatten(0, 1)[foreground.box]
     if config.normalize:
         sides /= plane.four_strides
         mine /= plane.four_strides[place]
     _empty_images(gts.valid, sides)
-    sides.view(-1, 4).index_copy_(0, taken.point, mine)
+    sides.view(-1, 4).index_copy_(0, foreground.point, mine)
     centerness = sides.new_zeros(shape)
-    centerness.view(-1).index_copy_(0, taken.point, centerness_of(mine))
-    labels = _spread(gts.labels, taken, shape, config.background)
+    centerness.view(-1).index_copy_(0, foreground.point, centerness_of(mine))
+    labels = _spread(gts.labels, foreground, shape, config.background)
     return FcosTargets(labels, sides.to(dtype), centerness.to(dtype))
 
 
@@ -215,20 +217,20 @@ def fcos3d_near(
     """Assign FCOS3D targets on a CPU, on regular grids."""
     dtype, boxes, code = code.dtype, widen(gts.boxes), widen(code)
     plane, shape = _plane(points.grids, config.radius), (len(gts.valid), len(points.xy))
-    taken = _near(points, Box.of(boxes, code[..., :2]), gts.valid, rule_of(config, by_distance=True))
-    # What is regressed as it is has a base of 0, and the other sign: 0 − (−depth).
+    foreground = _near(points, Box.of(boxes, code[..., :2]), gts.valid, rule_of(config, by_distance=True))
+    # Columns that are regressed unchanged have a base of 0 and the opposite sign: 0 − (−depth).
     first = _first(code, gts.valid)
     center_x, center_y = first[:, :1], first[:, 1:2]
     targets = _less(_offsets(points.grids, code.shape[-1]), torch.cat((first[:, :2], -first[:, 2:]), 1))
     offset_x, offset_y = (
-        offset.view(-1).index_copy_(0, taken.point, mine).view(shape)
+        offset.view(-1).index_copy_(0, foreground.point, mine).view(shape)
         for offset, mine in zip(
             (plane.x - center_x, plane.y - center_y),
-            (taken.xy - code.flatten(0, 1)[taken.box, :2]).unbind(1),
+            (foreground.xy - code.flatten(0, 1)[foreground.box, :2]).unbind(1),
             strict=True,
         )
     )
-    targets.view(-1, code.shape[-1]).index_copy_(0, taken.point, code.flatten(0, 1)[taken.box])
+    targets.view(-1, code.shape[-1]).index_copy_(0, foreground.point, code.flatten(0, 1)[foreground.box])
     for column, offset in enumerate((offset_x, offset_y)):
         if config.normalize:
             torch.div(offset, plane.stride, out=targets[..., column])
@@ -237,12 +239,12 @@ def fcos3d_near(
     distance = offset_x.square_().add_(offset_y.square_()).sqrt_()
     centerness = _exp(distance.div_(plane.scale).mul_(-config.centerness_alpha))
     _empty_images(gts.valid, targets, centerness)
-    labels = _spread(gts.labels, taken, shape, config.background)
-    attributes = _spread(attrs, taken, shape, config.attr_background)
+    labels = _spread(gts.labels, foreground, shape, config.background)
+    attributes = _spread(attrs, foreground, shape, config.attr_background)
     return labels, targets.to(dtype), centerness.to(dtype), attributes
 
 
-def _spread(values_BG: Tensor, taken: _Taken, shape: tuple[int, int], otherwise: int) -> Tensor:
-    """Return values [B, P] of the box taken, and `otherwise` where none is."""
+def _spread(values_BG: Tensor, foreground: _Foreground, shape: tuple[int, int], otherwise: int) -> Tensor:
+    """Return values [B, P] of each point's box, and `otherwise` for background."""
     out = values_BG.new_full((shape[0] * shape[1],), otherwise)
-    return out.index_copy_(0, taken.point, values_BG.flatten()[taken.box]).view(shape)
+    return out.index_copy_(0, foreground.point, values_BG.flatten()[foreground.box]).view(shape)

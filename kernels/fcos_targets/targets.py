@@ -13,7 +13,7 @@ boxes. B: images, P: points of all levels, G: padded boxes, C: columns of a 3D b
 FCOS https://arxiv.org/abs/1904.01355, FCOS3D https://arxiv.org/abs/2104.10956. The heads of MMDetection build about 40
 tensors [P, G, 4..9] an image and pick from them with a Python range; here nothing of that size is made. On CUDA one
 kernel holds the best box of each point in registers. On a CPU, where the points are the usual grids, only the few
-points near each box are looked at. Targets carry no gradient, so nothing is saved for backward.
+points near each box are examined. Targets carry no gradient, so nothing is saved for backward.
 """
 
 from __future__ import annotations
@@ -67,24 +67,24 @@ def _search(points: FcosPoints, box: Box, valid: Tensor, rule: Rule) -> tuple[Te
 
 
 def fcos_targets_ref(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> FcosTargets:
-    """Assign FCOS targets in plain torch, for any points, without looking at a value from the host."""
+    """Assign FCOS targets in plain torch, for any points, without reading a value on the host."""
     dtype = gts.boxes.dtype
     points, gts = _widened(points), FcosGts(widen(gts.boxes), gts.labels, gts.valid)
     if gts.valid.shape[1] == 0:
         return _no_boxes(points, gts, config, dtype)
-    best, found = _search(points, Box.of(gts.boxes, None), gts.valid, rule_of(config, by_distance=False))
-    labels = torch.where(found, gts.labels.gather(1, best), config.background)
+    best, foreground = _search(points, Box.of(gts.boxes, None), gts.valid, rule_of(config, by_distance=False))
+    labels = torch.where(foreground, gts.labels.gather(1, best), config.background)
     left, top, right, bottom = _rows(gts.boxes, best).unbind(-1)
     x, y = points.xy.unbind(-1)
     sides = torch.stack((x - left, y - top, right - x, bottom - y), -1)
     if config.normalize:
         sides = sides / points.stride[:, None]
     sides = torch.where(gts.valid.any(1)[:, None, None], sides, 0)
-    return FcosTargets(labels, sides.to(dtype), torch.where(found, centerness_of(sides), 0).to(dtype))
+    return FcosTargets(labels, sides.to(dtype), torch.where(foreground, centerness_of(sides), 0).to(dtype))
 
 
 def fcos3d_targets_ref(points: FcosPoints, gts: Fcos3dGts, config: FcosConfig) -> Fcos3dTargets:
-    """Assign FCOS3D targets in plain torch, for any points, without looking at a value from the host."""
+    """Assign FCOS3D targets in plain torch, for any points, without reading a value on the host."""
     return Fcos3dTargets(*_fcos3d_ref(points, FcosGts(gts.boxes, gts.labels, gts.valid), *_codes(gts), config))
 
 
@@ -96,7 +96,7 @@ def _fcos3d_ref(
         none = _no_boxes(points, gts, config, code.dtype)
         targets = code.new_zeros(*none.labels.shape, code.shape[-1])
         return none.labels, targets, none.centerness, torch.full_like(none.labels, config.attr_background)
-    best, found = _search(points, Box.of(boxes, wide[..., :2]), gts.valid, rule_of(config, by_distance=True))
+    best, foreground = _search(points, Box.of(boxes, wide[..., :2]), gts.valid, rule_of(config, by_distance=True))
     some = gts.valid.any(1)[:, None]
     picked = _rows(wide, best)
     offset = points.xy - picked[..., :2]
@@ -106,13 +106,13 @@ def _fcos3d_ref(
     if config.normalize:
         offset = offset / points.stride[:, None]
     targets = torch.where(some[..., None], torch.cat((offset, picked[..., 2:]), -1), 0)
-    labels = torch.where(found, gts.labels.gather(1, best), config.background)
-    attributes = torch.where(found, attrs.gather(1, best), config.attr_background)
+    labels = torch.where(foreground, gts.labels.gather(1, best), config.background)
+    attributes = torch.where(foreground, attrs.gather(1, best), config.attr_background)
     return labels, targets.to(code.dtype), centerness.to(code.dtype), attributes
 
 
 def _codes(gts: Fcos3dGts) -> tuple[Tensor, Tensor]:
-    """Return what is regressed, [B, G, C]: centre, depth and the box's columns from the fourth on; and attributes."""
+    """Return regressed columns [B, G, C]: centre, depth and the box's columns from the fourth on; and attributes."""
     return torch.cat((gts.centers, gts.depths[..., None], gts.boxes_3d[..., 3:]), -1), gts.attr_labels
 
 
@@ -130,7 +130,7 @@ def _no_boxes(points: FcosPoints, gts: FcosGts, config: FcosConfig, dtype: torch
     return FcosTargets(gts.labels.new_full(shape, config.background), zeros, zeros[..., 0].clone())
 
 
-# The ops: which path, and what torch.compile sees of it
+# The ops: the choice of the path, opaque to torch.compile
 
 
 def _fcos(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> FcosTargets:
@@ -301,7 +301,7 @@ def fcos3d_targets(points: FcosPoints, gts: Fcos3dGts, config: FcosConfig) -> Fc
 
 
 def cost(images: int, points: int, boxes: int, columns: int = 4, itemsize: int = 4) -> Cost:
-    """Return what a call must do at least, on a device that looks at every pair of point and box.
+    """Return the least work of a call, on a device that examines every pair of point and box.
 
     Args:
         images: B.

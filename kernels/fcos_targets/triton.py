@@ -101,26 +101,26 @@ def _fcos_kernel(
         least, best = tl.where(better, cost, least), tl.where(better, g, best)
         some = tl.maximum(some, here)
 
-    found = there & (least != 1e8) & (best < tl.where(some != 0, G, 0))
-    shown = there & (best < tl.where(some != 0, G, 0))
+    foreground = there & (least != 1e8) & (best < tl.where(some != 0, G, 0))
+    has_box = there & (best < tl.where(some != 0, G, 0))
     row = image * G + best
-    label = tl.load(gt_labels + row, mask=found, other=BACKGROUND)
-    left = x - tl.load(boxes + row * 4, mask=shown, other=0).to(WORK)
-    top = y - tl.load(boxes + row * 4 + 1, mask=shown, other=0).to(WORK)
-    right = tl.load(boxes + row * 4 + 2, mask=shown, other=0).to(WORK) - x
-    bottom = tl.load(boxes + row * 4 + 3, mask=shown, other=0).to(WORK) - y
+    label = tl.load(gt_labels + row, mask=foreground, other=BACKGROUND)
+    left = x - tl.load(boxes + row * 4, mask=has_box, other=0).to(WORK)
+    top = y - tl.load(boxes + row * 4 + 1, mask=has_box, other=0).to(WORK)
+    right = tl.load(boxes + row * 4 + 2, mask=has_box, other=0).to(WORK) - x
+    bottom = tl.load(boxes + row * 4 + 3, mask=has_box, other=0).to(WORK) - y
     if NORMALIZE:
         left, top = _quotient(left, step), _quotient(top, step)
         right, bottom = _quotient(right, step), _quotient(bottom, step)
-    across = _quotient(tl.minimum(left, right), tl.where(found, tl.maximum(left, right), 1.0))
-    along = _quotient(tl.minimum(top, bottom), tl.where(found, tl.maximum(top, bottom), 1.0))
-    score = _root(tl.where(found, across * along, 0.0))
+    across = _quotient(tl.minimum(left, right), tl.where(foreground, tl.maximum(left, right), 1.0))
+    along = _quotient(tl.minimum(top, bottom), tl.where(foreground, tl.maximum(top, bottom), 1.0))
+    score = _root(tl.where(foreground, across * along, 0.0))
     out = image * P + p
     tl.store(labels + out, label, mask=there)
-    tl.store(sides + out * 4, tl.where(shown, left, 0.0), mask=there)
-    tl.store(sides + out * 4 + 1, tl.where(shown, top, 0.0), mask=there)
-    tl.store(sides + out * 4 + 2, tl.where(shown, right, 0.0), mask=there)
-    tl.store(sides + out * 4 + 3, tl.where(shown, bottom, 0.0), mask=there)
+    tl.store(sides + out * 4, tl.where(has_box, left, 0.0), mask=there)
+    tl.store(sides + out * 4 + 1, tl.where(has_box, top, 0.0), mask=there)
+    tl.store(sides + out * 4 + 2, tl.where(has_box, right, 0.0), mask=there)
+    tl.store(sides + out * 4 + 3, tl.where(has_box, bottom, 0.0), mask=there)
     tl.store(centerness + out, score, mask=there)
 
 
@@ -173,25 +173,25 @@ def _fcos3d_kernel(
         least, best = tl.where(better, cost, least), tl.where(better, g, best)
         some = tl.maximum(some, here)
 
-    shown = there & (best < tl.where(some != 0, G, 0))
-    found = shown & (least != 1e8)
+    has_box = there & (best < tl.where(some != 0, G, 0))
+    foreground = has_box & (least != 1e8)
     row = image * G + best
-    label = tl.load(gt_labels + row, mask=found, other=BACKGROUND)
-    attribute = tl.load(gt_attributes + row, mask=found, other=ATTR_BACKGROUND)
-    dx = x - tl.load(code + row * C, mask=shown, other=0).to(WORK)
-    dy = y - tl.load(code + row * C + 1, mask=shown, other=0).to(WORK)
+    label = tl.load(gt_labels + row, mask=foreground, other=BACKGROUND)
+    attribute = tl.load(gt_attributes + row, mask=foreground, other=ATTR_BACKGROUND)
+    dx = x - tl.load(code + row * C, mask=has_box, other=0).to(WORK)
+    dy = y - tl.load(code + row * C + 1, mask=has_box, other=0).to(WORK)
     relative = _quotient(_root(dx * dx + dy * dy), 1.414 * reach)
-    score = tl.where(shown, tl.exp(-ALPHA * relative), 0.0)
+    score = tl.where(has_box, tl.exp(-ALPHA * relative), 0.0)
     if NORMALIZE:
         dx, dy = _quotient(dx, step), _quotient(dy, step)
     out = image * P + p
     tl.store(labels + out, label, mask=there)
     tl.store(attributes + out, attribute, mask=there)
     tl.store(centerness + out, score, mask=there)
-    tl.store(targets + out * C, tl.where(shown, dx, 0.0), mask=there)
-    tl.store(targets + out * C + 1, tl.where(shown, dy, 0.0), mask=there)
+    tl.store(targets + out * C, tl.where(has_box, dx, 0.0), mask=there)
+    tl.store(targets + out * C + 1, tl.where(has_box, dy, 0.0), mask=there)
     for column in tl.static_range(2, C):
-        value = tl.load(code + row * C + column, mask=shown, other=0)
+        value = tl.load(code + row * C + column, mask=has_box, other=0)
         tl.store(targets + out * C + column, value, mask=there)
 
 

@@ -22,8 +22,8 @@ def _sources_kernel(
 ):
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(ends + n, mask=n < P, other=0) - 1
-    taken = tl.load(mask + n, mask=n < P, other=0).to(tl.int32) != 0
-    tl.store(source + slot, n, mask=(n < P) & taken & (slot < S))
+    selected = tl.load(mask + n, mask=n < P, other=0).to(tl.int32) != 0
+    tl.store(source + slot, n, mask=(n < P) & selected & (slot < S))
     count = tl.load(ends + P - 1)
     tl.store(source + n, tl.zeros([BLOCK], tl.int64) + P, mask=(n < S) & (n >= count))
 

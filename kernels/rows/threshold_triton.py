@@ -46,7 +46,7 @@ def _block_maxima_kernel(
 
 
 @triton.jit
-def _kept(values, least, maxima, N, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _at_least(values, least, maxima, N, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Return values [ROWS, WIDTH], 1 where they are at least the threshold, and which element each is of the tile."""
     row, begin, n = _places(ROWS, WIDTH)
     floor = _magnitudes(tl.load(least))
@@ -63,13 +63,13 @@ def _tally_kernel(
     values,  # [N]
     least,  # []
     maxima,  # [B], or None
-    counts,  # [T]: elements found in each tile
+    counts,  # [T]: elements selected in each tile
     N,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    _, kept, _, _ = _kept(values, least, maxima, N, ROWS, WIDTH)
-    tl.store(counts + tl.program_id(0), tl.sum(tl.sum(kept, 1), 0))
+    _, selected, _, _ = _at_least(values, least, maxima, N, ROWS, WIDTH)
+    tl.store(counts + tl.program_id(0), tl.sum(tl.sum(selected, 1), 0))
 
 
 @triton.jit
@@ -77,9 +77,9 @@ def _take_kernel(
     values,  # [N]
     least,  # []
     maxima,  # [B], or None
-    ends,  # [T]: elements found up to and with each tile
+    ends,  # [T]: elements selected up to and including each tile
     positions,  # [S]
-    found,  # [S]
+    selected,  # [S]
     N,
     S,
     T,
@@ -87,21 +87,21 @@ def _take_kernel(
     WIDTH: tl.constexpr,
 ):
     tile = tl.program_id(0)
-    # What is behind the last one found, wherever it stands: this program's share of it.
+    # This program's share of the entries past the last selected element.
     entry = tile.to(tl.int64) * (ROWS * WIDTH) + tl.arange(0, ROWS * WIDTH)
     total = tl.load(ends + T - 1)
     beyond = (entry < S) & (entry >= total)
     tl.store(positions + entry, tl.zeros([ROWS * WIDTH], tl.int64) + N, mask=beyond)
-    tl.store(found + entry, tl.zeros([ROWS * WIDTH], tl.float32), mask=beyond)
+    tl.store(selected + entry, tl.zeros([ROWS * WIDTH], tl.float32), mask=beyond)
     before = tl.load(ends + tile - 1, mask=(tile > 0) & (tile <= T), other=0)
     after = tl.load(ends + tile, mask=tile < T, other=0)
     if (after > before) & (before < S):
-        x, kept, begin, n = _kept(values, least, maxima, N, ROWS, WIDTH)
-        in_row = tl.sum(kept, 1)
-        slot = (tl.cumsum(in_row, 0) - in_row)[:, None] + tl.cumsum(kept, 1) - kept
-        written = (kept != 0) & (before + slot < S)
+        x, is_selected, begin, n = _at_least(values, least, maxima, N, ROWS, WIDTH)
+        in_row = tl.sum(is_selected, 1)
+        slot = (tl.cumsum(in_row, 0) - in_row)[:, None] + tl.cumsum(is_selected, 1) - is_selected
+        written = (is_selected != 0) & (before + slot < S)
         tl.store(positions + before + slot, begin + n, mask=written)
-        tl.store(found + before + slot, x, mask=written)
+        tl.store(selected + before + slot, x, mask=written)
 
 
 def block_maxima(values: Tensor) -> Tensor:
@@ -129,13 +129,13 @@ def take(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the writing of positions and values."""
     numel = values.numel()
-    positions, found = values.new_empty(size, dtype=torch.int64), values.new_empty(size)
+    positions, selected = values.new_empty(size, dtype=torch.int64), values.new_empty(size)
     if numel == 0:
-        return positions.zero_(), found.zero_(), ends.new_zeros(())
+        return positions.zero_(), selected.zero_(), ends.new_zeros(())
     if size:
         tiles = triton.cdiv(max(numel, size), _ROWS * BLOCK)
         with torch.cuda.device_of(values):
             _take_kernel[(tiles,)](
-                values, least, maxima, ends, positions, found, numel, size, len(ends), ROWS=_ROWS, WIDTH=BLOCK
+                values, least, maxima, ends, positions, selected, numel, size, len(ends), ROWS=_ROWS, WIDTH=BLOCK
             )
-    return positions, found, ends[-1].clone()
+    return positions, selected, ends[-1].clone()

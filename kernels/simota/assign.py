@@ -101,7 +101,7 @@ def simota_assign(
         `Assignment`: fg_mask, matched_gt, matched_iou, matched_class [B, A] and num_fg [B].
 
     Raises:
-        ValueError: for a shape, dtype, device or option that doesn't fit, or for what `check` found.
+        ValueError: for a shape, dtype, device or option that doesn't fit, or for values that `check` rejects.
 
     Example:
         >>> import torch
@@ -118,8 +118,8 @@ def simota_assign(
     if torch.compiler.is_compiling():
         from accel.kernels.simota import op as simota_op
 
-        given = (boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates)
-        return Assignment(*simota_op.assign(*given, *simota_op.flat(rules), xyxy, chunk, check))
+        tensors = (boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates)
+        return Assignment(*simota_op.assign(*tensors, *simota_op.flat(rules), xyxy, chunk, check))
     validate(boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates, rules, chunk)
     check = boxes.device.type == "cpu" if check is None else check
     if check:
@@ -149,7 +149,7 @@ def simota_assign(
         from accel.kernels.simota import triton as simota_triton
 
         with torch.cuda.device_of(boxes):  # type: ignore[no-untyped-call]
-            return simota_triton.assign(anchors, truths, rules, given=candidates is not None)
+            return simota_triton.assign(anchors, truths, rules, candidates_given=candidates is not None)
     if candidates is None:
         anchors = anchors._replace(valid=_candidates(cells, truths, rules, chunk))
     return assign_fixed(anchors, truths, rules, chunk)
@@ -178,17 +178,17 @@ def _assign_compact(
         mine, end = truths.map(lambda t, at=at: t[at]), int(ends[at][-1])  # type: ignore[misc]
         slot = (image[begin:end] - start) * most + rank[begin:end]  # candidates go to the front, in their order
         index = flat.new_full((len(mine.mask) * most,), start * valid.shape[1]).index_copy_(0, slot, flat[begin:end])
-        kept = valid.new_zeros(len(index)).index_fill_(0, slot, True).view(-1, most)
+        is_valid = valid.new_zeros(len(index)).index_fill_(0, slot, True).view(-1, most)
         where = Cells(*(_rows(t.expand(valid.shape), index, most) for t in cells))
         boxes, cls, obj = (None if t is None else _rows(t, index, most) for t in predicted)
         assert boxes is not None and cls is not None
-        anchors = anchors_of(boxes, cls, obj, where, kept, xyxy)
+        anchors = anchors_of(boxes, cls, obj, where, is_valid, xyxy)
         if check:
             check_anchors(anchors, mine, start)
-        found = assign_fixed(anchors, mine, rules, chunk)
-        for to, values in zip(whole[:4], found[:4], strict=True):
+        assignment = assign_fixed(anchors, mine, rules, chunk)
+        for to, values in zip(whole[:4], assignment[:4], strict=True):
             to.view(-1).index_copy_(0, flat[begin:end], values.flatten().index_select(0, slot))
-        whole.num_fg[at], begin = found.num_fg, end
+        whole.num_fg[at], begin = assignment.num_fg, end
     return whole
 
 
@@ -206,7 +206,7 @@ def assign_fixed(anchors: Anchors, truths: Truths, rules: Rules, chunk: int | No
     anchors = _hidden(anchors)
     best = torch.full_like(anchors.valid, torch.iinfo(torch.int32).max, dtype=torch.int32)
     cheapest = torch.zeros_like(best, dtype=torch.int64)
-    picked, taken = [], []
+    picked, is_taken = [], []
     for part, start in _parts(truths, len(best) * count, chunk):
         keys, k = _keys(anchors, part, table, rules)
         least, where = keys.min(dim=1)  # the first of equals: documented by torch.min
@@ -215,9 +215,9 @@ def assign_fixed(anchors: Anchors, truths: Truths, rules: Rules, chunk: int | No
         top = keys.to(torch.int64).bitwise_left_shift_(32).add_(torch.arange(count, device=keys.device))
         top = top.topk(min(rules.topk, count), largest=False).values
         rank = torch.arange(top.shape[2], device=top.device)
-        taken.append((rank < k[..., None]) & (top >> 32 < INF_BITS))
+        is_taken.append((rank < k[..., None]) & (top >> 32 < INF_BITS))
         picked.append(top & 0xFFFFFFFF)
-    return _resolve(anchors, truths, torch.cat(picked, 1), torch.cat(taken, 1), cheapest, rules)
+    return _resolve(anchors, truths, torch.cat(picked, 1), torch.cat(is_taken, 1), cheapest, rules)
 
 
 def _keys(anchors: Anchors, truths: Truths, table: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
@@ -236,17 +236,17 @@ def _keys(anchors: Anchors, truths: Truths, table: Tensor, rules: Rules) -> tupl
 
 
 def _resolve(
-    anchors: Anchors, truths: Truths, picked: Tensor, taken: Tensor, cheapest: Tensor, rules: Rules
+    anchors: Anchors, truths: Truths, picked: Tensor, is_taken: Tensor, cheapest: Tensor, rules: Rules
 ) -> Assignment:
-    """Settle who is taken by several; `picked` and `taken` are [B, G, topk]."""
+    """Resolve anchors that several ground truths take; `picked` and `is_taken` are [B, G, topk]."""
     batch, count = anchors.valid.shape
     offset = torch.arange(batch, device=picked.device)[:, None, None] * count
     flat = (picked.clamp(max=count - 1) + offset).flatten()
     gts = torch.arange(picked.shape[1], device=picked.device)[None, :, None]
     zeros = flat.new_zeros(batch * count)
-    takers = zeros.scatter_add(0, flat, taken.flatten().long()).view(batch, count)
+    takers = zeros.scatter_add(0, flat, is_taken.flatten().long()).view(batch, count)
     # Where there is one taker, the sum of the takers is that one.
-    taker = zeros.scatter_add(0, flat, (taken * gts).flatten()).view(batch, count)
+    taker = zeros.scatter_add(0, flat, (is_taken * gts).flatten()).view(batch, count)
     gt = torch.where(takers > 1, cheapest, taker)
     own = truths.boxes.map(lambda t: t.gather(1, gt))
     iou, fg = overlap(own, anchors.boxes, rules.union_eps), takers > 0
@@ -259,12 +259,12 @@ def _resolve(
     )
 
 
-def overlap(one: Boxes, other: Boxes, union_eps: float) -> Tensor:
+def overlap(a: Boxes, b: Boxes, union_eps: float) -> Tensor:
     """Return the IoU of boxes whose shapes broadcast."""
-    width = (torch.minimum(one.right, other.right) - torch.maximum(one.left, other.left)).clamp_(min=0)
-    height = (torch.minimum(one.bottom, other.bottom) - torch.maximum(one.top, other.top)).clamp_(min=0)
+    width = (torch.minimum(a.right, b.right) - torch.maximum(a.left, b.left)).clamp_(min=0)
+    height = (torch.minimum(a.bottom, b.bottom) - torch.maximum(a.top, b.top)).clamp_(min=0)
     both = width.mul_(height)
-    return both.div((one.area + other.area).sub_(both).clamp_(min=union_eps))
+    return both.div((a.area + b.area).sub_(both).clamp_(min=union_eps))
 
 
 def regions_of(cells: Cells, gt: Boxes, rules: Rules) -> tuple[Tensor, Tensor]:
@@ -283,7 +283,7 @@ def _between(x: Tensor, middle: Tensor, reach: Tensor) -> Tensor:
 
 
 def _grid_candidates(cells: Cells, truths: Truths, rules: Rules, chunk: int | None) -> Tensor:
-    """Return what `_candidates` does, through the few columns and rows of a grid: on a CPU, 10 times faster.
+    """Return the result of `_candidates`, from the few columns and rows of a grid: 10 times as fast on a CPU.
 
     A cell is near some ground truth if its column and its row are near the same one: a product of two matrices.
     """
@@ -302,11 +302,11 @@ def _grid_candidates(cells: Cells, truths: Truths, rules: Rules, chunk: int | No
     return near.flatten(1).index_select(1, column * len(rows) + row)
 
 
-def _packed(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the different pairs of two fp32, as integers, and which of them each pair is."""
-    bits = other.contiguous().view(torch.int32).long()
+def _packed(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct pairs of two fp32 as integers, and the index of each pair among them."""
+    bits = low.contiguous().view(torch.int32).long()
     pairs: tuple[Tensor, Tensor] = torch.unique(
-        one.contiguous().view(torch.int32).long() << 32 | bits, return_inverse=True
+        high.contiguous().view(torch.int32).long() << 32 | bits, return_inverse=True
     )
     return pairs
 
@@ -323,10 +323,10 @@ def _both(columns: Tensor, rows: Tensor) -> Tensor:
 def _candidates(cells: Cells, truths: Truths, rules: Rules, chunk: int | None) -> Tensor:
     """Return the anchors near any ground truth [B, A]."""
     shape, wide = (len(truths.mask), cells.x.shape[1]), Cells(*(t[:, None] for t in cells))
-    found = torch.zeros(shape, dtype=torch.bool, device=cells.x.device)
-    for part, _ in _parts(truths, found.numel(), chunk):
-        found |= regions_of(wide, part.boxes.map(lambda t: t[..., None]), rules)[0].any(1)
-    return found
+    is_candidate = torch.zeros(shape, dtype=torch.bool, device=cells.x.device)
+    for part, _ in _parts(truths, is_candidate.numel(), chunk):
+        is_candidate |= regions_of(wide, part.boxes.map(lambda t: t[..., None]), rules)[0].any(1)
+    return is_candidate
 
 
 def _class_costs(anchors: Anchors, rules: Rules) -> Tensor:
@@ -355,7 +355,7 @@ def _parts(truths: Truths, pairs_each: int, chunk: int | None) -> list[tuple[Tru
 
 
 def _hidden(anchors: Anchors) -> Anchors:
-    """Take what is no candidate out of sight: no area and in no region, so that no pair needs a mask."""
+    """Hide anchors that are no candidates: no area and in no region, so that no pair needs a mask."""
     return anchors._replace(
         boxes=anchors.boxes.map(lambda t: t.where(anchors.valid, 0)),
         cells=anchors.cells._replace(x=anchors.cells.x.where(anchors.valid, torch.inf)),
@@ -377,7 +377,7 @@ def _background(like: Tensor) -> Assignment:
 def cost(
     batch: int, anchors: int, gts: int, classes: int, *, itemsize: int = 4, candidates_per_gt: int = 27
 ) -> support.Cost:
-    """Return what an assignment must do at least.
+    """Return the least work of an assignment.
 
     Every prediction is read once and every result written once; a class probability takes 6 operations (a
     transcendental counts as one), a pair of ground truth and candidate 24.

@@ -1,4 +1,4 @@
-"""What goes into a SimOTA assignment and what comes out: types, the published variants' rules, and their checks."""
+"""Inputs and outputs of a SimOTA assignment: types, the published variants' rules, and their checks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 INF_BITS = 0x7F800000
-"""Of the fp32 infinity: what is hidden costs that much."""
+"""Bit pattern of the fp32 infinity: the cost of masked pairs."""
 
 
 class Assignment(NamedTuple):
-    """Who learns what. Background: matched_gt and matched_class -1, matched_iou 0."""
+    """Which anchor learns which box. Background: matched_gt and matched_class -1, matched_iou 0."""
 
     fg_mask: Tensor
     """[B, A] bool: the anchor learns a box."""
@@ -30,7 +30,7 @@ class Assignment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What the published variants differ in; `VARIANTS` names them."""
+    """The rules in which published variants differ; `VARIANTS` names them."""
 
     region: str = "center"
     """The candidates, and the region of a ground truth. "center": within radius * stride of its middle, for both.
@@ -121,19 +121,21 @@ class Truths(NamedTuple):
 
 def corners(boxes: Tensor, xyxy: bool) -> Boxes:
     """Return boxes [..., 4] as `Boxes`, in fp32."""
-    one, two, three, four = boxes.float().unbind(-1)
     if xyxy:
-        return Boxes(one, two, three, four, (three - one) * (four - two), (one + three) / 2, (two + four) / 2)
-    across, down = three / 2, four / 2
-    return Boxes(one - across, two - down, one + across, two + down, three * four, one, two)
+        left, top, right, bottom = boxes.float().unbind(-1)
+        area = (right - left) * (bottom - top)
+        return Boxes(left, top, right, bottom, area, (left + right) / 2, (top + bottom) / 2)
+    x, y, width, height = boxes.float().unbind(-1)
+    half_width, half_height = width / 2, height / 2
+    return Boxes(x - half_width, y - half_height, x + half_width, y + half_height, width * height, x, y)
 
 
 def truths_of(gt_boxes: Tensor, gt_classes: Tensor, gt_mask: Tensor, classes: int, xyxy: bool) -> Truths:
-    found = corners(gt_boxes, xyxy).map(lambda t: t.where(gt_mask, 0))
-    found = found._replace(x=found.x.where(gt_mask, torch.inf), y=found.y.where(gt_mask, torch.inf))
-    # Out of range they would read past the table; `check` tells of it.
+    boxes = corners(gt_boxes, xyxy).map(lambda t: t.where(gt_mask, 0))
+    boxes = boxes._replace(x=boxes.x.where(gt_mask, torch.inf), y=boxes.y.where(gt_mask, torch.inf))
+    # Out of range they would read past the table; `check` raises for it.
     labels = gt_classes.long().clamp(0, max(classes - 1, 0)).masked_fill(~gt_mask, classes)
-    return Truths(found, labels, gt_mask)
+    return Truths(boxes, labels, gt_mask)
 
 
 def cells_of(points: Tensor | None, strides: Tensor | None, radius: float, boxes: Tensor) -> Cells:
@@ -232,13 +234,13 @@ def check_truths(gt_boxes: Tensor, gt_classes: Tensor, gt_mask: Tensor | None, c
 
 
 def is_a_box(boxes: Boxes) -> Tensor:
-    """Tell which boxes can be compared: their sides may be infinite, as an exponential makes them; IoUs then are 0."""
+    """Return which boxes can be compared: sides may be infinite, as an exponential makes them; IoUs then are 0."""
     lies = (boxes.left < torch.inf) & (boxes.top < torch.inf) & (boxes.right > -torch.inf) & (boxes.bottom > -torch.inf)
     return lies & (boxes.area > -torch.inf)
 
 
 def check_anchors(anchors: Anchors, truths: Truths, first: int = 0) -> None:
-    """Raise for what is not finite; `first` is the index of the first image."""
+    """Raise for values that are not finite; `first` is the index of the first image."""
     # x, y and the area are finite if and only if the box is; a sum over classes only overflows where one is near to.
     boxes = anchors.boxes.x + anchors.boxes.y + anchors.boxes.area
     for name, values in (("boxes", boxes), ("cls", anchors.cls.sum(-1)), ("obj", anchors.obj)):

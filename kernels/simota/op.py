@@ -1,4 +1,4 @@
-"""SimOTA as one operator for torch.compile, which then looks at none of its launches and shapes."""
+"""SimOTA as one operator for torch.compile, which is opaque to it: it traces neither launches nor shapes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from accel.kernels.simota.inputs import Rules
 
 def flat(rules: Rules) -> tuple[str, float, int, float, float, float, float]:
     """Return the fields of some rules, in their order."""
-    found: tuple[str, float, int, float, float, float, float] = dataclasses.astuple(rules)
-    return found
+    values: tuple[str, float, int, float, float, float, float] = dataclasses.astuple(rules)
+    return values
 
 
 @torch.library.custom_op("accel::simota_assign", mutates_args=())
@@ -49,7 +49,7 @@ def assign(
         log_eps=log_eps,
         union_eps=union_eps,
     )
-    found = simota_assign(
+    assignment = simota_assign(
         boxes,
         cls,
         obj,
@@ -64,7 +64,7 @@ def assign(
         chunk=chunk,
         check=check,
     )
-    return tuple(found)  # type: ignore[return-value]
+    return tuple(assignment)  # type: ignore[return-value]
 
 
 @assign.register_fake

@@ -1,4 +1,4 @@
-"""SimOTA on a CPU for a few images: what counts there is how much is called, not how much is computed.
+"""SimOTA on a CPU for a few images: there the number of calls counts, not the amount of computation.
 
 The rules, the arithmetic and its order are those of `simota`, whose batched path takes some 300 operators whatever the
 batch; here an image takes about 80, and every shape follows from its candidates.

@@ -137,12 +137,12 @@ def _near_kernel(
     x = tl.load(cells_ptr + at, mask=ok, other=float("inf"))
     y = tl.load(cells_ptr + B * A + at, mask=ok, other=float("inf"))
     reach = tl.load(cells_ptr + 2 * B * A + at, mask=ok, other=0.0)
-    found = tl.zeros([BLOCK], tl.int32)
+    is_candidate = tl.zeros([BLOCK], tl.int32)
     for g in range(G):
         gl, gt, gr, gb, _, gx, gy = _truth(gts_ptr, image * G + g, B * G)
         near, _ = _region(x, y, reach, gl, gt, gr, gb, gx, gy, REGION)
-        found = found | near.to(tl.int32)
-    tl.store(near_ptr + at, found.to(tl.int8), mask=ok)
+        is_candidate = is_candidate | near.to(tl.int32)
+    tl.store(near_ptr + at, is_candidate.to(tl.int8), mask=ok)
 
 
 @triton.jit
@@ -184,16 +184,16 @@ def _absent_kernel(
     total = tl.zeros([ROWS], tl.float32)
     for start in range(0, C, BLOCK_C):
         classes = start + tl.arange(0, BLOCK_C)
-        held = ok[:, None] & (classes < C)[None, :]
+        in_range = ok[:, None] & (classes < C)[None, :]
         p = _probability(
-            tl.load(cls_ptr + at[:, None] * row + classes[None, :], mask=held, other=0.0), obj[:, None], HAS_OBJ
+            tl.load(cls_ptr + at[:, None] * row + classes[None, :], mask=in_range, other=0.0), obj[:, None], HAS_OBJ
         )
-        total += tl.sum(tl.where(held, tl.maximum(_log1p(-p), -100.0), 0.0), 1)
+        total += tl.sum(tl.where(in_range, tl.maximum(_log1p(-p), -100.0), 0.0), 1)
     tl.store(absent_ptr + at, total, mask=ok)
 
 
 @triton.jit
-def _kept(best, keys, TOPK: tl.constexpr, LARGEST_FILL: tl.constexpr):
+def _smallest(best, keys, TOPK: tl.constexpr, LARGEST_FILL: tl.constexpr):
     # The smallest TOPK of `best` [16] and `keys` [BLOCK]; no two keys are equal, but those that fill.
     place = tl.arange(0, 16)
     for _ in range(TOPK):
@@ -239,19 +239,19 @@ def _match_kernel(
             cls_ptr, obj_ptr, absent_ptr, cells_ptr, at, row, B * A, ok, iou, label, gl, gt, gr, gb, gx, gy,
             cls_weight, iou_weight, log_eps, C, HAS_OBJ, REGION,
         )  # fmt: skip
-        best = _kept(best, tl.where(ok, (keys.to(tl.int64) << 32) | anchors.to(tl.int64), _MOST), TOPK, _MOST)
+        best = _smallest(best, tl.where(ok, (keys.to(tl.int64) << 32) | anchors.to(tl.int64), _MOST), TOPK, _MOST)
         # The largest IoUs are the smallest of the negated bits.
         bits = -(iou.to(tl.int32, bitcast=True).to(tl.int64))
-        most = _kept(most, tl.where(ok, (bits << 32) | anchors.to(tl.int64), _MOST), TOPK, _MOST)
+        most = _smallest(most, tl.where(ok, (bits << 32) | anchors.to(tl.int64), _MOST), TOPK, _MOST)
     ious = (-(most >> 32)).to(tl.int32).to(tl.float32, bitcast=True)
     total = tl.sum(tl.where(most < _MOST, ious, 0.0), 0)
     k = tl.minimum(tl.maximum(total.to(tl.int32), 1), TOPK)
     # A key's rank: how many are smaller.
     rank = tl.sum((best[None, :] < best[:, None]).to(tl.int32), 1)
-    taken = (rank < k) & ((best >> 32) < _INF_BITS)
-    at = image * A + tl.where(taken, best & 0xFFFFFFFF, 0)
-    tl.atomic_add(takers_ptr + at, 1, mask=taken)
-    tl.atomic_max(taker_ptr + at, g, mask=taken)
+    is_taken = (rank < k) & ((best >> 32) < _INF_BITS)
+    at = image * A + tl.where(is_taken, best & 0xFFFFFFFF, 0)
+    tl.atomic_add(takers_ptr + at, 1, mask=is_taken)
+    tl.atomic_max(taker_ptr + at, g, mask=is_taken)
 
 
 @triton.jit
@@ -305,7 +305,7 @@ def _resolve_kernel(
     tl.store(class_ptr + at, tl.load(labels_ptr + own, mask=fg, other=-1), mask=ok)
 
 
-def assign(anchors: Anchors, truths: Truths, rules: Rules, *, given: bool) -> Assignment:
+def assign(anchors: Anchors, truths: Truths, rules: Rules, *, candidates_given: bool) -> Assignment:
     """Assign with Triton kernels; `given`: anchors.valid holds the candidates."""
     batch, count = anchors.valid.shape
     gts, region = truths.mask.shape[1], _REGIONS[rules.region]
@@ -316,13 +316,13 @@ def assign(anchors: Anchors, truths: Truths, rules: Rules, *, given: bool) -> As
     boxes = torch.stack(anchors.boxes[:5])
     cells = torch.stack([cell.expand(batch, count) for cell in anchors.cells])
     table, labels = torch.stack(tuple(truths.boxes)), truths.classes.contiguous()
-    near = anchors.valid.to(torch.int8) if given else torch.empty_like(anchors.valid, dtype=torch.int8)
+    near = anchors.valid.to(torch.int8) if candidates_given else torch.empty_like(anchors.valid, dtype=torch.int8)
     listed = torch.empty(batch, count, dtype=torch.int32, device=cls.device)
     length = torch.empty(batch, dtype=torch.int32, device=cls.device)
     absent = torch.empty(batch, count, dtype=torch.float32, device=cls.device)
     takers, taker = torch.zeros_like(listed), torch.full_like(listed, -1)
     grid = (batch, triton.cdiv(count, _BLOCK))
-    if not given:
+    if not candidates_given:
         _near_kernel[grid](cells, table, near, batch, count, gts, REGION=region, BLOCK=_BLOCK)
     _list_kernel[(batch,)](near, listed, length, count, BLOCK=1024)
     # Products are not fused with sums, so that an IoU has the bits of the published one.

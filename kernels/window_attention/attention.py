@@ -34,7 +34,7 @@ _WIDEST_HEAD = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What is fixed for a layer."""
+    """The constants of a layer."""
 
     heads: int
     window: tuple[int, int]
@@ -162,7 +162,7 @@ def shifted_window_attention(
         raise ValueError(f"shifted_window_attention: shift must be in [0, window). Found: {shift} for {window}")
     spec = _spec(qkv, heads, window, shift, scale, head_scale, mask_value, dropout)
     regions = None
-    # A compiler would put the making of the table, on the CPU, into every step: the operator looks it up itself.
+    # A compiler would build the table, on the CPU, in every step: so the operator looks it up itself.
     in_operator = torch.compiler.is_compiling() and _runs_kernels(qkv)
     if any(spec.shift) and qkv.numel() > 0 and not in_operator:
         regions = shift_regions((qkv.shape[1], qkv.shape[2]), spec.window, spec.shift, qkv.device)
@@ -170,7 +170,7 @@ def shifted_window_attention(
 
 
 def cost(windows: int, spec: Spec, head_channels: int, element_bytes: int, *, backward: bool = False) -> Cost:
-    """Return what the op must compute and move at least: qkv read, out written; backward qkv, dout and dqkv.
+    """Return the least work of the op: qkv read, out written; backward qkv, dout and dqkv.
 
     Args:
         windows: W.
@@ -190,7 +190,7 @@ def cost(windows: int, spec: Spec, head_channels: int, element_bytes: int, *, ba
 def window_attention_ref(
     qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, spec: Spec
 ) -> Tensor:
-    """Attend within windows in plain torch: what is run on a CPU, and what the kernels are compared with.
+    """Attend within windows in plain torch: the path on a CPU, and the reference for the kernels.
 
     Args:
         qkv: [W, N, 3·H·D].
@@ -250,7 +250,7 @@ def _runs_kernels(qkv: Tensor) -> bool:
 
 
 def _attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, spec: Spec) -> Tensor:
-    """Attend within the windows of a map [B, Y, X, 3·H·D] by the path that its device calls for."""
+    """Attend within the windows of a map [B, Y, X, 3·H·D], by the path for its device."""
     _check(qkv, table, head_scale, spec)
     kind = qkv.device.type
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

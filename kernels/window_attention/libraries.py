@@ -1,8 +1,8 @@
-"""What the fused op redefines in the Swin modules of timm, torchvision, Hugging Face and the official repository.
+"""Drop-ins of the fused op for the Swin modules of timm, torchvision, Hugging Face and the official repository.
 
 Each class here is laid over a module's own (`dropin_class`): a subclass with another `forward`, and nothing else. Where
-it can't serve a call (no kernels for the device, a mask that is none of a shift, attention weights asked for, hooks on
-layers that the op skips, a program that is exported), it calls the module's own.
+it can't serve a call (no kernels for the device, a mask that is not one of a shift, requested attention weights, hooks
+on layers that the op skips, a program that is exported), it calls the module's own.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _HIGHEST_LOG_SCALE = 4.605170185988092
 """log 100: Swin V2 clamps its scale there."""
 
 _SHIFT_MASK = -100.0
-"""What Hugging Face adds between regions."""
+"""The value that Hugging Face adds between regions."""
 
-_made: WeakValueDictionary[tuple[type, type], type[nn.Module]] = WeakValueDictionary()
+_dropin_classes: WeakValueDictionary[tuple[type, type], type[nn.Module]] = WeakValueDictionary()
 _read_masks: Any = WeakTensorKeyDictionary()
-"""Mask → its version, and the regions that it was found to stand for."""
+"""Mask → its version, and its regions."""
 
 
 class DropIn:
@@ -45,16 +45,16 @@ class DropIn:
 
 
 def dropin_class(dropin: type[DropIn], host: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `host` that takes what `dropin` redefines; it bears the host's name."""
-    made = _made.get((dropin, host))
-    if made is None:
+    """Return the subclass of `host` with the methods of `dropin`, under the host's name."""
+    fused = _dropin_classes.get((dropin, host))
+    if fused is None:
         names = {name: getattr(host, name) for name in ("__module__", "__qualname__", "__doc__")}
-        made = _made[dropin, host] = type(host.__name__, (dropin, host), {"host": host, **names})
-    return made
+        fused = _dropin_classes[dropin, host] = type(host.__name__, (dropin, host), {"host": host, **names})
+    return fused
 
 
 def runs_fused(x: Tensor) -> bool:
-    """Tell whether a call on `x` gains from the op: without kernels it is plain torch like the module's own.
+    """Return whether a call on `x` gains from the op: without kernels it is plain torch like the module's own.
 
     A program that is exported or traced holds the library's own operators, and so runs where this package is not.
     """
@@ -62,7 +62,7 @@ def runs_fused(x: Tensor) -> bool:
 
 
 def _hooked(*modules: Any) -> bool:
-    """Tell whether somebody listens to modules that the fused op doesn't call."""
+    """Return whether there are hooks on modules that the fused op doesn't call."""
     return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
 
 
@@ -79,7 +79,7 @@ def _regions(x: Tensor, mask: Tensor | None) -> tuple[Tensor | None, float] | No
 
 
 def _is_regions(mask: Tensor) -> bool:
-    """Tell what HuggingFaceLayer gives from a mask."""
+    """Distinguish the regions that HuggingFaceLayer passes from a mask."""
     return mask.dtype == torch.uint8 and mask.dim() == 2
 
 
@@ -88,10 +88,10 @@ def _read(mask: Tensor) -> tuple[Tensor, float] | None:
     with torch.inference_mode(False), torch.no_grad():
         if mask.is_inference():
             return regions_of_mask(mask)
-        known = _read_masks.get(mask)
-        if known is None or known[0] != mask._version:
-            known = _read_masks[mask] = (mask._version, regions_of_mask(mask))
-        return known[1]  # type: ignore[no-any-return]
+        cached = _read_masks.get(mask)
+        if cached is None or cached[0] != mask._version:
+            cached = _read_masks[mask] = (mask._version, regions_of_mask(mask))
+        return cached[1]  # type: ignore[no-any-return]
 
 
 # -- timm, official, mmdet: qkv in one layer ---------------------------------------------------------------------------
@@ -233,8 +233,8 @@ class HuggingFaceWindows(DropIn):
         """Attend within the windows [W, N, C]."""
         read = _regions(hidden_states, attention_mask)
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        asked = options.get("output_attentions") or self.config.output_attentions or _hooked(self)
-        if read is None or asked or not _are_plain(projections):
+        returns_weights = options.get("output_attentions") or self.config.output_attentions or _hooked(self)
+        if read is None or returns_weights or not _are_plain(projections):
             return super().forward(hidden_states, _as_mask(attention_mask, hidden_states), **options)  # type: ignore[misc]
         side = round(hidden_states.shape[1] ** 0.5)
         out = window_attention(
@@ -278,7 +278,7 @@ class HuggingFaceLayer(DropIn):
     """`get_attn_mask` of Hugging Face's layers: for attention that is fused, the regions of the shift, not a mask."""
 
     def get_attn_mask(self: Any, height: int, width: int, *rest: Any, **options: Any) -> Tensor | None:
-        """Return the regions [windows, N] of a shifted map, None without a shift; a mask where others look at it."""
+        """Return the regions [windows, N] of a shifted map, None without a shift; a mask where hooks would see it."""
         inner = getattr(self.attention, "self", self.attention)
         if self.shift_size <= 0 or not isinstance(inner, DropIn) or _hooked(self.attention, inner):
             return super().get_attn_mask(height, width, *rest, **options)  # type: ignore[misc, no-any-return]
@@ -295,12 +295,12 @@ def _as_mask(regions: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def _are_plain(projections: tuple[Any, ...]) -> bool:
-    """Tell whether layers can be computed as one: linear layers as torch has them, that nobody listens to."""
+    """Return whether layers can be computed as one: torch's own linear layers, without hooks."""
     return all(type(layer) is nn.Linear for layer in projections) and not _hooked(*projections)
 
 
 def _projected(x: Tensor, projections: tuple[Any, ...]) -> Tensor:
-    """Return q, k and v from one product; the weights are small beside the tokens."""
+    """Return q, k and v from one product; the weights are small compared with the tokens."""
     biases = [p.bias for p in projections]
     if any(b is not None for b in biases):
         biases = [

@@ -16,7 +16,7 @@ from accel.kernels.window_attention.triton import backward, forward
 
 
 class WindowAttentionFunction(torch.autograd.Function):
-    """Saves qkv and the small inputs; everything else is computed anew."""
+    """Saves qkv and the small inputs; everything else is recomputed."""
 
     @staticmethod
     def forward(

@@ -49,7 +49,7 @@ def _bands(size: int, window: int, shift: int, device: torch.device) -> Tensor:
 
 
 def regions_of_mask(mask: Tensor) -> tuple[Tensor, float] | None:
-    """Return the regions that an additive mask stands for, and its value between them.
+    """Return the regions of an additive mask, and its value between them.
 
     Args:
         mask: [windows, N, N]; 0 between tokens that see each other, one negative number elsewhere.
@@ -59,8 +59,8 @@ def regions_of_mask(mask: Tensor) -> tuple[Tensor, float] | None:
     """
     if mask.dim() != 3 or mask.shape[1] != mask.shape[2] or mask.shape[1] > 255 or mask.numel() == 0:
         return None
-    seen = mask == 0
-    regions = seen.to(torch.uint8).argmax(-1)  # the first token that each token sees
+    visible = mask == 0
+    regions = visible.to(torch.uint8).argmax(-1)  # the first token that each token sees
     value = float(mask.min())
     if not torch.equal(mask, mask_of_regions(regions, value, mask.dtype)):
         return None

@@ -27,7 +27,7 @@ from triton.runtime.errors import OutOfResources
 
 from accel.kernels.window_attention.attention import Spec
 
-_ONE_BLOCK = 64
+_SINGLE_BLOCK_TOKENS = 64
 """Tokens up to which a window is one block of rows, and its bias gradient stays in registers."""
 _PROGRAMS_PER_CORE = 4
 
@@ -297,9 +297,9 @@ def tiles_of(spec: Spec, head_channels: int, dtype: torch.dtype, *, cosine: bool
     columns = max(16, triton.next_power_of_2(spec.tokens))
     channels = max(16, triton.next_power_of_2(head_channels))
     exact = _precision(dtype) == "ieee"  # without tensor cores a product's operands lie in registers
-    rows = columns if columns <= _ONE_BLOCK and not (exact and channels > 32) else 16
+    rows = columns if columns <= _SINGLE_BLOCK_TOKENS and not (exact and channels > 32) else 16
     blocks = triton.cdiv(spec.tokens, rows)
-    if columns > _ONE_BLOCK:
+    if columns > _SINGLE_BLOCK_TOKENS:
         return Tiles(columns, rows, blocks, channels, 8, 1 if backward or exact or channels == 16 else 2)
     if dtype == torch.float32:
         return Tiles(columns, rows, blocks, channels, 16 if exact and backward and blocks == 1 else 8, 1)
@@ -328,7 +328,7 @@ def constants(spec: Spec, head_channels: int, dtype: torch.dtype, tiles: Tiles) 
 
 
 def _precision(dtype: torch.dtype) -> str:
-    # fp32_precision tells what either switch set; torch raises where allow_tf32 is read after fp32_precision was set.
+    # fp32_precision reflects either switch; torch raises where allow_tf32 is read after fp32_precision was set.
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
@@ -352,10 +352,10 @@ _R = TypeVar("_R")
 
 
 def sized(launch: Callable[..., _R]) -> Callable[..., _R]:
-    """Let a launcher say what to do where a GPU has too little shared memory for a layer."""
+    """Let a launcher raise with a remedy where a GPU has too little shared memory for a layer."""
 
     @functools.wraps(launch)
-    def told(*args: Any) -> _R:
+    def launch_with_remedy(*args: Any) -> _R:
         try:
             return launch(*args)
         except OutOfResources as error:
@@ -366,7 +366,7 @@ def sized(launch: Callable[..., _R]) -> Callable[..., _R]:
                 "attention"
             ) from error
 
-    return told
+    return launch_with_remedy
 
 
 @sized

@@ -99,7 +99,7 @@ def test_an_optimizer_with_other_parameters_too_is_taken() -> None:
         ({"enable": "tf32"}, r"enable must be a tuple of strategy names, got the string 'tf32'; write \('tf32',\)"),
         ({"disable": "tf32"}, r"disable must be a tuple of strategy names, got the string"),
         ({"enable": None}, r"enable must be a tuple of strategy names, got None"),
-        ({"enable": ("tf32",), "disable": {"tf32"}}, r"\['tf32'\] stand in both enable and disable; leave them in one"),
+        ({"enable": ("tf32",), "disable": {"tf32"}}, r"\['tf32'\] are in both enable and disable; keep them in one"),
         ({"budget": 0}, r"budget must be a positive time, got 0s; write seconds"),
         ({"budget": -1}, r"budget must be a positive time, got -1s"),
         ({"budget": math.nan}, r"budget must be a positive time, got nan"),

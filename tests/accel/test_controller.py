@@ -192,7 +192,7 @@ def test_the_search_waits_for_a_crowded_machine() -> None:
 def test_a_machine_that_stays_crowded_is_searched_all_the_same() -> None:
     controller = simulate([candidate("good")], Machine(speed={"good": 1.5}, thread=lambda step: CROWDED), pace=FAST)
 
-    assert controller.events[-1].text == "the machine is crowded: the search begins all the same"
+    assert controller.events[-1].text == "the machine is crowded: the search begins anyway"
     assert len(controller.events) == FAST.crowded_looks + 1
     assert list(controller.plan) == ["good"]
 

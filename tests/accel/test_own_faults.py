@@ -267,7 +267,7 @@ def test_what_moves_is_found_and_put_back() -> None:
     counter.calls = 0
     moving = ChangingBuffers(model)
     for number in range(3):
-        moving.look()
+        moving.observe()
         model(torch.randn(4, 2))
         model.cache.fill_(number)
         counter.calls += 1

@@ -111,7 +111,7 @@ def test_other_machine_versions_ranks_or_model_are_noted() -> None:
         "torch went from '2.13.0' to '2.14'",
         "number of ranks went from 2 to 1",
         "hosts went from 'node-0' to 'elsewhere'",
-        "in the second run the script was interrupted; this is what was seen before",
+        "in the second run the script was interrupted; this is what was observed before",
         "in the second run other processes kept 1.5 cores busy",
     )
     assert "note: cores went from 16 to 2" in _lines(before, after)

@@ -54,7 +54,7 @@ def test_refused_and_broken_off_run_says_so() -> None:
         "h1",
         "no verdict: only 6 steps were seen, at least 20 are needed; the largest part of the step is backward (60 %)",
     ) in words
-    assert ("p", "The script raised ValueError: no more data; this is what was seen before.") in words
+    assert ("p", "The script raised ValueError: no more data; this is what was observed before.") in words
     assert ("p", "No cause was named.") in words
 
 

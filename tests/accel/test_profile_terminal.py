@@ -88,7 +88,7 @@ def test_untried_finding_is_a_prediction() -> None:
             False,
             "not confirmed: in the experiment it saved 1 % [-2, 4] of the step",
         ),
-        (None, None, True, "what removing it saves can't be told from what was seen"),
+        (None, None, True, "the saving can't be estimated from what was observed"),
     ],
 )
 def test_only_a_shown_saving_is_called_confirmed(
@@ -123,7 +123,7 @@ def test_an_experiment_that_switched_nothing_off_shows_no_saving() -> None:
 def test_refused_verdict_says_why_and_what_was_seen_instead() -> None:
     assert " ".join(" ".join(_lines(profile_reports.refused())[:3]).split()) == (
         "accel profile: no verdict: only 6 steps were seen, at least 20 are needed; the largest part of the step is "
-        "backward (60 %) the script raised ValueError: no more data; this is what was seen before"
+        "backward (60 %) the script raised ValueError: no more data; this is what was observed before"
     )
 
 
@@ -205,7 +205,7 @@ def test_experiments_say_what_was_done_and_what_came_out() -> None:
     row = next(line for line in lines if line.startswith("batch held"))
     assert row.split() == ["batch", "held", "213", "→", "70.1", "67", "%", "[64,", "70]", "8", "helps"]
     text = " ".join(" ".join(lines).split())
-    assert "held in memory; these steps did not train as usual; the state from before them was put back" in text
+    assert "held in memory; these steps did not train as usual; the state from before them was restored" in text
     for outcome in ("too noisy to tell", "does not help"):
         assert any(line.endswith(outcome) for line in lines)
 

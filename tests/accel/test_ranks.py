@@ -100,8 +100,8 @@ def test_ranks_that_meet_are_accelerated_whatever_went_before(
 @pytest.mark.parametrize(
     ("name", "why", "said"),
     [
-        ("undo", "rank 1 takes no part any more: accel was undone there", [1, 0]),
-        ("fail", "rank 1 takes no part any more: ZeroDivisionError: division by zero", [1, 1]),
+        ("undo", "rank 1 has left: accel was undone there", [1, 0]),
+        ("fail", "rank 1 has left: ZeroDivisionError: division by zero", [1, 1]),
         ("rank 0 fails", "rank 0 failed to answer the others: OSError: no room left", [1, 0]),
     ],
 )

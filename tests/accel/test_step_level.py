@@ -9,7 +9,7 @@ from accel.search.step_level import StepLevel
 
 def looked(*medians_ms: float) -> tuple[StepLevel, list[str]]:
     level = StepLevel(slower=1.1)
-    return level, [level.look(median_ms) for median_ms in medians_ms]
+    return level, [level.add(median_ms) for median_ms in medians_ms]
 
 
 def test_three_slower_looks_in_a_row_are_said_with_the_fastest_of_them() -> None:
@@ -32,5 +32,5 @@ def test_it_is_open_until_the_usual_step_is_known_and_after_a_slow_look() -> Non
 def test_begun_anew_it_takes_three_looks_again() -> None:
     level, _ = looked(10.0, 10.0, 10.0, 12.0, 12.0)
     level.begin_anew()
-    assert [level.look(20.0) for _ in range(3)] == ["", "", ""]
+    assert [level.add(20.0) for _ in range(3)] == ["", "", ""]
     assert not level.is_open

@@ -129,8 +129,8 @@ def test_ops_keep_their_contract_and_compile() -> None:
 
 def test_cost_counts_what_is_moved() -> None:
     assert op.cost_block_maxima(1 << 20).bytes == (1 << 22) + (1 << 16)
-    assert op.cost_at_least(1 << 20, found=1000).bytes == 2 * (1 << 22) + 12_000
-    by_maxima = op.cost_at_least(1 << 20, found=1000, size=2000, blocks=900)
+    assert op.cost_at_least(1 << 20, selected=1000).bytes == 2 * (1 << 22) + 12_000
+    by_maxima = op.cost_at_least(1 << 20, selected=1000, size=2000, blocks=900)
     assert by_maxima.bytes == 2 * ((1 << 16) + 900 * 256) + 24_000
     assert by_maxima.flops == 2 * 900 * 64
 
