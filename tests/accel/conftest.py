@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch
 import accel
 from accel import entry, strategies
 from accel.search import controller
+from accel.session.session import Session
+from tests.accel import loops
 from tests.accel.loops import Quick
 
 
@@ -35,5 +38,7 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def only_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `Quick` be the one registered strategy, so that a search is short and its outcome known."""
+    """Let `Quick` be the one registered strategy and the clock a played one: a search is short, its outcome known."""
     monkeypatch.setattr(strategies, "REGISTRY", [Quick])
+    monkeypatch.setattr(loops, "clock", loops.PlayedClock())
+    monkeypatch.setitem(cast(dict[str, Any], Session.__init__.__kwdefaults__), "clock", loops.clock)
