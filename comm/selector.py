@@ -31,7 +31,6 @@ from accel.comm.cost_model.choice import (
     WORTH,
     ObservedStep,
     Option,
-    Plan,
     calibrated,
     describe,
     mean_of,
@@ -42,9 +41,9 @@ from accel.comm.cost_model.choice import (
 from accel.comm.cost_model.cost import Network, Profile, Stages
 from accel.comm.cost_model.dry_run import copy_byte_s, costs, shared_out
 from accel.comm.cost_model.probe import probe
-from accel.comm.layout import Layout
+from accel.comm.engine.plan import Plan
 from accel.comm.ranks.post_mortem import CommError
-from accel.comm.selection.switch import Switch, hook
+from accel.comm.selection.planner import Planner, hook
 from accel.profiler.trial import Trial, TrialConfig, Verdict
 
 __all__ = ["AutoComm", "Choice", "choose", "hook"]
@@ -103,50 +102,46 @@ def _same(one: Plan, other: Plan) -> bool:
 Costs = dict[Scheme, tuple[Stages, ...]]
 
 
-def costs_of(switch: Switch, ways: list[Scheme]) -> list[Costs]:
+def costs_of(planner: Planner, ways: list[Scheme]) -> list[Costs]:
     """Return on rank 0 what buckets cost on each way, as each rank has timed it; all ranks call this together.
 
     All ranks at once, since they share memory, caches and cores in earnest too.
 
     Args:
-        switch: with recorded steps.
+        planner: with recorded steps.
         ways: to be timed.
     """
     mine: Costs | str
     try:
-        mine = costs(ways, _layouts(switch), switch.topology, switch.device)
+        mine = costs(ways, planner.recorder.layouts, planner.topology, planner.device)
     except Exception as error:  # on this rank, perhaps alone: the others wait for what it has to say
-        mine = f"rank {switch.talk.rank} could not time the ways: {type(error).__name__}: {error}"
-    told = switch.talk.collect(mine)
-    if problem := switch.talk.first(next((one for one in told if isinstance(one, str)), "")):
+        mine = f"rank {planner.talk.rank} could not time the ways: {type(error).__name__}: {error}"
+    told = planner.talk.collect(mine)
+    if problem := planner.talk.first(next((one for one in told if isinstance(one, str)), "")):
         raise CommError(problem)
     return [one for one in told if not isinstance(one, str)]
 
 
-def _layouts(switch: Switch) -> list[Layout]:
-    return [switch.layouts[index] for index in sorted(switch.layouts)]
-
-
-def choose(switch: Switch, network: Network, told: list[Costs]) -> Choice:
-    """Return what the model says, from the steps that a switch has recorded; all ranks call this together.
+def choose(planner: Planner, network: Network, told: list[Costs]) -> Choice:
+    """Return what the model says, from the steps that a planner has recorded; all ranks call this together.
 
     Args:
-        switch: with recorded steps under DDP's own all-reduce.
+        planner: with recorded steps under DDP's own all-reduce.
         network: from `accel.comm.cost_model.probe.probe`.
         told: from `costs_of`, of the candidates; on rank 0.
 
     Returns:
         The same on every rank.
     """
-    mine = (switch.times.observed(), float(torch.get_num_threads()))
-    copying = 0.0 if switch.gradients_are_views else copy_byte_s(_layouts(switch), switch.device)
+    mine = (planner.recorder.times.observed(), float(torch.get_num_threads()))
+    copying = 0.0 if planner.registration.gradients_are_views else copy_byte_s(planner.recorder.layouts, planner.device)
 
     def decision(seen: list[tuple[ObservedStep, float]]) -> Choice:
         mean = mean_of([one for one, _ in seen])
         known = calibrated(mean, network, seen[0][1], copying)
-        return _decide(mean, known, shared_out(told), switch.cap_mb)
+        return _decide(mean, known, shared_out(told), planner.registration.cap_mb)
 
-    return switch.talk.decide(mine, decision)
+    return planner.talk.decide(mine, decision)
 
 
 def _decide(seen: ObservedStep, known: tuple[Profile, Network], cost: Costs, cap_mb: float) -> Choice:
@@ -159,7 +154,7 @@ def _decide(seen: ObservedStep, known: tuple[Profile, Network], cost: Costs, cap
     )
 
 
-class AutoComm(Switch):
+class AutoComm(Planner):
     """State of a hook that chooses how gradients are averaged, within what is allowed, and checks its choice.
 
     Every rank makes one, with the same arguments. The first `WARM_UP` + `watch` steps are DDP's own. Saving, resuming
@@ -187,6 +182,8 @@ class AutoComm(Switch):
         >>> ...  # train
         >>> print(state.explain())
     """
+
+    kind = "AutoComm"
 
     def __init__(
         self,
@@ -216,7 +213,7 @@ class AutoComm(Switch):
         """What the search came to, () where gradients were left as they are."""
         self.settled = False
         self._turns = self._decisions()
-        self._ways = allowed(self.allow, by_hosts=self.by_hosts) if self.topology.size > 1 else []
+        self._ways = allowed(self.allow, by_hosts=self.topology.by_hosts_pays) if self.topology.size > 1 else []
         if self._ways:
             self.network = self._network or probe_for(self)
 
@@ -229,13 +226,13 @@ class AutoComm(Switch):
         """Measure, choose, try; at each yield a step is taken."""
         if not self._ways:
             yield from self._end(())
-        self.recording = True
+        self.recorder.on = True
         for _ in range(WARM_UP):
             yield
         # Before plain steps are watched: malloc keeps pages once buffers as large as a bucket have been freed, and the
         # backward pass, which then has no pages to fault in, took 70 ms of a core in place of 105.
         told = costs_of(self, self._ways)
-        self.times.clear()
+        self.recorder.times.clear()
         for _ in range(self.watch):
             yield
         self.choice = choose(self, self.network, told)
@@ -254,7 +251,7 @@ class AutoComm(Switch):
             if option.step_s > min([self.choice.plain_s, *tried.values()]) * (1 + _NEAR):
                 break
             tried[option.plan] = yield from self._measured(option.plan, self.check)
-            self.release(min(tried, key=tried.__getitem__))  # each way holds a socket to whom it speaks to
+            self.engine.release(min(tried, key=tried.__getitem__))  # each way holds a socket to whom it speaks to
         first, *others = sorted(tried, key=tried.__getitem__) or [()]
         if others and tried[others[0]] < tried[first] * (1 + _NEAR):
             yield from self._trial(first, others[0])
@@ -287,40 +284,40 @@ class AutoComm(Switch):
         assert self.choice is not None
         way = plan[0] if plan else None
         size = self.choice.sizes.get(way) if len(set(plan)) <= 1 else None
-        if size is None or not self.rebucket(self.cap_mb):
+        if size is None or not self.registration.rebucket(self.registration.cap_mb):
             return plan
         earlier_s = self.choice.measured[plan] if plan else self.choice.plain_s
-        sized, before = self.choice.sized, self.cap_mb
+        sized, before = self.choice.sized, self.registration.cap_mb
         for cap in (size.cap_mb, before):
-            self.rebucket(cap)
+            self.registration.rebucket(cap)
             sized[cap] = yield from self._measured((way,), self.check, settle=_REBUILT)
         sized[before] = min(earlier_s, sized[before])
         if sized[size.cap_mb] >= (1 - WORTH) * sized[before]:
             return plan
-        self.rebucket(size.cap_mb)
+        self.registration.rebucket(size.cap_mb)
         self.choice.measured[way,] = sized[size.cap_mb]
         return (way,)
 
     def _measured(self, plan: Plan, steps: int, settle: int = 1) -> Generator[None, None, float]:
         """Run a plan for some steps and return the step's length: that of the slowest rank."""
         assert self.choice is not None
-        self.use(plan)
-        self.recording = True
+        self.engine.use(plan)
+        self.recorder.on = True
         for turn in range(settle + steps):
             if turn == settle:
-                self.times.clear()
+                self.recorder.times.clear()
             yield
-        seen = self.times.observed()
+        seen = self.recorder.times.observed()
         step_s = self.talk.decide(seen.step_s if any(plan) else seen.step_s - seen.extra_s, max)
         self.choice.measured[plan] = step_s
         return step_s
 
     def _end(self, plan: Plan) -> Iterator[None]:
-        self.use(plan)
-        self.chosen = self._wanted
-        self.recording = False
-        self.times.clear()
-        self.release()
+        self.engine.use(plan)
+        self.chosen = self.engine.wanted
+        self.recorder.on = False
+        self.recorder.times.clear()
+        self.engine.release()
         self.settled = True
         if not any(plan):
             self.take_off_later()
@@ -381,12 +378,12 @@ class AutoComm(Switch):
         self.choice, self.chosen, self.settled = None, (), False
 
 
-def probe_for(switch: Switch) -> Network:
-    """Measure the network of a switch's ranks, which must be all; every rank takes part."""
+def probe_for(planner: Planner) -> Network:
+    """Measure the network of a planner's ranks, which must be all; every rank takes part."""
     size = torch.distributed.get_world_size()
-    if switch.topology.size != size:
+    if planner.topology.size != size:
         raise ValueError(
             f"the module's process group must have all {size} ranks for its links to be measured, got "
-            f"{switch.topology.size}; pass network="
+            f"{planner.topology.size}; pass network="
         )
-    return probe(switch.topology, switch.device)
+    return probe(planner.topology, planner.device)

@@ -1,4 +1,4 @@
-"""What the strategies for gradient communication share: a switch on the DDP module, its network, and what was chosen.
+"""What the strategies for gradient communication share: a hook on the DDP module, its network, and what was chosen.
 
 Each strategy chooses among the options that its exactness permits. The first one to be switched on measures the network
 and lets the plain steps around the guard be watched; from then on the model of `accel.comm.cost_model.cost` says which
@@ -22,7 +22,8 @@ from accel.comm.cost_model.choice import WORTH, Option, worthwhile
 from accel.comm.cost_model.cost import Network
 from accel.comm.cost_model.probe import probe
 from accel.comm.ranks.post_mortem import CommError
-from accel.comm.selection.switch import Switch, why_not
+from accel.comm.selection.planner import Planner
+from accel.comm.selection.registration import why_not
 from accel.comm.selector import Choice, choose, costs_of
 from accel.strategies.base import NothingHelps
 
@@ -69,18 +70,18 @@ class Gradients:
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.switch = _Watching(ddp, weakref.ref(self))
+        self.planner = _Watching(ddp, weakref.ref(self))
         self.choices: dict[str, Choice] = {}
         """By level of `allow`."""
-        self._cap_mb = self.switch.cap_mb
+        self._cap_mb = self.planner.registration.cap_mb
         self._on: dict[str, int] = {}
         """Levels that are on, and the number of the way of each; the last one counts."""
         self._network: Network | None = None
 
     def reopen(self, ddp: DistributedDataParallel) -> None:
         """Take the module up again after `close`."""
-        if not self.switch.bound:
-            self.switch.bind(ddp)
+        if not self.planner.bound:
+            self.planner.bind(ddp)
             self.choices, self._on, self._network = {}, {}, None
 
     def enable(self, level: str, number: int) -> None:
@@ -92,47 +93,47 @@ class Gradients:
         self._on.pop(level, None)
         self._on[level] = number
         if self._network is None:
-            self._network = probe(self.switch.topology, self.switch.device)
-        self.switch.put_on()
+            self._network = probe(self.planner.topology, self.planner.device)
+        self.planner.put_on()
         self.apply()
 
     def apply(self) -> None:
         """Use what the last of the levels that are on has chosen; DDP's own until it can."""
         level, number = list(self._on.items())[-1]
         if level not in self.choices and not self._choose(level):
-            self.switch.recording = True
-            self.switch.use(())
+            self.planner.recorder.on = True
+            self.planner.engine.use(())
             return
         found = candidates(self.choices[level])
         if not found:
             raise NothingHelps(_left(self.choices[level]))
         one = found[min(number, len(found) - 1)]
         plan = one.option.plan if one.cap_mb is None else one.option.plan[:1]
-        self.switch.rebucket(one.cap_mb or self._cap_mb)
-        self.switch.release(plan)  # of ways tried before
+        self.planner.registration.rebucket(one.cap_mb or self._cap_mb)
+        self.planner.engine.release(plan)  # of ways tried before
         if any(plan):
-            self.switch.put_on()
-            self.switch.use(plan)
+            self.planner.put_on()
+            self.planner.engine.use(plan)
         else:
-            self.switch.take_off_later()
+            self.planner.take_off_later()
 
     def _choose(self, level: str) -> bool:
         """Choose, if enough plain steps have been watched; they are the same on every rank."""
-        if len(self.switch.times) < WATCH and not self.choices:
+        if len(self.planner.recorder.times) < WATCH and not self.choices:
             return False
         assert self._network is not None
-        ways = allowed(level, by_hosts=self.switch.by_hosts)
-        self.choices[level] = choose(self.switch, self._network, costs_of(self.switch, ways))
-        self.switch.recording = False
+        ways = allowed(level, by_hosts=self.planner.topology.by_hosts_pays)
+        self.choices[level] = choose(self.planner, self._network, costs_of(self.planner, ways))
+        self.planner.recorder.on = False
         return True
 
     def watched(self) -> None:
         """Begin a step: make up for a choice that could not be made when a level was switched on."""
-        if self._on and not self.choices and len(self.switch.times) >= WATCH:
+        if self._on and not self.choices and len(self.planner.recorder.times) >= WATCH:
             try:
                 self.apply()
             except (NothingHelps, CommError):  # raised on every rank; within backward it would end the training
-                self.switch.use(())
+                self.planner.engine.use(())
 
     def disable(self, level: str) -> None:
         """Go back to what was on before the level, in the end to DDP's own, without a hook once there is a choice."""
@@ -140,11 +141,11 @@ class Gradients:
         if self._on:
             self.apply()
             return
-        self.switch.rebucket(self._cap_mb)
+        self.planner.registration.rebucket(self._cap_mb)
         if self.choices:
-            self.switch.take_off()
+            self.planner.take_off()
         else:
-            self.switch.use(())
+            self.planner.engine.use(())
 
     def about_as_fast(self, level: str) -> list[SchemeOption]:
         """Return what the model can't tell from the best of a level; nothing until there is a choice."""
@@ -163,15 +164,15 @@ class Gradients:
     def close(self) -> None:
         """Give up what is not in use."""
         if self._on:
-            self.switch.release()
-        elif self.switch.bound:
-            self.switch.take_off()
-            self.switch.close()
+            self.planner.engine.release()
+        elif self.planner.bound:
+            self.planner.take_off()
+            self.planner.close()
             self.choices = {}
 
 
-class _Watching(Switch):
-    """A switch that tells when a step begins."""
+class _Watching(Planner):
+    """A planner that tells when a step begins."""
 
     _owner: Callable[[], Gradients | None] = staticmethod(lambda: None)  # of one that was unpickled
 
@@ -200,7 +201,7 @@ def opened(ddp: DistributedDataParallel) -> Gradients:
 def refusal(ddp: DistributedDataParallel, above: Collection[str]) -> str:
     """Say why not: a hook or a process group of the user's, or a choice of one of the levels `above`."""
     gradients = _gradients.get(ddp)
-    if reason := why_not(ddp, None if gradients is None else gradients.switch):
+    if reason := why_not(ddp, None if gradients is None else gradients.planner):
         return reason
     if ddp.process_group.size() != dist.get_world_size():
         return "the model's process group holds only some of the ranks"

@@ -17,7 +17,7 @@ import accel
 from accel import entry, strategies
 from accel.comm.catalogue import CATALOGUE, Entry
 from accel.comm.cost_model.choice import describe
-from accel.comm.selection import switch as switching
+from accel.comm.selection.planner import Planner
 from accel.comm.selection.reducer import cap_mb
 from accel.search import controller
 from accel.strategies import gradient_choice
@@ -42,7 +42,7 @@ def _play(entries: dict[str, tuple[float, str]], slow: bool) -> None:
     if slow:
         _slow_plain()
         # Only the hook is slow here: without one, trials would compare with a fast network.
-        switching.Switch.take_off = lambda self: bool(self.use(()))  # type: ignore[method-assign]
+        Planner.take_off = lambda self: bool(self.engine.use(()))  # type: ignore[method-assign]
     byte_s = SLOW_S / 50_000 if slow else 1e-12
     gradient_choice.probe = lambda topology, device: played_network(topology.size, byte_s)  # type: ignore[assignment]
 
@@ -99,7 +99,7 @@ def optimized(rank: int, world: int, entries: dict[str, tuple[float, str]], slow
         steps = loop.train(MOST_STEPS, stop=True)
     report = accel.explain(loop.model)
     known = gradient_choice._gradients.get(loop.model)
-    plan = () if known is None else known.switch.plan
+    plan = () if known is None else known.planner.plan
     session = entry._optimized[loop.model].session
     found = {
         "steps": steps,
@@ -115,8 +115,8 @@ def optimized(rank: int, world: int, entries: dict[str, tuple[float, str]], slow
     loop.train(3, stop=False)
     found["same after undo"] = same_everywhere(loop.weights())
     found["hooks after undo"] = len(loop.model._comm_hooks)
-    found["plan after undo"] = () if known is None else known.switch.plan
-    found["open after undo"] = known is not None and known.switch.bound
+    found["plan after undo"] = () if known is None else known.planner.plan
+    found["open after undo"] = known is not None and known.planner.bound
     return found
 
 
@@ -133,7 +133,7 @@ def by_hand(rank: int, world: int) -> dict[str, Any]:
         for _ in range(count):
             loop.train(1, stop=False)
             known = gradient_choice._gradients.get(loop.model)
-            ways.append("none" if not loop.model._comm_hooks else describe((known and known.switch.plan) or (None,)))
+            ways.append("none" if not loop.model._comm_hooks else describe((known and known.planner.plan) or (None,)))
 
     found: dict[str, Any] = {"refused": [half.refusal(run), lossy.refusal(run)]}
     for _ in range(2):  # as the guard's two checks
@@ -194,7 +194,7 @@ def resized(rank: int, world: int) -> dict[str, Any]:
         found[name] = (
             round(cap_mb(loop.model), 6),
             len(loop.model._comm_hooks),
-            describe(known.switch.plan or (None,)),
+            describe(known.planner.plan or (None,)),
         )
         strategy.disable(run)
         loop.train(3, stop=False)

@@ -52,7 +52,7 @@ def main() -> None:
         found = {"status": row.status, "setting": row.setting, "gain": row.gain, "why": row.why, "same": same}
         print("RESULT " + json.dumps({**found, "speedup": report.speedup}), flush=True)
     accel.undo(model)
-    assert model not in gradient_choice._gradients or not gradient_choice._gradients[model].switch.bound
+    assert model not in gradient_choice._gradients or not gradient_choice._gradients[model].planner.bound
     dist.barrier()
     dist.destroy_process_group()
 

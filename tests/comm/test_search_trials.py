@@ -8,8 +8,10 @@ from typing import TypeVar
 import pytest
 
 from accel.comm.catalogue import Scheme
-from accel.comm.cost_model.choice import Option, Plan, preferred
+from accel.comm.cost_model.choice import Option, preferred
 from accel.comm.cost_model.cost import Network, Profile
+from accel.comm.engine.gradient_engine import GradientEngine
+from accel.comm.engine.plan import Plan
 from accel.comm.selector import AutoComm, Choice
 
 T = TypeVar("T")
@@ -28,9 +30,7 @@ class Played(AutoComm):
         profile, network = Profile((1, 1), (0.0, 1.0), 0.0), Network.__new__(Network)
         self.choice = Choice(options, profile, network, predicted[PLAIN], {}, {PLAIN: predicted[PLAIN]})
         self.check, self.tried = 20, list[Plan]()
-        self.plan: Plan = ()
-        self._wanted: Plan = ()
-        self._states = {}
+        self.engine = GradientEngine()
         self._steps = {plan: iter_of(*values) for plan, values in steps.items()}
 
     def _measured(self, plan: Plan, steps: int, settle: int = 1) -> Generator[None, None, float]:
