@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.comm.catalogue import allowed
 from accel.comm.cost_model.choice import WORTH, Option, worthwhile
 from accel.comm.cost_model.cost import Network
+from accel.comm.cost_model.prediction import Choice, choose, costs_of
 from accel.comm.cost_model.probe import probe
 from accel.comm.ranks.post_mortem import CommError
 from accel.comm.selection.planner import Planner
 from accel.comm.selection.registration import why_not
-from accel.comm.selector import Choice, choose, costs_of
 from accel.strategies.base import NothingHelps
 
 WATCH = 5
@@ -122,8 +122,10 @@ class Gradients:
         if len(self.planner.recorder.times) < WATCH and not self.choices:
             return False
         assert self._network is not None
-        ways = allowed(level, by_hosts=self.planner.topology.by_hosts_pays)
-        self.choices[level] = choose(self.planner, self._network, costs_of(self.planner, ways))
+        planner = self.planner
+        costs = costs_of(allowed(level, by_hosts=planner.topology.by_hosts_pays), planner.facts, planner.talk)
+        observed = planner.recorder.times.observed()
+        self.choices[level] = choose(observed, planner.facts, self._network, costs, planner.talk)
         self.planner.recorder.on = False
         return True
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.comm.cost_model.prediction import BucketFacts
 from accel.comm.engine.gradient_engine import GradientEngine
 from accel.comm.engine.plan import Plan
 from accel.comm.memory import Memory
@@ -89,6 +90,12 @@ class Planner:
     def topology(self) -> Topology:
         """Return hosts and ranks."""
         return self.engine.topology
+
+    @property
+    def facts(self) -> BucketFacts:
+        """Return what is known of the buckets of the last recorded step."""
+        module = self.registration
+        return BucketFacts(self.recorder.layouts, self.topology, self.device, module.gradients_are_views, module.cap_mb)
 
     @property
     def plan(self) -> Plan:

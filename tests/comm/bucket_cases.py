@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel.comm import selector as selecting
 from accel.comm.catalogue import Scheme
+from accel.comm.cost_model import prediction
 from accel.comm.cost_model.bucket_size import Size
 from accel.comm.cost_model.choice import describe
 from accel.comm.engine import gradient_engine
@@ -107,7 +107,7 @@ def searched(rank: int, world: int, small_helps: bool) -> dict[str, Any]:
             return real(values, *arguments, **options)
 
     gradient_engine.dist = Slow()  # type: ignore[assignment]
-    selecting.better_size = lambda way, *_: Size(SMALL_MB, 0.0) if way is None else None  # type: ignore[assignment]
+    prediction.better_size = lambda way, *_: Size(SMALL_MB, 0.0) if way is None else None  # type: ignore[assignment]
     with search_entries({"fib": (0.06, "reduced")}):
         ddp = module(bucket_cap_mb=25)
         network = played_network(world, 1e-12)
