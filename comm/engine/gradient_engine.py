@@ -69,6 +69,8 @@ class GradientEngine:
         self.divide_s = 0.0
         """Seconds, in all, in which DDP's own way divided gradients; without a hook DDP does it in passing."""
         self._scale = LossScale(scaler)
+        self._remembers = False
+        """Whether a scheme of the plan has own fields in the memory."""
         self._filled: Plan = ()
         """The plan whose buckets the memory is laid out for."""
         self._binding: Binding | None = None
@@ -116,7 +118,7 @@ class GradientEngine:
 
     def close(self) -> None:
         """End threads and groups; what is under way breaks off. The plan that was wanted is then the present one."""
-        self.plan, self._open = self.wanted, False
+        self.plan, self._open, self._remembers = self.wanted, False, False
         self._close_routes(())
 
     def _close_routes(self, kept: Plan) -> None:
@@ -173,6 +175,7 @@ class GradientEngine:
                 self.memory.load_state_dict(self.memory.state_dict())  # to wherever each bucket goes now
             self._filled = self.wanted
         self.plan = self.wanted
+        self._remembers = any(self._routes[scheme].settings.fields for scheme in self.plan if scheme is not None)
 
     def _new_route(self, scheme: Scheme) -> Route:
         arrangement = self.arrangement(scheme)
@@ -204,9 +207,10 @@ class GradientEngine:
     def job_of(self, bucket: dist.GradBucket, route: Route) -> BucketJob:  # type: ignore[name-defined]
         """Return a bucket with its layout, the memory of its parameters, and the future of its mean."""
         buffer, layout = bucket.buffer(), self.binding.layout(bucket)
-        if reason := _unfit(buffer):
-            raise ValueError(reason.format(name=layout.names[0]))
-        route.check(layout)
+        if not route.has_taken(layout):
+            if reason := _unfit(buffer):
+                raise ValueError(reason.format(name=layout.names[0]))
+            route.take(layout)
         devices = [buffer.device] if buffer.device.type == "cuda" else []
         done: Averaged = torch.futures.Future(devices=devices)
         return BucketJob(self.step, layout, buffer, self.memory.slot(layout), done)
@@ -223,9 +227,10 @@ class GradientEngine:
 
     def noted(self, bucket: dist.GradBucket, averaged: Averaged) -> Averaged:  # type: ignore[name-defined]
         """Let the memory hear of a mean that is not finite, where the stages of the bucket's scheme don't tell it."""
+        if not self._remembers:
+            return averaged
         scheme = scheme_of(self.plan, bucket.index())
-        is_told = scheme is not None and self._routes[scheme].tells_memory
-        if is_told or not any(self._routes[one].settings.fields for one in self.plan if one is not None):
+        if scheme is not None and self._routes[scheme].tells_memory:
             return averaged
         note = self.memory.note
 

@@ -72,7 +72,7 @@ class Route:
         self.settings, self._size = settings, binding.size
         self.tells_memory = bool(settings.fields) or not settings.compressor.lossless
         """Whether the memory hears of a mean that is not finite."""
-        self._checked: set[Layout] = set()
+        self._taken: set[Layout] = set()
         self._waiting: list[BucketJob] = []
         """Buckets of a step whose compressor must see all of them first."""
         store = PrefixStore(f"{number}", binding.store)
@@ -94,11 +94,14 @@ class Route:
             post_mortem.close()
         self._pipeline = Pipeline(stages, binding.rank, post_mortem if heard else None, binding.device)
 
-    def check(self, layout: Layout) -> None:
-        """Raise ValueError if the compressor can't handle a bucket; asked once for each layout."""
-        if layout not in self._checked:
-            self.settings.compressor.check(layout)
-            self._checked.add(layout)
+    def has_taken(self, layout: Layout) -> bool:
+        """Tell whether buckets of a layout have been taken before."""
+        return layout in self._taken
+
+    def take(self, layout: Layout) -> None:
+        """Take buckets of a layout from now on, or raise ValueError if the compressor can't handle them."""
+        self.settings.compressor.check(layout)
+        self._taken.add(layout)
 
     def average(self, job: BucketJob) -> torch.futures.Future[Tensor]:
         """Send a bucket through the stages during a backward pass; the future gets its mean."""
