@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import Scheme, allowed
 from accel.comm.cost_model.choice import describe
-from accel.comm.selection.switch import Switch, hook
+from accel.comm.selection.planner import Planner, hook
 from accel.comm.selector import AutoComm
 from benchmarks.comm.gradient_profiles import PROFILES, Replayed
 from benchmarks.comm.lab import why_not
@@ -155,12 +155,12 @@ class Trainee:
     def __init__(self, work: Workload, kind: str) -> None:
         self.work = work
         self.ddp = DistributedDataParallel(work.model)
-        self.state: Switch | None = None
+        self.state: Planner | None = None
         self.began = time.perf_counter()
         if kind != "ddp":
             timeout = timedelta(seconds=120)
             self.state = (
-                Switch(self.ddp, timeout=timeout)
+                Planner(self.ddp, timeout=timeout)
                 if kind == "fixed"
                 else AutoComm(self.ddp, kind, check=8, verbose=False, timeout=timeout)
             )
@@ -234,7 +234,7 @@ def turn(trainee: Trainee, scheme: Scheme | None) -> float:
     """
     if scheme is not None:
         assert trainee.state is not None
-        trainee.state.use((scheme,))
+        trainee.state.engine.use((scheme,))
     trainee.step()
     first = trainee.timed(1)
     steps = min(int(_ENOUGH_S / first), _MOST)

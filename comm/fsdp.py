@@ -155,7 +155,7 @@ class FSDPComm:
         job = BucketJob(self.step, layout, shard, group.memory.slot(layout), torch.futures.Future())
         reduction = self._reductions[layout.index]
         try:
-            reduction.open_flat(job)
+            reduction.divide(job)
             assert job.piece is not None
             for stage in self._stages:
                 stage.run(job.piece, self._across)
@@ -164,7 +164,7 @@ class FSDPComm:
                 f"step {self.step}, {group.name}: replica {self._across.rank} could not average with the others: "
                 f"{error}; a rank has ended, or took other steps"
             ) from error
-        reduction.close_flat(job)
+        reduction.write_back(job)
 
     def _begin(self, index: int) -> None:
         """Note that a pass has begun, or that a module is reduced twice in one, which makes two steps."""

@@ -86,7 +86,7 @@ class SGDMomentum:
             )
         self._optimizer, self._scaler, self._process_group = optimizer, scaler, process_group
         self._compressor, self._memory = compressor, state.memory  # not the state, which must be free to be dropped
-        self._names = dict(state._names)
+        self._names = dict(state.names)
         self._inside: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._dense_grads: list[tuple[nn.Parameter, Tensor]] = []
         self._index()

@@ -1,26 +1,29 @@
-"""The base of the strategies that choose how gradients are averaged: when they apply, and what they choose among.
+"""The base of the strategies for gradients: when they apply, and which schemes they offer for a trial.
 
-What measures, chooses and switches is in `gradient_choice`, and is imported where there is something to choose: with it
-come the hooks, the compressors and the cost model, 0.2 s that a run on one rank need not spend.
+The schemes and what is predicted of them come from `accel.comm.selection.offers`, the trial is the controller's. The
+former is imported where there is something to offer: with it come the hooks, the compressors and the cost model, 0.2 s
+that a run on one rank need not spend.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
-from accel.strategies.base import Strategy
+from accel.strategies.base import NothingHelps, Strategy
 
 if TYPE_CHECKING:
-    from accel.strategies.gradient_choice import Gradients
+    from accel.comm.selection.offers import SchemeOffers
 
 
 class GradientStrategy(Strategy):
-    """Base of the strategies that choose how gradients are averaged; each names a level and those above it."""
+    """Base of the strategies for gradients; each names the level of the schemes that it offers, and those above it."""
 
     treats = frozenset({Bottleneck.COMMUNICATION})
     touches = frozenset()
@@ -30,10 +33,10 @@ class GradientStrategy(Strategy):
     level: str
     """Of `allow`."""
     above: tuple[str, ...] = ()
-    """Levels whose choice includes the ways of this one."""
+    """Levels whose schemes include those of this one."""
 
     def __init__(self) -> None:
-        self._gradients: Gradients | None = None
+        self._offers: SchemeOffers | None = None
         self._settings = [0]
 
     def refusal(self, run: Run) -> str:
@@ -46,37 +49,50 @@ class GradientStrategy(Strategy):
             return "within join() ranks take different numbers of steps, and these must switch at the same one"
         if run.cuda:
             return "its hooks have not been run on GPUs yet; accel.comm.selector.AutoComm can be tried by hand"
-        from accel.strategies import gradient_choice
+        from accel.comm.selection import offers
 
-        return gradient_choice.refusal(run.model, self.above)
+        return offers.refusal(run.model, self.above)
 
     def settings(self, run: Run) -> list[Any]:
-        """Return the numbers of the best ways; the list grows once they are known, while it is gone through."""
+        """Return the numbers of the offers; the list grows once they are known, while it is gone through."""
         self._settings = [0]
         return self._settings
 
     def enable(self, run: Run, setting: Any) -> None:
-        """Measure and choose if that has not been done, and let gradients go the chosen way from the next step on."""
+        """Let gradients go by an offered scheme from the next step on, or once there is a prediction."""
         assert isinstance(run.model, DistributedDataParallel)
-        from accel.strategies import gradient_choice
+        from accel.comm.selection import offers
 
-        self._gradients = gradient_choice.opened(run.model)
-        self._gradients.enable(self.level, setting)
-        self._settings += list(range(len(self._settings), len(self._gradients.about_as_fast(self.level))))
+        self._offers = offers.open_offers(run.model)
+        with _declining():
+            self._offers.enable(self.level, setting)
+        self._settings += list(range(len(self._settings), len(self._offers.about_as_fast(self.level))))
 
     def disable(self, run: Run) -> None:
         """Let DDP average as it does by itself, or as another of these strategies has it."""
-        if self._gradients is not None:
-            self._gradients.disable(self.level)
+        if self._offers is not None:
+            with _declining():
+                self._offers.disable(self.level)
 
     def close(self, run: Run) -> None:
         """Let go of threads, groups and the hook, unless one of these strategies is on."""
-        if self._gradients is not None:
-            self._gradients.close()
+        if self._offers is not None:
+            self._offers.release()
 
     def describe(self, setting: Any) -> str:
-        """Return the way and the step predicted for it; '' until it is known."""
-        return "" if self._gradients is None else self._gradients.describe(self.level, setting)
+        """Return the scheme and the step predicted for it; '' until it is known."""
+        return "" if self._offers is None else self._offers.describe(self.level, setting)
+
+
+@contextlib.contextmanager
+def _declining() -> Iterator[None]:
+    """Decline where nothing is predicted to help."""
+    from accel.comm.selection.offers import NoOffer
+
+    try:
+        yield
+    except NoOffer as error:
+        raise NothingHelps(str(error)) from None
 
 
 def ranks_per_host() -> int:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from accel.comm.catalogue import CATALOGUE, Scheme
 from accel.comm.cost_model.cost import Network, Profile, Stages, core_seconds, plain, simulate
+from accel.comm.engine.plan import Plan
 
 WORTH = 0.02
 """Least gain, as a share of the step, for which anything is done at all."""
@@ -25,9 +26,6 @@ _BUSY = 0.92
 """Of cores that bound a step, the share in use: 0.90 to 0.93 measured, as ranks that share them wait for each other
 (2 hosts of 2 ranks on 2 cores, PowerSGD and DGC at 1 Gbit). Plain steps may show that it is more."""
 _ROUNDS = 12
-
-Plan = tuple[Scheme | None, ...]
-"""The way of each bucket; None is DDP's own all-reduce."""
 
 
 class Option(NamedTuple):

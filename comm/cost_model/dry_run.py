@@ -18,7 +18,7 @@ from accel.comm.catalogue import CATALOGUE, Scheme, error_feedback
 from accel.comm.compressor import RESIDUAL
 from accel.comm.cost_model.cost import CollectiveCall, Stages, StageSegment, between, scaled
 from accel.comm.engine.reduction import BucketJob, Reduction
-from accel.comm.hooks import pipeline_stages
+from accel.comm.engine.stages import pipeline_stages
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
 from accel.comm.ranks import small_sums

@@ -64,8 +64,8 @@ class Reduction:
 
     # flat
 
-    def open_flat(self, job: BucketJob) -> None:
-        """Make the whole bucket the piece to be reduced."""
+    def divide(self, job: BucketJob) -> None:
+        """Divide by the number of ranks; the whole bucket is the piece to be reduced."""
         values, factor = job.buffer.to(self.wide(job.layout.dtype)), 1.0 / self._world_size
         if not self._compressor.scales:
             values.div_(self._world_size)
@@ -77,7 +77,7 @@ class Reduction:
             slot.filled = True
         job.piece = Piece(values, job.layout, 0, job.layout.numel, slot, job.step, factor)
 
-    def close_flat(self, job: BucketJob) -> None:
+    def write_back(self, job: BucketJob) -> None:
         """Put the mean into the bucket."""
         assert job.piece is not None
         narrow = job.piece.values.dtype != job.buffer.dtype
@@ -114,7 +114,7 @@ class Reduction:
     def note(self, job: BucketJob, known: Tensor | None = None) -> None:
         """Tell the memory whether the mean, the same bits on every rank, is finite, if that is not known already."""
         if self._fields or not self._compressor.lossless:
-            self._memory.note(_finite(job.buffer) if known is None else known)
+            self._memory.note(is_finite(job.buffer) if known is None else known)
 
 
 def _sum_slices(whole: Tensor, cuts: list[int], channel: Channel, dtype: torch.dtype) -> Tensor:
@@ -129,7 +129,7 @@ def _sum_slices(whole: Tensor, cuts: list[int], channel: Channel, dtype: torch.d
     return total.to(dtype)
 
 
-def _finite(values: Tensor) -> Tensor:
+def is_finite(values: Tensor) -> Tensor:
     """Return whether all values are finite, (1,) bool."""
     if values.device.type == "cpu":
         # One pass over memory in place of three; a sum that overflows by itself is looked at again.

@@ -10,31 +10,24 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore
 
+from accel.comm.catalogue import Scheme
 from accel.comm.compressor import Exact
-from accel.comm.engine.pipeline import PipelineStage
-from accel.comm.engine.reduction import BucketJob, Reduction
-from accel.comm.hooks import CommState, pipeline_stages
+from accel.comm.engine.reduction import BucketJob
+from accel.comm.engine.route import Arrangement, arranged
+from accel.comm.hooks import CommState
 from accel.comm.layout import Layout
-from accel.comm.ranks.channel import Channel, GlooChannel, NcclChannel
 from accel.comm.ranks.object_group import ObjectGroup
-from accel.comm.ranks.topology import Topology
 
 BUCKET_BYTES = 25 << 20  # DDP's own
 _UNDER_WAY = 4  # buckets in the stages at once; each is a copy of its tensors
 
 Named = Sequence[tuple[str, Tensor]]
-
-
-def by_hosts_pays(topology: Topology) -> bool:
-    """Tell whether summing within hosts first sends less between them."""
-    return topology.even and len(topology.hosts) > 1 and len(topology.hosts[0]) > 1
 
 
 class HostMean(CommState):
@@ -43,15 +36,10 @@ class HostMean(CommState):
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         super().__init__(model, Exact(), process_group=process_group, timeout=timeout)
 
-    def _stages(self, rank: int, size: int, store: Any, device: torch.device) -> list[PipelineStage]:
-        within, timeout = self.topology.within(rank), self.timeout
-        kind: type[GlooChannel] | type[NcclChannel] = NcclChannel if device.type == "cuda" else GlooChannel
-
-        def channel(name: str, ranks: tuple[int, ...]) -> Channel:
-            return kind(PrefixStore(f"{name}/{ranks[0]}", store), ranks, rank, timeout)
-
-        reduction = Reduction(self.compressor, self.fields, self.memory, len(within))
-        return pipeline_stages(self.compressor, reduction, False, within, within, channel)
+    def arrangement(self, scheme: Scheme) -> Arrangement:
+        """Return this host's ranks alone."""
+        within = self.topology.within(self.binding.rank)
+        return Arrangement(False, within, within, len(within))
 
 
 class WeightMean(CommState):
@@ -62,10 +50,14 @@ class WeightMean(CommState):
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         super().__init__(model, Exact(), process_group=process_group, timeout=timeout)
 
-    def _stages(self, rank: int, size: int, store: Any, device: torch.device) -> list[PipelineStage]:
-        self.hierarchical = by_hosts_pays(self.topology)
-        self._talk = ObjectGroup(GlooChannel(PrefixStore("talk", store), range(size), rank, self.timeout))
-        return super()._stages(rank, size, store, device)
+    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+        """Make groups and threads for a model; every rank of the group takes part."""
+        super().bind(model, process_group)
+        self._talk = self.object_group()
+
+    def arrangement(self, scheme: Scheme) -> Arrangement:
+        """Return all ranks, by hosts where that pays."""
+        return arranged(self.topology, self.binding.rank, self.topology.by_hosts_pays)
 
     def close(self) -> None:
         """End the threads and free the groups."""
@@ -94,20 +86,20 @@ class WeightMean(CommState):
             named: floating-point tensors of one device, by names; the same on every rank.
             step: for messages.
         """
-        assert self._pipeline is not None
+        route = self.route(self.scheme)
         under_way: deque[tuple[_Bucket, BucketJob]] = deque()
         for bucket in _buckets(named):
             whole = torch.cat([one.reshape(-1) for one in bucket.tensors])
             buffer = whole.to(torch.promote_types(whole.dtype, torch.float32))
             done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
             job = BucketJob(step, bucket.layout, buffer, self.memory.slot(bucket.layout), done)
-            self._pipeline.submit(job)
+            route.submit(job)
             under_way.append((bucket, job))
             if len(under_way) == _UNDER_WAY:
                 _finish(*under_way.popleft())
         while under_way:
             _finish(*under_way.popleft())
-        self._pipeline.wait()
+        route.wait()
 
 
 class _Bucket(NamedTuple):

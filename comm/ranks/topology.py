@@ -40,6 +40,11 @@ class Topology:
         """Tell whether all hosts have as many ranks."""
         return len({len(host) for host in self.hosts}) == 1
 
+    @property
+    def by_hosts_pays(self) -> bool:
+        """Tell whether summing within hosts first sends less between them."""
+        return self.even and len(self.hosts) > 1 and len(self.hosts[0]) > 1
+
     def host_of(self, rank: int) -> int:
         """Return the number of the host that `rank` is on."""
         return next(number for number, host in enumerate(self.hosts) if rank in host)

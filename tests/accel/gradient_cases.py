@@ -17,12 +17,12 @@ import accel
 from accel import entry, strategies
 from accel.comm.catalogue import CATALOGUE, Entry
 from accel.comm.cost_model.choice import describe
-from accel.comm.selection import switch as switching
+from accel.comm.selection import offers
+from accel.comm.selection.offers import SchemeOption, known_offers
+from accel.comm.selection.planner import Planner
 from accel.comm.selection.reducer import cap_mb
 from accel.search import controller
-from accel.strategies import gradient_choice
 from accel.strategies.base import NothingHelps
-from accel.strategies.gradient_choice import SchemeOption
 from accel.strategies.gradient_compression import GradientCompression
 from accel.strategies.gradient_half import GradientHalf
 from accel.strategies.gradient_strategy import GradientStrategy
@@ -42,9 +42,9 @@ def _play(entries: dict[str, tuple[float, str]], slow: bool) -> None:
     if slow:
         _slow_plain()
         # Only the hook is slow here: without one, trials would compare with a fast network.
-        switching.Switch.take_off = lambda self: bool(self.use(()))  # type: ignore[method-assign]
+        Planner.take_off = lambda self: bool(self.engine.use(()))  # type: ignore[method-assign]
     byte_s = SLOW_S / 50_000 if slow else 1e-12
-    gradient_choice.probe = lambda topology, device: played_network(topology.size, byte_s)  # type: ignore[assignment]
+    offers.probe = lambda topology, device: played_network(topology.size, byte_s)  # type: ignore[assignment]
 
 
 class Loop:
@@ -98,8 +98,8 @@ def optimized(rank: int, world: int, entries: dict[str, tuple[float, str]], slow
         _, loop.loader, _ = accel.optimize(loop.model, loop.loader, loop.optimizer, **options)
         steps = loop.train(MOST_STEPS, stop=True)
     report = accel.explain(loop.model)
-    known = gradient_choice._gradients.get(loop.model)
-    plan = () if known is None else known.switch.plan
+    known = known_offers(loop.model)
+    plan = () if known is None else known.plan
     session = entry._optimized[loop.model].session
     found = {
         "steps": steps,
@@ -115,15 +115,15 @@ def optimized(rank: int, world: int, entries: dict[str, tuple[float, str]], slow
     loop.train(3, stop=False)
     found["same after undo"] = same_everywhere(loop.weights())
     found["hooks after undo"] = len(loop.model._comm_hooks)
-    found["plan after undo"] = () if known is None else known.switch.plan
-    found["open after undo"] = known is not None and known.switch.bound
+    found["plan after undo"] = () if known is None else known.plan
+    found["open after undo"] = known is not None and known.bound
     return found
 
 
 def by_hand(rank: int, world: int) -> dict[str, Any]:
     """Switch two strategies on and off as trials do, with what the guard does in between, against a plain twin."""
     _play({"quick": (0.0, "reduced"), "small": (0.0, "lossy")}, slow=False)
-    gradient_choice.worthwhile = lambda options: [one for one in options if any(one.plan)]  # type: ignore[assignment]
+    offers.worthwhile = lambda options: [one for one in options if any(one.plan)]  # type: ignore[assignment]
     loop, twin = Loop(rank), Loop(rank)
     run: Any = type("Run", (), {"model": loop.model, "world_size": world, "cuda": False})()
     half, lossy = GradientHalf(), GradientCompression()
@@ -132,8 +132,8 @@ def by_hand(rank: int, world: int) -> dict[str, Any]:
     def steps(count: int) -> None:
         for _ in range(count):
             loop.train(1, stop=False)
-            known = gradient_choice._gradients.get(loop.model)
-            ways.append("none" if not loop.model._comm_hooks else describe((known and known.switch.plan) or (None,)))
+            known = known_offers(loop.model)
+            ways.append("none" if not loop.model._comm_hooks else describe((known and known.plan) or (None,)))
 
     found: dict[str, Any] = {"refused": [half.refusal(run), lossy.refusal(run)]}
     for _ in range(2):  # as the guard's two checks
@@ -178,7 +178,7 @@ def by_hand(rank: int, world: int) -> dict[str, Any]:
 def resized(rank: int, world: int) -> dict[str, Any]:
     """Switch a strategy on and off whose best candidates are DDP's own all-reduce, and a way, in small buckets."""
     _play({"quick": (0.0, "reduced")}, slow=False)
-    gradient_choice.candidates = lambda choice: [  # type: ignore[assignment]
+    offers.candidates = lambda choice: [  # type: ignore[assignment]
         SchemeOption(one, 0.01, 0.0) for one in sorted(choice.options, key=lambda one: any(one.plan))
     ]
     loop, twin = Loop(rank), Loop(rank)
@@ -190,11 +190,11 @@ def resized(rank: int, world: int) -> dict[str, Any]:
     for number, name in enumerate(("plain", "quick")):
         strategy.enable(run, number)
         loop.train(5, stop=False)
-        known = gradient_choice._gradients[loop.model]
+        known = known_offers(loop.model)
         found[name] = (
             round(cap_mb(loop.model), 6),
             len(loop.model._comm_hooks),
-            describe(known.switch.plan or (None,)),
+            describe(known.plan or (None,)),
         )
         strategy.disable(run)
         loop.train(3, stop=False)

@@ -14,10 +14,10 @@ from accel.comm.catalogue import Scheme
 from accel.comm.cost_model.bucket_size import Size
 from accel.comm.cost_model.choice import Option
 from accel.comm.cost_model.cost import Link, Network, Profile
+from accel.comm.selection.offers import candidates
 from accel.comm.selector import Choice
 from accel.strategies.base import Exactness
 from accel.strategies.gradient_by_hosts import GradientByHosts
-from accel.strategies.gradient_choice import candidates
 from accel.strategies.gradient_compression import GradientCompression
 from accel.strategies.gradient_half import GradientHalf
 from accel.strategies.gradient_strategy import GradientStrategy

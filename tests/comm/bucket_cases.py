@@ -7,17 +7,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel.comm import selector as selecting
 from accel.comm.catalogue import Scheme
+from accel.comm.cost_model import prediction
 from accel.comm.cost_model.bucket_size import Size
 from accel.comm.cost_model.choice import describe
-from accel.comm.selection import switch as switching
+from accel.comm.engine import gradient_engine
+from accel.comm.selection.planner import hook
 from accel.comm.selection.reducer import cap_mb, rebucket
-from accel.comm.selection.switch import hook
 from accel.comm.selector import AutoComm
 from tests.comm import selector_cases
 from tests.comm.cases import SECONDS, backward, gradients, mean_gradient, message, residual, same_everywhere
-from tests.comm.selector_cases import module, play_time, played_network, search_entries, spend, switched
+from tests.comm.selector_cases import module, planned, play_time, played_network, search_entries, spend
 
 SMALL_MB = 0.004
 
@@ -31,18 +31,18 @@ def resized(rank: int, world: int) -> dict[str, Any]:
         "unused": {"find_unused_parameters": True},
         "static": {"static_graph": True},
     }.items():
-        ddp, switch = switched(bucket_cap_mb=25, **options)
-        switch.use((Scheme("int8"),))
+        ddp, planner = planned(bucket_cap_mb=25, **options)
+        planner.engine.use((Scheme("int8"),))
         applied, wanted = torch.zeros(()).double(), torch.zeros(()).double()
         counts, sizes, can = [], [], True
         for step in range(12):
             if step in (3, 8):
-                can &= switch.rebucket(SMALL_MB if step == 3 else 25)
+                can &= planner.registration.rebucket(SMALL_MB if step == 3 else 25)
             got = backward(ddp, gradients(rank, step, torch.float32)).double()
             applied, wanted = applied + got, wanted + mean_gradient(world, step).double()
-            counts.append(len(switch.memory._slots))
+            counts.append(len(planner.memory._slots))
             sizes.append(round(cap_mb(ddp), 6))
-        law = (applied + residual(switch) - wanted).abs().max() / wanted.abs().max()  # type: ignore[arg-type]
+        law = (applied + residual(planner) - wanted).abs().max() / wanted.abs().max()  # type: ignore[arg-type]
         found[name] = {
             "can": can,
             "counts": (counts[2], max(counts[5:8]), counts[11]),
@@ -50,7 +50,7 @@ def resized(rank: int, world: int) -> dict[str, Any]:
             "law": law.item(),
             "same": same_everywhere(got),
         }
-        switch.close()
+        planner.close()
     return found
 
 
@@ -68,17 +68,17 @@ def without_hook(rank: int, world: int) -> dict[str, Any]:
     for size in (25, SMALL_MB):
         rebucket(bare, size)
         sizes.append({name: vars(bare).get(name) for name in given})
-    own, switch = switched(bucket_cap_mb=25)
-    switch.rebucket(SMALL_MB)
-    switch.rebucket(25)
+    own, planner = planned(bucket_cap_mb=25)
+    planner.registration.rebucket(SMALL_MB)
+    planner.registration.rebucket(25)
     backward(own, gradients(rank, 0))
     taken_back = cap_mb(own)
-    switch.rebucket(SMALL_MB)
+    planner.registration.rebucket(SMALL_MB)
     own.eval()
     with torch.no_grad():
         own(gradients(rank, 0))
     waiting = cap_mb(own)
-    switch.close()
+    planner.close()
     listed = {}
     if hasattr(ddp, "_bucket_config"):
         several = module(bucket_cap_mb=None, bucket_cap_mb_list=[1, 2])
@@ -106,8 +106,8 @@ def searched(rank: int, world: int, small_helps: bool) -> dict[str, Any]:
             spend(0.001 if small == small_helps else 0.03)
             return real(values, *arguments, **options)
 
-    switching.dist = Slow()  # type: ignore[assignment]
-    selecting.better_size = lambda way, *_: Size(SMALL_MB, 0.0) if way is None else None  # type: ignore[assignment]
+    gradient_engine.dist = Slow()  # type: ignore[assignment]
+    prediction.better_size = lambda way, *_: Size(SMALL_MB, 0.0) if way is None else None  # type: ignore[assignment]
     with search_entries({"fib": (0.06, "reduced")}):
         ddp = module(bucket_cap_mb=25)
         network = played_network(world, 1e-12)

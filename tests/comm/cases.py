@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,12 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.compressor import Compressor, Exact
 from accel.comm.engine import pipeline
+from accel.comm.engine import route as routes
 from accel.comm.half import Half
 from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
 from accel.comm.memory import reshard
 from accel.comm.one_bit import OneBit
-from accel.comm.selection.switch import Switch
+from accel.comm.selection.planner import Planner
 
 SECONDS = timedelta(seconds=60)
 """Nothing waits for it: a rank that is late by this long on a busy machine is no fault."""
@@ -121,7 +123,7 @@ def residual(state: CommState, group: Any = None) -> Tensor:
 
 
 def buckets(state: CommState) -> int:
-    return max(layout.index for layout in state._layouts.values()) + 1
+    return max(layout.index for layout in state.layouts) + 1
 
 
 def dense_start(rank: int, world: int) -> dict[Any, Any]:
@@ -350,18 +352,19 @@ def message(call: Callable[[], Any]) -> str:
 def late_rank(rank: int, world: int) -> tuple[float, float]:
     """Let rank 1 take long to connect; return when its groups were made (0 elsewhere), and when the state was."""
 
-    class Late(CommState):
-        made = 0.0
+    made, stages = 0.0, routes.pipeline_stages
 
-        def _stages(self, *given: Any) -> Any:
-            found = super()._stages(*given)
-            if rank == 1:
-                time.sleep(0.5)
-                self.made = time.monotonic()
-            return found
+    def late(*given: Any) -> Any:
+        nonlocal made
+        found = stages(*given)
+        if rank == 1:
+            time.sleep(0.5)
+            made = time.monotonic()
+        return found
 
-    state = Late(DistributedDataParallel(Given()), Exact(), timeout=SECONDS)
-    found = state.made, time.monotonic()
+    routes.pipeline_stages = late
+    state = CommState(DistributedDataParallel(Given()), Exact(), timeout=SECONDS)
+    found = made, time.monotonic()
     state.close()
     return found
 
@@ -406,7 +409,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     found["outside"] = message(lambda: CommState(model, process_group=half, timeout=SECONDS).close())
     if rank:
         found["no show"] = message(lambda: CommState(model, timeout=timedelta(seconds=1)))
-        found["no switch"] = message(lambda: Switch(other, patience=timedelta(seconds=1)))
+        found["no planner"] = message(lambda: Planner(other, patience=timedelta(seconds=1)))
     dist.barrier()
     return found
 
@@ -422,7 +425,7 @@ def chained(rank: int, world: int) -> dict[str, Any]:
     ddp.register_comm_hook(state, twice)
     got = [backward(ddp, gradients(rank, step)) for step in range(2)]
     errors = [(one.double() - 2 * mean_gradient(world, step)).abs().max().item() for step, one in enumerate(got)]
-    threads = state._pipeline._threads  # type: ignore[union-attr]
+    threads = [one for one in threading.enumerate() if one.name.startswith("accel-comm")]
     ddp = state = None  # type: ignore[assignment]
     gc.collect()
     for thread in threads:

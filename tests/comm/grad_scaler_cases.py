@@ -13,13 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.comm.catalogue import Scheme
 from accel.comm.compressor import Compressor
 from accel.comm.dgc import DGC
+from accel.comm.engine.gradient_engine import GradientEngine
 from accel.comm.half import Half
 from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
-from accel.comm.selection.switch import Switch
-from accel.comm.selection.switch import hook as switch_hook
 from tests.comm.cases import SECONDS, backward, flat, gradients, make, mean_gradient, message, residual, same_everywhere
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
@@ -116,11 +115,12 @@ def as_if_it_had_not_been(rank: int, world: int) -> dict[str, dict[str, bool]]:
 
 def _state(ddp: DistributedDataParallel, kind: str, hierarchical: bool, scaler: torch.amp.GradScaler) -> Any:
     """Return the state of a hook on `ddp`."""
-    if kind == "switch":
-        switch = Switch(ddp, timeout=SECONDS, scaler=scaler)
-        switch.use((Scheme("int8"), Scheme("1-bit")))
-        ddp.register_comm_hook(switch, switch_hook)
-        return switch
+    if kind == "plan":
+        engine = GradientEngine(timeout=SECONDS, scaler=scaler)
+        engine.bind(ddp)
+        engine.use((Scheme("int8"), Scheme("1-bit")))
+        ddp.register_comm_hook(engine, hook)
+        return engine
     compressor = COMPRESSORS[kind]()
     state = CommState(ddp, compressor, hierarchical=hierarchical, error_feedback=True, timeout=SECONDS, scaler=scaler)
     ddp.register_comm_hook(state, hook)
@@ -130,7 +130,7 @@ def _state(ddp: DistributedDataParallel, kind: str, hierarchical: bool, scaler: 
 def law(rank: int, world: int) -> dict[str, dict[str, float]]:
     """Change the scale at each step; in unscaled terms, what was applied and withheld is the sum of mean gradients."""
     found = {}
-    for name, hierarchical in itertools.product((*COMPRESSORS, "switch"), (False, True)):
+    for name, hierarchical in itertools.product((*COMPRESSORS, "plan"), (False, True)):
         if hierarchical and name not in ("int8", "PowerSGD"):
             continue
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)

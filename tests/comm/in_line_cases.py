@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import Scheme
 from accel.comm.engine import pipeline
+from accel.comm.engine.gradient_engine import GradientEngine
+from accel.comm.hooks import hook
 from accel.comm.int8 import Int8
 from accel.comm.ranks.channel import GlooChannel
-from accel.comm.selection.switch import Switch, hook
 from tests.comm import cases
 from tests.comm.cases import COMPRESSORS, SECONDS, Given, backward, gradients, make, same_everywhere
 
@@ -58,16 +59,17 @@ def order(rank: int, world: int) -> dict[str, Any]:
 
     with in_line():
         ddp = DistributedDataParallel(Given(), bucket_cap_mb=0.004, find_unused_parameters=True)
-        switch = Switch(ddp, timeout=SECONDS)
-        ddp.register_comm_hook(switch, noting_hook)
-        switch.use((None, Scheme("int8"), None, Scheme("half"), Scheme("powersgd 4")))
+        engine = GradientEngine(timeout=SECONDS)
+        engine.bind(ddp)
+        ddp.register_comm_hook(engine, noting_hook)
+        engine.use((None, Scheme("int8"), None, Scheme("half"), Scheme("powersgd 4")))
         backward(ddp, gradients(rank, 0))
         Int8.encode = slowly  # type: ignore[method-assign]
         GlooChannel.exchange = noting(GlooChannel.exchange, "exchange")  # type: ignore[method-assign]
         dist.all_reduce = noting(dist.all_reduce, "all-reduce")
         noted.clear()
         got = backward(ddp, gradients(rank, 1))
-        switch.close()
+        engine.close()
     return {"order": [what for what, _ in noted], "threads": len({thread for _, thread in noted}), "mean": got}
 
 

@@ -104,7 +104,7 @@ def as_published(rank: int, world: int, per_host: int) -> dict[str, dict[str, An
             "error": worst,
             "same": all(same),
             "apart": not any(apart),
-            "hierarchical": run.local._weights.hierarchical,
+            "hierarchical": run.local._weights.arrangement(run.local._weights.scheme).hierarchical,
         }
         run.local.close()
         if run.local._dense is not None:

@@ -18,12 +18,12 @@ from accel.comm.catalogue import CATALOGUE, Entry, Scheme, allowed, error_feedba
 from accel.comm.cost_model import probe as probing
 from accel.comm.cost_model.choice import describe
 from accel.comm.cost_model.cost import Link, Network
+from accel.comm.engine import gradient_engine
 from accel.comm.half import Half
 from accel.comm.hooks import CommState
 from accel.comm.hooks import hook as fixed_hook
 from accel.comm.memory import reshard
-from accel.comm.selection import switch as switching
-from accel.comm.selection.switch import Switch, hook
+from accel.comm.selection.planner import Planner, hook
 from accel.comm.selection.timing import Times, work
 from accel.comm.selector import AutoComm
 from tests.comm.cases import (
@@ -43,18 +43,18 @@ def module(**options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(Given(), **{"bucket_cap_mb": 0.004, **options})
 
 
-def switched(**options: Any) -> tuple[DistributedDataParallel, Switch]:
+def planned(**options: Any) -> tuple[DistributedDataParallel, Planner]:
     ddp = module(**options)
-    switch = Switch(ddp, timeout=SECONDS)
-    ddp.register_comm_hook(switch, hook)
-    return ddp, switch
+    planner = Planner(ddp, timeout=SECONDS)
+    ddp.register_comm_hook(planner, hook)
+    return ddp, planner
 
 
-# The switch
+# The planner
 
 
 def off_is_ddps_own(rank: int, world: int) -> dict[str, bool]:
-    """Compare a switch that is off, before, between and after ways, with DDP without a hook, bit by bit."""
+    """Compare a hook that is off, before, between and after ways, with DDP without a hook, bit by bit."""
     found = {}
     for name, options in {
         "plain": {},
@@ -63,14 +63,14 @@ def off_is_ddps_own(rank: int, world: int) -> dict[str, bool]:
         "static": {"static_graph": True},
     }.items():
         bare = module(**options)
-        ddp, switch = switched(**options)
+        ddp, planner = planned(**options)
         same = []
         for step in range(6):
-            switch.use((Scheme("int8"),) if step in (2, 3) else ())
+            planner.engine.use((Scheme("int8"),) if step in (2, 3) else ())
             got, want = backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step))
             same.append(torch.equal(got, want))
         found[name] = same == [True, True, False, False, True, True]
-        switch.close()
+        planner.close()
         found[f"{name}, closed"] = torch.equal(backward(ddp, gradients(rank, 9)), backward(bare, gradients(rank, 9)))
     return found
 
@@ -79,27 +79,27 @@ def every_way(rank: int, world: int) -> dict[str, dict[str, Any]]:
     """Compare each way with a CommState of its own, and look at what the ranks have."""
     found = {}
     for way in allowed("lossy", by_hosts=world > 2):
-        ddp, switch = switched(find_unused_parameters=True)  # DDP keeps its first buckets
+        ddp, planner = planned(find_unused_parameters=True)  # DDP keeps its first buckets
         other = module(find_unused_parameters=True)
         compressor = CATALOGUE[way.compressor].make()
         feedback = error_feedback(compressor, CATALOGUE[way.compressor].level)
         state = CommState(other, compressor, hierarchical=way.hierarchical, error_feedback=feedback, timeout=SECONDS)
         other.register_comm_hook(state, fixed_hook)
-        switch.use((way,))
+        planner.engine.use((way,))
         equal, same = True, True
         for step in range(3):
             got, want = backward(ddp, gradients(rank, step)), backward(other, gradients(rank, step))
             equal &= torch.equal(got, want)
             same &= same_everywhere(got)
         found[str(way)] = {"as its own state": equal, "same on all ranks": same}
-        switch.close()
+        planner.close()
         state.close()
     return found
 
 
 def back_and_forth(rank: int, world: int) -> dict[str, Any]:
     """Switch ways between steps, bucket by bucket, and look at the law of error feedback and at the replicas."""
-    ddp, switch = switched()
+    ddp, planner = planned()
     plans: list[Any] = [
         (),
         (Scheme("int8"),),
@@ -111,65 +111,65 @@ def back_and_forth(rank: int, world: int) -> dict[str, Any]:
     plans += [(), (Scheme("1-bit"),), (None, Scheme("int8"))]
     applied, wanted, same = 0.0, 0.0, True
     for step, plan in enumerate(plan for plan in plans for _ in range(2)):
-        switch.use(plan)
+        planner.engine.use(plan)
         got = backward(ddp, gradients(rank, step))
         same &= same_everywhere(got)
         applied, wanted = applied + got.double(), wanted + mean_gradient(world, step)
-    left = residual(switch)  # type: ignore[arg-type]  # it has a state_dict, too
+    left = residual(planner)
     found = {
         "same": same,
         "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
         "withheld": left.norm().item(),
-        "steps": switch.step,
+        "steps": planner.step,
     }
     before = backward(ddp, gradients(rank, 50))
-    switch.release()
-    found["states"] = len(switch._states)
+    planner.engine.release()
+    found["states"] = len(planner.engine.open_schemes)
     found["finite"] = bool(torch.isfinite(before).all())
-    switch.close()
+    planner.close()
     return found
 
 
 def void_under_a_mixture(rank: int, world: int) -> dict[str, bool]:
     """Give a bucket that goes DDP's way an infinity: what others withhold must stay as it was."""
-    ddp, switch = switched(find_unused_parameters=True)
-    switch.use((Scheme("int8"), None, Scheme("int8")))
-    switch.recording = True
+    ddp, planner = planned(find_unused_parameters=True)
+    planner.engine.use((Scheme("int8"), None, Scheme("int8")))
+    planner.recorder.on = True
     for step in range(2):
         backward(ddp, gradients(rank, step))
-    place = int(switch.layouts[1].names[0].removeprefix("p."))
-    before = residual(switch)  # type: ignore[arg-type]
+    place = int(planner.recorder.layouts[1].names[0].removeprefix("p."))
+    before = residual(planner)  # type: ignore[arg-type]
     sizes = [one.numel() for one in ddp.parameters()]
     given = gradients(rank, 2)
     given[place].view(-1)[0] = float("inf")
     got = backward(ddp, given)
     arrived = not torch.isfinite(got[sum(sizes[:place])]).item()
-    found = {"arrived": arrived, "untouched": torch.equal(before, residual(switch))}  # type: ignore[arg-type]
-    switch.close()
+    found = {"arrived": arrived, "untouched": torch.equal(before, residual(planner))}  # type: ignore[arg-type]
+    planner.close()
     return found
 
 
 def saved_and_moved(rank: int, world: int) -> dict[str, Any]:
-    """Save a switch, pickle it, and deal its memory out to two ranks."""
+    """Save a planner, pickle it, and deal its memory out to two ranks."""
     options = {"find_unused_parameters": True}
-    ddp, switch = switched(**options)
-    switch.use((Scheme("int8"),))
+    ddp, planner = planned(**options)
+    planner.engine.use((Scheme("int8"),))
     for step in range(3):
         backward(ddp, gradients(rank, step))
-    saved, copy = switch.state_dict(), pickle.loads(pickle.dumps(switch))
+    saved, copy = planner.state_dict(), pickle.loads(pickle.dumps(planner))
     want = backward(ddp, gradients(rank, 3))
     again = module(**options)
     copy.bind(again)
     again.register_comm_hook(copy, hook)
-    copy.use((Scheme("int8"),))
+    copy.engine.use((Scheme("int8"),))
     found = {"pickled": torch.equal(backward(again, gradients(rank, 3)), want), "steps": copy.step}
     states: list[Any] = [None] * world
     dist.all_gather_object(states, saved)
-    ddp2, fresh = switched(**options)
+    ddp2, fresh = planned(**options)
     fresh.load_state_dict(reshard(states, world)[rank])
-    fresh.use((Scheme("int8"),))
+    fresh.engine.use((Scheme("int8"),))
     found["loaded"] = torch.equal(backward(ddp2, gradients(rank, 3)), want)
-    for one in (switch, copy, fresh):
+    for one in (planner, copy, fresh):
         one.close()
     return found
 
@@ -182,22 +182,22 @@ def taken_off(rank: int, world: int) -> dict[str, Any]:
         "views": {"gradient_as_bucket_view": True},
         "static": {"static_graph": True},
     }.items():
-        bare, (ddp, switch) = module(**options), switched(**options)
+        bare, (ddp, planner) = module(**options), planned(**options)
         for step in range(2):
-            switch.use((Scheme("int8"),))
+            planner.engine.use((Scheme("int8"),))
             backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step))
-        withheld = residual(switch)  # type: ignore[arg-type]
-        off = switch.take_off()
+        withheld = residual(planner)  # type: ignore[arg-type]
+        off = planner.take_off()
         same = all(
             torch.equal(backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step)))
             for step in range(2, 6)
         )
-        steps, hooks = switch.step, len(ddp._comm_hooks)
-        switch.put_on()
-        switch.put_on()
-        switch.use((Scheme("int8"),))
+        steps, hooks = planner.step, len(ddp._comm_hooks)
+        planner.put_on()
+        planner.put_on()
+        planner.engine.use((Scheme("int8"),))
         got = backward(ddp, gradients(rank, 6)).double()
-        law = got + residual(switch) - withheld - mean_gradient(world, 6)  # type: ignore[arg-type]
+        law = got + residual(planner) - withheld - mean_gradient(world, 6)  # type: ignore[arg-type]
         found[name] = {
             "off": off,
             "same": same,
@@ -205,20 +205,20 @@ def taken_off(rank: int, world: int) -> dict[str, Any]:
             "steps seen": steps,
             "law": law.abs().max().item(),
         }
-        switch.close()
+        planner.close()
     return found
 
 
 def refusals(rank: int, world: int) -> dict[str, str]:
     """Return the message of each bad input."""
-    found = {"no ddp": message(lambda: Switch(Given()))}  # type: ignore[arg-type]
+    found = {"no ddp": message(lambda: Planner(Given()))}  # type: ignore[arg-type]
     ddp = module()
     ddp.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[misc]
-    found["hooked"] = message(lambda: Switch(ddp))
-    ddp, switch = switched()
-    found["unknown way"] = message(lambda: switch.use((Scheme("int9"),)))
-    switch.close()
-    found["closed"] = message(lambda: switch.use((Scheme("int8"),)))
+    found["hooked"] = message(lambda: Planner(ddp))
+    ddp, planner = planned()
+    found["unknown way"] = message(lambda: planner.engine.use((Scheme("int9"),)))
+    planner.close()
+    found["closed"] = message(lambda: planner.engine.use((Scheme("int8"),)))
     other = module()
     other.register_comm_hook(None, hook)
     found["no state"] = message(lambda: backward(other, gradients(rank, 0)))
@@ -264,7 +264,7 @@ def play_time(state: AutoComm) -> None:
     """Let the steps of a search last as long as what `spend` was asked for."""
     global _spend
     clock = PlayedTime()
-    _spend, state.times = clock.spend, Times(clock, work)
+    _spend, state.recorder.times = clock.spend, Times(clock, work)
 
 
 class Lying(Half):
@@ -300,7 +300,7 @@ def _slow_plain() -> None:
             spend(SLOW_S)
             return real(*arguments, **options)
 
-    switching.dist = Slow()  # type: ignore[assignment]
+    gradient_engine.dist = Slow()  # type: ignore[assignment]
 
 
 def played_network(world: int, byte_s: float) -> Network:
@@ -422,7 +422,7 @@ def dies_in_the_search(rank: int, world: int) -> dict[str, Any] | None:
 
 def probed(rank: int, world: int) -> dict[str, Any]:
     """Probe twice, then with one rank that has forgotten."""
-    switch = switched()[1]
+    planner = planned()[1]
     calls = []
     measure = probing.measure
 
@@ -432,11 +432,11 @@ def probed(rank: int, world: int) -> dict[str, Any]:
 
     probing.measure = counted
     cpu = torch.device("cpu")
-    first = probing.probe(switch.topology, cpu)
-    second = probing.probe(switch.topology, cpu)
+    first = probing.probe(planner.topology, cpu)
+    second = probing.probe(planner.topology, cpu)
     once = len(calls)
     if rank == 1:
         probing._known.clear()
-    third = probing.probe(switch.topology, cpu)
-    switch.close()
+    third = probing.probe(planner.topology, cpu)
+    planner.close()
     return {"network": first, "same": second == first, "once": once, "again": len(calls), "third": third}

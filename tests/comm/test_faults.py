@@ -46,7 +46,7 @@ def test_rank_outside_of_the_group_is_refused(refusals: list[dict[str, str]]) ->
 def test_rank_that_makes_no_state_is_named(refusals: list[dict[str, str]]) -> None:
     for found in refusals[1:]:
         assert "waits for rank 0, which made no CommState within 1 s" in found["no show"]
-        assert "waits for rank 0, which made no Switch within 1 s" in found["no switch"]
+        assert "waits for rank 0, which made no Planner within 1 s" in found["no planner"]
 
 
 @pytest.mark.parametrize("hierarchical", [False, True], ids=["flat", "hosts"])

@@ -8,9 +8,13 @@ from typing import TypeVar
 import pytest
 
 from accel.comm.catalogue import Scheme
-from accel.comm.cost_model.choice import Option, Plan, preferred
+from accel.comm.cost_model.choice import Option, preferred
 from accel.comm.cost_model.cost import Network, Profile
-from accel.comm.selector import AutoComm, Choice
+from accel.comm.engine.gradient_engine import GradientEngine
+from accel.comm.engine.plan import Plan
+from accel.comm.selection.planner import Planner
+from accel.comm.selection.search import PlanSearch
+from accel.comm.selector import Choice
 
 T = TypeVar("T")
 
@@ -20,21 +24,20 @@ HALF, INT8, ONE_BIT, POWER = (
 )
 
 
-class Played(AutoComm):
+class Played(PlanSearch):
     """A search whose steps last as told: the first value is that of the first trial, the second that of all others."""
 
     def __init__(self, predicted: dict[Plan, float], steps: dict[Plan, tuple[float, float]]) -> None:
         options = [Option(plan, step_s, 0.0) for plan, step_s in predicted.items()]
         profile, network = Profile((1, 1), (0.0, 1.0), 0.0), Network.__new__(Network)
-        self.choice = Choice(options, profile, network, predicted[PLAIN], {}, {PLAIN: predicted[PLAIN]})
-        self.check, self.tried = 20, list[Plan]()
-        self.plan: Plan = ()
-        self._wanted: Plan = ()
-        self._states = {}
+        choice = Choice(options, profile, network, predicted[PLAIN], {}, {PLAIN: predicted[PLAIN]})
+        planner = Planner.__new__(Planner)
+        planner.engine = GradientEngine()
+        super().__init__(planner, choice, check=20)
+        self.tried: list[Plan] = []
         self._steps = {plan: iter_of(*values) for plan, values in steps.items()}
 
-    def _measured(self, plan: Plan, steps: int, settle: int = 1) -> Generator[None, None, float]:
-        assert self.choice is not None
+    def measured(self, plan: Plan, steps: int, settle: int = 1) -> Generator[None, None, float]:
         yield
         self.tried.append(plan)
         self.choice.measured[plan] = next(self._steps[plan])
@@ -42,11 +45,7 @@ class Played(AutoComm):
 
     def outcome(self) -> Plan:
         """Run the trials to their end."""
-        return to_the_end(self._shortest())
-
-    def proves(self, plan: Plan) -> bool:
-        """Run the trial of a plan against DDP's own."""
-        return to_the_end(self._proves(plan))
+        return to_the_end(self.shortest())
 
 
 def to_the_end(steps: Generator[None, None, T]) -> T:
@@ -81,7 +80,6 @@ def test_two_near_to_each_other_are_on_trial_and_a_disturbed_first_measurement_i
     played = Played({ONE_BIT: 0.50, POWER: 0.50, PLAIN: 1.0}, {ONE_BIT: (0.47, 0.55), POWER: (0.50, 0.50)})
     assert played.outcome() == POWER
     assert played.tried == [ONE_BIT, POWER, *[ONE_BIT, POWER, POWER, ONE_BIT] * 2]
-    assert played.choice is not None
     assert played.choice.measured[ONE_BIT] == pytest.approx(0.55)
 
 
@@ -104,7 +102,6 @@ def test_nothing_worthwhile_leaves_ddps_own() -> None:
 @pytest.mark.parametrize(("step_s", "proves", "pairs"), [(0.9, True, 4), (0.99, False, 3), (1.1, False, 3)])
 def test_a_small_gain_must_show_in_a_trial_against_ddps_own(step_s: float, proves: bool, pairs: int) -> None:
     played = Played({HALF: 0.9, PLAIN: 1.0}, {HALF: (step_s, step_s), PLAIN: (1.0, 1.0)})
-    assert played.proves(HALF) == proves
+    assert to_the_end(played.proves(HALF)) == proves
     assert played.tried == [PLAIN, HALF, HALF, PLAIN, PLAIN, HALF, HALF, PLAIN][: 2 * pairs]
-    assert played.choice is not None
     assert played.choice.plain_s == pytest.approx(1.0)

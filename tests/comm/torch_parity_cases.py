@@ -78,7 +78,7 @@ def training(rank: int, world: int) -> dict[str, dict[str, Any]]:
             "loss": got[1],
             "plain loss": want[1],
             "same": same_everywhere(got[0]),
-            "last": sorted({(one.index, one.is_last) for one in state._layouts.values()}),
+            "last": sorted({(one.index, one.is_last) for one in state.layouts}),
             "logged": ddp._get_ddp_logging_data().get("comm_hook"),
             "steps": state.step,
         }

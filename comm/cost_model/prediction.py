@@ -1,0 +1,116 @@
+"""What the model says of every plan, once ranks have seen a few steps of DDP's own: the same on every rank.
+
+What buckets cost by a scheme is timed on all ranks at once, since they share memory, caches and cores in earnest too.
+Rank 0 predicts, and the others take its word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from accel.comm.catalogue import Scheme
+from accel.comm.cost_model.bucket_size import Size, better_size
+from accel.comm.cost_model.choice import ObservedStep, Option, calibrated, mean_of, options
+from accel.comm.cost_model.cost import Network, Profile, Stages
+from accel.comm.cost_model.dry_run import copy_byte_s, costs, shared_out
+from accel.comm.engine.plan import Plan
+from accel.comm.layout import Layout
+from accel.comm.ranks.object_group import ObjectGroup
+from accel.comm.ranks.post_mortem import CommError
+from accel.comm.ranks.topology import Topology
+
+Costs = dict[Scheme, tuple[Stages, ...]]
+
+
+class BucketFacts(NamedTuple):
+    """What a prediction must know of a module's buckets."""
+
+    layouts: Sequence[Layout]
+    topology: Topology
+    device: torch.device
+    gradients_are_views: bool
+    """Of the buckets, so that nothing is copied out of them."""
+    cap_mb: float
+    """As `bucket_cap_mb` of DDP."""
+
+
+@dataclass
+class Choice:
+    """What the model says of every candidate, and what real steps said of those tried."""
+
+    options: list[Option]
+    """Best first: the shortest predicted step, or about as short and nearer to exact."""
+    profile: Profile
+    network: Network
+    plain_s: float
+    """DDP's own step, measured."""
+    sizes: dict[Scheme | None, Size]
+    """Sizes of buckets predicted to be better, by the scheme that all buckets go by."""
+    measured: dict[Plan, float] = field(default_factory=dict)
+    """Steps of the options that were tried."""
+    sized: dict[float, float] = field(default_factory=dict)
+    """Steps of the chosen option by the size of buckets, where another one was tried."""
+
+    def table(self, chosen: Plan | None = None) -> str:
+        """Return the candidates, one a line: predicted step, communication that backward does not hide, measured."""
+        width = max(len(str(option)) for option in self.options)
+        lines = [f"{'way':{width}}  predicted     exposed    measured"]
+        for option in self.options:
+            step_s = self.measured.get(option.plan)
+            measured = f"{step_s * 1e3:8.1f} ms" if step_s is not None else " " * 11
+            mark = "  <- chosen" if chosen is not None and _same(option.plan, chosen) else ""
+            predicted = f"{option.step_s * 1e3:8.1f} ms {option.exposed_s * 1e3:8.1f} ms"
+            lines.append(f"{option!s:{width}} {predicted} {measured}{mark}".rstrip())
+        return "\n".join(lines)
+
+
+def _same(plan: Plan, other: Plan) -> bool:
+    return plan == other if any(plan) or any(other) else True
+
+
+def costs_of(schemes: Sequence[Scheme], facts: BucketFacts, talk: ObjectGroup) -> list[Costs]:
+    """Return on rank 0 what buckets cost by each scheme, as each rank has timed it; all ranks call this together."""
+    mine: Costs | str
+    try:
+        mine = costs(schemes, facts.layouts, facts.topology, facts.device)
+    except Exception as error:  # on this rank, perhaps alone: the others wait for what it has to say
+        mine = f"rank {talk.rank} could not time the ways: {type(error).__name__}: {error}"
+    by_rank = talk.collect(mine)
+    if problem := talk.first(next((costs for costs in by_rank if isinstance(costs, str)), "")):
+        raise CommError(problem)
+    return [costs for costs in by_rank if not isinstance(costs, str)]
+
+
+def choose(
+    observed: ObservedStep, facts: BucketFacts, network: Network, costs_by_rank: Sequence[Costs], talk: ObjectGroup
+) -> Choice:
+    """Return what the model says, the same on every rank; all ranks call this together.
+
+    Args:
+        observed: what this rank's steps have shown under DDP's own all-reduce.
+        facts: of their buckets.
+        network: from `accel.comm.cost_model.probe.probe`.
+        costs_by_rank: from `costs_of`, of the candidates; on rank 0.
+        talk: between the ranks.
+    """
+    mine = (observed, float(torch.get_num_threads()))
+    copying = 0.0 if facts.gradients_are_views else copy_byte_s(facts.layouts, facts.device)
+
+    def decision(by_rank: list[tuple[ObservedStep, float]]) -> Choice:
+        mean = mean_of([step for step, _ in by_rank])
+        profile, fitted = calibrated(mean, network, by_rank[0][1], copying)
+        return _predicted(mean, profile, fitted, shared_out(costs_by_rank), facts.cap_mb)
+
+    return talk.decide(mine, decision)
+
+
+def _predicted(observed: ObservedStep, profile: Profile, network: Network, cost: Costs, cap_mb: float) -> Choice:
+    sizes = {scheme: better_size(scheme, profile, network, cost, cap_mb) for scheme in (None, *cost)}
+    better = {scheme: size for scheme, size in sizes.items() if size is not None}
+    plain_s = observed.step_s - observed.extra_s
+    plain: Plan = (None,) * len(observed.bytes)
+    return Choice(options(profile, network, cost), profile, network, plain_s, better, {plain: plain_s})

@@ -1,0 +1,136 @@
+"""What an engine is bound to: the parameters of a model, and the ranks that average its gradients."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+
+from accel.comm.layout import Layout
+from accel.comm.ranks import topology
+from accel.comm.ranks.post_mortem import CommError
+from accel.comm.ranks.rendezvous import Apart, Each, Rendezvous
+from accel.comm.ranks.topology import Topology
+
+A = TypeVar("A")
+
+_made: dict[str, itertools.count[int]] = {}
+"""Bindings of this process, by process group."""
+
+
+class Binding:
+    """A model and a process group; every rank of the group makes one.
+
+    Args:
+        model: the DDP module or the module that it wraps; it is not kept.
+        process_group: default the world.
+        kind: what the user makes one of, for messages.
+
+    Raises:
+        ValueError: if there is no process group, this rank is not in it, or the model has no parameters.
+    """
+
+    def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, kind: str) -> None:
+        bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        named = list(bare.named_parameters())
+        self.kind = kind
+        self.group = _group(process_group, kind)
+        self.rank, self.size = self.group.rank(), self.group.size()
+        if not named:
+            raise ValueError("the model must have parameters, got none")
+        self.names = {id(parameter): name for name, parameter in named}
+        """Of the parameters, by identity."""
+        self.device: torch.device = named[0][1].device
+        number = next(_made.setdefault(self.group.group_name, itertools.count()))
+        self.store = PrefixStore(f"accel-comm/{number}", self.group.get_group_store())
+        described = [(name, tuple(one.shape), str(one.dtype), one.requires_grad) for name, one in named]
+        self._described = {
+            "number of parameters": len(described),
+            "parameters' names, shapes and dtypes": zlib.crc32(repr(described).encode()),
+            "torch": torch.__version__,
+        }
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Return the layouts of all buckets seen so far."""
+        return list(self._layouts.values())
+
+    def layout(self, bucket: dist.GradBucket) -> Layout:  # type: ignore[name-defined]
+        """Return what a bucket holds, or raise ValueError if it holds parameters of another model."""
+        parameters = bucket.parameters()
+        key = (bucket.index(), bucket.is_last(), *map(id, parameters))
+        if key not in self._layouts:
+            self._layouts[key] = self._new_layout(bucket, parameters)
+        return self._layouts[key]
+
+    def _new_layout(self, bucket: dist.GradBucket, parameters: list[Tensor]) -> Layout:  # type: ignore[name-defined]
+        unknown = [tuple(one.shape) for one in parameters if id(one) not in self.names]
+        if unknown:
+            raise ValueError(
+                f"a bucket must hold parameters of the model that {self.kind} got, got one of shape {unknown[0]} that "
+                "is not; pass the module that DDP wraps, and make one state for each DDP module"
+            )
+        names = tuple(self.names[id(one)] for one in parameters)
+        shapes = tuple(one.shape for one in parameters)
+        return Layout(bucket.index(), names, shapes, bucket.buffer().dtype, bucket.is_last())
+
+    # -- meetings ----------------------------------------------------------------------------------------------------
+
+    def meeting(self, name: str, patience: timedelta) -> Meeting:
+        """Return a place for the ranks to meet at, of a name that no other has."""
+        remedy = "every rank must make as many, in the same order"
+        store = PrefixStore(name, self.store)
+        return Meeting(
+            Rendezvous(store, self.rank, self.size, patience.total_seconds(), remedy), f"made no {self.kind}"
+        )
+
+    def meet(self, patience: timedelta) -> Topology:
+        """Return hosts and ranks, once all ranks are here with the same model."""
+
+        def answer(introductions: list[tuple[Mapping[str, str], Mapping[str, object]]]) -> Topology:
+            check_same([described for _, described in introductions], self.kind)
+            return topology.from_identities([identity for identity, _ in introductions])
+
+        return self.meeting("meeting", patience).meet((topology.identity(), self._described), answer)
+
+
+class Meeting(NamedTuple):
+    """Where ranks tell each other something before they have groups."""
+
+    rendezvous: Rendezvous
+    missed: str
+
+    def meet(self, mine: Any, answer: Callable[[list[Any]], A | Each]) -> A:
+        """Return what rank 0 makes of what all ranks brought; raise CommError if one does not come."""
+        try:
+            return self.rendezvous.meet(mine, answer, self.missed)
+        except Apart as error:
+            raise CommError(str(error)) from None
+
+
+def check_same(described: Sequence[Mapping[str, object]], kind: str) -> None:
+    """Raise ValueError unless all ranks describe the same."""
+    for rank, theirs in enumerate(described):
+        for name, value in theirs.items():
+            if value != (first := described[0][name]):
+                raise ValueError(
+                    f"all ranks must have the same {name}, got {first} on rank 0 and {value} on rank {rank}; pass the "
+                    f"same to {kind} everywhere"
+                )
+
+
+def _group(process_group: dist.ProcessGroup | None, kind: str) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise ValueError(f"{kind} needs a process group: call torch.distributed.init_process_group first")
+    group = dist.group.WORLD if process_group is None else process_group
+    if not isinstance(group, dist.ProcessGroup):  # what new_group returns to those outside is no group
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group; make {kind} only on its members")
+    return group

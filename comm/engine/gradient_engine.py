@@ -1,0 +1,270 @@
+"""The engine of gradient communication: the one owner of what outlives a step.
+
+It counts steps, keeps what was not sent yet, follows the loss scale, and opens and closes the groups and threads of the
+schemes that its plan names. The plan may change between two steps; what was not sent stays with its parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+
+from accel.comm.catalogue import Scheme
+from accel.comm.engine.binding import Binding
+from accel.comm.engine.plan import Plan, SchemeSettings, catalogue_settings, scheme_of
+from accel.comm.engine.reduction import BucketJob, is_finite
+from accel.comm.engine.route import Arrangement, Route, arranged
+from accel.comm.layout import Layout
+from accel.comm.memory import LossScale, Memory
+from accel.comm.ranks.channel import GlooChannel
+from accel.comm.ranks.object_group import ObjectGroup
+from accel.comm.ranks.topology import Topology
+
+Averaged = torch.futures.Future[Tensor]
+
+
+class GradientEngine:
+    """Averages buckets over ranks by a plan that may change between two steps; state of `accel.comm.hooks.hook`.
+
+    Every rank makes one and gives it the same plans before the same steps. It is DDP's own all-reduce until `use` says
+    otherwise. While a bucket goes DDP's way its residual waits.
+
+    DDP multiplies gradients by 1/n, and so does the engine; with `gradient_as_bucket_view` and
+    `zero_grad(set_to_none=False)` DDP divides by n, which differs in the last bit where n is no power of two.
+
+    Args:
+        timeout: for each collective of a scheme; DDP's own keep theirs.
+        patience: how long to wait for ranks that make none; default: the timeout.
+        memory: where what was not sent is kept; default: one of its own.
+        scaler: the GradScaler in use, so that what was not sent yet follows its scale; default None.
+        kind: what the user makes one of, for messages.
+    """
+
+    leaves_unfit = True
+    """Buckets that no scheme can take, sparse ones and integers, go DDP's way; else they are an error."""
+
+    def __init__(
+        self,
+        *,
+        timeout: timedelta = timedelta(minutes=5),
+        patience: timedelta | None = None,
+        memory: Memory | None = None,
+        scaler: Any = None,
+        kind: str = "GradientEngine",
+    ) -> None:
+        self.timeout, self.patience, self.kind = timeout, timeout if patience is None else patience, kind
+        self.step = 0
+        self.memory = Memory() if memory is None else memory
+        self.plan: Plan = ()
+        self.wanted: Plan = ()
+        """The plan from the next step on."""
+        self.divide_s = 0.0
+        """Seconds, in all, in which DDP's own way divided gradients; without a hook DDP does it in passing."""
+        self._scale = LossScale(scaler)
+        self._remembers = False
+        """Whether a scheme of the plan has own fields in the memory."""
+        self._filled: Plan = ()
+        """The plan whose buckets the memory is laid out for."""
+        self._binding: Binding | None = None
+        self._routes: dict[Scheme, Route] = {}
+        self._numbers = itertools.count()
+        self._open = False
+
+    # -- groups and threads ------------------------------------------------------------------------------------------
+
+    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+        """Take a model, in place of the one before; every rank of the group takes part."""
+        self.close()
+        self.plan = self.wanted = ()
+        self._binding, self._numbers = Binding(model, process_group, self.kind), itertools.count()
+        self.topology: Topology = self._binding.meet(self.patience)
+        self._open = True
+
+    @property
+    def binding(self) -> Binding:
+        """Return the model and the ranks."""
+        if self._binding is None:
+            raise ValueError(self.unbound())
+        return self._binding
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Return the names of the model's parameters, by identity."""
+        return self.binding.names
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Return the layouts of all buckets seen so far."""
+        return self.binding.layouts
+
+    @property
+    def open_schemes(self) -> list[Scheme]:
+        """Return the schemes that have groups and threads."""
+        return list(self._routes)
+
+    def object_group(self) -> ObjectGroup:
+        """Return a new line between the ranks; every rank takes part."""
+        binding = self.binding
+        store = PrefixStore(f"objects/{next(self._numbers)}", binding.store)
+        return ObjectGroup(GlooChannel(store, range(binding.size), binding.rank, self.timeout))
+
+    def close(self) -> None:
+        """End threads and groups; what is under way breaks off. The plan that was wanted is then the present one."""
+        self.plan, self._open, self._remembers = self.wanted, False, False
+        self._close_routes(())
+
+    def _close_routes(self, kept: Plan) -> None:
+        for scheme in [scheme for scheme in self._routes if scheme not in kept]:
+            self._routes.pop(scheme).close()
+
+    def unbound(self) -> str:
+        """Return what to say where groups are missing."""
+        article = "an" if self.kind[0] in "AEIOU" else "a"
+        return f"{article} {self.kind} that was closed or unpickled must be bound first: state.bind(model)"
+
+    # -- the plan ----------------------------------------------------------------------------------------------------
+
+    def use(self, plan: Plan) -> None:
+        """Let buckets go by these schemes from the next step on; the same on every rank.
+
+        Args:
+            plan: a scheme for each bucket, None for DDP's own; the last one counts for all that follow, () is DDP's own
+                for all.
+        """
+        for scheme in filter(None, plan):
+            self.settings_of(scheme)
+            if not self._open:
+                raise ValueError(self.unbound())
+            if scheme.hierarchical:
+                self.topology.check_even()
+        self.wanted = tuple(plan) if any(plan) else ()
+
+    def release(self, *kept: Plan) -> None:
+        """Give up the threads and groups of schemes that are not in use; every rank at the same step.
+
+        Args:
+            kept: plans whose schemes stay, since they will be used again.
+        """
+        self._close_routes(tuple(itertools.chain(self.wanted, *kept)))
+
+    def settings_of(self, scheme: Scheme) -> SchemeSettings:
+        """Return how buckets of a scheme are averaged."""
+        return catalogue_settings(scheme)
+
+    def arrangement(self, scheme: Scheme) -> Arrangement:
+        """Return which ranks sum with which."""
+        return arranged(self.topology, self.binding.rank, scheme.hierarchical)
+
+    def apply(self) -> None:
+        """Make the wanted plan the present one, between two steps; every rank takes part."""
+        if self.wanted == self.plan:
+            return
+        for scheme in filter(None, self.wanted):
+            if scheme not in self._routes:
+                self._routes[scheme] = self._new_route(scheme)
+        if self.wanted:
+            if self._filled not in ((), self.wanted):
+                self.memory.load_state_dict(self.memory.state_dict())  # to wherever each bucket goes now
+            self._filled = self.wanted
+        self.plan = self.wanted
+        self._remembers = any(self._routes[scheme].settings.fields for scheme in self.plan if scheme is not None)
+
+    def _new_route(self, scheme: Scheme) -> Route:
+        arrangement = self.arrangement(scheme)
+        settings, number = self.settings_of(scheme), next(self._numbers)
+        return Route(number, settings, arrangement, self.binding, self.memory, self.timeout)
+
+    # -- what the hook does with a bucket ----------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Take over what the last step wrote, unless it was void, and go over to the plan that is wanted."""
+        self.memory.settle()
+        self._scale.follow(self.memory)
+        self.step += 1
+        self.apply()
+
+    def route_of(self, bucket: dist.GradBucket) -> Route | None:  # type: ignore[name-defined]
+        """Return the groups and threads that the plan has for a bucket; None is DDP's own all-reduce."""
+        scheme = scheme_of(self.plan, bucket.index())
+        if scheme is None or (self.leaves_unfit and _unfit(bucket.buffer())):
+            return None
+        return self.route(scheme)
+
+    def route(self, scheme: Scheme) -> Route:
+        """Return the groups and threads of a scheme of the present plan."""
+        if scheme not in self._routes:
+            raise ValueError(self.unbound())
+        return self._routes[scheme]
+
+    def job_of(self, bucket: dist.GradBucket, route: Route) -> BucketJob:  # type: ignore[name-defined]
+        """Return a bucket with its layout, the memory of its parameters, and the future of its mean."""
+        buffer, layout = bucket.buffer(), self.binding.layout(bucket)
+        if not route.has_taken(layout):
+            if reason := _unfit(buffer):
+                raise ValueError(reason.format(name=layout.names[0]))
+            route.take(layout)
+        devices = [buffer.device] if buffer.device.type == "cuda" else []
+        done: Averaged = torch.futures.Future(devices=devices)
+        return BucketJob(self.step, layout, buffer, self.memory.slot(layout), done)
+
+    def all_reduced(self, bucket: dist.GradBucket) -> Averaged:  # type: ignore[name-defined]
+        """Average a bucket as DDP does by itself, to the bit."""
+        buffer, binding = bucket.buffer(), self.binding
+        began = time.perf_counter()
+        buffer.mul_(1.0 / binding.size)
+        self.divide_s += time.perf_counter() - began
+        work = dist.all_reduce(buffer, group=binding.group, async_op=True)
+        future: torch.futures.Future[Any] = work.get_future()
+        return future.then(lambda done: done.value()[0])
+
+    def noted(self, bucket: dist.GradBucket, averaged: Averaged) -> Averaged:  # type: ignore[name-defined]
+        """Let the memory hear of a mean that is not finite, where the stages of the bucket's scheme don't tell it."""
+        if not self._remembers:
+            return averaged
+        scheme = scheme_of(self.plan, bucket.index())
+        if scheme is not None and self._routes[scheme].tells_memory:
+            return averaged
+        note = self.memory.note
+
+        def ended(averaged: Averaged) -> Tensor:
+            value = averaged.value()
+            note(is_finite(value))
+            return value
+
+        return averaged.then(ended)
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's memory by parameter, and the step; save it on each rank, between steps."""
+        return {**self.memory.state_dict(), "step": self.step, "scale": self._scale.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a saved memory, on every rank.
+
+        Args:
+            state: what this rank saved, or this rank's part of `accel.comm.memory.reshard`.
+
+        Raises:
+            ValueError: if it is of another version; at the next step, if it is of another model.
+        """
+        self.memory.load_state_dict(state)
+        self._filled = ()
+        self.step, self._scale.value = state["step"], state.get("scale", 1.0)
+
+
+def _unfit(buffer: Tensor) -> str:
+    """Return why no scheme can take a bucket, with room for the {name} of a parameter; '' if one can."""
+    if buffer.layout != torch.strided:
+        return "gradients must be dense, got a sparse one of {name!r}; use Embedding(sparse=False)"
+    if not buffer.dtype.is_floating_point:
+        return f"gradients must be real floating point, got {buffer.dtype} of {{name!r}}; use no hook"
+    return ""

@@ -1,0 +1,223 @@
+"""Schemes offered to whoever tries them: what is predicted to be about the fastest on a DDP module, by level.
+
+The first level to be switched on measures the network, and lets plain steps be watched; from then on the cost model
+says what is worth a trial. The trial itself is somebody else's, as are its verdict and what stays. All ranks switch and
+predict together, between the same two steps; rank 0's prediction counts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.comm.catalogue import allowed
+from accel.comm.cost_model.choice import WORTH, Option, worthwhile
+from accel.comm.cost_model.cost import Network
+from accel.comm.cost_model.prediction import Choice, choose, costs_of
+from accel.comm.cost_model.probe import probe
+from accel.comm.ranks.post_mortem import CommError
+from accel.comm.selection.planner import Planner
+from accel.comm.selection.registration import why_not
+
+WATCH = 5
+"""Plain steps that must have been recorded before anything is predicted."""
+_ERROR = 1.15
+"""Predictions that differ by less may come in another order on real steps."""
+_PATIENCE = timedelta(seconds=30)
+"""For ranks that come from one step boundary to another place in it; one that fails on the way never does."""
+_MOST = 3
+"""Schemes that are offered, of those about as fast as the best."""
+
+
+class NoOffer(Exception):
+    """Nothing is predicted to beat DDP's own all-reduce; the message says so with numbers."""
+
+
+class SchemeOption(NamedTuple):
+    """A way to average gradients, perhaps in buckets of another size."""
+
+    option: Option
+    cap_mb: float | None
+    """As `bucket_cap_mb` of DDP; None for the size they have."""
+    step_s: float
+    """Predicted."""
+
+    def __str__(self) -> str:
+        scheme = str(self.option)
+        return scheme if self.cap_mb is None else f"{scheme} in buckets of {self.cap_mb:g} MB"
+
+
+def candidates(choice: Choice) -> list[SchemeOption]:
+    """Return what is predicted to beat DDP's own all-reduce in buckets as they are, best first."""
+    better = [SchemeOption(option, None, option.step_s) for option in worthwhile(choice.options)]
+    limit_s = (1 - WORTH) * next(option.step_s for option in choice.options if not any(option.plan))
+    for option in choice.options:
+        size = choice.sizes.get(option.plan[0]) if len(set(option.plan)) == 1 else None
+        if size is not None and size.step_s < limit_s:
+            better.append(SchemeOption(option, size.cap_mb, size.step_s))
+    return sorted(better, key=lambda option: option.step_s)
+
+
+class SchemeOffers(Planner):
+    """Offers of schemes for one DDP module: a plan goes on and off as it is told from outside, at step boundaries.
+
+    Args:
+        ddp: the module, on every rank.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        # As patient as DDP itself: what one rank does alone between two steps must not end the training.
+        backend = ddp.process_group._get_backend(next(ddp.module.parameters()).device)
+        super().__init__(ddp, timeout=backend.options._timeout, patience=_PATIENCE)
+
+    def bind(self, ddp: DistributedDataParallel) -> None:
+        """Take a module, and predict anew; every rank takes part."""
+        super().bind(ddp)
+        self.choices: dict[str, Choice] = {}
+        """Predictions by level of `allow`."""
+        self._on: dict[str, int] = {}
+        """Levels that are on, and the number of the offer of each; the last one counts."""
+        self._network: Network | None = None
+        self._cap_mb = self.registration.cap_mb
+
+    # -- on and off --------------------------------------------------------------------------------------------------
+
+    def enable(self, level: str, number: int) -> None:
+        """Use the `number`-th offer of a level, as soon as there is a prediction; on every rank.
+
+        Raises:
+            NoOffer: on every rank, if there is a prediction and nothing in it.
+        """
+        self._on.pop(level, None)
+        self._on[level] = number
+        if self._network is None:
+            self._network = probe(self.topology, self.device)
+        self.put_on()
+        self.apply()
+
+    def disable(self, level: str) -> None:
+        """Go back to what was on before the level, in the end to DDP's own; then without a hook once all is known."""
+        self._on.pop(level, None)
+        if self._on:
+            self.apply()
+            return
+        self.registration.rebucket(self._cap_mb)
+        if self.choices:
+            self.take_off()
+        else:
+            self.engine.use(())
+
+    def apply(self) -> None:
+        """Use the offer of the last of the levels that are on; DDP's own until there is one."""
+        level, number = list(self._on.items())[-1]
+        if not self._is_predicted(level):
+            self.recorder.on = True
+            self.engine.use(())
+            return
+        options = candidates(self.choices[level])
+        if not options:
+            raise NoOffer(_nothing(self.choices[level]))
+        self._use(options[min(number, len(options) - 1)])
+
+    def _use(self, option: SchemeOption) -> None:
+        plan = option.option.plan if option.cap_mb is None else option.option.plan[:1]
+        self.registration.rebucket(option.cap_mb or self._cap_mb)
+        self.engine.release(plan)  # of schemes tried before
+        if any(plan):
+            self.put_on()
+            self.engine.use(plan)
+        else:
+            self.take_off_later()
+
+    def release(self) -> None:
+        """Give up what is not in use; everything, with the hook, where no level is on."""
+        if self._on:
+            self.engine.release()
+        elif self.bound:
+            self.take_off()
+            self.close()
+            self.choices = {}
+
+    # -- prediction --------------------------------------------------------------------------------------------------
+
+    def _is_predicted(self, level: str) -> bool:
+        """Predict, if enough plain steps have been watched; they are the same on every rank."""
+        if level in self.choices:
+            return True
+        if len(self.recorder.times) < WATCH and not self.choices:
+            return False
+        assert self._network is not None
+        schemes = allowed(level, by_hosts=self.topology.by_hosts_pays)
+        costs = costs_of(schemes, self.facts, self.talk)
+        observed = self.recorder.times.observed()
+        self.choices[level] = choose(observed, self.facts, self._network, costs, self.talk)
+        self.recorder.on = False
+        return True
+
+    def between_steps(self) -> None:
+        """Make up for a prediction that could not be made when a level was switched on."""
+        if self._on and not self.choices and len(self.recorder.times) >= WATCH:
+            try:
+                self.apply()
+            except (NoOffer, CommError):  # raised on every rank; within backward it would end the training
+                self.engine.use(())
+
+    def about_as_fast(self, level: str) -> list[SchemeOption]:
+        """Return what the model can't tell from the best of a level; nothing until there is a prediction."""
+        options = candidates(self.choices[level]) if level in self.choices else []
+        return [option for option in options if option.step_s <= _ERROR * options[0].step_s][:_MOST]
+
+    def describe(self, level: str, number: int) -> str:
+        """Return an offer of a level and the step predicted for it; '' until it is known."""
+        options = self.about_as_fast(level)
+        if not options:
+            return ""
+        option = options[min(number, len(options) - 1)]
+        plain_s = self.choices[level].plain_s
+        return f"{option}, predicted {option.step_s * 1e3:.1f} ms in place of {plain_s * 1e3:.1f} ms"
+
+
+def _nothing(choice: Choice) -> str:
+    best = next((option for option in choice.options if any(option.plan)), None)
+    why = "no way is allowed" if best is None else f"the best, {best}, is predicted to take {best.step_s * 1e3:.1f} ms"
+    return f"gradients are left as they are: a step takes {choice.plain_s * 1e3:.1f} ms, {why}"
+
+
+_offers: weakref.WeakKeyDictionary[nn.Module, SchemeOffers] = weakref.WeakKeyDictionary()
+
+
+def known_offers(ddp: nn.Module) -> SchemeOffers | None:
+    """Return the offers of a module that have been opened, closed ones too."""
+    return _offers.get(ddp)
+
+
+def open_offers(ddp: DistributedDataParallel) -> SchemeOffers:
+    """Return the offers of a module, ready to be switched."""
+    if ddp not in _offers:
+        _offers[ddp] = SchemeOffers(ddp)
+    elif not _offers[ddp].bound:
+        _offers[ddp].bind(ddp)
+    return _offers[ddp]
+
+
+def refusal(ddp: DistributedDataParallel, above: Collection[str]) -> str:
+    """Say why there are none: a hook or a process group of the user's, or a prediction for one of the levels `above`.
+
+    Args:
+        ddp: the module.
+        above: levels whose schemes include those asked for.
+    """
+    offers = known_offers(ddp)
+    if reason := why_not(ddp, offers):
+        return reason
+    if ddp.process_group.size() != dist.get_world_size():
+        return "the model's process group holds only some of the ranks"
+    if offers is not None and any(level in offers.choices for level in above):
+        return "what was tried already chooses among these ways too"
+    return ""
