@@ -14,10 +14,11 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
-from accel.comm.catalogue import CATALOGUE, Scheme, error_feedback
-from accel.comm.compressor import RESIDUAL
+from accel.comm.catalogue import CATALOGUE, Scheme
 from accel.comm.cost_model.cost import CollectiveCall, Stages, StageSegment, between, scaled
+from accel.comm.engine.plan import catalogue_settings
 from accel.comm.engine.reduction import BucketJob, Reduction
+from accel.comm.engine.route import arranged
 from accel.comm.engine.stages import pipeline_stages
 from accel.comm.layout import Layout
 from accel.comm.memory import Memory
@@ -108,20 +109,16 @@ def dry_run(way: Scheme, layout: Layout, topology: Topology, device: torch.devic
         runs: timed runs, of which the fastest counts, segment by segment.
     """
     clock = _clock(device)
-    compressor = CATALOGUE[way.compressor].make()
-    feedback = error_feedback(compressor, CATALOGUE[way.compressor].level)
-    fields = ((RESIDUAL,) if feedback else ()) + compressor.fields
-    memory, size = Memory(), topology.size
-    reduction = Reduction(compressor, fields, memory, size)
-    everyone, within = tuple(range(size)), topology.within(0)
-    across = topology.across(0) if way.hierarchical else everyone
+    settings, memory = catalogue_settings(way), Memory()
+    reduction = Reduction(settings.compressor, settings.fields, memory, topology.size)
+    hierarchical, within, across, _ = arranged(topology, 0, way.hierarchical)
     channels: list[DryChannel] = []
 
     def channel(name: str, ranks: tuple[int, ...]) -> DryChannel:
         channels.append(DryChannel(ranks, topology, clock))
         return channels[-1]
 
-    stages = pipeline_stages(compressor, reduction, way.hierarchical, within, across, channel)
+    stages = pipeline_stages(settings.compressor, reduction, hierarchical, within, across, channel)
     given = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0)).to(device, layout.dtype)
     found: list[Stages] = []
     with torch.no_grad():

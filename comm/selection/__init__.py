@@ -1,1 +1,1 @@
-"""The scheme of each bucket, measured in training and switched between steps."""
+"""Policies over the engine: plans, tried on real steps and changed between them."""

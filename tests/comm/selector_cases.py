@@ -98,7 +98,7 @@ def every_way(rank: int, world: int) -> dict[str, dict[str, Any]]:
 
 
 def back_and_forth(rank: int, world: int) -> dict[str, Any]:
-    """Switch ways between steps, bucket by bucket, and look at the law of error feedback and at the replicas."""
+    """Change schemes between steps, bucket by bucket, and look at the law of error feedback and at the replicas."""
     ddp, planner = planned()
     plans: list[Any] = [
         (),

@@ -1,4 +1,4 @@
-"""A switch between two steps: DDP's own bits while it is off, equal replicas, nothing lost, and off for good."""
+"""A plan that changes between steps: DDP's own bits while it is off, equal replicas, nothing lost, and off for good."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_each_way_is_the_hook_of_its_own_state(world: int, ways: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_after_each_switch_replicas_are_equal_and_nothing_is_lost(world: int) -> None:
+def test_after_each_change_replicas_are_equal_and_nothing_is_lost(world: int) -> None:
     for found in run_ranks(cases.back_and_forth, world, per_host=world // 2):
         assert found["same"]
         # Of some 14 to 18 steps in float32; half precision alone rounds what is never fed back.
@@ -39,7 +39,7 @@ def test_what_is_withheld_waits_while_a_plain_bucket_is_void() -> None:
         assert found == {"arrived": True, "untouched": True}
 
 
-def test_a_switch_is_saved_and_pickled() -> None:
+def test_a_planner_is_saved_and_pickled() -> None:
     for found in run_ranks(cases.saved_and_moved, 2):
         assert found == {"pickled": True, "loaded": True, "steps": 4}
 
