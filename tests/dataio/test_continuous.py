@@ -280,7 +280,8 @@ def test_what_can_be_foreseen_and_moved() -> None:
     assert not foreseeable(make_loader(data, sampler=RandomSampler(data, replacement=True)))
     assert draw_ahead(make_loader(data, sampler=RandomSampler(data, replacement=True))) is None
     assert movable(make_loader()) == ""
-    assert "already has workers of its own (1)" in movable(make_loader(num_workers=1))
+    assert movable(make_loader(num_workers=1)) == ""
+    assert "keeps its workers itself" in movable(make_loader(num_workers=1, persistent_workers=True))
     assert "not a torch.utils.data.DataLoader" in movable([1, 2])
 
 
