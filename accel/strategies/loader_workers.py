@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from accel.dataio.dataset.handles import check_fork, shared_handle
-from accel.dataio.passes.proxy import movable, same_as_plain
+from accel.dataio.passes.movable import movable
+from accel.dataio.passes.proxy import same_as_plain
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
@@ -114,7 +115,7 @@ class LoaderWorkers(Strategy):
 
 _THREADS = "threads="
 # Batches: a trial takes twelve epochs, and could win little.
-_LONG_EPOCH = 1000
+_LONG_EPOCH = 500
 # Processes by another method import the user's script; where there is no fork, starting them is refused.
 _START_METHOD = "fork" if sys.platform == "linux" else None
 
@@ -122,7 +123,10 @@ _START_METHOD = "fork" if sys.platform == "linux" else None
 def _refusal_of_own(run: Run) -> str:
     if run.world_size > 1:
         return "with several ranks a loader's own workers are left alone: epochs may end at other steps on each"
-    batches = len(run.loader)
+    try:
+        batches = len(run.loader)
+    except TypeError:
+        return "the loader's sampler has no length: its epochs may have no end"
     if batches > _LONG_EPOCH:
         return f"an epoch has {batches:,} batches: the start of the loader's own workers is little beside them"
     return ""

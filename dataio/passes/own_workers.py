@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, MapDataPipe
+from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel.dataio.engine.engine import BatchJob, WorkerEpoch
@@ -27,24 +27,10 @@ from accel.dataio.passes import epochs
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.epochs import Ahead, Draws
 from accel.dataio.passes.jobs import Jobs
+from accel.dataio.passes.movable import not_continuable
 
 # What batches are made by, and may be set anew between two epochs.
 _OPTIONS = ("num_workers", "prefetch_factor", "worker_init_fn", "timeout", "multiprocessing_context", "pin_memory")
-
-
-def not_continuable(loader: DataLoader[Any]) -> str:
-    """Return '' if workers that go on could stand in for those of `loader`, which must be map-style, else why not."""
-    if loader.persistent_workers:
-        return "the loader keeps its workers itself (persistent_workers=True), and with them their random states"
-    if not loader.in_order:
-        return "the loader hands batches out as they come (in_order=False)"
-    if isinstance(loader.dataset, MapDataPipe):
-        return "the dataset is a MapDataPipe, which torch shards in its own workers"
-    if type(loader)._get_iterator is not DataLoader._get_iterator:
-        return f"{type(loader).__name__} makes its iterators in its own way"
-    if loader.pin_memory and torch.accelerator.is_available() and not torch.cuda.is_available():
-        return "batches are pinned for a device that is not a CUDA one"
-    return ""
 
 
 class OwnWorkers:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.data import DataLoader
 
 from accel.dataio.batches import equal
 from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.passes.continuous import Continuous
-from accel.dataio.passes.own_workers import OwnWorkers, not_continuable
 from accel.dataio.passes.stand_in import StandIn
+
+if TYPE_CHECKING:
+    from accel.dataio.passes.own_workers import OwnWorkers
 
 
 class LoaderListener(Protocol):
@@ -86,19 +88,6 @@ class LoaderProxy(StandIn):
 def is_proxy(loader: Any) -> bool:
     """Tell whether `loader` is a `LoaderProxy` (its `__class__` is that of the loader it stands for)."""
     return issubclass(type(loader), LoaderProxy)
-
-
-def movable(loader: Any) -> str:
-    """Return '' if the loader's batches can be made by workers that go on across epochs, else the reason why not."""
-    if not isinstance(loader, DataLoader):
-        return f"the loader is a {type(loader).__name__}, not a torch.utils.data.DataLoader"
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        return f"{type(loader).__name__} iterates in its own way"
-    if loader._dataset_kind != 0:
-        return "the dataset is iterable: reading ahead would consume items that an early break leaves"
-    if loader.batch_sampler is None:
-        return "the loader has no batch sampler (batch_size=None)"
-    return not_continuable(loader) if loader.num_workers > 0 else ""
 
 
 class _Epoch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from accel.dataio.passes.own_workers import OwnWorkers, not_continuable
+from accel.dataio.passes.movable import not_continuable
+from accel.dataio.passes.own_workers import OwnWorkers
 from accel.dataio.passes.proxy import LoaderProxy
 from tests.dataio.test_continuous import Silent
 
@@ -153,7 +155,7 @@ class Lazy(Sampler[int]):
             yield int(torch.randint(21, ())) if random.random() < 0.5 else int(np.random.randint(21))
 
 
-@pytest.mark.parametrize("loop", [{}, {"stop": 3}, {"draw": True}], ids=str)
+@pytest.mark.parametrize("loop", [{}, {"stop": 3, "draw": True}], ids=str)
 @pytest.mark.parametrize(
     "make",
     [
@@ -387,3 +389,21 @@ def test_epochs_are_made_ahead_by_the_same_processes() -> None:
     assert [process.pid for process in own.continuous.engine.processes] == processes and len(processes) == 2
     assert own.continuous.failed_guesses == 0
     own.close()
+
+
+class Slow(Augmented):
+    def __getitem__(self, index: int) -> Any:
+        if index == 13:
+            time.sleep(3)
+        return super().__getitem__(index)
+
+
+def test_a_timeout_is_obeyed() -> None:
+    failures = both(lambda: loader(Slow(), timeout=1), number=1).failures
+    assert len(failures) == 1 and "timeout=1" in failures[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_the_loaders_own_start_method_is_used(method: str) -> None:
+    assert not both(lambda: loader(shuffle=True, multiprocessing_context=method), number=2).failures
