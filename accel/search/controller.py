@@ -395,7 +395,7 @@ class Controller:
                 gap, next_check = 2 * gap, self.steps + 2 * gap
                 self._recheck_numbers(result)
                 # A machine that was busy during the search and is quiet now (or the reverse) shows in no step time.
-                yield from self._retry_kept([n for n in self.plan if self._is_retried(self._candidates[n])])
+                yield from self._retry_kept([n for n in self.plan if self._candidates[n].host_dependent])
                 level.forget()
                 continue
             if self._changed(result):
@@ -412,19 +412,18 @@ class Controller:
                 yield from self._close()  # less is on than was measured
                 level.forget()
 
-    def _is_retried(self, candidate: Candidate) -> bool:
-        """Tell whether it is tried again from time to time; a trial in whole epochs would take too many of them."""
-        return candidate.host_dependent and not candidate.by_epoch()
-
     def _recheck_numbers(self, result: Result) -> None:
         if result.finding is not None and result.finding.problem:
             for name in list(self.plan):
                 self._remove(name, f"the guard's later check failed: {result.finding.problem}")
 
     def _retry_kept(self, names: Sequence[str]) -> Decisions:
-        """Leave out one of these kept strategies at a time; one that no longer pays is undone."""
+        """Leave out one of these kept strategies at a time; one that no longer pays is undone.
+
+        What is tried in whole epochs stays: a trial takes many of them, and steps say nothing of how epochs begin.
+        """
         for name in names:
-            if name not in self.plan:
+            if name not in self.plan or self._candidates[name].by_epoch():
                 continue
             without = {n: s for n, s in self.plan.items() if n != name}
             outcome = yield from self._trial(without, dict(self.plan), self._candidates[name].settling(self.plan[name]))

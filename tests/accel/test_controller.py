@@ -451,3 +451,17 @@ def test_what_does_not_shorten_the_beginning_of_epochs_is_undone() -> None:
 
     assert controller.plan == {}
     assert controller.rows["workers"].status == "undone"
+
+
+def test_what_is_tried_in_whole_epochs_is_not_tried_again_while_the_plan_is_on() -> None:
+    machine = Machine(
+        noise=0.02,
+        data_share=0.0,
+        epoch_start_s=lambda plan: 0.0 if "workers" in plan else 0.1,
+        drift=lambda step: 1.0 if step < 1000 else 1.5,
+    )
+
+    controller = simulate([by_epoch()], machine, steps=4000, until_settled=False, pace=FAST)
+
+    assert controller.plan == {"workers": None}
+    assert sum(action.whole_epoch for action in machine.actions) == 1 + 12
