@@ -259,6 +259,7 @@ def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetchin
         one_off_s=0.0 if strategy.name in settings.enable else strategy.one_off_s,
         settling=strategy.settling,
         phase=strategy.phase,
+        by_epoch=lambda: strategy.by_epoch(run),
         host_dependent=strategy.host_dependent,
         ruled_out=_ruled_out(strategy, settings, fetching_in_use),
         refusal=lambda: _refusal(strategy, run),

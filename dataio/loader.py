@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes import epochs, resume
-from accel.dataio.passes.loader_core import MODES, LoaderCore, Mode, Options, not_movable
+from accel.dataio.passes.loader_core import MODES, LoaderCore, Mode, Options
+from accel.dataio.passes.movable import not_movable
 from accel.dataio.passes.passes import Pass, Through
 
 # Attributes of a `DataLoader` that may be set, and that batches depend on.

@@ -20,8 +20,10 @@ class Action:
 
     plan: Choices
     """Strategies that are on in these steps."""
-    steps: int
+    steps: int = 0
     """Steps to count."""
+    whole_epoch: bool = False
+    """Count the steps of one epoch instead, from first to last: of the first that begins under the plan."""
     rest: int = 0
     """Steps to run first, under the plan but unmeasured; only the watch is active."""
     settle: int = 0
@@ -77,6 +79,8 @@ class Candidate:
     host_dependent: bool = False
     phase: str = ""
     """The one phase of the step that it can shorten; '' if it acts on more."""
+    by_epoch: Callable[[], bool] = lambda: False
+    """Tells whether it takes effect when an epoch begins, and is tried in whole epochs."""
     ruled_out: tuple[str, str] | None = None
     """Report status and reason, if the user's arguments leave it out."""
     refusal: Callable[[], str] = lambda: ""

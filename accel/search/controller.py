@@ -89,6 +89,8 @@ class Controller:
         self._regime: object = None
         self._regime_changed = False
         self._reopened = 0
+        self._epochs_outcome: tuple[Choices, Choices, Outcome] | None = None
+        """The last trial in whole epochs: both plans, and what it found."""
         self._closed: Choices = {}
         """The plan that the closing trial was about."""
 
@@ -206,6 +208,8 @@ class Controller:
             elif not self._affordable(candidate.one_off_s):
                 self._ledger.decide(name, "not tried", self._budget.too_dear(self.cost_s, candidate.one_off_s))
                 waiting.append(name)
+            elif too_little := (yield from self._too_little_of_epoch(candidate)):
+                self._ledger.decide(name, "not tried", too_little)
             else:
                 yield from self._try(candidate)
                 if self._regime_changed:
@@ -218,19 +222,39 @@ class Controller:
         limits = [Bottleneck(finding.bottleneck) for finding in self.diagnosis.findings] + self.diagnosis.limits
         order = list(self._candidates)
 
-        def rank(name: str) -> tuple[bool, bool, int, int]:
+        def rank(name: str) -> tuple[bool, bool, bool, int, int]:
             candidate = self._candidates[name]
             treated = (limits.index(limit) for limit in candidate.treats if limit in limits)
-            return candidate.one_off_s > 0, name not in named, min(treated, default=len(limits)), order.index(name)
+            return (
+                candidate.by_epoch(),
+                candidate.one_off_s > 0,
+                name not in named,
+                min(treated, default=len(limits)),
+                order.index(name),
+            )
 
         return min(self._pending, key=rank)
 
     def _too_little(self, candidate: Candidate) -> str:
         """Return why a candidate can't gain enough: its whole phase is shorter than the least gain; else ''."""
-        share = self._share(candidate)
+        share = None if candidate.by_epoch() else self._share(candidate)
         if share is None or share >= self._config.drop_gain:
             return ""
         return f"{candidate.phase} is {share:.1%} of the step: too little to win"
+
+    def _too_little_of_epoch(self, candidate: Candidate) -> Generator[Action, Result, str]:
+        """Say the same of a candidate that takes effect when an epoch begins, after one epoch."""
+        if not candidate.by_epoch() or not candidate.phase:
+            return ""
+        result = yield from self._act(Action(plan=self.plan, whole_epoch=True))
+        if self._changed(result):
+            return ""
+        share = sum(m.phases.get(candidate.phase, 0.0) for m in result.measurements) / sum(result.seconds)
+        return (
+            ""
+            if share >= self._config.drop_gain
+            else f"{candidate.phase} is {share:.1%} of an epoch: too little to win"
+        )
 
     def _share(self, candidate: Candidate) -> float | None:
         """Return the share of the step that a candidate can shorten; None if that is not one phase, or not known."""
@@ -286,6 +310,8 @@ class Controller:
 
     def _trial(self, a: Choices, b: Choices, settle: int) -> Trying:
         """Run one interleaved trial; None if a strategy tripped or the regime changed meanwhile."""
+        if any(self._candidates[name].by_epoch() for name in (*a, *b) if a.get(name, self) != b.get(name, self)):
+            return (yield from self._trial_of_epochs(a, b))
         trial = Trial(self._config, reduce=self._reduce)
         last = None
         settling = 0.0
@@ -306,6 +332,21 @@ class Controller:
         self.cost_s += max(0.0, settling) + max(0.0, len(trial.steps["B"]) * slower)
         return trial.outcome()
 
+    def _trial_of_epochs(self, a: Choices, b: Choices) -> Trying:
+        """Run one interleaved trial whose blocks are epochs, each with its beginning: what counts is the mean step."""
+        trial = Trial(self._config, reduce=statistics.fmean)
+        took_s = {"A": 0.0, "B": 0.0}
+        while trial.verdict is None:
+            arm = trial.arm
+            result = yield from self._act(Action(plan=a if arm == "A" else b, whole_epoch=True))
+            if self._changed(result) or result.trips:
+                return None
+            took_s[arm] += sum(result.seconds)
+            trial.record([statistics.fmean(result.seconds)])
+        self.cost_s += max(0.0, took_s["B"] - took_s["A"])
+        self._epochs_outcome = dict(a), dict(b), trial.outcome()
+        return trial.outcome()
+
     # -- closing trial -----------------------------------------------------------------------------------------------
 
     def _close(self) -> Decisions:
@@ -315,7 +356,11 @@ class Controller:
         settle = max(self._candidates[name].settling(setting) for name, setting in self.plan.items())
         steps = self.steps
         plan = dict(self.plan)
-        outcome = yield from self._trial({}, plan, settle)
+        known = self._epochs_outcome
+        if known is not None and known[:2] == ({}, plan):
+            outcome: Outcome | None = known[2]  # the plan is one strategy, and this was its own trial
+        else:
+            outcome = yield from self._trial({}, plan, settle)
         self.search_steps += self.steps - steps
         if outcome is None:
             if self.plan and not self._regime_changed:
@@ -373,9 +418,12 @@ class Controller:
                 self._remove(name, f"the guard's later check failed: {result.finding.problem}")
 
     def _retry_kept(self, names: Sequence[str]) -> Decisions:
-        """Try the plan without each of these in turn, and undo those that no longer pay."""
+        """Try the plan without each of these in turn, and undo those that no longer pay.
+
+        What is tried in whole epochs stays: a trial takes many of them, and steps say nothing of how epochs begin.
+        """
         for name in names:
-            if name not in self.plan:
+            if name not in self.plan or self._candidates[name].by_epoch():
                 continue
             without = {n: s for n, s in self.plan.items() if n != name}
             outcome = yield from self._trial(without, dict(self.plan), self._candidates[name].settling(self.plan[name]))
@@ -389,7 +437,7 @@ class Controller:
             self._say("the loader, the batch shape or the thread count changed: the search begins anew")
         self._regime_changed = False
         self._reopened += 1
-        self.plan, self.closing = {}, None
+        self.plan, self.closing, self._epochs_outcome = {}, None, None
         self._ledger.begin_anew()
         self._pending = [name for name, c in self._candidates.items() if c.ruled_out is None]
         yield from self._observe()

@@ -49,6 +49,9 @@ class StepListener(Protocol):
     def step_passed(self) -> None:
         """A step of rest has ended."""
 
+    def epoch_ended(self) -> None:
+        """The training loader has no more batches in this epoch; its last step has ended."""
+
     def fetching_failed(self, error: Exception) -> None:
         """Fetching ahead failed; the loop fetches plainly again, and no batch is lost."""
 
@@ -81,6 +84,8 @@ class StepEvents:
         self._guard, self._usage, self._loader, self._listener = guard, usage, loader, listener
         self.steps = 0
         """Steps that have ended."""
+        self.epochs = 0
+        """Epochs of the training loader that have begun."""
         self.begun = False
         """The first boundary has been passed."""
         self.observation: Observation | None = None
@@ -121,8 +126,9 @@ class StepEvents:
         """The fetching that strategies may change."""
         return self._run.fetching
 
-    def epoch_begins(self) -> None:
+    def epoch_begins(self, proxy: LoaderProxy) -> None:
         """Begin a step: the time between two epochs belongs to neither."""
+        self.epochs += proxy._accel_loader is self._run.loader
         self._usage.iterated = True
         self._clock.restart(first=True)
         self._epoch_is_new = True
@@ -172,8 +178,10 @@ class StepEvents:
         if self._run.optimizers and torch.is_grad_enabled() and self._usage.untrained_batch():
             backward.listen(self)
 
-    def epoch_ended(self) -> None:
-        """Nothing to do: the request that reached the epoch's end has closed its last step."""
+    def epoch_ended(self, proxy: LoaderProxy) -> None:
+        """Pass it on: the request that reached the epoch's end has closed its last step."""
+        if self._state.mode is _MEASURING and proxy._accel_loader is self._run.loader:
+            self._listener.epoch_ended()
 
     def fetching_failed(self, error: Exception) -> None:
         """Pass on that worker processes failed; the proxy has gone back to plain fetching and lost no batch."""

@@ -14,7 +14,7 @@ class Follower(Protocol):
     def fetching(self) -> Fetching:
         """The fetching that it may change."""
 
-    def epoch_begins(self) -> None:
+    def epoch_begins(self, proxy: LoaderProxy) -> None:
         """The loop has asked for an iterator."""
 
     def batch_requested(self) -> None:
@@ -23,7 +23,7 @@ class Follower(Protocol):
     def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
         """A batch of this loader is about to be handed over."""
 
-    def epoch_ended(self) -> None:
+    def epoch_ended(self, proxy: LoaderProxy) -> None:
         """The loader has no more batches in this epoch."""
 
     def fetching_failed(self, error: Exception) -> None:
@@ -44,7 +44,7 @@ class Listeners:
     def epoch_begins(self) -> None:
         """The loop has asked for an iterator."""
         for follower in self._followers:
-            follower.epoch_begins()
+            follower.epoch_begins(self._proxy)
 
     def batch_requested(self) -> None:
         """The loop asks for a batch."""
@@ -59,7 +59,7 @@ class Listeners:
     def epoch_ended(self) -> None:
         """The loader has no more batches in this epoch."""
         for follower in self._followers:
-            follower.epoch_ended()
+            follower.epoch_ended(self._proxy)
 
     def fetching_failed(self, error: Exception) -> None:
         """Tell the one whose workers failed."""

@@ -96,6 +96,8 @@ class Session:
         self._action: Action | None = None
         self._result = Result()
         self._boundary_ended = 0.0
+        # How many epochs had begun when the action began; when the first step of the epoch it counts was booked.
+        self._epochs_before = self._epoch_counted = 0
         self._sizes: deque[int] = deque(maxlen=64)
         self._usual_size = 0
         self._waits_for = ""
@@ -176,6 +178,17 @@ class Session:
             began = self._clock.last
             self._result.elapsed_s += self._clock.restart() - began
 
+    def epoch_ended(self) -> None:
+        """End an action that counts a whole epoch."""
+        if self._action is None or not self._action.whole_epoch or not self._result.measurements:
+            return
+        began = self._clock.now()
+        try:
+            self._finish_action()
+        except Exception as error:
+            self._fail(error)
+        self._result.aside_s += self._clock.now() - began
+
     def fetching_failed(self, error: Exception) -> None:
         """Switch off the strategies that act on fetching."""
         first_line = next(iter(str(error).splitlines()), "")
@@ -245,6 +258,10 @@ class Session:
         self._sizes.append(measured.samples)
         if action.check is not None:
             self.guard.check(action.check)
+        if action.whole_epoch:
+            if self._book_epoch(measured, result):
+                self._finish_action()
+            return
         self._book(measured, action, result)
         if len(result.measurements) >= action.steps:
             if disturbed and action.settled and action.check is None and not self.switchboard.trips:
@@ -261,6 +278,17 @@ class Session:
             result.settling.append(measured.seconds)
         else:
             result.measurements.append(measured)
+
+    def _book_epoch(self, measured: Measurement, result: Result) -> bool:
+        """Book each step of the first epoch that begins within the action; tell whether the next epoch has begun."""
+        is_counting = bool(result.measurements)
+        if measured.first and self.events.epochs > (self._epoch_counted if is_counting else self._epochs_before):
+            if is_counting:
+                return True  # the loop has left the epoch before its end
+            self._epoch_counted, is_counting = self.events.epochs, True
+        if is_counting:
+            result.measurements.append(measured)
+        return False
 
     def _is_odd(self, samples: int) -> bool:
         """Return whether a step had an unusual number of samples."""
@@ -311,7 +339,7 @@ class Session:
         missed = f"did not come to the end of step {self.steps + first}"
         step_s = self._clock.now() - self._boundary_ended
         action = self._ranks.decide(self._own_result(), decision, missed, 0.0 if first else step_s)
-        self._action, self._result = action, Result()
+        self._action, self._result, self._epochs_before = action, Result(), self.events.epochs
         self._state.rest(action.rest)
         self._loader.watch(action.anatomy)
         self.events.observe(action.anatomy)

@@ -90,6 +90,10 @@ class Strategy(ABC):
     def close(self, run: Run) -> None:  # noqa: B027  (most strategies keep nothing)
         """Give up what was kept between uses."""
 
+    def by_epoch(self, run: Run) -> bool:
+        """Tell whether it takes effect when an epoch begins: then it is tried in whole epochs, after all others."""
+        return False
+
     def settling(self, setting: Any) -> int:
         """Return how many steps to leave out after each switch to or from this setting."""
         return self.settle_steps

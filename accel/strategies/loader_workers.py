@@ -6,8 +6,11 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import DataLoader
+
 from accel.dataio.dataset.handles import check_fork, shared_handle
-from accel.dataio.passes.proxy import movable, same_as_plain
+from accel.dataio.passes.movable import movable
+from accel.dataio.passes.proxy import same_as_plain
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
@@ -15,14 +18,20 @@ from accel.strategies.base import Exactness, Strategy
 if TYPE_CHECKING:
     from accel.dataio.engine.engine import Engine
     from accel.dataio.passes.continuous import Continuous
+    from accel.dataio.passes.own_workers import OwnWorkers
 
 
 class LoaderWorkers(Strategy):
-    """Move the fetching of a loader without workers out of the loop's way, in the same sample order.
+    """Move the fetching of a loader out of the loop's way, in the same sample order and across epochs.
 
-    It applies only when fetching depends on the indices alone (see `accel.dataio.dataset.fetch_watch`): then the
-    batches are the same bits. The next epoch's first batches are fetched while the last ones of this epoch are used.
-    Threads are tried only on a dataset that they may read together (see `accel.dataio.dataset.thread_safety`).
+    A loader without workers gets some, if fetching depends on the indices alone (see
+    `accel.dataio.dataset.fetch_watch`): then the batches are the same bits. Threads are tried only on a dataset that
+    they may read together (see `accel.dataio.dataset.thread_safety`).
+
+    One with workers gets as many that go on from epoch to epoch, and make the same bits whether fetching draws random
+    numbers or not (see `accel.dataio.passes.own_workers`). That is tried in whole epochs.
+
+    In both cases the next epoch's first batches are fetched while the last ones of this epoch are used.
     """
 
     name = "loader_workers"
@@ -35,12 +44,15 @@ class LoaderWorkers(Strategy):
 
     def __init__(self) -> None:
         self._pool: dict[Any, Continuous] = {}
+        self._own: OwnWorkers | None = None
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: the loader's kind, or a dataset that is more than a function of the index."""
         reason = movable(run.loader)
         if reason:
             return reason
+        if run.loader.num_workers > 0:
+            return _refusal_of_own(run)
         if run.observed.fetch_finding:
             return run.observed.fetch_finding + ": batches made elsewhere would be others"
         if run.cores < 2:
@@ -48,7 +60,12 @@ class LoaderWorkers(Strategy):
         return shared_handle(run.loader)
 
     def settings(self, run: Run) -> list[Any]:
-        """Return 1, 2, 4, … processes up to the cores this process may use and at most 8; before them threads."""
+        """Return 1, 2, 4, … processes up to the cores this process may use and at most 8; before them threads.
+
+        A loader with workers of its own keeps their number: what they draw depends on it.
+        """
+        if run.loader.num_workers > 0:
+            return [run.loader.num_workers]
         from accel.dataio.dataset.thread_safety import unsafe
 
         counts = [n for n in (1, 2, 4, 8) if n <= run.cores]
@@ -56,7 +73,14 @@ class LoaderWorkers(Strategy):
         return [*threads, *counts]
 
     def enable(self, run: Run, setting: Any) -> None:
-        """Fetch so from the next batch on."""
+        """Fetch so from the next batch on; in place of the loader's own workers, from the next epoch on."""
+        if run.loader.num_workers > 0:
+            from accel.dataio.passes.own_workers import OwnWorkers
+
+            if self._own is None:
+                self._own = OwnWorkers(run.loader)
+            run.fetching.own_workers = self._own
+            return
         from accel.dataio.passes.continuous import Continuous
 
         if setting not in self._pool:
@@ -67,11 +91,18 @@ class LoaderWorkers(Strategy):
 
     def disable(self, run: Run) -> None:
         """Fetch in the loop's own thread from the next batch on; the workers are kept."""
-        run.fetching.workers = None
+        run.fetching.workers = run.fetching.own_workers = None
+        if self._own is not None:
+            self._own.rest()
 
     def close(self, run: Run) -> None:
         """Let go of the workers that are not in use; they end once the epoch that may still wait for them is over."""
         self._pool = {setting: ahead for setting, ahead in self._pool.items() if ahead is run.fetching.workers}
+        self._own = run.fetching.own_workers
+
+    def by_epoch(self, run: Run) -> bool:
+        """Tell whether the loader has workers of its own, which it starts for each epoch."""
+        return isinstance(run.loader, DataLoader) and run.loader.num_workers > 0
 
     def settling(self, setting: Any) -> int:
         """Return the batches that are still under way after a switch, and some: a fork makes pages copy on write."""
@@ -83,8 +114,22 @@ class LoaderWorkers(Strategy):
 
 
 _THREADS = "threads="
+# Batches: a trial takes twelve epochs, and could win little.
+_LONG_EPOCH = 500
 # Processes by another method import the user's script; where there is no fork, starting them is refused.
 _START_METHOD = "fork" if sys.platform == "linux" else None
+
+
+def _refusal_of_own(run: Run) -> str:
+    if run.world_size > 1:
+        return "with several ranks a loader's own workers are left alone: epochs may end at other steps on each"
+    try:
+        batches = len(run.loader)
+    except TypeError:
+        return "the loader's sampler has no length: its epochs may have no end"
+    if batches > _LONG_EPOCH:
+        return f"an epoch has {batches:,} batches: the start of the loader's own workers is little beside them"
+    return ""
 
 
 def _count(setting: int | str) -> int:

@@ -23,6 +23,7 @@ import types
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import PurePath
 from types import MemberDescriptorType
 from typing import Any
 
@@ -198,8 +199,13 @@ def _library(package: str) -> bool:
     if package in _NEVER or (package in sys.stdlib_module_names and package != "__main__"):
         return True
     found = getattr(sys.modules.get(package), "__file__", None)
+    if found is None:
+        return False
+    # An environment with `--system-site-packages` imports from directories that sysconfig doesn't name.
+    if not {"site-packages", "dist-packages"}.isdisjoint(PurePath(found).parts):
+        return True
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return found is not None and any(found.startswith(path) for path in paths if path)
+    return any(found.startswith(path) for path in paths if path)
 
 
 class _PlainObject:

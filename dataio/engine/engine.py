@@ -42,6 +42,18 @@ class ThreadsDraw(RuntimeError):
     """Fetching draws random numbers, which threads have in common with each other and with the loop."""
 
 
+class WorkerEpoch(NamedTuple):
+    """An epoch of a `DataLoader`'s own workers, which are started anew for each one.
+
+    Attributes:
+        token: another one for each epoch that is drawn.
+        base_seed: of the random numbers in its workers.
+    """
+
+    token: int
+    base_seed: int
+
+
 class BatchJob(NamedTuple):
     """One batch to be made.
 
@@ -52,6 +64,7 @@ class BatchJob(NamedTuple):
         dataset: to read in place of the loader's own, by engines without copies; None for the loader's own.
         epoch: which of the epochs that were drawn it belongs to.
         number: of the batch in its epoch.
+        worker_epoch: the epoch as a `DataLoader`'s own workers know it, for an engine that stands in for them.
     """
 
     indices: Any
@@ -60,6 +73,7 @@ class BatchJob(NamedTuple):
     dataset: Any = None
     epoch: int = 0
     number: int = 0
+    worker_epoch: WorkerEpoch | None = None
 
 
 class Engine(Protocol):

@@ -63,6 +63,9 @@ class ProcessEngine:
         threads: threads of an operation inside a worker, default 1, as in `DataLoader`.
         stall_s: after so many seconds (default 30) without its first batch, a worker that was forked while other
             threads ran is taken for stuck on a lock that was copied locked; then all are given up.
+        as_torch: stand in for the loader's own workers: batch n of an epoch is made by worker n modulo `workers`, with
+            the random numbers that one would have, see `BatchJob.worker_epoch`; one that dies has no successor, which
+            would not know how far these have come.
         check: called with the start method each time before workers are started; raises what keeps them from it. For
             processes that nobody asked for: `accel.dataio.dataset.handles.check_fork`.
 
@@ -82,6 +85,7 @@ class ProcessEngine:
         threads: int = 1,
         stall_s: float | None = None,
         check: Callable[[str], None] | None = None,
+        as_torch: bool = False,
     ) -> None:
         for name, value in (("workers", workers), ("prefetch", prefetch), ("threads", threads)):
             if value < 1:
@@ -92,6 +96,7 @@ class ProcessEngine:
         self.workers, self.capacity = workers, workers * prefetch
         self._threads, self._timeout_s, self._check = threads, float(loader.timeout), check
         self._stall_s = _STALL_S if stall_s is None else stall_s
+        self._as_torch = as_torch
         self.base_seed = 0
         self.deaths: list[str] = []
         """What became of workers that died; the loop went on."""
@@ -120,9 +125,9 @@ class ProcessEngine:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def submit(self, job: BatchJob) -> None:
-        """Hand a job to the worker that has the fewest."""
+        """Hand a job to the worker that has the fewest, or whose turn it is."""
         self.start()
-        self._least_busy().give(self._next, job)
+        self._worker_for(job, self._handles).give(self._next, job)
         self._order.append(self._next)
         self._next += 1
 
@@ -245,6 +250,7 @@ class ProcessEngine:
             self.base_seed,
             self._threads,
             most_free=self.capacity // self.workers + 2,
+            as_torch=self._as_torch,
         )
         self._start_process(handle, task)
         self._selector.register(handle.connection, selectors.EVENT_READ, handle)  # type: ignore[arg-type]
@@ -266,7 +272,7 @@ class ProcessEngine:
     def _hand_out(self, handles: list[WorkerHandle], jobs: dict[int, BatchJob]) -> None:
         """Give jobs to workers that were just started, each under the state of the dataset that it was meant for."""
         for serial in sorted(jobs):
-            handle = min(handles, key=lambda each: len(each.jobs))
+            handle = self._worker_for(jobs[serial], handles)
             self._tell(handle, serial)
             handle.give(serial, jobs[serial])
         for handle in handles:
@@ -277,8 +283,10 @@ class ProcessEngine:
             if change.since <= serial:
                 handle.tell(change.number, change.leaves)
 
-    def _least_busy(self) -> WorkerHandle:
-        return min(self._handles, key=lambda each: len(each.jobs))
+    def _worker_for(self, job: BatchJob, handles: list[WorkerHandle]) -> WorkerHandle:
+        if self._as_torch:
+            return self._handles[job.number % self.workers]
+        return min(handles, key=lambda each: len(each.jobs))
 
     def _end_workers(self) -> None:
         """End the workers; their jobs wait for others."""
@@ -371,6 +379,9 @@ class ProcessEngine:
             if self._failed_starts > max(2, self.workers):
                 self._end_workers()
                 raise WorkerDied(f"{told}, and so did those before it: no worker process can be started")
+        if self._as_torch:
+            self._end_workers()
+            raise WorkerDied(told)
         log.warning("%s; a new one takes its place", told)
         jobs, handle.jobs = handle.jobs, {}
         try:

@@ -6,7 +6,8 @@ sends.
 
 Random numbers: each batch is begun with seeds derived from the epoch's base seed and the batch's number. Augmentation
 is then the same whichever worker makes the batch and however many there are. With a `worker_init_fn`, which may seed as
-it likes, a worker is seeded once, as `DataLoader` does.
+it likes, a worker is seeded once, as `DataLoader` does. A worker that stands in for one of a `DataLoader`'s own begins
+each epoch with the seeds that that one would be started with, and calls the `worker_init_fn` again.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from accel.dataio.dataset.mirror import apply_leaves
+from accel.dataio.dataset.mirror import State, apply_leaves, compare, state_of
 from accel.dataio.engine import slots, wire
+from accel.dataio.engine.engine import WorkerEpoch
 from accel.dataio.fetching.fetch import Fetch, blame
 from accel.dataio.fetching.randomness import seed_everything
 
@@ -52,6 +54,8 @@ class Task:
     base_seed: int
     threads: int
     most_free: int
+    as_torch: bool = False
+    """It stands in for a worker of the loader's own."""
 
 
 class Order(NamedTuple):
@@ -60,6 +64,7 @@ class Order(NamedTuple):
     serial: int
     indices: bytes
     seed: int | None
+    epoch: WorkerEpoch | None
     again: list[int]
     spent: list[int]
 
@@ -90,6 +95,10 @@ class Ready(NamedTuple):
     """The worker has started."""
 
     number: int
+
+
+class CopyMoved(RuntimeError):
+    """A worker's copy of the dataset is another than at the epoch's beginning, where a plain loader makes a new one."""
 
 
 class Where(NamedTuple):
@@ -141,6 +150,10 @@ class _Worker:
         self._stale_below = 0
         self._slots = slots.SlotWriter(task.most_free) if slots.supported() else None
         self._main_thread = threading.get_ident()
+        self._epoch: int | None = None
+        # The dataset as a worker that was just started would have it.
+        self._clean: State | None = None
+        self._moved = ""
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
@@ -182,7 +195,7 @@ class _Worker:
                 return
             for kind, content in iter(self._orders.get, None):
                 if kind == "dataset":
-                    apply_leaves(self._fetch, content)
+                    self._apply(content)
                 else:
                     self._serve(content)
         except (BrokenPipeError, ConnectionResetError):
@@ -191,22 +204,59 @@ class _Worker:
     def _start(self) -> bool:
         task = self._task
         try:
-            seed = task.base_seed + task.number
-            random.seed(seed)
-            torch.manual_seed(seed)
-            numpy = sys.modules.get("numpy")
-            if numpy is not None:
-                numpy.random.seed(torch_worker._generate_state(task.base_seed, task.number))  # type: ignore[no-untyped-call]
-            torch_worker._worker_info = torch_worker.WorkerInfo(
-                id=task.number, num_workers=task.of, seed=seed, dataset=self._fetch.dataset
-            )
-            if task.init is not None:
-                task.init(task.number)
+            if not task.as_torch:
+                self._seed(task.base_seed)
         except BaseException as error:
             self._send(Failed(None, _pickled(error), traceback.format_exc(), "its worker_init_fn"))
             return False
         self._send(Ready(task.number))
         return True
+
+    def _seed(self, base_seed: int) -> None:
+        """Do what a worker of `DataLoader` does when it is started."""
+        task = self._task
+        seed = base_seed + task.number
+        random.seed(seed)
+        torch.manual_seed(seed)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(torch_worker._generate_state(base_seed, task.number))  # type: ignore[no-untyped-call]
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=task.number, num_workers=task.of, seed=seed, dataset=self._fetch.dataset
+        )
+        if task.init is not None:
+            task.init(task.number)
+
+    # -- in place of a worker of the loader's own ----------------------------------------------------------------------
+
+    def _begin(self, epoch: WorkerEpoch) -> None:
+        """Be as a worker that is started for this epoch; raises `CopyMoved` if this one can't be."""
+        if epoch.token == self._epoch:
+            return
+        self._look("fetching a sample changes the dataset, which workers that go on would not forget")
+        if not self._moved:
+            self._seed(epoch.base_seed)
+        if self._clean is None:
+            self._clean = state_of(self._fetch)
+        elif self._task.init is not None:
+            self._look("the worker_init_fn changes the dataset, each time in another way")
+        if self._moved:
+            raise CopyMoved(self._moved)
+        self._epoch = epoch.token
+
+    def _look(self, what: str) -> None:
+        """Take note if the dataset is another than that of a worker that was just started."""
+        if self._clean is not None and not self._moved:
+            now = state_of(self._fetch)
+            if compare(self._clean, now) or now.whole != self._clean.whole:
+                self._moved = what
+
+    def _apply(self, leaves: dict[Any, Any]) -> None:
+        if self._task.as_torch:
+            self._look("fetching a sample changes the dataset, which workers that go on would not forget")
+        apply_leaves(self._fetch, leaves)
+        if self._clean is not None:
+            self._clean = state_of(self._fetch)
 
     def _serve(self, order: Order) -> None:
         self._release(order)
@@ -216,6 +266,8 @@ class _Worker:
         try:
             if order.seed is not None:
                 seed_everything(order.seed)
+            if order.epoch is not None:
+                self._begin(order.epoch)
             indices = pickle.loads(order.indices)
             batch = self._fetch(indices)
         except BaseException as error:  # sys.exit() in a dataset too: it is the loop that decides

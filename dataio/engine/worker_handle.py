@@ -103,7 +103,7 @@ class WorkerHandle:
         """Hand over a job; raises what pickle raises for indices that can't travel."""
         indices = pickle.dumps(job.indices, protocol=pickle.HIGHEST_PROTOCOL)
         self.jobs[serial] = job
-        self.send("order", worker.Order(serial, indices, job.seed, *self.slots.take_freed()))
+        self.send("order", worker.Order(serial, indices, job.seed, job.worker_epoch, *self.slots.take_freed()))
 
     def tell(self, number: int, leaves: dict[Path, Any]) -> None:
         """Send change `number` of the dataset, if the worker has not heard of it."""

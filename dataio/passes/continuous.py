@@ -91,17 +91,16 @@ class Continuous:
         served: number of the next batch in the running epoch.
     """
 
+    _fills_early_from = 2  # capacity at which the next index list is drawn before a batch is handed over
+
     def __init__(self, loader: DataLoader[Any], engine: Engine, *, strict: bool = False) -> None:
         self.loader, self.engine, self._strict = loader, engine, strict
         self._glance: Glance | None = None
-        self._renewals = 0
-        self.failed_guesses = 0
+        self._renewals = self.failed_guesses = self._wrong = 0
         self._seeded = loader.worker_init_fn is None
-        self._wrong = 0
-        self._ended = False
+        self._ended = self._feeding = False
         self._draws = Draws(loader, iter(()))
         self._source: Iterator[BatchJob] = iter(())
-        self._feeding = False
         # Jobs that were drawn and not served, oldest first; of the running epoch, then of the next one.
         self._record: deque[BatchJob] = deque()
         self._given = 0  # so many of them the engine has
@@ -154,7 +153,7 @@ class Continuous:
     def _feed(self, indices: Iterator[Any], base_seed: int) -> None:
         self._epoch += 1
         self._draws = draws = Draws(self.loader, indices)
-        self._source = Jobs(draws, base_seed if self._seeded else None, self._epoch, self.served)
+        self._source = self._jobs(draws, base_seed, self._epoch, self.served)
         self.base_seed = self.engine.base_seed = base_seed
         self._ahead, self._resumed, self._all_drawn = None, None, False
         self._drawn = self._after = draws.generators()
@@ -190,7 +189,7 @@ class Continuous:
             raise
         self._given -= 1
         self._pop()
-        if self.engine.capacity > 1:
+        if self.engine.capacity >= self._fills_early_from:
             self._fill()
         return batch
 
@@ -461,9 +460,11 @@ class Continuous:
         if leaves:
             self.engine.update(leaves)
         self._sent = expected
-        seed = self._ahead.base_seed if self._seeded else None
-        self._source = Jobs(self._ahead.draws, seed, self._epoch + 1, dataset=view)
+        self._source = self._jobs(self._ahead.draws, self._ahead.base_seed, self._epoch + 1, dataset=view)
         return True
+
+    def _jobs(self, draws: Draws, base_seed: int, epoch: int, first: int = 0, dataset: Any = None) -> Jobs:
+        return Jobs(draws, base_seed if self._seeded else None, epoch, first, dataset)
 
     @property
     def _persistent(self) -> bool:

@@ -222,8 +222,11 @@ def begin(loader: DataLoader[Any], *, seeded: int | None = None) -> tuple[Iterat
         loader: map-style loader.
         seeded: the base seed, if it is not to be drawn: persistent workers keep theirs.
     """
-    seed = base_seed(loader) if seeded is None else seeded
-    return iter(loader._index_sampler), seed
+    if seeded is not None:
+        return iter(loader._index_sampler), seeded
+    # A batch sampler may draw here. Where there are workers, torch asks for a second iterator and drops the first.
+    lists, seed = iter(loader._index_sampler), base_seed(loader)
+    return (iter(loader._index_sampler) if loader.num_workers else lists), seed
 
 
 def begin_apart(

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from accel.dataio.engine.engine import BatchJob
+from accel.dataio.engine.engine import BatchJob, WorkerEpoch
 from accel.dataio.fetching.randomness import derived_seed
 from accel.dataio.passes import epochs
 from accel.dataio.passes.epochs import Draws, States, same
@@ -25,11 +25,20 @@ class Jobs:
         epoch: which of the epochs that were drawn it is.
         first: number of the first list in its epoch.
         dataset: what the batches are made from, see `BatchJob`.
+        worker_epoch: for workers that make them as a `DataLoader`'s own would.
     """
 
-    def __init__(self, draws: Draws, base_seed: int | None, epoch: int, first: int = 0, dataset: Any = None) -> None:
+    def __init__(
+        self,
+        draws: Draws,
+        base_seed: int | None,
+        epoch: int,
+        first: int = 0,
+        dataset: Any = None,
+        worker_epoch: WorkerEpoch | None = None,
+    ) -> None:
         self._draws, self._base_seed, self._epoch, self._dataset = draws, base_seed, epoch, dataset
-        self._number = first
+        self._number, self._worker_epoch = first, worker_epoch
 
     def __iter__(self) -> Iterator[BatchJob]:
         return self
@@ -39,7 +48,8 @@ class Jobs:
         number = self._number
         self._number += 1
         seed = None if self._base_seed is None else derived_seed(self._base_seed, number)
-        return BatchJob(indices, seed, self._draws.generators(), self._dataset, self._epoch, number)
+        states = self._draws.generators()
+        return BatchJob(indices, seed, states, self._dataset, self._epoch, number, self._worker_epoch)
 
 
 def _kept(indices: Any) -> Any:

@@ -22,6 +22,7 @@ from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.passes import epochs, resume
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.look_ahead import LookAhead
+from accel.dataio.passes.movable import not_movable
 from accel.dataio.passes.rounds import Setting
 from accel.dataio.passes.tuner import Tuner
 from accel.profiler.host import usable_cores
@@ -43,15 +44,6 @@ class Options(NamedTuple):
     prefetch: int | None
     thread_safe: bool | None
     device: torch.device | str | None
-
-
-def not_movable(loader: DataLoader[Any]) -> str:
-    """Return '' if the loader's batches can be made elsewhere, else the reason why not."""
-    if loader._dataset_kind != 0:
-        return "its dataset is iterable: which items a worker reads is the dataset's own affair"
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        return f"{type(loader).__name__} iterates in its own way"
-    return ""
 
 
 class Running(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.data import DataLoader
 
@@ -18,6 +18,9 @@ from accel.dataio.batches import equal
 from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.stand_in import StandIn
+
+if TYPE_CHECKING:
+    from accel.dataio.passes.own_workers import OwnWorkers
 
 
 class LoaderListener(Protocol):
@@ -44,6 +47,7 @@ class Fetching:
 
     Attributes:
         workers: what fetches ahead, or None to fetch as the plain loader does.
+        own_workers: what makes whole epochs in place of the loader's own workers, or None.
         transforms: functions applied to each batch, in order.
         running: returns the newest pass, the only one whose batches `workers` may make.
         witness: watches plain fetches, or None.
@@ -51,6 +55,7 @@ class Fetching:
 
     def __init__(self) -> None:
         self.workers: Continuous | None = None
+        self.own_workers: OwnWorkers | None = None
         self.running: Callable[[], _Epoch | None] = lambda: None
         self.transforms: dict[str, Callable[[Any], Any]] = {}
         self.witness: FetchWatch | None = None
@@ -85,21 +90,6 @@ def is_proxy(loader: Any) -> bool:
     return issubclass(type(loader), LoaderProxy)
 
 
-def movable(loader: Any) -> str:
-    """Return '' if the loader's fetching can be moved to worker processes, else the reason why not."""
-    if not isinstance(loader, DataLoader):
-        return f"the loader is a {type(loader).__name__}, not a torch.utils.data.DataLoader"
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        return f"{type(loader).__name__} iterates in its own way"
-    if loader._dataset_kind != 0:
-        return "the dataset is iterable: reading ahead would consume items that an early break leaves"
-    if loader.num_workers > 0:
-        return f"the loader already has workers of its own ({loader.num_workers})"
-    if loader.batch_sampler is None:
-        return "the loader has no batch sampler (batch_size=None)"
-    return ""
-
-
 class _Epoch:
     """One pass over the loader, as an iterator."""
 
@@ -119,11 +109,21 @@ class _Epoch:
                 self._workers = active
                 return
             active.drop()  # before anything is drawn: it puts the generators back
-        self._plain = iter(loader)
+        self._plain = self._whole_epoch()
         self._stream = getattr(self._plain, "_sampler_iter", None)
         # The first index list also draws the sampler's seed: that one is not the dataset's doing.
         self._watch_from = 1
         self._served = 0
+
+    def _whole_epoch(self) -> Any:
+        """Return the plain iterator, or what stands in for it in this epoch."""
+        own = self._fetching.own_workers
+        epoch = None if own is None else own.begin(self._own_workers_failed)
+        return iter(self._loader) if epoch is None else epoch
+
+    def _own_workers_failed(self, error: Exception) -> None:
+        self._fetching.own_workers = None
+        self._listener.fetching_failed(error)
 
     def _take_over(self) -> None:
         """Have an older pass that is still under way, as in nested loops, go on without the workers."""

@@ -18,6 +18,7 @@ from accel.search.controller import Controller
 from accel.search.pace import Pace
 
 PLAIN_S = 0.020
+_EPOCH = 10
 
 
 @dataclass
@@ -35,6 +36,8 @@ class Machine:
     """Factor on every step time, by step."""
     regime: Callable[[int], Any] = lambda step: "shape"
     data_share: float = 0.1
+    epoch_start_s: Callable[[dict[str, Any]], float] = lambda plan: 0.0
+    """What the first step of an epoch of ten takes longer under a plan."""
     thread: Callable[[int], ThreadShare | None] = lambda step: None
     """How the training thread spends its time, by step."""
 
@@ -54,15 +57,18 @@ class Machine:
             result.elapsed_s += self.seconds(action.plan)
             self.step += 1
             result.steps += 1
-        for number in range(action.settle + action.steps):
+        for number in range(_EPOCH if action.whole_epoch else action.settle + action.steps):
             seconds = self.seconds(action.plan)
+            start = self.epoch_start_s(action.plan) if action.whole_epoch and not number else 0.0
+            seconds += start
             self.step += 1
             result.steps += 1
             result.elapsed_s += seconds
             if number < action.settle:
                 result.settling.append(seconds)
             else:
-                phases = {"data": seconds * self.data_share, "forward": seconds * (1 - self.data_share)}
+                data = start + (seconds - start) * self.data_share
+                phases = {"data": data, "forward": seconds - data}
                 result.measurements.append(Measurement(step=self.step, seconds=seconds, phases=phases, samples=32))
         if action.anatomy:
             result.evidence = Evidence(steps=result.measurements, thread=self.thread(self.step))

@@ -17,7 +17,8 @@ from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.epochs import draw_ahead, foreseeable
-from accel.dataio.passes.proxy import LoaderProxy, movable, same_as_plain
+from accel.dataio.passes.movable import movable
+from accel.dataio.passes.proxy import LoaderProxy, same_as_plain
 from tests.dataio.engines import gone, pids
 
 
@@ -280,7 +281,8 @@ def test_what_can_be_foreseen_and_moved() -> None:
     assert not foreseeable(make_loader(data, sampler=RandomSampler(data, replacement=True)))
     assert draw_ahead(make_loader(data, sampler=RandomSampler(data, replacement=True))) is None
     assert movable(make_loader()) == ""
-    assert "already has workers of its own (1)" in movable(make_loader(num_workers=1))
+    assert movable(make_loader(num_workers=1)) == ""
+    assert "keeps its workers itself" in movable(make_loader(num_workers=1, persistent_workers=True))
     assert "not a torch.utils.data.DataLoader" in movable([1, 2])
 
 

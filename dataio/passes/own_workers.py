@@ -1,0 +1,250 @@
+"""Whole epochs made as a loader's own workers would make them, by workers that go on from epoch to epoch.
+
+A `DataLoader` with workers starts them anew for each epoch, unless it has `persistent_workers`. Here they go on, and
+fetch the next epoch's first batches while the loop is at the last ones of this epoch or validates. The bits are those
+of the plain loader: index lists are drawn when it would draw them, batch n is made by worker n modulo their number, and
+each worker begins each epoch with the random state, the `worker_init_fn` and the dataset that a new one would have.
+
+What can't be had so is made by the plain loader. A pass that has begun here can go on there at any batch: an iterator
+of the plain loader is begun under the random state of then, given the same index lists, and passes over the batches
+that were handed out. That costs their making once more, and happens after failures, Ctrl-C, and in nested passes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from accel.dataio.engine.engine import BatchJob, WorkerEpoch
+from accel.dataio.engine.processes import ProcessEngine
+from accel.dataio.passes import epochs
+from accel.dataio.passes.continuous import Continuous
+from accel.dataio.passes.epochs import Ahead, Draws
+from accel.dataio.passes.jobs import Jobs
+from accel.dataio.passes.movable import not_continuable
+
+# What batches are made by, and may be set anew between two epochs.
+_OPTIONS = ("num_workers", "prefetch_factor", "worker_init_fn", "timeout", "multiprocessing_context", "pin_memory")
+
+
+class OwnWorkers:
+    """Workers that go on from epoch to epoch in place of a loader's own.
+
+    Args:
+        loader: map-style, with `num_workers` of at least 1.
+
+    Raises:
+        ValueError: if `not_continuable`.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        if reason := not_continuable(loader):
+            raise ValueError(reason)
+        self.loader = loader
+        self._options = _options(loader)
+        prefetch = loader.prefetch_factor or 2
+        engine = ProcessEngine(loader, loader.num_workers, prefetch=prefetch, as_torch=True)
+        self.continuous = _AsDrawnByWorkers(loader, engine)
+        self._running: weakref.ref[WorkersEpoch] | None = None
+
+    def begin(self, failed: Callable[[Exception], None]) -> Iterator[Any] | None:
+        """Begin an epoch, as `iter(loader)` would; None if the plain loader has to, and nothing was drawn.
+
+        Args:
+            failed: told once if the workers fail; the plain loader then goes on from the very batch.
+        """
+        older = None if self._running is None else self._running()
+        if older is not None:
+            older.detach()
+        if _options(self.loader) != self._options or not_continuable(self.loader):
+            return None
+        random_state = (self.loader.generator or torch.default_generator).get_state()
+        try:
+            resumed = self.continuous.resume()
+        except Exception as error:
+            self.close()
+            failed(error)
+            return None
+        drawn = None
+        if not resumed:
+            self.continuous.drop()
+            drawn = epochs.begin(self.loader)
+        epoch = WorkersEpoch(self, random_state, failed)
+        self._running = weakref.ref(epoch)
+        epoch.start(drawn)
+        return epoch
+
+    def rest(self) -> None:
+        """Throw away what was made ahead for an epoch that will be made otherwise."""
+        if self._running is None or (running := self._running()) is None or running.ended:
+            self.continuous.drop()
+
+    def close(self) -> None:
+        """End the workers."""
+        self.continuous.close()
+
+
+def _options(loader: DataLoader[Any]) -> tuple[Any, ...]:
+    return tuple(getattr(loader, name) for name in _OPTIONS)
+
+
+class WorkersEpoch:
+    """One epoch, as an iterator.
+
+    Args:
+        workers: make its batches.
+        random_state: of the generator that the base seed was drawn from, before that.
+        failed: told if they fail.
+    """
+
+    def __init__(self, workers: OwnWorkers, random_state: torch.Tensor, failed: Callable[[Exception], None]) -> None:
+        self._workers, self._random_state, self._failed = workers, random_state, failed
+        self._pins = workers.loader.pin_memory and torch.cuda.is_available()
+        self._handed = 0
+        self._plain: Any = None
+        # Index lists of the whole epoch, for the plain loader to go on with.
+        self._lists: Iterator[Any] | None = None
+        self.ended = False
+
+    def start(self, drawn: tuple[Iterator[Any], int] | None) -> None:
+        """Hand out the first jobs.
+
+        Args:
+            drawn: the index lists and the base seed; None if they were drawn ahead.
+        """
+        continuous = self._workers.continuous
+        try:
+            if drawn is not None:
+                continuous.take(drawn[0], base_seed=drawn[1])
+            continuous.prime()
+        except Exception as error:
+            if drawn is not None and not continuous.feeding:
+                self._lists = drawn[0]
+            self._fail(error)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.ended:
+            raise StopIteration
+        if self._lists is None:
+            try:
+                return self._fetch()
+            except StopIteration:
+                self.ended = True
+                raise
+            except Exception as error:
+                self._fail(error)
+            except BaseException:
+                self.detach()
+                raise
+        return next(self._go_on_plainly())
+
+    def _fetch(self) -> Any:
+        batch = self._workers.continuous.fetch()
+        if self._pins:
+            batch = pin_memory(batch)  # type: ignore[no-untyped-call]
+        self._handed += 1
+        return batch
+
+    def _fail(self, error: Exception) -> None:
+        """Leave the rest of the epoch to the plain loader; an error of the sampler's own is the loop's."""
+        if error is self._workers.continuous.sampler_error:
+            raise error
+        self.detach()
+        self._workers.close()
+        self._failed(error)
+
+    def detach(self) -> None:
+        """Go on without the workers, if at all."""
+        if self._lists is None and not self.ended:
+            self._lists = self._workers.continuous.lists()
+
+    def _go_on_plainly(self) -> Any:
+        """Return the plain loader's iterator, where this pass stands."""
+        if self._plain is None:
+            assert self._lists is not None
+            loader = _with_lists(self._workers.loader, self._lists)
+            loader.generator = torch.Generator()
+            loader.generator.set_state(self._random_state)
+            self._plain = iter(loader)
+            for _ in range(self._handed):
+                next(self._plain)
+        return self._plain
+
+
+class _Lists:
+    """A batch sampler of lists that were drawn before; torch asks it for an iterator twice."""
+
+    def __init__(self, lists: Iterator[Any]) -> None:
+        self._lists = lists
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._lists
+
+
+def _with_lists(loader: DataLoader[Any], lists: Iterator[Any]) -> DataLoader[Any]:
+    other: DataLoader[Any] = object.__new__(type(loader))
+    other.__dict__.update(loader.__dict__)
+    other.__dict__["batch_sampler"] = _Lists(lists)
+    return other
+
+
+_TOKENS = itertools.count()
+
+
+class _AsDrawnByWorkers(Continuous):
+    """Draws as a loader with workers does: early, and what was drawn stays so when the loop leaves the epoch.
+
+    What the loop changes in the dataset within an epoch is not seen by workers that have begun it.
+    """
+
+    _fills_early_from = 1
+
+    def __init__(self, loader: DataLoader[Any], engine: ProcessEngine) -> None:
+        super().__init__(loader, engine)
+        self._served_lists: list[Any] = []
+        self.sampler_error: Exception | None = None
+
+    def lists(self) -> Iterator[Any]:
+        """Return all index lists of the running epoch, and feed the workers no more."""
+        self.close_feed()
+        left = self.left()
+        return itertools.chain(self._served_lists[: self.served], left)
+
+    def _jobs(self, draws: Draws, base_seed: int, epoch: int, first: int = 0, dataset: Any = None) -> Jobs:
+        return Jobs(draws, None, epoch, first, dataset, WorkerEpoch(next(_TOKENS), base_seed))
+
+    def _feed(self, indices: Iterator[Any], base_seed: int) -> None:
+        super()._feed(indices, base_seed)
+        self._served_lists = []
+
+    def _begin(self, ahead: Ahead) -> None:
+        super()._begin(ahead)
+        self._served_lists = []
+
+    def _draw(self) -> bool:
+        try:
+            return super()._draw()
+        except Exception as error:
+            self.sampler_error = error
+            raise
+
+    def _pop(self) -> None:
+        job: BatchJob = self._record[0]
+        super()._pop()
+        self._served_lists.append(job.indices)
+
+    def _put_back(self) -> None:
+        pass
+
+    def _note_epoch(self, first: int, now: Any) -> None:
+        super()._note_epoch(first, now)
+        self._glance = None
