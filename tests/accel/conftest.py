@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 import accel
 from accel import entry, strategies
 from accel.search import controller
-from accel.session.session import Session
 from tests.accel import loops
 from tests.accel.loops import Quick
 
@@ -40,5 +38,4 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def only_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `Quick` be the one registered strategy and the clock a played one: a search is short, its outcome known."""
     monkeypatch.setattr(strategies, "REGISTRY", [Quick])
-    monkeypatch.setattr(loops, "clock", loops.PlayedClock())
-    monkeypatch.setitem(cast(dict[str, Any], Session.__init__.__kwdefaults__), "clock", loops.clock)
+    loops.play_clock(monkeypatch.setattr)

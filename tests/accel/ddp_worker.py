@@ -123,7 +123,7 @@ def main(scenario: str, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     strategies.REGISTRY[:] = REGISTRIES[scenario]
-    loops.WAIT_S = 0.006  # two ranks that exchange gradients on a busy machine take some ms anyway
+    loops.play_clock()
     accelerated = train(scenario, rank)
     plain = train(scenario, rank, accelerated["steps"])
     torch.save({"plain": plain, "accelerated": accelerated}, folder / f"{rank}.pt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 
 import accel
 from accel.run import Run
+from accel.session.session import Session
 from accel.strategies.base import Exactness, Strategy
 
 WAIT_S = 0.0015
@@ -40,7 +42,14 @@ class PlayedClock:
 
 
 clock: PlayedClock | None = None
-"""What sessions are timed by, if not by the machine's; see the fixture `only_quick`."""
+"""What sessions are timed by, if not by the machine's."""
+
+
+def play_clock(set_attribute: Callable[..., None] = setattr) -> None:
+    """Time sessions by a played clock from now on; `set_attribute` may be that of a monkeypatch."""
+    played = PlayedClock()
+    set_attribute(sys.modules[__name__], "clock", played)
+    set_attribute(Session.__init__, "__kwdefaults__", {**(Session.__init__.__kwdefaults__ or {}), "clock": played})
 
 
 class Quick(Strategy):
