@@ -1,19 +1,19 @@
-"""Deep Gradient Compression: the largest of what has gathered, momentum included.
+"""Deep Gradient Compression: the largest entries of what has accumulated, momentum included.
 
     g ← clip(g, C N^−½),  u ← m u + g,  r ← r + u,  send s = the k largest of r,  r ← r − s,  masking: u ← 0 where sent
                                                     (Nesterov: r ← r + g + m u)
 
-of each parameter, k = ⌈ratio · elements⌉. Momentum is taken before anything is withheld: the step dense SGD would have
+of each parameter, k = ⌈ratio · elements⌉. Momentum is applied before error feedback: the step that dense SGD would have
 taken arrives late, not twice (momentum correction). With `masking` u is dropped where it was sent, so that old
 gradients don't push on (momentum factor masking). After each step T, to rounding:
 
     Σ_r r + Σ_t≤T decoded_t = Σ_t≤T Σ_r u_t, each u_t as it was added to r (Nesterov: g_t + m u_t), void steps left out
 
-* Biases, norms and other small tensors go along as they are. The optimizer keeps their momentum, and that of weight
-  decay, which every rank knows: nothing of either is withheld. See `accel.comm.sgd_momentum`.
+* Biases, norms and other small tensors are sent uncompressed. The optimizer keeps their momentum, and that of weight
+  decay, which is the same on every rank: neither has a residual. See `accel.comm.sgd_momentum`.
 * One all-gather of packs that have the same size on every rank; see `accel.comm.compression.dgc_pack`.
-* Where ratio · ranks ≥ 1, packs would be as long as dense gradients on a ring: these are sent then, nothing is withheld
-  and no momentum dropped. Ratio 1 is dense momentum SGD. Warm-up stages often fall under this.
+* Where ratio · ranks ≥ 1, packs would be as long as dense gradients on a ring: these are sent then, with no
+  residual and no momentum dropped. Ratio 1 is dense momentum SGD. Warm-up stages often fall under this.
 * A parameter whose gradient is zero on all ranks stands still, its momentum too, as in SGD where it has no gradient:
   DDP would drop what is sent for a parameter that no rank used. By hosts, this goes for each slice of a parameter.
 

@@ -1,14 +1,14 @@
 """What a compressor remembers from step to step: error feedback, momentum, warm starts.
 
-A step whose mean gradient is not finite leaves the memory as it was, as if the step had not been: GradScaler skips the
-update, so what was sent is lost, and what was withheld must not become NaN. Every rank sees the same mean gradient, so
-all decide alike without a word. This costs a second copy of each field.
+A step whose mean gradient is not finite does not update the memory, as if the step had not happened: GradScaler skips
+the update, so what was sent is lost, and residuals must not become NaN. Every rank sees the same mean gradient, so all
+decide alike without communication. This costs a second copy of each field.
 
 Two kinds of fields:
 
-* own: differs by rank and adds up over the ranks of a host, (elements of the piece,). Error feedback is one: what the
-  ranks of a group withheld is what the mean gradient lacks, Σ_r e_r. New buckets, slices, ranks or hosts share it out
-  anew and keep that sum.
+* own: differs by rank and adds up over the ranks of a host, (elements of the piece,). The residual is one: the sum over
+  a group of ranks is what the mean gradient lacks, Σ_r e_r. New buckets, slices, ranks or hosts redistribute it and
+  keep that sum.
 * shared: one tensor by parameter, the same on every rank that reduces this parameter. PowerSGD's warm start is one.
 """
 
@@ -193,7 +193,7 @@ class Memory:
 
 
 class LossScale:
-    """The scale that residuals were withheld at.
+    """The loss scale that residuals are stored at.
 
     Args:
         scaler: a GradScaler, or None where gradients have no scale.
@@ -230,7 +230,7 @@ def reshard(
     """Return the memory of `world_size` ranks, or of one of them, that holds what the ranks of a saved run remembered.
 
     Σ over the new ranks = Σ over the old ones, for each own field: that sum is what the mean gradient still lacks,
-    since gradients are divided by the number of ranks before anything is withheld. New rank r gets the old ranks r,
+    since gradients are divided by the number of ranks before error feedback. New rank r gets the old ranks r,
     r + world_size, …; ranks beyond the old number start with nothing.
 
     Shared fields, the same on every rank that reduces a parameter, are those of all old ranks. With `rank` they are

@@ -1,17 +1,17 @@
 """PowerSGD: two thin factors in place of each gradient matrix, from one step of power iteration on the mean gradient.
 
-    M_r = G_r + E_r                      (m, n)  gradient of rank r plus what it withheld before; M = Σ_r M_r
+    M_r = G_r + E_r                      (m, n)  gradient of rank r plus its residual; M = Σ_r M_r
     P   = Σ_r M_r Q                      (m, k)  one all-reduce, in which biases and the like ride along
     P̂   = orthonormal basis of P
     Q   = Σ_r M_rᵀ P̂                     (n, k)  another one; the next step starts from it
     M   ≈ P̂ Qᵀ                                   the mean gradient that all ranks apply
-    E_r = M_r − P̂ (M_rᵀ P̂)ᵀ                      what this rank withholds: Σ_r E_r + P̂ Qᵀ = M
+    E_r = M_r − P̂ (M_rᵀ P̂)ᵀ                      residual of this rank: Σ_r E_r + P̂ Qᵀ = M
 
 `alternate` takes one of the two halves per step, from the other factor of the step before, and needs one all-reduce.
 
 All is linear in M_r, so one all-reduce of any kind will do and the number of ranks doesn't matter. The published E_r
-takes the mean of P̂ Qᵀ from M_r in place of its own part. Their sums, and so all steps, are the same; but the former
-differences between ranks add up for ever, where here a rank withholds nothing of what it has sent.
+takes the mean of P̂ Qᵀ from M_r in place of its own part. Their sums, and so all steps, are the same; but the
+differences between ranks add up for ever there, while here a rank keeps no residual of what it has sent.
 
 Sources: PowerSGD (Vogels et al. 2019, arxiv.org/abs/1905.13727); one factor per step, ACP-SGD (Zhang et al. 2023,
 arxiv.org/abs/2306.08881).
@@ -183,7 +183,7 @@ class PowerSGD(Compressor):
         return "left" if not self.alternate or (piece.step - self.start_step) % 2 == 0 else "right"
 
     def _begin(self, piece: Piece, channel: Channel, known: Side) -> None:
-        """Add what was withheld, and sum the factors that a basis from the step before projects to."""
+        """Add the residual, and sum the factors that the basis of the previous step projects to."""
         feedback, values, slot = piece.slot.has(RESIDUAL), piece.values, piece.slot
         if channel.size == 1 or piece.step <= self.start_step:
             # During the first steps residuals, of a run before, wait.

@@ -7,8 +7,9 @@ and move the weights at every step, unsent:
 
     b ← m b + λ w,  w ← w − lr b  (Nesterov: w ← w − lr (λ w + m b)),  then  w ← w − lr · what is delivered
 
-For parameters that are sent as they are, b sees their gradients too. So where nothing is withheld, as by DGC with ratio
-1, the weights are those of dense SGD, and a buffer of a dense run goes on as it was, without a byte on the wire.
+For parameters that are sent as they are, b sees their gradients too. So where there is no residual, as in DGC with
+ratio 1, the weights are those of dense SGD, and the buffer of a dense run is continued unchanged, without a byte on
+the wire.
 
 Nothing of the optimizer is changed outside of `step()`: `param_groups`, `state_dict()` and schedulers, also those of
 momentum, see what they always saw. Inside, momentum and weight decay are 0.
@@ -219,7 +220,7 @@ class SGDMomentum:
     def close(self) -> None:
         """Give the momentum back: SGD goes on with the sum of what the ranks have accumulated. Every rank takes part.
 
-        What was withheld and not sent yet stays in the state's memory.
+        Residuals stay in the state's memory.
         """
         if not self._hooks:
             return

@@ -1,14 +1,15 @@
-"""What makes coarse codes learn.
+"""Training aids for 1-bit codes: direct exchange between few ranks, a dense start, momentum.
 
-* Few ranks hear each other directly:
+* Few ranks exchange codes directly:
 
     up to 4 ranks: encode all, all-gather, sum of what all ranks decoded        each value is rounded once
     more ranks:    as `Quantised`: encode, all-to-all, encode the sum, gather   twice, for fewer bytes
 
   Two ranks send the same bytes either way, three 1.5 times and four twice as many. With signs the second rounding cost
   about three times the accuracy that the first one cost.
-* Small tensors go as they are, and all gradients on the first steps: without, signs did not learn at all.
-* Momentum, if it is handed over, is applied before anything is withheld; see `accel.comm.compression.momentum`.
+* Small tensors are sent uncompressed, and so are all gradients in the first steps: without this, training on signs did
+  not converge at all.
+* Momentum, if it is handed over, is applied before error feedback; see `accel.comm.compression.momentum`.
 
 Sums are made in rank order, so replicas stay equal to the bit, and Σ_r residual + decoded = Σ_r values holds at every
 step, values with momentum where it was handed over. A parameter whose gradient is zero on all ranks stands still.
@@ -113,7 +114,7 @@ class Gathered(Corrected, BlockCompressor):
         return torch.stack(used).to(piece.values.dtype) if used else piece.values.new_empty(0)
 
     def _set_aside(self, piece: Piece, parts: list[ParameterPart]) -> Tensor:
-        """Return what goes as it is, with what was withheld of it before, and leave nothing of it to be encoded."""
+        """Return what is sent uncompressed, residual included, and leave nothing of it to be encoded."""
         residual = piece.slot.read(RESIDUAL) if piece.slot.has(RESIDUAL) else None
         taken = []
         for _, span, coarse in parts:

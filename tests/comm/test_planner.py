@@ -29,12 +29,12 @@ def test_after_each_switch_replicas_are_equal_and_nothing_is_lost(world: int) ->
         assert found["same"]
         # Of some 14 to 18 steps in float32; half precision alone rounds what is never fed back.
         assert found["law"] < 2**-8
-        assert found["withheld"] > 0
+        assert found["residual"] > 0
         assert found["states"] == 1
         assert found["finite"]
 
 
-def test_what_is_withheld_waits_while_a_plain_bucket_is_void() -> None:
+def test_residuals_wait_while_a_plain_bucket_is_void() -> None:
     for found in run_ranks(cases.void_under_a_mixture, 2):
         assert found == {"arrived": True, "untouched": True}
 
