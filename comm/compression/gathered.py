@@ -45,10 +45,10 @@ class Gathered(Corrected, BlockCompressor):
     Attributes:
         exact_below: parameters of fewer elements, and all of less than two dimensions, are sent as they are.
         start_step: steps at first that send all gradients as they are.
-        direct: ranks up to which everyone hears everyone.
+        direct: ranks up to which everyone sends to everyone.
     """
 
-    scales = False  # momentum and what goes as it is want gradients as they are meant
+    scales = False  # momentum and what is sent uncompressed need gradients already divided
     exact_below = 0
     start_step = 0
     direct = 4
@@ -73,20 +73,20 @@ class Gathered(Corrected, BlockCompressor):
         exact = self._set_aside(piece, parts)
         direct = channel.size <= self.direct
         if direct:
-            self._encode_all(piece)  # which of it was used goes along
+            self._encode_all(piece)  # with flags of what was used
         else:
             self._scatter(piece, channel)
-        told = exact if direct else torch.cat([exact, used])
-        if told.numel():
-            channel.all_reduce(told)
+        summed = exact if direct else torch.cat([exact, used])
+        if summed.numel():
+            channel.all_reduce(summed)
         if piece.slot.has(RESIDUAL):
             lost = piece.slot.write(RESIDUAL)
             for part in parts:
                 if not part.coarse:
                     lost[part.span] = 0
-        piece.carry["exact"] = told
+        piece.carry["exact"] = summed
         if not direct:
-            piece.carry["used"] = told[exact.numel() :]
+            piece.carry["used"] = summed[exact.numel() :]
         return None
 
     def is_dense(self, shape: torch.Size) -> bool:
@@ -94,8 +94,8 @@ class Gathered(Corrected, BlockCompressor):
 
     def _by_parameter(self, piece: Piece) -> list[ParameterPart]:
         return [
-            ParameterPart(one.name, slice(one.begin, one.begin + one.length), not self.is_dense(shape))
-            for one, shape in piece.parameters()
+            ParameterPart(extent.name, slice(extent.begin, extent.begin + extent.length), not self.is_dense(shape))
+            for extent, shape in piece.parameters()
         ]
 
     def _correct(self, piece: Piece, parts: list[ParameterPart]) -> Tensor:
@@ -164,7 +164,7 @@ class Gathered(Corrected, BlockCompressor):
                 at += length
 
     def _finish(self, piece: Piece) -> None:
-        """Give what was encoded the scale that the optimizer expects, and leave what no rank used where it was."""
+        """Give what was encoded the scale that the optimizer expects, and leave what no rank used unchanged."""
         fields = (VELOCITY,) if "dense" in piece.carry else (VELOCITY, RESIDUAL)
         scale, coarse = piece.carry.get("scale", 1.0), [part.span for part in piece.carry["parts"] if part.coarse]
         if scale != 1.0:

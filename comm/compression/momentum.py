@@ -53,7 +53,7 @@ class Corrected(Compressor):
 
     @abstractmethod
     def is_dense(self, shape: torch.Size) -> bool:
-        """Tell whether parameters of this shape are sent as they are; the optimizer keeps their momentum."""
+        """Return whether parameters of this shape are sent as they are; the optimizer keeps their momentum."""
 
     def check(self, layout: Layout) -> None:
         self._momentum_source()
