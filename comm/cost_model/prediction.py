@@ -78,7 +78,7 @@ def costs_of(schemes: Sequence[Scheme], facts: BucketFacts, objects: ObjectGroup
     try:
         own = costs(schemes, facts.layouts, facts.topology, facts.device)
     except Exception as error:  # perhaps on this rank alone: the others wait for its result
-        own = f"rank {objects.rank} could not time the ways: {type(error).__name__}: {error}"
+        own = f"rank {objects.rank} could not time the schemes: {type(error).__name__}: {error}"
     by_rank = objects.collect(own)
     if problem := objects.first(next((costs for costs in by_rank if isinstance(costs, str)), "")):
         raise CommError(problem)

@@ -185,7 +185,9 @@ class SchemeOffers(Planner):
 
 def _nothing(choice: Choice) -> str:
     best = next((option for option in choice.options if any(option.plan)), None)
-    why = "no way is allowed" if best is None else f"the best, {best}, is predicted to take {best.step_s * 1e3:.1f} ms"
+    why = (
+        "no scheme is allowed" if best is None else f"the best, {best}, is predicted to take {best.step_s * 1e3:.1f} ms"
+    )
     return f"gradients are left as they are: a step takes {choice.plain_s * 1e3:.1f} ms, {why}"
 
 
@@ -219,5 +221,5 @@ def refusal(ddp: DistributedDataParallel, above: Collection[str]) -> str:
     if ddp.process_group.size() != dist.get_world_size():
         return "the model's process group holds only some of the ranks"
     if offers is not None and any(level in offers.choices for level in above):
-        return "what was tried already chooses among these ways too"
+        return "what was tried already chooses among these schemes too"
     return ""

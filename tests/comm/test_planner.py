@@ -59,7 +59,7 @@ def test_what_cannot_be_is_refused() -> None:
     for one in found:
         assert "must be a DistributedDataParallel module, got Given" in one["no ddp"]
         assert "must have no communication hook yet" in one["hooked"]
-        assert "ways must be of the catalogue (exact, half, int8" in one["unknown way"]
+        assert "schemes must be of the catalogue (exact, half, int8" in one["unknown way"]
         assert "must be bound first" in one["closed"]
         assert "must be an AutoComm, got NoneType" in one["no state"]
         assert one["watch"] == "ValueError: watch must be at least 1 step, got 0"
