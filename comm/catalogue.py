@@ -91,18 +91,18 @@ def check_level(allow: str) -> str:
 
 
 def allowed(allow: str, *, by_hosts: bool) -> list[Scheme]:
-    """Return the ways to average a bucket, beside DDP's own, that a level permits.
+    """Return the schemes, beside DDP's own all-reduce, that a level permits.
 
     Args:
         allow: of `LEVELS`.
         by_hosts: there are several hosts with several ranks, as many on each.
     """
     level = LEVELS.index(check_level(allow))
-    names = [name for name, one in CATALOGUE.items() if LEVELS.index(one.level) <= level]
-    flat = [Scheme(name) for name in names if name != "exact"]  # flat and exact is what DDP does by itself
+    names = [name for name, entry in CATALOGUE.items() if LEVELS.index(entry.level) <= level]
+    flat = [Scheme(name) for name in names if name != "exact"]  # flat and exact is what DDP does anyway
     return flat + [Scheme(name, hierarchical=True) for name in names if by_hosts]
 
 
 def error_feedback(compressor: Compressor, level: str) -> bool:
-    """Tell whether a compressor of a level is used with error feedback."""
+    """Return whether a compressor of a level is used with error feedback."""
     return compressor.takes_feedback and (level == "lossy" or compressor.feedback)

@@ -7,9 +7,9 @@ order, whatever happens elsewhere.
 * Exact: one all-reduce.
 * Quantised: encode, all-to-all, sum what arrived, encode the sum, all-gather, decode: 2 (n − 1)/n of the encoded bytes
   on the wire, as a ring sends of the plain ones; an all-gather of everything would send n − 1. Each rank sums one chunk
-  and all decode the same bytes, so replicas stay equal to the bit. With error feedback, a rank keeps what its encoding
-  lost of its values and of the sum of its chunk: Σ_r residual + decoded = Σ_r values holds at every step. DDP drops
-  what arrives for a parameter that no rank used: its residual waits.
+  and all decode the same bytes, so replicas stay equal to the bit. With error feedback, a rank keeps as its
+  residual what encoding lost of its values and of the sum of its chunk: Σ_r residual + decoded = Σ_r values holds at
+  every step. DDP drops what arrives for a parameter that no rank used: its residual waits.
 
 Sources: two-phase compressed all-reduce with error feedback (Tang et al. 2021, arxiv.org/abs/2102.02888), whose second
 residual is here added to the first.
@@ -91,10 +91,10 @@ class Exact(Compressor):
 
 
 class Quantised(Compressor):
-    """Base of compressors that encode each block of elements by itself.
+    """Base of compressors that encode each block of elements on its own.
 
-    A block with a NaN or an infinity must decode to something that is not finite: it tells GradScaler, and the memory,
-    that the step is void.
+    A block with a NaN or an infinity must decode to something that is not finite: GradScaler and the memory see
+    by it that the step is void.
     """
 
     scales = True
@@ -141,13 +141,13 @@ class Quantised(Compressor):
     def _sum(self, piece: Piece, channel: Channel) -> None:
         """Sum, and note first which parameters this rank used: only with a residual can one lose by not being used."""
         if piece.slot.has(RESIDUAL) and channel.size > 1 and piece.values.numel():
-            spans = [slice(one.begin, one.begin + one.length) for one, _ in piece.parameters()]
+            spans = [slice(extent.begin, extent.begin + extent.length) for extent, _ in piece.parameters()]
             used = torch.stack([any_nonzero(piece.values[span]) for span in spans]).to(torch.uint8)
             piece.carry.update(spans=spans, flags=used)
         self._scatter(piece, channel)
 
     def _spread(self, piece: Piece, channel: Channel) -> None:
-        """Give the sums to everyone, and leave what no rank used where it was."""
+        """Give the sums to everyone, and leave what no rank used unchanged."""
         self._gather(piece, channel)
         if "flags" in piece.carry:
             piece.stand_still(piece.carry["spans"], piece.carry["flags"], (RESIDUAL,))
@@ -198,14 +198,14 @@ class Quantised(Compressor):
         if "flags" in piece.carry:
             rooms[channel.rank][encoded[channel.rank].numel() :] = piece.carry["flags"]
         channel.all_gather(rooms[channel.rank], rooms)
-        for part, one in zip(chunks, encoded, strict=True):
-            self.decode(one, piece.values[part])
-        known = [self.finite(one, part.stop - part.start) for part, one in zip(chunks, encoded, strict=True)]
-        if all(one is not None for one in known):
-            piece.carry["finite"] = torch.stack([one for one in known if one is not None]).all().view(1)
+        for part, code in zip(chunks, encoded, strict=True):
+            self.decode(code, piece.values[part])
+        finite = [self.finite(code, part.stop - part.start) for part, code in zip(chunks, encoded, strict=True)]
+        if all(flag is not None for flag in finite):
+            piece.carry["finite"] = torch.stack([flag for flag in finite if flag is not None]).all().view(1)
         if "flags" in piece.carry:
-            told = [room[one.numel() :] for room, one in zip(rooms, encoded, strict=True)]
-            piece.carry["flags"] = torch.stack(told).amax(0)
+            flags = [room[code.numel() :] for room, code in zip(rooms, encoded, strict=True)]
+            piece.carry["flags"] = torch.stack(flags).amax(0)
 
 
 def add_residual(values: Tensor, factor: float, residual: Tensor | None) -> None:

@@ -1,19 +1,19 @@
-"""Deep Gradient Compression: the largest of what has gathered, momentum included.
+"""Deep Gradient Compression: the largest entries of what has accumulated, momentum included.
 
     g ← clip(g, C N^−½),  u ← m u + g,  r ← r + u,  send s = the k largest of r,  r ← r − s,  masking: u ← 0 where sent
                                                     (Nesterov: r ← r + g + m u)
 
-of each parameter, k = ⌈ratio · elements⌉. Momentum is taken before anything is withheld: the step dense SGD would have
+of each parameter, k = ⌈ratio · elements⌉. Momentum is applied before error feedback: the step that dense SGD would have
 taken arrives late, not twice (momentum correction). With `masking` u is dropped where it was sent, so that old
 gradients don't push on (momentum factor masking). After each step T, to rounding:
 
     Σ_r r + Σ_t≤T decoded_t = Σ_t≤T Σ_r u_t, each u_t as it was added to r (Nesterov: g_t + m u_t), void steps left out
 
-* Biases, norms and other small tensors go along as they are. The optimizer keeps their momentum, and that of weight
-  decay, which every rank knows: nothing of either is withheld. See `accel.comm.sgd_momentum`.
+* Biases, norms and other small tensors are sent uncompressed. The optimizer keeps their momentum, and that of weight
+  decay, which is the same on every rank: neither has a residual. See `accel.comm.sgd_momentum`.
 * One all-gather of packs that have the same size on every rank; see `accel.comm.compression.dgc_pack`.
-* Where ratio · ranks ≥ 1, packs would be as long as dense gradients on a ring: these are sent then, nothing is withheld
-  and no momentum dropped. Ratio 1 is dense momentum SGD. Warm-up stages often fall under this.
+* Where ratio · ranks ≥ 1, packs would be as long as dense gradients on a ring: these are sent then, with no
+  residual and no momentum dropped. Ratio 1 is dense momentum SGD. Warm-up stages often fall under this.
 * A parameter whose gradient is zero on all ranks stands still, its momentum too, as in SGD where it has no gradient:
   DDP would drop what is sent for a parameter that no rank used. By hosts, this goes for each slice of a parameter.
 
@@ -78,9 +78,9 @@ class DGC(Corrected):
         warmup_steps: int = 0,
         dense_below: int = 1024,
     ) -> None:
-        for one in (ratio, *warmup):
-            if not 0 < one <= 1:
-                raise ValueError(f"ratio and those of warmup must be in (0, 1], got {one}; 0.001 sends a thousandth")
+        for value in (ratio, *warmup):
+            if not 0 < value <= 1:
+                raise ValueError(f"ratio and those of warmup must be in (0, 1], got {value}; 0.001 sends a thousandth")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm must be positive, got {clip_norm}; None leaves gradients unclipped")
         if warmup_steps < 0 or dense_below < 0:
@@ -101,7 +101,7 @@ class DGC(Corrected):
         return max(self.warmup[stage], self.ratio) if stage < len(self.warmup) else self.ratio
 
     def is_dense(self, shape: torch.Size) -> bool:
-        """Tell whether parameters of this shape are sent as they are."""
+        """Return whether parameters of this shape are sent as they are."""
         return len(shape) < 2 or shape.numel() < self.dense_below
 
     def bytes_per_element(self) -> float:
@@ -122,10 +122,10 @@ class DGC(Corrected):
         source = self._momentum_source()
         limit = self.clip_norm * (1.0 if source is None else source.loss_scale()) / math.sqrt(ranks)
         # In float64, where no square of a float32 overflows: a large gradient is clipped, not lost.
-        norms = torch.stack([torch.linalg.vector_norm(one, dtype=torch.float64) for one in buckets])
+        norms = torch.stack([torch.linalg.vector_norm(bucket, dtype=torch.float64) for bucket in buckets])
         factor = (limit / torch.linalg.vector_norm(norms)).clamp(max=1.0)
-        for one in buckets:
-            one.mul_(factor)
+        for bucket in buckets:
+            bucket.mul_(factor)
 
     def stages(self) -> Sequence[Stage]:
         return [Stage("selection", self._select), Stage("gather of selected", self._gather)]
@@ -158,11 +158,11 @@ class DGC(Corrected):
                 gathered[span] = new
             if pack is None:
                 continue
-            found = largest(gathered[span], part.sent)
-            filled = pack.put(filled, found, gathered[span], part.begin)
-            gathered[span].index_fill_(0, found, 0.0)
+            positions = largest(gathered[span], part.sent)
+            filled = pack.put(filled, positions, gathered[span], part.begin)
+            gathered[span].index_fill_(0, positions, 0.0)
             if velocity is not None and self.masking:
-                velocity[span].index_fill_(0, found, 0.0)
+                velocity[span].index_fill_(0, positions, 0.0)
         used = torch.stack(flags).int() if flags else piece.values.new_empty(0, dtype=torch.int32)
         if pack is not None:
             pack.used.copy_(used)
@@ -171,9 +171,9 @@ class DGC(Corrected):
         piece.carry["raw"] = None if pack is None else pack.raw  # a tensor by itself: the next stage's stream holds it
 
     def _parts(self, piece: Piece, ratio: float) -> Iterator[ParameterRange]:
-        for one, shape in piece.parameters():
-            count = 0 if self.is_dense(shape) else math.ceil(ratio * one.length)
-            yield ParameterRange(one.name, one.begin, one.begin + one.length, count)
+        for extent, shape in piece.parameters():
+            count = 0 if self.is_dense(shape) else math.ceil(ratio * extent.length)
+            yield ParameterRange(extent.name, extent.begin, extent.begin + extent.length, count)
 
     def _gather(self, piece: Piece, channel: Channel) -> None:
         """Add up what all ranks sent."""
@@ -189,11 +189,11 @@ class DGC(Corrected):
             for span in spans:
                 piece.values[span].mul_(scale)
         if spans:
-            told = torch.stack([used[number] for number in chosen])
-            piece.stand_still(spans, told, (VELOCITY, RESIDUAL))
+            used_parts = torch.stack([used[number] for number in chosen])
+            piece.stand_still(spans, used_parts, (VELOCITY, RESIDUAL))
 
     def _sum_all(self, piece: Piece, channel: Channel, parts: list[ParameterRange], gathered: Tensor) -> Tensor:
-        """Leave the sum of all in `piece.values` and nothing in `gathered`; tell which parameters were used."""
+        """Leave the sum of all in `piece.values` and nothing in `gathered`; return which parameters were used."""
         for part in parts:
             if part.sent:
                 span = slice(part.begin, part.end)
@@ -201,6 +201,6 @@ class DGC(Corrected):
                 gathered[span].zero_()
         channel.all_reduce(piece.values)
         own = piece.carry["used"]
-        told = [torch.empty_like(own) for _ in range(channel.size)]
-        channel.all_gather(own, told)
-        return torch.stack(told).amax(0)
+        flags = [torch.empty_like(own) for _ in range(channel.size)]
+        channel.all_gather(own, flags)
+        return torch.stack(flags).amax(0)

@@ -92,7 +92,7 @@ class FSDPComm:
         self._connect(mesh, self._device.type, timeout)
         self._check_same(model)
         fields = (RESIDUAL,) if self.error_feedback else ()
-        self._reductions = [Reduction(compressor, fields, one.memory, self._across.size) for one in self._groups]
+        self._reductions = [Reduction(compressor, fields, group.memory, self._across.size) for group in self._groups]
         self._stages = list(compressor.stages())
         self._pass = -1
         self._seen: set[int] = set()
@@ -114,19 +114,19 @@ class FSDPComm:
         self._between = ObjectGroup(channel(GlooChannel, 0, "talk"))
 
     def _check_same(self, model: nn.Module) -> None:
-        mine = {
+        own = {
             "compressor": repr(self.compressor),
             "error_feedback": self.error_feedback,
             "modules, parameters and shards": [group.layout for group in self._groups],
             "weights": contents(model),
         }
-        for talk in (self._between, self._within):
-            for rank, theirs in enumerate(talk.gather(mine)):
-                for name, value in mine.items():
+        for objects in (self._between, self._within):
+            for rank, theirs in enumerate(objects.gather(own)):
+                for name, value in own.items():
                     # Shards differ in their weights, and the last ones in nothing else: they are padded.
-                    if theirs[name] != value and (talk is self._between or name != "weights"):
+                    if theirs[name] != value and (objects is self._between or name != "weights"):
                         self._disconnect()
-                        kind = "replica" if talk is self._between else "shard"
+                        kind = "replica" if objects is self._between else "shard"
                         raise ValueError(
                             f"all ranks must have the same {name}, got another on {kind} {rank} than on this rank; "
                             "pass the same to FSDPComm everywhere, and begin with the same weights on all replicas"

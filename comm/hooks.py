@@ -24,7 +24,7 @@ from accel.comm.memory import Memory
 
 
 def hook(state: GradientEngine, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Average a bucket of gradients as `state` says; for `DistributedDataParallel.register_comm_hook`.
+    """Average a bucket of gradients by the plan of `state`; for `DistributedDataParallel.register_comm_hook`.
 
     On each of n ranks, with the bucket's gradients g and what its parameters have not sent yet, e:
 
@@ -62,13 +62,13 @@ class CommState(GradientEngine):
     Args:
         model: the DDP module or the module that it wraps; names the parameters.
         compressor: what is sent; default `Exact()`. With `hierarchical`, between hosts only.
-        hierarchical: sum within each host first. Hosts need equal numbers of ranks, which torchrun's GROUP_RANK or else
-            host names and network namespaces tell.
+        hierarchical: sum within each host first. Hosts need equal numbers of ranks, identified by torchrun's GROUP_RANK
+            or else by host names and network namespaces.
         error_feedback: add what a step's encoding lost to the next step's gradients; default: as the compressor says.
             Two copies of the gradients (by hosts: of a slice), float32 or float64.
         process_group: the group that DDP reduces over, default the world.
         timeout: for each collective, default 5 minutes. A fault elsewhere is an error here by then.
-        memory: where what was not sent is kept; states of one model whose buckets go different ways share one.
+        memory: where what was not sent is kept; states of one model whose buckets use different schemes share one.
         scaler: the GradScaler in use, so that what was not sent yet follows its scale. Default None: at a change of the
             scale it counts by the old one.
 

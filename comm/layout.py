@@ -91,20 +91,20 @@ class Piece:
     def parameters(self) -> Iterator[tuple[Extent, torch.Size]]:
         """Yield what of each parameter is in the piece, and the shape of the whole parameter."""
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
-        for one in self.layout.extents(self.low, self.high):
-            yield one, shapes[one.name]
+        for extent in self.layout.extents(self.low, self.high):
+            yield extent, shapes[extent.name]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, view into `values` of the parameter's shape); the piece must hold parameters as a whole.
 
         A compressor that calls it cuts between parameters: `boundaries` returns `accel.comm.layout.between`.
         """
-        for one, shape in self.parameters():
-            assert one.length == shape.numel(), "a slice cuts through a parameter"
-            yield one.name, self.values[one.begin : one.begin + one.length].view(shape)
+        for extent, shape in self.parameters():
+            assert extent.length == shape.numel(), "a slice cuts through a parameter"
+            yield extent.name, self.values[extent.begin : extent.begin + extent.length].view(shape)
 
     def stand_still(self, spans: Sequence[slice], used: Tensor, fields: Sequence[str]) -> None:
-        """Send nothing of the ranges that no rank used, and leave these own fields of them as they were before.
+        """Send nothing of the ranges that no rank used, and leave these own fields of them unchanged.
 
         DDP drops what is sent for a parameter that no rank used in a step, so neither its residual nor its momentum
         may change: SGD passes over a parameter without a gradient too.
@@ -122,7 +122,7 @@ class Piece:
                     for name in own:
                         self.slot.write(name)[span] = self.slot.read(name)[span]
             return
-        # The host, which issues the next bucket after this one, must not wait for the device to hear the flags.
+        # The host, which issues the next bucket after this one, must not wait for the device to read the flags.
         for span, idle in zip(spans, (used == 0).unbind(), strict=True):
             self.values[span].masked_fill_(idle, 0.0)
             for name in own:

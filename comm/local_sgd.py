@@ -50,8 +50,8 @@ class LocalSGD:
         optimizer: over parameters of this module, any number of groups; it may gain groups later.
         start_step: steps of the optimizer with gradients averaged over all ranks, ≥ 0.
         every: steps from one averaging of weights to the next, ≥ 1.
-        within: between which ranks gradients are averaged after that: those of a "host" (default; torchrun's
-            GROUP_RANK or else host names and network namespaces tell), or "rank": none.
+        within: between which ranks gradients are averaged after that: those of a "host" (default; by torchrun's
+            GROUP_RANK or else host names and network namespaces), or "rank": none.
         average_momentum: average the optimizer's state of the parameters' shapes (momentum; Adam's moments) as well,
             for the same bytes again each, at each averaging. Default False, as published: each rank keeps its own
             until `close()`, which always averages it.
@@ -110,20 +110,20 @@ class LocalSGD:
 
     def _check_same(self) -> None:
         settings = {name: getattr(self, name) for name in ("start_step", "every", "within", "average_momentum")}
-        mine = {**settings, "dense": repr(None if self._dense is None else self._dense.compressor)}
-        mine["scaler"] = self._scaler is not None
-        for rank, theirs in enumerate(self._weights.talk.gather(mine)):
-            if theirs != mine:
+        own = {**settings, "dense": repr(None if self._dense is None else self._dense.compressor)}
+        own["scaler"] = self._scaler is not None
+        for rank, theirs in enumerate(self._weights.objects.gather(own)):
+            if theirs != own:
                 self._weights.close()
-                name = next(name for name in mine if mine[name] != theirs[name])
+                name = next(name for name in own if own[name] != theirs[name])
                 raise ValueError(
-                    f"all ranks must pass the same {name} to LocalSGD, got {mine[name]!r} here and {theirs[name]!r} on "
+                    f"all ranks must pass the same {name} to LocalSGD, got {own[name]!r} here and {theirs[name]!r} on "
                     f"rank {rank}"
                 )
 
     @property
     def local(self) -> bool:
-        """Tell whether gradients of the next step stay within hosts, or ranks."""
+        """Return whether gradients of the next step stay within hosts, or ranks."""
         return self.step >= self.start_step and not self._closed
 
     def _enter_phase(self) -> None:
@@ -150,18 +150,18 @@ class LocalSGD:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._calls += 1
-        # Fused optimizers are called at skipped steps too, and told.
+        # Fused optimizers are called at skipped steps too, with found_inf set.
         found_inf = None if self.local else getattr(optimizer, "found_inf", None)
         if found_inf is None or not bool(found_inf):
             self._stepped()
 
     def _step_of_scaler(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for GradScaler.step: tell steps that it skips, which count in the local phase."""
+        """Stand in for GradScaler.step: notice steps that it skips, which count in the local phase."""
         before = self._calls
-        found = self._scaler_step(optimizer, *args, **kwargs)
+        result = self._scaler_step(optimizer, *args, **kwargs)
         if optimizer is self._optimizer and self._calls == before and self.local:
             self._stepped()
-        return found
+        return result
 
     def _stepped(self) -> None:
         self._apart |= self.local
@@ -179,10 +179,10 @@ class LocalSGD:
         The schedule goes on as it was. It runs by itself every `every` steps.
         """
         named = self._named()
-        mine = (self.step, self._backwards, fingerprint(named))
-        for rank, theirs in enumerate(self._weights.talk.gather(mine)):
-            if theirs != mine:
-                raise ValueError(difference(mine, theirs, rank))
+        own = (self.step, self._backwards, fingerprint(named))
+        for rank, theirs in enumerate(self._weights.objects.gather(own)):
+            if theirs != own:
+                raise ValueError(difference(own, theirs, rank))
         self._weights.average(named, self.step)
         self._apart = False
 
@@ -192,11 +192,13 @@ class LocalSGD:
         same_state(
             self._optimizer,
             dict(self._ddp.module.named_parameters()),
-            self._weights.talk,
+            self._weights.objects,
             lambda named: self._weights.average(named, self.step),
         )
         if self._broadcast_buffers:
-            self._weights.copy_first([one for one in self._ddp.module.buffers() if not one.is_floating_point()])
+            self._weights.copy_first(
+                [buffer for buffer in self._ddp.module.buffers() if not buffer.is_floating_point()]
+            )
         if self._scaler is not None:
             self._same_scale()
 
@@ -223,10 +225,10 @@ class LocalSGD:
                 if self.average_momentum:
                     named += self._moments(name, parameter)
         if self._broadcast_buffers:
-            named += [(name, one) for name, one in self._ddp.module.named_buffers() if one.is_floating_point()]
-        for name, one in named:
-            if not one.is_floating_point() or one.layout != torch.strided:
-                raise ValueError(f"LocalSGD averages dense, real floating point, got {one.dtype} in {name!r}")
+            named += [(name, tensor) for name, tensor in self._ddp.module.named_buffers() if tensor.is_floating_point()]
+        for name, tensor in named:
+            if not tensor.is_floating_point() or tensor.layout != torch.strided:
+                raise ValueError(f"LocalSGD averages dense, real floating point, got {tensor.dtype} in {name!r}")
         return named
 
     def _moments(self, name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:
@@ -288,10 +290,10 @@ class LocalSGD:
 
     def _same_scale(self) -> None:
         """Set the smallest loss scale of all ranks: gradients that are averaged must have one."""
-        states = self._weights.talk.gather(self._scaler.state_dict())
+        states = self._weights.objects.gather(self._scaler.state_dict())
         if self._scaler.is_enabled():
-            least = min(states, key=lambda one: float(one["scale"]))
-            tracker = min(one["_growth_tracker"] for one in states)
+            least = min(states, key=lambda state: float(state["scale"]))
+            tracker = min(state["_growth_tracker"] for state in states)
             self._scaler.load_state_dict({**least, "_growth_tracker": tracker})
 
     def __enter__(self) -> "LocalSGD":

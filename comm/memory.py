@@ -1,14 +1,14 @@
 """What a compressor remembers from step to step: error feedback, momentum, warm starts.
 
-A step whose mean gradient is not finite leaves the memory as it was, as if the step had not been: GradScaler skips the
-update, so what was sent is lost, and what was withheld must not become NaN. Every rank sees the same mean gradient, so
-all decide alike without a word. This costs a second copy of each field.
+A step whose mean gradient is not finite does not update the memory, as if the step had not happened: GradScaler skips
+the update, so what was sent is lost, and residuals must not become NaN. Every rank sees the same mean gradient, so all
+decide alike without communication. This costs a second copy of each field.
 
 Two kinds of fields:
 
-* own: differs by rank and adds up over the ranks of a host, (elements of the piece,). Error feedback is one: what the
-  ranks of a group withheld is what the mean gradient lacks, Σ_r e_r. New buckets, slices, ranks or hosts share it out
-  anew and keep that sum.
+* own: differs by rank and adds up over the ranks of a host, (elements of the piece,). The residual is one: the sum over
+  a group of ranks is what the mean gradient lacks, Σ_r e_r. New buckets, slices, ranks or hosts redistribute it and
+  keep that sum.
 * shared: one tensor by parameter, the same on every rank that reduces this parameter. PowerSGD's warm start is one.
 """
 
@@ -44,7 +44,7 @@ class Slot:
         self._next_shared: dict[str, dict[str, Tensor]] = {}
 
     def has(self, field: str) -> bool:
-        """Tell whether there is an own field of this name; `residual` is there if error feedback is on."""
+        """Return whether there is an own field of this name; `residual` is there if error feedback is on."""
         return field in self._kept
 
     def read(self, field: str) -> Tensor:
@@ -87,8 +87,8 @@ class Slot:
 
     def _scattered(self) -> Iterable[tuple[str, str, int, Tensor]]:
         for field, values in self._kept.items():
-            for one in self.layout.extents(self.low, self.high):
-                yield field, one.name, one.skipped, values[one.begin : one.begin + one.length]
+            for extent in self.layout.extents(self.low, self.high):
+                yield field, extent.name, extent.skipped, values[extent.begin : extent.begin + extent.length]
 
 
 class Memory:
@@ -121,15 +121,15 @@ class Memory:
         whole = torch.zeros(layout.numel, dtype=like.dtype, device=like.device)
         with self._lock:
             pieces = self._loose.get(field, {})
-            found = [(one, pieces.pop(one.name, [])) for one in layout.extents(0, layout.numel)]
-        for one, parts in found:
+            restored = [(extent, pieces.pop(extent.name, [])) for extent in layout.extents(0, layout.numel)]
+        for extent, parts in restored:
             for skipped, values in parts:
-                if skipped + values.numel() > one.length:
+                if skipped + values.numel() > extent.length:
                     raise ValueError(
-                        f"the memory of {one.name!r} must be of its {one.length:,} elements, got "
+                        f"the memory of {extent.name!r} must be of its {extent.length:,} elements, got "
                         f"{skipped + values.numel():,}; load a state of the same model"
                     )
-                whole[one.begin + skipped : one.begin + skipped + values.numel()] += values.to(whole)
+                whole[extent.begin + skipped : extent.begin + skipped + values.numel()] += values.to(whole)
         return whole
 
     def multiply(self, field: str, factor: float) -> None:
@@ -148,7 +148,7 @@ class Memory:
         self._finite.append(finite)
 
     def finite(self) -> bool:
-        """Tell whether all that was noted since the last step settled is finite."""
+        """Return whether all that was noted since the last step settled is finite."""
         return bool(torch.stack(self._finite).all()) if self._finite else True
 
     def settle(self) -> None:
@@ -171,7 +171,9 @@ class Memory:
         for slot in self._slots.values():
             for field, name, skipped, values in slot._scattered():
                 own.setdefault(field, {}).setdefault(name, []).append((skipped, values.clone()))
-        shared = {field: {name: value.clone() for name, value in one.items()} for field, one in self._shared.items()}
+        shared = {
+            field: {name: value.clone() for name, value in tensors.items()} for field, tensors in self._shared.items()
+        }
         return {"version": _VERSION, "own": own, "shared": shared}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -184,7 +186,8 @@ class Memory:
             for field, names in state["own"].items()
         }
         self._shared = {
-            field: {name: value.clone() for name, value in one.items()} for field, one in state["shared"].items()
+            field: {name: value.clone() for name, value in tensors.items()}
+            for field, tensors in state["shared"].items()
         }
 
     def clear(self) -> None:
@@ -193,7 +196,7 @@ class Memory:
 
 
 class LossScale:
-    """The scale that residuals were withheld at.
+    """The loss scale that residuals are stored at.
 
     Args:
         scaler: a GradScaler, or None where gradients have no scale.
@@ -230,12 +233,12 @@ def reshard(
     """Return the memory of `world_size` ranks, or of one of them, that holds what the ranks of a saved run remembered.
 
     Σ over the new ranks = Σ over the old ones, for each own field: that sum is what the mean gradient still lacks,
-    since gradients are divided by the number of ranks before anything is withheld. New rank r gets the old ranks r,
+    since gradients are divided by the number of ranks before error feedback. New rank r gets the old ranks r,
     r + world_size, …; ranks beyond the old number start with nothing.
 
     Shared fields, the same on every rank that reduces a parameter, are those of all old ranks. With `rank` they are
-    those of the old ranks that it reads, at least one: where hosts with other numbers of ranks share out parameters in
-    another way, what is not known on all that need it begins anew.
+    those of the old ranks that it reads, at least one: where hosts with other numbers of ranks share out parameters
+    differently, what is not known on all that need it begins anew.
 
     Args:
         states: the `state_dict()` of each old rank, in rank order; or, with `rank`, a function that reads one.
@@ -251,7 +254,7 @@ def reshard(
 
     Example:
         >>> state.load_state_dict(reshard(lambda old: torch.load(f"comm-{old}.pt"), world_size=4, rank=rank, saved=8))
-        >>> mine = reshard([torch.load(f"comm-{r}.pt") for r in range(8)], world_size=4)[rank]  # reads all, everywhere
+        >>> own = reshard([torch.load(f"comm-{r}.pt") for r in range(8)], world_size=4)[rank]  # reads all, everywhere
     """
     if callable(states):
         if rank is None or saved is None:
@@ -271,21 +274,21 @@ def reshard(
     for old in range(count):
         for field, values in load(old)["shared"].items():
             shared.setdefault(field, {}).update(values)
-    found = []
+    resharded = []
     for new in range(world_size):
-        mine = [load(old) for old in range(new, count, world_size)]
-        found.append({**_dealt(mine or [load(0)], bool(mine)), "shared": shared})
-    return found
+        own = [load(old) for old in range(new, count, world_size)]
+        resharded.append({**_dealt(own or [load(0)], bool(own)), "shared": shared})
+    return resharded
 
 
 def _dealt(states: Sequence[Mapping[str, Any]], keeps: bool) -> dict[str, Any]:
     """Return one state with the own fields of several, if it keeps them, and the shared ones."""
     own: dict[str, dict[str, _Pieces]] = {}
     shared: dict[str, dict[str, Tensor]] = {}
-    for one in states:
-        for field, values in one["shared"].items():
+    for state in states:
+        for field, values in state["shared"].items():
             shared.setdefault(field, {}).update(values)
-        for field, names in one["own"].items() if keeps else ():
+        for field, names in state["own"].items() if keeps else ():
             for name, pieces in names.items():
                 own.setdefault(field, {}).setdefault(name, []).extend(pieces)
     return {**states[0], "own": own, "shared": shared}

@@ -1,17 +1,17 @@
 """PowerSGD: two thin factors in place of each gradient matrix, from one step of power iteration on the mean gradient.
 
-    M_r = G_r + E_r                      (m, n)  gradient of rank r plus what it withheld before; M = Σ_r M_r
+    M_r = G_r + E_r                      (m, n)  gradient of rank r plus its residual; M = Σ_r M_r
     P   = Σ_r M_r Q                      (m, k)  one all-reduce, in which biases and the like ride along
     P̂   = orthonormal basis of P
     Q   = Σ_r M_rᵀ P̂                     (n, k)  another one; the next step starts from it
     M   ≈ P̂ Qᵀ                                   the mean gradient that all ranks apply
-    E_r = M_r − P̂ (M_rᵀ P̂)ᵀ                      what this rank withholds: Σ_r E_r + P̂ Qᵀ = M
+    E_r = M_r − P̂ (M_rᵀ P̂)ᵀ                      residual of this rank: Σ_r E_r + P̂ Qᵀ = M
 
 `alternate` takes one of the two halves per step, from the other factor of the step before, and needs one all-reduce.
 
 All is linear in M_r, so one all-reduce of any kind will do and the number of ranks doesn't matter. The published E_r
-takes the mean of P̂ Qᵀ from M_r in place of its own part. Their sums, and so all steps, are the same; but the former
-differences between ranks add up for ever, where here a rank withholds nothing of what it has sent.
+takes the mean of P̂ Qᵀ from M_r in place of its own part. Their sums, and so all steps, are the same; but the
+differences between ranks add up for ever there, while here a rank keeps no residual of what it has sent.
 
 Sources: PowerSGD (Vogels et al. 2019, arxiv.org/abs/1905.13727); one factor per step, ACP-SGD (Zhang et al. 2023,
 arxiv.org/abs/2306.08881).
@@ -51,7 +51,7 @@ class PowerSGD(Compressor):
     same all-reduce as the first factors. With a rank of the smaller side the mean gradient is exact to rounding.
 
     Replicas are equal to the bit where all ranks have processors of one kind and equal numbers of threads, for each
-    rank multiplies the factors by itself.
+    rank multiplies the factors on its own.
 
     Args:
         rank: of the approximation, default 4; or by shape of the parameter, as a mapping, or as a function of
@@ -88,7 +88,7 @@ class PowerSGD(Compressor):
     ) -> None:
         if isinstance(rank, Mapping):
             rank = {tuple(shape): rank[shape] for shape in sorted(rank)}
-            wrong = [one for one in rank.values() if not _whole(one, 0)]
+            wrong = [value for value in rank.values() if not _whole(value, 0)]
         else:
             wrong = [] if callable(rank) or _whole(rank, 1) else [rank]
         if wrong:
@@ -127,7 +127,7 @@ class PowerSGD(Compressor):
             self.rank_of(shape)
 
     def bytes_per_element(self) -> float:
-        """Return 4 · (elements sent) / (elements) of a layer of 1024 x 1024; `sent` tells for given shapes."""
+        """Return 4 · (elements sent) / (elements) of a layer of 1024 x 1024; see `sent` for given shapes."""
         shapes = [torch.Size([1024, 1024]), torch.Size([1024])]
         return 4 * self.sent(shapes) / sum(shape.numel() for shape in shapes)
 
@@ -183,7 +183,7 @@ class PowerSGD(Compressor):
         return "left" if not self.alternate or (piece.step - self.start_step) % 2 == 0 else "right"
 
     def _begin(self, piece: Piece, channel: Channel, known: Side) -> None:
-        """Add what was withheld, and sum the factors that a basis from the step before projects to."""
+        """Add the residual, and sum the factors that the basis of the previous step projects to."""
         feedback, values, slot = piece.slot.has(RESIDUAL), piece.values, piece.slot
         if channel.size == 1 or piece.step <= self.start_step:
             # During the first steps residuals, of a run before, wait.
@@ -206,7 +206,7 @@ class PowerSGD(Compressor):
         sizes = [plan.sent(side), plan.matrices, sum(length for _, length in plan.plain)]
         wire = values.new_empty(sum(sizes))
         factors, used, plain = torch.split(wire, sizes)
-        bases = [self._basis(self._warm(piece, one, known)) for one in plan.groups]
+        bases = [self._basis(self._warm(piece, group, known)) for group in plan.groups]
         project(plan, kept, bases, known, factors)
         note_used(plan, values, used)
         if plan.plain:
@@ -226,10 +226,12 @@ class PowerSGD(Compressor):
         feedback, side = kept is not piece.values, other(known)
         totals, locals_ = plan.factors(carry["wire"], side), plan.factors(carry["local"], side)
         used = plan.by_group(carry["used"] > 0)
-        for group, basis, total, local, one in zip(plan.groups, carry["bases"], totals, locals_, used, strict=True):
+        for group, basis, total, local, used_matrices in zip(
+            plan.groups, carry["bases"], totals, locals_, used, strict=True
+        ):
             means, rests = group.matrices(piece.values), group.matrices(kept)
             # DDP drops what arrives for a parameter that no rank used: nothing is sent of its residual.
-            applied, sent = total * one, local * one
+            applied, sent = total * used_matrices, local * used_matrices
             for i, name in enumerate(group.names):
                 if feedback:
                     add_product(rests[i], *ordered(known, basis[i], sent[i]), alpha=-1.0)
@@ -252,13 +254,13 @@ class PowerSGD(Compressor):
     def _warm(self, piece: Piece, group: MatrixGroup, side: Side) -> Tensor:
         """Return the factors that the last finite step left, (matrices, rank, length); noise where there are none."""
         first = noise(self.seed, group.rank, group.length(side), piece.values.dtype, piece.values.device)
-        found = first.repeat(len(group.names), 1, 1)
-        for own, name in zip(found, group.names, strict=True):
+        factors = first.repeat(len(group.names), 1, 1)
+        for own, name in zip(factors, group.names, strict=True):
             before = piece.slot.read_shared(side, name)
             if before is not None and before.shape[1] == group.length(side):
                 # Of a run with another rank: as many as there are.
                 own[: before.shape[0]] = before[: group.rank]
-        return found
+        return factors
 
 
 def _agree(plan: FactorPlan, piece: Piece, channel: Channel) -> None:
@@ -275,7 +277,7 @@ def _agree(plan: FactorPlan, piece: Piece, channel: Channel) -> None:
     ]
     if not kept:
         return
-    sums = [-1 if one is None else zlib.crc32(one.contiguous().cpu().numpy().tobytes()) for _, _, one in kept]
+    sums = [-1 if factor is None else zlib.crc32(factor.contiguous().cpu().numpy().tobytes()) for _, _, factor in kept]
     own = torch.tensor(sums, dtype=torch.int64, device=piece.values.device)
     rows = [torch.empty_like(own) for _ in range(channel.size)]
     channel.all_gather(own, rows)
@@ -285,16 +287,16 @@ def _agree(plan: FactorPlan, piece: Piece, channel: Channel) -> None:
 
 
 def _bounded(factors: Sequence[tuple[Tensor, Tensor]], plain: Tensor) -> bool:
-    """Tell whether the products can hold nothing that is not finite, by a look at the factors in their place.
+    """Return whether the products are sure to be finite, judged by the factors alone.
 
     Args:
         factors: pairs (matrices, rank, m) and (matrices, rank, n).
         plain: what is sent as it is.
     """
-    bounds = [(one.abs().amax((1, 2)) * other.abs().amax((1, 2)) * one.shape[1]).sum() for one, other in factors]
+    bounds = [(p.abs().amax((1, 2)) * q.abs().amax((1, 2)) * p.shape[1]).sum() for p, q in factors]
     if plain.numel():
         bounds.append(plain.abs().amax())
-    return all(bool(one.isfinite()) for one in bounds)
+    return all(bool(bound.isfinite()) for bound in bounds)
 
 
 def _whole(value: object, least: int) -> bool:

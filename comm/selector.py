@@ -123,11 +123,11 @@ class AutoComm(Planner):
             yield
         # Before plain steps are watched: malloc keeps pages once buffers as large as a bucket have been freed, and the
         # backward pass, which then has no pages to fault in, took 70 ms of a core in place of 105.
-        costs = costs_of(self._schemes, self.facts, self.talk)
+        costs = costs_of(self._schemes, self.facts, self.objects)
         self.recorder.times.clear()
         for _ in range(self.watch):
             yield
-        self.choice = choose(self.recorder.times.observed(), self.facts, self.network, costs, self.talk)
+        self.choice = choose(self.recorder.times.observed(), self.facts, self.network, costs, self.objects)
         search = PlanSearch(self, self.choice, self.check)
         best = yield from search.shortest()
         if any(best) and not (yield from search.pays(best)):
@@ -143,7 +143,7 @@ class AutoComm(Planner):
         self.settled = True
         if not any(plan):
             self.take_off_later()
-        if self.verbose and self.talk.rank == 0:
+        if self.verbose and self.objects.rank == 0:
             print(f"accel: {self.verdict()}", file=sys.stderr)
         yield
 

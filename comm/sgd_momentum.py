@@ -7,8 +7,9 @@ and move the weights at every step, unsent:
 
     b ← m b + λ w,  w ← w − lr b  (Nesterov: w ← w − lr (λ w + m b)),  then  w ← w − lr · what is delivered
 
-For parameters that are sent as they are, b sees their gradients too. So where nothing is withheld, as by DGC with ratio
-1, the weights are those of dense SGD, and a buffer of a dense run goes on as it was, without a byte on the wire.
+For parameters that are sent as they are, b sees their gradients too. So where there is no residual, as in DGC with
+ratio 1, the weights are those of dense SGD, and the buffer of a dense run is continued unchanged, without a byte on
+the wire.
 
 Nothing of the optimizer is changed outside of `step()`: `param_groups`, `state_dict()` and schedulers, also those of
 momentum, see what they always saw. Inside, momentum and weight decay are 0.
@@ -146,9 +147,11 @@ class SGDMomentum:
         for group in optimizer.param_groups:
             if group["momentum"] == 0:
                 continue
-            parameters = [one for one in group["params"] if one.grad is not None]
-            self._keep([one for one in parameters if self._compressor.is_dense(one.shape)], group)
-            self._decay([one for one in parameters if not self._compressor.is_dense(one.shape)], group)
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            self._keep([parameter for parameter in parameters if self._compressor.is_dense(parameter.shape)], group)
+            self._decay(
+                [parameter for parameter in parameters if not self._compressor.is_dense(parameter.shape)], group
+            )
             names = ("momentum", "weight_decay", "nesterov")
             self._inside.append((group, {name: group[name] for name in names}))
             group.update(momentum=0, weight_decay=0, nesterov=False)
@@ -157,11 +160,11 @@ class SGDMomentum:
         """Apply the momentum of weight decay, and what is left of earlier momentum."""
         decay, momentum, lr = group["weight_decay"], float(group["momentum"]), float(group["lr"])
         state = self._optimizer.state
-        moving = [one for one in parameters if decay or state.get(one, {}).get(BUFFER) is not None]
+        moving = [parameter for parameter in parameters if decay or state.get(parameter, {}).get(BUFFER) is not None]
         if not moving:
             return
-        buffers = [self._buffer(one) for one in moving]
-        weights = [one.detach() for one in moving]
+        buffers = [self._buffer(parameter) for parameter in moving]
+        weights = [parameter.detach() for parameter in moving]
         torch._foreach_mul_(buffers, momentum)
         if decay:
             torch._foreach_add_(buffers, weights, alpha=decay)
@@ -180,27 +183,29 @@ class SGDMomentum:
             return
         momentum = float(group["momentum"])
         sign = -1.0 if group["maximize"] else 1.0
-        gradients = [sign * one.grad for one in parameters if one.grad is not None]
+        gradients = [sign * parameter.grad for parameter in parameters if parameter.grad is not None]
         if group["weight_decay"]:
-            torch._foreach_add_(gradients, [one.detach() for one in parameters], alpha=group["weight_decay"])
-        buffers = [self._buffer(one) for one in parameters]
+            torch._foreach_add_(
+                gradients, [parameter.detach() for parameter in parameters], alpha=group["weight_decay"]
+            )
+        buffers = [self._buffer(parameter) for parameter in parameters]
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, gradients)
         if group["nesterov"]:
             torch._foreach_add_(gradients, buffers, alpha=momentum)
         else:
-            gradients = [one.clone() for one in buffers]
-        for one, moved in zip(parameters, gradients, strict=True):
-            assert one.grad is not None
-            self._dense_grads.append((one, one.grad))
-            one.grad = moved.mul_(sign)
+            gradients = [buffer.clone() for buffer in buffers]
+        for parameter, moved in zip(parameters, gradients, strict=True):
+            assert parameter.grad is not None
+            self._dense_grads.append((parameter, parameter.grad))
+            parameter.grad = moved.mul_(sign)
 
     def _buffer(self, parameter: nn.Parameter) -> Tensor:
         kept = self._optimizer.state[parameter]
         if kept.get(BUFFER) is None:
             kept[BUFFER] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        found: Tensor = kept[BUFFER]
-        return found
+        buffer: Tensor = kept[BUFFER]
+        return buffer
 
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._restore()
@@ -219,7 +224,7 @@ class SGDMomentum:
     def close(self) -> None:
         """Give the momentum back: SGD goes on with the sum of what the ranks have accumulated. Every rank takes part.
 
-        What was withheld and not sent yet stays in the state's memory.
+        Residuals stay in the state's memory.
         """
         if not self._hooks:
             return
@@ -238,7 +243,7 @@ class SGDMomentum:
                 if group["momentum"]:
                     self._buffer(parameter).add_(total.view_as(parameter), alpha=-1 if group["maximize"] else 1)
         self._memory.load_state_dict(saved)
-        for one in self._hooks:
-            one.remove()
+        for handle in self._hooks:
+            handle.remove()
         self._hooks = []
         self._compressor._bind(None)

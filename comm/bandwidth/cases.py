@@ -215,8 +215,8 @@ def _all_to_all(place: RankPlace, count: int, dtype: torch.dtype, reduction: str
 
     def expected(start: int, stop: int) -> Tensor:
         where = torch.arange(start, stop)
-        mine = _spread(first, first + block, _PRIME)
-        return ((mine[where % block] + where // block) % _PRIME).to(dtype)
+        own = _spread(first, first + block, _PRIME)
+        return ((own[where % block] + where // block) % _PRIME).to(dtype)
 
     return Case(
         run=lambda: _done(dist.all_to_all_single(output, source, group=place.group)),
@@ -279,8 +279,8 @@ def _done(work: object) -> None:
 
 def _collective(name: str, older: str) -> Callable[..., Any]:
     """Return torch's collective `name`, which is called `older` before torch 2.13."""
-    found: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, older)
-    return found
+    collective: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, older)
+    return collective
 
 
 def _ring(n: int) -> float:

@@ -46,13 +46,13 @@ class LinkClass:
 
 
 def node_key(proc: Path = Path("/proc")) -> str:
-    """Return what tells this node from others.
+    """Return what identifies this node.
 
     Args:
         proc: where the kernel's file system is mounted.
 
     Returns:
-        Boot id, network namespace and host name; torchrun's GROUP_RANK where the kernel tells none of the first two.
+        Boot id, network namespace and host name; torchrun's GROUP_RANK where the kernel has neither of the first two.
     """
     try:
         boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -72,10 +72,10 @@ def nodes_of(keys: list[str]) -> list[tuple[int, ...]]:
         >>> nodes_of(["a", "b", "a"])
         [(0, 2), (1,)]
     """
-    found: dict[str, list[int]] = {}
+    nodes: dict[str, list[int]] = {}
     for rank, key in enumerate(keys):
-        found.setdefault(key, []).append(rank)
-    return [tuple(ranks) for ranks in found.values()]
+        nodes.setdefault(key, []).append(rank)
+    return [tuple(ranks) for ranks in nodes.values()]
 
 
 def links_of(nodes: list[tuple[int, ...]], ranks: tuple[int, ...] | None = None) -> list[LinkClass]:

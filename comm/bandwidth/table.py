@@ -94,7 +94,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """What `measure` found, the same on every rank."""
+    """The result of `measure`, the same on every rank."""
 
     nodes: tuple[tuple[int, ...], ...]
     """Ranks of each node."""
@@ -195,23 +195,23 @@ def measure(
     settings = settings or Settings(budget_s=1.5)
     _check(operations, sizes, links)
     began = time.perf_counter()
-    talk = _talk(settings.timeout_s)
+    objects = _object_group(settings.timeout_s)
     try:
-        nodes = bandwidth_links.nodes_of(talk.gather(bandwidth_links.node_key()))
-        found = [link for link in bandwidth_links.links_of(nodes) if links is None or link.name in links]
-        if not found:
+        nodes = bandwidth_links.nodes_of(objects.gather(bandwidth_links.node_key()))
+        classes = [link for link in bandwidth_links.links_of(nodes) if links is None or link.name in links]
+        if not classes:
             there = ", ".join(link.name for link in bandwidth_links.links_of(nodes))
             raise ValueError(f"links must hold one that is there ({there}), got {', '.join(links or ())}")
         name = backend or dist.get_backend()
-        groups = bandwidth_links.groups_of(found, name, timedelta(seconds=settings.timeout_s))
-        sweep = _Sweep(talk, groups, nodes, _device(name, device), settings, began)
-        rows = sweep.all(_plan(found, operations, sizes, by_size, out_of_place_only), on_row or _nothing)
-        seconds = talk.decide(time.perf_counter() - began, max)
+        groups = bandwidth_links.groups_of(classes, name, timedelta(seconds=settings.timeout_s))
+        sweep = _Sweep(objects, groups, nodes, _device(name, device), settings, began)
+        rows = sweep.all(_plan(classes, operations, sizes, by_size, out_of_place_only), on_row or _nothing)
+        seconds = objects.decide(time.perf_counter() - began, max)
         for group in filter(None, groups.values()):
             dist.destroy_process_group(group)
     finally:
-        talk.close()
-    return Bandwidth(tuple(nodes), tuple(rows), seconds, sweep.cut, tuple(link.name for link in found))
+        objects.close()
+    return Bandwidth(tuple(nodes), tuple(rows), seconds, sweep.cut, tuple(link.name for link in classes))
 
 
 def _nothing(row: Row) -> None:
@@ -253,8 +253,8 @@ def _plan(
     return sorted(steps, key=lambda step: step.size_bytes) if by_size else steps
 
 
-def _talk(timeout_s: float) -> ObjectGroup:
-    """Return what ranks talk through beside the measurement."""
+def _object_group(timeout_s: float) -> ObjectGroup:
+    """Return the group for small objects beside the measurement."""
     world = dist.group.WORLD
     assert world is not None
     store = PrefixStore(f"accel-bandwidth/{next(_measured)}", world.get_group_store())
@@ -273,7 +273,7 @@ def _brief(error: BaseException) -> str:
 
 @dataclass
 class _Sweep:
-    talk: ObjectGroup
+    objects: ObjectGroup
     groups: dict[str, Any]
     nodes: list[tuple[int, ...]]
     device: torch.device
@@ -337,14 +337,14 @@ class _Sweep:
             except (RuntimeError, MemoryError) as error:
                 first = _Timed(f"buffers can't be made: {_brief(error)}")
         # Nobody starts before all have their buffers, or one rank's lack of memory would be the others' timeout.
-        if problem := _problem(self.talk.gather(first)):
+        if problem := _problem(self.objects.gather(first)):
             return _without(row, f"not supported here: {problem}")
         return self._timed(row, case, before)
 
     def _timed(self, row: Row, case: Case | None, before: list[Row]) -> Row:
         first = _Timed() if case is None else _series(case, 1, self.device)
         if len(before) < _FEWEST:
-            everyone = self.talk.gather(first)
+            everyone = self.objects.gather(first)
             if problem := _problem(everyone):
                 return _without(row, problem)
             single = max(max(other.times, default=0.0) for other in everyone)
@@ -353,7 +353,7 @@ class _Sweep:
         runs = min(max(int(self.settings.row_s / max(single, 1e-9)), _FEWEST), self.settings.runs)
         last = first if case is None or first.problem else self._main(row, case, runs)
         last.elapsed_s = time.perf_counter() - self.began
-        everyone = self.talk.gather(last)
+        everyone = self.objects.gather(last)
         self.spent_s = max(other.elapsed_s for other in everyone)
         if problem := _problem(everyone):
             return _without(row, problem)
@@ -380,7 +380,7 @@ def _expected(before: Sequence[Row], size_bytes: int) -> float:
 
 @dataclass
 class _Timed:
-    """What one rank tells of one series."""
+    """What one rank reports of one series."""
 
     problem: str = ""
     times: list[float] = field(default_factory=list)
@@ -406,13 +406,13 @@ def _series(case: Case, runs: int, device: torch.device) -> _Timed:
 
 
 def _supported(problem: str) -> bool:
-    """Tell a backend that lacks an operation, after which the next can be measured, from a group that is broken."""
+    """Return whether the backend only lacks the operation, so the next can be measured; else the group is broken."""
     return any(word in problem.lower() for word in _UNSUPPORTED)
 
 
 def _problem(everyone: Sequence[_Timed]) -> str:
     """Return what went wrong on the first rank where something did."""
-    return next((f"rank {rank}: {one.problem}" for rank, one in enumerate(everyone) if one.problem), "")
+    return next((f"rank {rank}: {timed.problem}" for rank, timed in enumerate(everyone) if timed.problem), "")
 
 
 def _without(row: Row, problem: str) -> Row:
@@ -420,10 +420,10 @@ def _without(row: Row, problem: str) -> Row:
 
 
 def _merged(row: Row, everyone: Sequence[_Timed], nodes: Sequence[tuple[int, ...]]) -> Row:
-    slowest = np.max([one.times for one in everyone if one.times], axis=0)
+    slowest = np.max([timed.times for timed in everyone if timed.times], axis=0)
     p20, median, p80 = np.quantile(slowest, [0.2, 0.5, 0.8])
     sent = [_of_node([everyone[rank] for rank in ranks], row.link) for ranks in nodes]
-    known = [one for one in sent if one]
+    counted = [nbytes for nbytes in sent if nbytes]
     return Row(
         **{
             **vars(row),
@@ -431,15 +431,15 @@ def _merged(row: Row, everyone: Sequence[_Timed], nodes: Sequence[tuple[int, ...
             "time_s": float(median),
             "time_p20_s": float(p20),
             "time_p80_s": float(p80),
-            "wrong": sum(one.wrong for one in everyone),
-            "sent_bytes": max(known) if known else None,
+            "wrong": sum(timed.wrong for timed in everyone),
+            "sent_bytes": max(counted) if counted else None,
         }
     )
 
 
 def _of_node(ranks: Sequence[_Timed], link: str) -> float | None:
     """Return one node's bytes; its ranks read the same counter, the one that read it over the longest time counts."""
-    counted = [one.sent for one in ranks if one.sent is not None]
+    counted = [timed.sent for timed in ranks if timed.sent is not None]
     if not counted:
         return None
     return max(counted) / (len(ranks) if link == "intra" else 1)

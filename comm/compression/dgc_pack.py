@@ -1,7 +1,7 @@
 """What one rank of DGC sends of a piece, and how the packs of all ranks are added up.
 
-A pack has the same size on every rank, whatever is found, so that one all-gather will do. Packs are added in rank
-order, by position: replicas stay equal to the bit.
+A pack has the same size on every rank, however few entries there are, so that one all-gather will do. Packs are added
+in rank order, by position: replicas stay equal to the bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Pack:
         int32: whether each parameter was used | positions, then padding to 8 bytes
         float: values of the entries | dense parameters, if all ranks' are few bytes
 
-    Where fewer are found than there is room for, the rest adds 0 to the first element.
+    Where there are fewer entries than there is room for, the rest adds 0 to the first element.
     """
 
     def __init__(self, raw: Tensor, like: Tensor, parts: Sequence[ParameterRange]) -> None:
@@ -53,11 +53,11 @@ class Pack:
         size = 4 * _words(entries, parts) + like.element_size() * (entries + rides)
         return cls(torch.zeros(size, dtype=torch.uint8, device=like.device), like, parts)
 
-    def put(self, filled: int, found: Tensor, source: Tensor, begin: int) -> int:
-        """Add the elements `found` of a part that begins at `begin`; return the number of entries."""
-        end = filled + found.numel()
-        self.positions[filled:end] = found + begin
-        self.values[filled:end] = source[found]
+    def put(self, filled: int, positions: Tensor, source: Tensor, begin: int) -> int:
+        """Add the elements at `positions` of a part that begins at `begin`; return the number of entries."""
+        end = filled + positions.numel()
+        self.positions[filled:end] = positions + begin
+        self.values[filled:end] = source[positions]
         return end
 
     def put_dense(self, values: Tensor, parts: Sequence[ParameterRange]) -> None:
@@ -78,17 +78,17 @@ class Pack:
                 length = part.end - part.begin
                 values[part.begin : part.end] = dense[at : at + length]
                 at += length
-        for one in packs:
-            values.index_add_(0, one.positions, one.values)  # but for zeros, no position twice in a pack
-        return torch.stack([one.used for one in packs]).amax(0)
+        for pack in packs:
+            values.index_add_(0, pack.positions, pack.values)  # but for zeros, no position twice in a pack
+        return torch.stack([pack.used for pack in packs]).amax(0)
 
     def _dense_sum(
         self, values: Tensor, parts: Sequence[ParameterRange], packs: Sequence[Pack], channel: Channel
     ) -> Tensor:
         if self.dense.numel() or not _dense_elements(parts):
             total = packs[0].dense.clone()
-            for one in packs[1:]:
-                total += one.dense
+            for pack in packs[1:]:
+                total += pack.dense
             return total
         total = torch.cat([values[part.begin : part.end] for part in parts if not part.sent])
         channel.all_reduce(total)
@@ -105,6 +105,6 @@ def _dense_elements(parts: Sequence[ParameterRange]) -> int:
 
 
 def _rides(like: Tensor, parts: Sequence[ParameterRange], ranks: int) -> bool:
-    """Tell whether dense parameters are so few that all ranks hear those of all; more are summed on their way."""
+    """Return whether dense parameters are so few that they ride in the packs; more of them are all-reduced."""
     nbytes = _dense_elements(parts) * like.element_size()
-    return nbytes < small_sums.TINY_BYTES and small_sums.best_way(ranks, nbytes) == "direct"
+    return nbytes < small_sums.TINY_BYTES and small_sums.best_algorithm(ranks, nbytes) == "direct"

@@ -1,14 +1,15 @@
-"""What makes coarse codes learn.
+"""Training aids for 1-bit codes: direct exchange between few ranks, a dense start, momentum.
 
-* Few ranks hear each other directly:
+* Few ranks exchange codes directly:
 
     up to 4 ranks: encode all, all-gather, sum of what all ranks decoded        each value is rounded once
     more ranks:    as `Quantised`: encode, all-to-all, encode the sum, gather   twice, for fewer bytes
 
   Two ranks send the same bytes either way, three 1.5 times and four twice as many. With signs the second rounding cost
   about three times the accuracy that the first one cost.
-* Small tensors go as they are, and all gradients on the first steps: without, signs did not learn at all.
-* Momentum, if it is handed over, is applied before anything is withheld; see `accel.comm.compression.momentum`.
+* Small tensors are sent uncompressed, and so are all gradients in the first steps: without this, training on signs did
+  not converge at all.
+* Momentum, if it is handed over, is applied before error feedback; see `accel.comm.compression.momentum`.
 
 Sums are made in rank order, so replicas stay equal to the bit, and Σ_r residual + decoded = Σ_r values holds at every
 step, values with momentum where it was handed over. A parameter whose gradient is zero on all ranks stands still.
@@ -44,10 +45,10 @@ class Gathered(Corrected, BlockCompressor):
     Attributes:
         exact_below: parameters of fewer elements, and all of less than two dimensions, are sent as they are.
         start_step: steps at first that send all gradients as they are.
-        direct: ranks up to which everyone hears everyone.
+        direct: ranks up to which everyone sends to everyone.
     """
 
-    scales = False  # momentum and what goes as it is want gradients as they are meant
+    scales = False  # momentum and what is sent uncompressed need gradients already divided
     exact_below = 0
     start_step = 0
     direct = 4
@@ -72,20 +73,20 @@ class Gathered(Corrected, BlockCompressor):
         exact = self._set_aside(piece, parts)
         direct = channel.size <= self.direct
         if direct:
-            self._encode_all(piece)  # which of it was used goes along
+            self._encode_all(piece)  # with flags of what was used
         else:
             self._scatter(piece, channel)
-        told = exact if direct else torch.cat([exact, used])
-        if told.numel():
-            channel.all_reduce(told)
+        summed = exact if direct else torch.cat([exact, used])
+        if summed.numel():
+            channel.all_reduce(summed)
         if piece.slot.has(RESIDUAL):
             lost = piece.slot.write(RESIDUAL)
             for part in parts:
                 if not part.coarse:
                     lost[part.span] = 0
-        piece.carry["exact"] = told
+        piece.carry["exact"] = summed
         if not direct:
-            piece.carry["used"] = told[exact.numel() :]
+            piece.carry["used"] = summed[exact.numel() :]
         return None
 
     def is_dense(self, shape: torch.Size) -> bool:
@@ -93,8 +94,8 @@ class Gathered(Corrected, BlockCompressor):
 
     def _by_parameter(self, piece: Piece) -> list[ParameterPart]:
         return [
-            ParameterPart(one.name, slice(one.begin, one.begin + one.length), not self.is_dense(shape))
-            for one, shape in piece.parameters()
+            ParameterPart(extent.name, slice(extent.begin, extent.begin + extent.length), not self.is_dense(shape))
+            for extent, shape in piece.parameters()
         ]
 
     def _correct(self, piece: Piece, parts: list[ParameterPart]) -> Tensor:
@@ -113,7 +114,7 @@ class Gathered(Corrected, BlockCompressor):
         return torch.stack(used).to(piece.values.dtype) if used else piece.values.new_empty(0)
 
     def _set_aside(self, piece: Piece, parts: list[ParameterPart]) -> Tensor:
-        """Return what goes as it is, with what was withheld of it before, and leave nothing of it to be encoded."""
+        """Return what is sent uncompressed, residual included, and leave nothing of it to be encoded."""
         residual = piece.slot.read(RESIDUAL) if piece.slot.has(RESIDUAL) else None
         taken = []
         for _, span, coarse in parts:
@@ -163,7 +164,7 @@ class Gathered(Corrected, BlockCompressor):
                 at += length
 
     def _finish(self, piece: Piece) -> None:
-        """Give what was encoded the scale that the optimizer expects, and leave what no rank used where it was."""
+        """Give what was encoded the scale that the optimizer expects, and leave what no rank used unchanged."""
         fields = (VELOCITY,) if "dense" in piece.carry else (VELOCITY, RESIDUAL)
         scale, coarse = piece.carry.get("scale", 1.0), [part.span for part in piece.carry["parts"] if part.coarse]
         if scale != 1.0:

@@ -55,7 +55,7 @@ def orthonormal(rows: Tensor, filler: Tensor) -> Tensor:
 def add_product(target: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0, fresh: bool = False) -> None:
     """Add alpha · leftᵀ right to `target`, or put it there.
 
-    MKL has no quick way for 2 to 15 inner dimensions: 24 matrices of 1024² take 16 ms to add a product of rank 4 and 21
+    MKL is slow for 2 to 15 inner dimensions: 24 matrices of 1024² take 16 ms to add a product of rank 4 and 21
     ms to set one, but 9 ms each as four outer products, or with rows of zeros up to 16. A matrix that no cache holds is
     made some rows at a time, so that four products pass over memory once: 4096² in 13 and 11 ms in place of 22 and 25.
 
@@ -68,7 +68,7 @@ def add_product(target: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0,
     rank = left.shape[0]
     if rank > 4 or target.is_cuda:
         if 4 < rank < 16 and not target.is_cuda:
-            left, right = (torch.nn.functional.pad(one, (0, 0, 0, 16 - rank)) for one in (left, right))
+            left, right = (torch.nn.functional.pad(factor, (0, 0, 0, 16 - rank)) for factor in (left, right))
         target.addmm_(left.T, right, alpha=alpha, beta=0.0 if fresh else 1.0)
         return
     rows = target.shape[0]

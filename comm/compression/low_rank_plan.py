@@ -47,23 +47,23 @@ class FactorPlan(NamedTuple):
 
     def factors(self, wire: Tensor, side: Side) -> list[Tensor]:
         """Return views (matrices, rank, length) of each group's factors in what is sent."""
-        shapes = [(len(one.begins), one.rank, one.length(side)) for one in self.groups]
+        shapes = [(len(group.begins), group.rank, group.length(side)) for group in self.groups]
         begins = [0, *accumulate(b * k * length for b, k, length in shapes)][:-1]
         return [wire[at : at + b * k * n].view(b, k, n) for at, (b, k, n) in zip(begins, shapes, strict=True)]
 
     @property
     def matrices(self) -> int:
         """Return how many matrices are sent as factors."""
-        return sum(len(one.begins) for one in self.groups)
+        return sum(len(group.begins) for group in self.groups)
 
     def by_group(self, flags: Tensor) -> list[Tensor]:
         """Return views (matrices, 1, 1) of each group's part of one flag per matrix."""
-        sizes = [len(one.begins) for one in self.groups]
-        return [one.view(-1, 1, 1) for one in torch.split(flags, sizes)]
+        sizes = [len(group.begins) for group in self.groups]
+        return [part.view(-1, 1, 1) for part in torch.split(flags, sizes)]
 
     def sent(self, side: Side) -> int:
         """Return the elements of the factors of one side."""
-        return sum(len(one.begins) * one.rank * one.length(side) for one in self.groups)
+        return sum(len(group.begins) * group.rank * group.length(side) for group in self.groups)
 
 
 def make_plan(piece: Piece, rank_of: Callable[[torch.Size], int]) -> FactorPlan:
@@ -75,14 +75,14 @@ def make_plan(piece: Piece, rank_of: Callable[[torch.Size], int]) -> FactorPlan:
     """
     groups: dict[tuple[int, int, int], MatrixGroup] = {}
     plain: list[tuple[int, int]] = []
-    for one, (_, tensor) in zip(piece.layout.extents(piece.low, piece.high), piece.tensors(), strict=True):
+    for extent, (_, tensor) in zip(piece.layout.extents(piece.low, piece.high), piece.tensors(), strict=True):
         if rank := rank_of(tensor.shape):
             rows, columns = matrix_of(tensor.shape)
             group = groups.setdefault((rows, columns, rank), MatrixGroup(rows, columns, rank, [], []))
-            group.names.append(one.name)
-            group.begins.append(one.begin)
+            group.names.append(extent.name)
+            group.begins.append(extent.begin)
         else:
-            plain.append((one.begin, one.length))
+            plain.append((extent.begin, extent.length))
     return FactorPlan(list(groups.values()), plain)
 
 
@@ -98,7 +98,7 @@ def note_used(plan: FactorPlan, values: Tensor, out: Tensor) -> None:
     matrices = [matrix.view(-1) for group in plan.groups for matrix in group.matrices(values)]
     for i, matrix in enumerate(matrices):
         if matrix.device.type == "cpu":
-            # A few elements tell nearly always; all of them cost a pass over memory.
+            # A few elements nearly always suffice; all of them cost a pass over memory.
             out[i] = bool(matrix[:: matrix.numel() // 1024 + 1].any()) or bool(matrix.any())
         else:
             out[i] = matrix.any()  # no wait for the device

@@ -1,10 +1,11 @@
-"""Momentum accumulated on each rank, before anything of it is withheld (momentum correction).
+"""Momentum accumulated on each rank, before error feedback (momentum correction).
 
-    u ← m u + g,  what is sent and withheld: u  (Nesterov: g + m u)
+    u ← m u + g,  what is compressed: u  (Nesterov: g + m u)
 
-Withheld gradients that arrive late, after momentum, are amplified late and all at once; withheld steps of SGD arrive as
-the steps they were. A small convolution network lost 0.4 points of accuracy with signs of gradients, 0.1 with signs of
-what has gathered of these (`python -m benchmarks.comm_accuracy`, "1-bit alone" and "1-bit").
+If momentum is applied to the mean gradient, a residual is amplified late and all at once; if it is applied before error
+feedback, the residual consists of steps of SGD that arrive late, unchanged. A small convolutional network lost 0.4
+points of accuracy with signs of gradients, 0.1 with signs of accumulated momentum (`python -m
+benchmarks.comm_accuracy`, "1-bit alone" and "1-bit").
 
 Source: Lin et al. 2018, arxiv.org/abs/1712.01887, section 3.2.
 """
@@ -52,7 +53,7 @@ class Corrected(Compressor):
 
     @abstractmethod
     def is_dense(self, shape: torch.Size) -> bool:
-        """Tell whether parameters of this shape are sent as they are; the optimizer keeps their momentum."""
+        """Return whether parameters of this shape are sent as they are; the optimizer keeps their momentum."""
 
     def check(self, layout: Layout) -> None:
         self._momentum_source()

@@ -51,10 +51,10 @@ def largest(values: Tensor, count: int) -> Tensor:
 def _by_torch(values: Tensor, count: int) -> Tensor:
     magnitudes = values.abs()
     few = count * _FEW <= values.numel()
-    found = _by_blocks(magnitudes, count) if few else _by_sample(magnitudes, count)
-    if found.numel() <= count:
-        return found
-    return found[magnitudes[found].topk(count, sorted=False).indices]
+    positions = _by_blocks(magnitudes, count) if few else _by_sample(magnitudes, count)
+    if positions.numel() <= count:
+        return positions
+    return positions[magnitudes[positions].topk(count, sorted=False).indices]
 
 
 def _at_least(magnitudes: Tensor, least: Tensor) -> Tensor:
@@ -75,10 +75,10 @@ def _by_blocks(magnitudes: Tensor, count: int) -> Tensor:
     top, chosen = blocks.amax(1).topk(count, sorted=False)
     least = _least(top)
     within = _at_least(blocks[chosen].view(-1), least)
-    found = chosen[within // _BLOCK] * _BLOCK + within % _BLOCK
+    positions = chosen[within // _BLOCK] * _BLOCK + within % _BLOCK
     if whole == magnitudes.numel():
-        return found
-    return torch.cat([found, whole + _at_least(magnitudes[whole:], least)])
+        return positions
+    return torch.cat([positions, whole + _at_least(magnitudes[whole:], least)])
 
 
 def _by_sample(magnitudes: Tensor, count: int) -> Tensor:
@@ -89,9 +89,9 @@ def _by_sample(magnitudes: Tensor, count: int) -> Tensor:
     sample = _sample(magnitudes)
     rank = _rank(sample.numel(), count, numel)
     while rank < sample.numel():
-        found = _at_least(magnitudes, _least(sample.topk(rank, sorted=False).values))
-        if found.numel() >= count:
-            return found
+        positions = _at_least(magnitudes, _least(sample.topk(rank, sorted=False).values))
+        if positions.numel() >= count:
+            return positions
         rank *= 2
     return _at_least(magnitudes, magnitudes.new_zeros(()))
 
@@ -117,10 +117,10 @@ def _sample(magnitudes: Tensor) -> Tensor:
 
 def _by_kernels(values: Tensor, count: int) -> Tensor:
     """Return where the `count` largest stand; waits for the device once for each threshold that is tried."""
-    found = _candidates(values, count)
-    if found.positions.numel() <= count:
-        return found.positions
-    return found.positions[found.values.abs().topk(count, sorted=False).indices]
+    selected = _candidates(values, count)
+    if selected.positions.numel() <= count:
+        return selected.positions
+    return selected.positions[selected.values.abs().topk(count, sorted=False).indices]
 
 
 def _candidates(values: Tensor, count: int) -> Selected:
@@ -133,8 +133,8 @@ def _candidates(values: Tensor, count: int) -> Selected:
     sample = _sample(values).abs()
     rank = _rank(sample.numel(), count, numel)
     while count < numel and rank < sample.numel():
-        found = at_least(values, torch.maximum(_least(sample.topk(rank, sorted=False).values), tiny))
-        if found.positions.numel() >= count:
-            return found
+        selected = at_least(values, torch.maximum(_least(sample.topk(rank, sorted=False).values), tiny))
+        if selected.positions.numel() >= count:
+            return selected
         rank *= 2
     return at_least(values, tiny)

@@ -1,1 +1,1 @@
-"""What a way of averaging gradients costs on this network and machine, and which one is chosen."""
+"""What a scheme costs on this network and machine, and which one is chosen."""

@@ -1,7 +1,7 @@
-"""Which way each bucket should go: predictions for every candidate, best first.
+"""Which scheme each bucket should use: predictions for every candidate, best first.
 
-Candidates are DDP's own all-reduce, each way for all buckets alike, and from the best of these a mixture, bucket by
-bucket, where that is predicted to be shorter by more than the model can be wrong about.
+Candidates are DDP's own all-reduce, each scheme for all buckets alike, and a mixture of the best of these, bucket by
+bucket, where that is predicted to be shorter by more than the model's error.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from accel.comm.engine.plan import Plan
 WORTH = 0.02
 """Least gain, as a share of the step, for which anything is done at all."""
 _ALIKE = 0.03
-"""Of predictions this near to each other the one of more fidelity comes first; a mixture must win more."""
+"""Of predictions within this of each other the more exact comes first; a mixture must gain more."""
 _LEAST = 0.005
-"""Least gain of giving one bucket a way of its own."""
+"""Least gain of giving one bucket a scheme of its own."""
 _SCALE = (0.5, 4.0)
 _BUSY = 0.92
 """Of cores that bound a step, the share in use: 0.90 to 0.93 measured, as ranks that share them wait for each other
@@ -29,7 +29,7 @@ _ROUNDS = 12
 
 
 class Option(NamedTuple):
-    """A candidate and what the model says of it."""
+    """A candidate and its prediction."""
 
     plan: Plan
     step_s: float
@@ -41,7 +41,7 @@ class Option(NamedTuple):
 
 
 class ObservedStep(NamedTuple):
-    """What plain steps have shown: medians of seconds since the first bucket was ready, means over ranks."""
+    """What plain steps were measured to take: medians of seconds since the first bucket was ready, means over ranks."""
 
     bytes: tuple[int, ...]
     ready_s: tuple[float, ...]
@@ -59,8 +59,8 @@ class ObservedStep(NamedTuple):
 def describe(plan: Plan) -> str:
     """Return a plan in words: "int8 by hosts (0-2), plain (3)"."""
     groups: dict[str, list[int]] = {}
-    for index, way in enumerate(plan):
-        groups.setdefault("plain" if way is None else str(way), []).append(index)
+    for index, scheme in enumerate(plan):
+        groups.setdefault("plain" if scheme is None else str(scheme), []).append(index)
     if len(groups) == 1:
         return next(iter(groups))
     return ", ".join(f"{name} ({_numbers(indices)})" for name, indices in groups.items())
@@ -77,41 +77,45 @@ def _numbers(indices: Sequence[int]) -> str:
 
 
 def calibrated(
-    seen: ObservedStep, network: Network, threads: float, copy_byte_s: float = 0.0
+    observed: ObservedStep, network: Network, threads: float, copy_byte_s: float = 0.0
 ) -> tuple[Profile, Network]:
-    """Return the profile and the network under which the model gives the plain steps that were seen.
+    """Return the profile and the network under which the model reproduces the observed plain steps.
 
     Two unknowns, two observations: the backward pass alone is faster than under communication that takes cores; and
     links under load are not what a short probe shows. What can't be seen stays as it is: a network that the backward
     pass hides altogether says nothing of its links. What transfers take of the cores is, where one thread trains, what
     the others used, or less if a probe says so.
     """
-    ways = [plain(one) for one in seen.bytes]
-    network, core_s = _known_work(seen, network, threads, ways)
+    stages = [plain(nbytes) for nbytes in observed.bytes]
+    network, core_s = _known_work(observed, network, threads, stages)
     work, rate = 1.0, 1.0
-    hidden = seen.done_s - seen.ready_s[-1] < 0.05 * seen.step_s
+    hidden = observed.done_s - observed.ready_s[-1] < 0.05 * observed.step_s
     for _ in range(_ROUNDS):
-        profile = Profile(seen.bytes, tuple(work * one for one in seen.ready_s), 0.0, threads, copy_byte_s)
-        found = simulate(profile, ways, network.slower(rate))
-        if seen.ready_s[-1] > 0:
-            work = _within(work * seen.ready_s[-1] / max(found.ready_s[-1], 1e-9), (0.1, 1.0))
+        profile = Profile(
+            observed.bytes, tuple(work * ready_s for ready_s in observed.ready_s), 0.0, threads, copy_byte_s
+        )
+        timeline = simulate(profile, stages, network.slower(rate))
+        if observed.ready_s[-1] > 0:
+            work = _within(work * observed.ready_s[-1] / max(timeline.ready_s[-1], 1e-9), (0.1, 1.0))
         if not hidden:
-            rate = _within(rate * seen.done_s / max(max(found.done_s), 1e-9), _SCALE)
-    profile = profile._replace(ready_s=tuple(work * one for one in seen.ready_s))
+            rate = _within(rate * observed.done_s / max(max(timeline.done_s), 1e-9), _SCALE)
+    profile = profile._replace(ready_s=tuple(work * ready_s for ready_s in observed.ready_s))
     fitted = network.slower(rate)
-    rest = max(seen.step_s - simulate(profile, ways, fitted).step_s, 0.0)
-    busy = _within(seen.core_s / max(fitted.cores * seen.step_s, 1e-9), (_BUSY, 1.0))
+    rest = max(observed.step_s - simulate(profile, stages, fitted).step_s, 0.0)
+    busy = _within(observed.core_s / max(fitted.cores * observed.step_s, 1e-9), (_BUSY, 1.0))
     return profile._replace(rest_s=rest, core_s=core_s, busy=busy), fitted
 
 
-def _known_work(seen: ObservedStep, network: Network, threads: float, ways: Sequence[Stages]) -> tuple[Network, float]:
+def _known_work(
+    observed: ObservedStep, network: Network, threads: float, buckets: Sequence[Stages]
+) -> tuple[Network, float]:
     """Return the network with what its transfers take of the cores, and what the rest of a plain step takes of them."""
-    moved = sum(core_seconds(one, network, threads) for one in ways)
-    if threads == 1 and moved > 0 and seen.core_s > 0:
-        used = min(max(seen.core_s - seen.own_s, 0.0), moved)
+    moved = sum(core_seconds(stages, network, threads) for stages in buckets)
+    if threads == 1 and moved > 0 and observed.core_s > 0:
+        used = min(max(observed.core_s - observed.own_s, 0.0), moved)
         network = replace(network, core_byte_s=network.core_byte_s * used / moved)
         moved = used
-    return network, max(seen.core_s - seen.extra_s - moved, 0.0)
+    return network, max(observed.core_s - observed.extra_s - moved, 0.0)
 
 
 def _within(value: float, bounds: tuple[float, float]) -> float:
@@ -119,84 +123,84 @@ def _within(value: float, bounds: tuple[float, float]) -> float:
 
 
 def predict(plan: Plan, profile: Profile, network: Network, costs: Mapping[Scheme, Sequence[Stages]]) -> Option:
-    """Return what the model says of a plan.
+    """Return the prediction for a plan.
 
     Args:
-        plan: a way for each bucket.
+        plan: a scheme for each bucket.
         profile: of the backward pass.
         network: links and cores.
-        costs: of each bucket on each way in the plan.
+        costs: of each bucket by each scheme in the plan.
     """
-    ways = [plain(profile.bytes[i]) if way is None else costs[way][i] for i, way in enumerate(plan)]
-    found = simulate(profile, ways, network, list(plan))
-    return Option(plan, found.step_s, found.exposed_s)
+    stages = [plain(profile.bytes[i]) if scheme is None else costs[scheme][i] for i, scheme in enumerate(plan)]
+    timeline = simulate(profile, stages, network, list(plan))
+    return Option(plan, timeline.step_s, timeline.exposed_s)
 
 
 def options(
     profile: Profile, network: Network, costs: Mapping[Scheme, Sequence[Stages]], *, mix: int = 3
 ) -> list[Option]:
-    """Return every candidate, the best first: the shortest predicted step, or about as short and nearer to exact.
+    """Return every candidate, best first: the shortest predicted step, or about as short and more exact.
 
     Args:
         profile: of the backward pass.
         network: links and cores.
-        costs: of each bucket, for each way that is allowed.
-        mix: how many of the best candidates are refined bucket by bucket, with each other's ways.
+        costs: of each bucket, for each scheme that is allowed.
+        mix: how many of the best candidates are refined bucket by bucket, with each other's schemes.
 
     Example:
         >>> best = options(profile, network, costs)[0]
         >>> best.plan, best.step_s
     """
     count = len(profile.bytes)
-    found = [predict((way,) * count, profile, network, costs) for way in (None, *costs)]
-    found.sort(key=lambda one: one.step_s)
-    alike = [one for one in found if one.step_s <= found[0].step_s * (1 + _ALIKE)]
-    found = sorted(alike, key=lambda one: _fidelity(one.plan[0])) + found[len(alike) :]
-    used = list(dict.fromkeys([one.plan[0] for one in found[:mix]] + [None]))
-    mixed = _refined(found[0], used, lambda plan: predict(plan, profile, network, costs)) if count > 1 else found[0]
-    if mixed.step_s < found[0].step_s * (1 - _ALIKE):
-        found.insert(0, mixed)
-    return found
+    ranked = [predict((scheme,) * count, profile, network, costs) for scheme in (None, *costs)]
+    ranked.sort(key=lambda option: option.step_s)
+    alike = [option for option in ranked if option.step_s <= ranked[0].step_s * (1 + _ALIKE)]
+    ranked = sorted(alike, key=lambda option: _fidelity(option.plan[0])) + ranked[len(alike) :]
+    used = list(dict.fromkeys([option.plan[0] for option in ranked[:mix]] + [None]))
+    mixed = _refined(ranked[0], used, lambda plan: predict(plan, profile, network, costs)) if count > 1 else ranked[0]
+    if mixed.step_s < ranked[0].step_s * (1 - _ALIKE):
+        ranked.insert(0, mixed)
+    return ranked
 
 
-def _fidelity(way: Scheme | None) -> int:
-    return -1 if way is None else list(CATALOGUE).index(way.compressor)
+def _fidelity(scheme: Scheme | None) -> int:
+    return -1 if scheme is None else list(CATALOGUE).index(scheme.compressor)
 
 
 def preferred(plans: Sequence[Plan], steps: Mapping[Plan, float]) -> Plan:
-    """Return the plan with the shortest step, or one about as short and nearer to exact."""
+    """Return the plan with the shortest step, or one about as short and more exact."""
     shortest = min(steps[plan] for plan in plans)
     alike = [plan for plan in plans if steps[plan] <= shortest * (1 + _ALIKE)]
     return min(alike, key=lambda plan: (max(map(_fidelity, plan)), steps[plan]))
 
 
-def _refined(best: Option, ways: Sequence[Scheme | None], say: Callable[[Plan], Option]) -> Option:
-    """Give single buckets other ways, the last ones first, as long as that pays."""
+def _refined(best: Option, schemes: Sequence[Scheme | None], estimate: Callable[[Plan], Option]) -> Option:
+    """Give single buckets other schemes, the last buckets first, as long as that pays."""
     # The last buckets are those that nothing hides.
     for index in reversed(range(len(best.plan))):
-        for way in ways:
-            if way == best.plan[index]:
+        for scheme in schemes:
+            if scheme == best.plan[index]:
                 continue
-            other = say((*best.plan[:index], way, *best.plan[index + 1 :]))
+            other = estimate((*best.plan[:index], scheme, *best.plan[index + 1 :]))
             if other.step_s < best.step_s * (1 - _LEAST):
                 best = other
     return best
 
 
-def worthwhile(found: Sequence[Option]) -> list[Option]:
+def worthwhile(ranked: Sequence[Option]) -> list[Option]:
     """Return the options that are predicted to beat plain DDP by more than `WORTH`, best first."""
-    plainly = next(one.step_s for one in found if not any(one.plan))
-    return [one for one in found if one.step_s < plainly * (1 - WORTH)]
+    plain_s = next(option.step_s for option in ranked if not any(option.plan))
+    return [option for option in ranked if option.step_s < plain_s * (1 - WORTH)]
 
 
-def mean_of(seen: Sequence[ObservedStep]) -> ObservedStep:
-    """Return the mean over ranks of what each has seen; all have seen the same buckets."""
+def mean_of(steps: Sequence[ObservedStep]) -> ObservedStep:
+    """Return the mean of what the ranks observed; all have the same buckets."""
     return ObservedStep(
-        seen[0].bytes,
-        tuple(fmean(times) for times in zip(*(one.ready_s for one in seen), strict=True)),
-        fmean(one.done_s for one in seen),
-        fmean(one.step_s for one in seen),
-        fmean(one.extra_s for one in seen),
-        fmean(one.core_s for one in seen),
-        fmean(one.own_s for one in seen),
+        steps[0].bytes,
+        tuple(fmean(times) for times in zip(*(step.ready_s for step in steps), strict=True)),
+        fmean(step.done_s for step in steps),
+        fmean(step.step_s for step in steps),
+        fmean(step.extra_s for step in steps),
+        fmean(step.core_s for step in steps),
+        fmean(step.own_s for step in steps),
     )

@@ -1,4 +1,4 @@
-"""How long a step takes with a given way of averaging each bucket: a model of links, cores and the pipeline.
+"""Time of a step with a given scheme for each bucket: a model of links, cores and the pipeline.
 
     step = max(rest + end, work/cores),
     end = max(end, bucket averaged) + bytes · copying, over the buckets, from the last one ready on
@@ -8,8 +8,8 @@ a fast one after all of them. `rest` is what no communication overlaps: the opti
 pass up to the first bucket. It was seen while ranks waited for the network in turn; on a fast one they want the cores
 at the same time, so no step is shorter than all that it does on them.
 
-A bucket passes through the stages of its way; a stage takes one bucket at a time, and is a series of segments: work of
-a core, or a call of a collective. Segments under way share what they need:
+A bucket passes through the stages of its scheme; a stage takes one bucket at a time, and is a series of segments: work
+of a core, or a call of a collective. Segments under way share what they need:
 
 * a link: the uplink of a host (`inter`), what the ranks of a host use among themselves (`intra`). n transfers at once
   take n times as long.
@@ -77,8 +77,8 @@ class Network:
     def slower(self, factor: float) -> Network:
         """Return the network with a ring's bytes between hosts (within the only one) taking `factor` times as long.
 
-        So do the bytes of others there; but where a ring proves faster than a probe said, the others are no faster than
-        the ring, or stay as they are: the probe of the ring alone may have been disturbed.
+        So do the bytes of others there; but where a ring proves faster than the probe measured, the others are no
+        faster than the ring, or stay as they are: the probe of the ring alone may have been disturbed.
         """
         name = "inter" if self.hosts > 1 else "intra"
         own, ring = getattr(self, name), self.world._replace(byte_s=self.world.byte_s * factor)
@@ -117,12 +117,12 @@ class StageSegment(NamedTuple):
 
 
 Stages = tuple[tuple[StageSegment, ...], ...]
-"""What one bucket costs on one way: a series of segments for each stage."""
+"""What one bucket costs by one scheme: a series of segments for each stage."""
 
 
 def scaled(stages: Stages, factor: float) -> Stages:
     """Return the cost of a bucket `factor` times as large."""
-    return tuple(tuple(one.times(factor) for one in stage) for stage in stages)
+    return tuple(tuple(segment.times(factor) for segment in stage) for stage in stages)
 
 
 def between(small: tuple[float, Stages], large: tuple[float, Stages], size: float) -> Stages:
@@ -134,8 +134,8 @@ def between(small: tuple[float, Stages], large: tuple[float, Stages], size: floa
         size: in the same unit.
     """
     (low, few), (high, many) = small, large
-    if high <= low or [[one.call and one.call[:2] for one in stage] for stage in few] != [
-        [one.call and one.call[:2] for one in stage] for stage in many
+    if high <= low or [[segment.call and segment.call[:2] for segment in stage] for stage in few] != [
+        [segment.call and segment.call[:2] for segment in stage] for stage in many
     ]:
         return scaled(many, size / high)
     share = (size - low) / (high - low)
@@ -206,12 +206,14 @@ class Profile(NamedTuple):
 
 def core_seconds(stages: Stages, network: Network, threads: float) -> float:
     """Return the seconds of cores that averaging a bucket takes on a rank."""
-    moving = (transfer(one.call, network).core_s for stage in stages for one in stage if one.call is not None)
-    return threads * sum(one.core_s for stage in stages for one in stage) + sum(moving)
+    moving = (
+        transfer(segment.call, network).core_s for stage in stages for segment in stage if segment.call is not None
+    )
+    return threads * sum(segment.core_s for stage in stages for segment in stage) + sum(moving)
 
 
 class Timeline(NamedTuple):
-    """What the model says of a step; all seconds from the first bucket on, but `step_s`."""
+    """The predicted step; all seconds from the first bucket on, but `step_s`."""
 
     step_s: float
     ready_s: tuple[float, ...]
@@ -225,12 +227,12 @@ class Timeline(NamedTuple):
         return max(max(self.done_s) - self.ready_s[-1], 0.0)
 
 
-def simulate(profile: Profile, ways: Sequence[Stages], network: Network, lines: Sequence[object] = ()) -> Timeline:
+def simulate(profile: Profile, costs: Sequence[Stages], network: Network, lines: Sequence[object] = ()) -> Timeline:
     """Predict a step.
 
     Args:
         profile: of the backward pass.
-        ways: the cost of each bucket, in order.
+        costs: of each bucket, in order.
         network: links and cores.
         lines: which pipeline each bucket goes through; buckets of one pipeline wait for each other stage by stage.
             Default: one for all.
@@ -245,11 +247,11 @@ def simulate(profile: Profile, ways: Sequence[Stages], network: Network, lines: 
         >>> round(simulate(profile, [plain(1000), plain(1000)], network).step_s, 6)
         0.012
     """
-    return _Fluid(profile, ways, network, list(lines) or [0] * len(ways)).run()
+    return _Fluid(profile, costs, network, list(lines) or [0] * len(costs)).run()
 
 
 class _Task:
-    """A series of segments on its way, whatever it belongs to."""
+    """A series of segments under way, of whatever job."""
 
     def __init__(self, segments: Sequence[_Need], ended: Callable[[float], None]) -> None:
         self.segments, self.ended, self.at = segments, ended, 0
@@ -271,32 +273,32 @@ class _Need(NamedTuple):
 
 def _needs(segments: Sequence[StageSegment], network: Network, threads: float, saved: dict[str, float]) -> list[_Need]:
     """Return what a stage takes, and take off `saved` the seconds of each link that it is spared."""
-    found = []
-    for one in segments:
-        if one.core_s > 0:
-            found.append(_Need(one.core_s, threads))
-        if one.call is not None:
-            link, latency, busy, core = transfer(one.call, network)
+    needs = []
+    for segment in segments:
+        if segment.core_s > 0:
+            needs.append(_Need(segment.core_s, threads))
+        if segment.call is not None:
+            link, latency, busy, core = transfer(segment.call, network)
             if latency > 0:
-                found.append(_Need(latency, 0.0))
+                needs.append(_Need(latency, 0.0))
             spared = min(saved.get(link, 0.0), busy)
             saved[link] = saved.get(link, 0.0) - spared
             busy = max(busy - spared, core)
             if busy > 0:
-                found.append(_Need(busy, core / busy, link))
-    return found or [_Need(_EPSILON_S, 0.0)]
+                needs.append(_Need(busy, core / busy, link))
+    return needs or [_Need(_EPSILON_S, 0.0)]
 
 
 class _Fluid:
     """Tasks that advance at the rates that links and cores leave them, from event to event."""
 
-    def __init__(self, profile: Profile, ways: Sequence[Stages], network: Network, lines: Sequence[object]) -> None:
-        self.profile, self.ways, self.network, self.lines = profile, ways, network, lines
+    def __init__(self, profile: Profile, costs: Sequence[Stages], network: Network, lines: Sequence[object]) -> None:
+        self.profile, self.costs, self.network, self.lines = profile, costs, network, lines
         self.threads = min(profile.threads, max(network.cores, 1e-6))
         # What backward takes was seen among the other ranks. What one thread encodes is known as if it had a core.
         self.coding = self.threads if profile.threads > 1 else 1.0
-        self.ready = [0.0] * len(ways)
-        self.done = [0.0] * len(ways)
+        self.ready = [0.0] * len(costs)
+        self.done = [0.0] * len(costs)
         self.active: list[_Task] = []
         self.waiting: dict[tuple[object, int], list[int]] = {}
         self.taken: set[tuple[object, int]] = set()
@@ -323,7 +325,7 @@ class _Fluid:
         end = self.ready[-1]
         for nbytes, done in zip(self.profile.bytes, self.done, strict=True):
             end = max(end, done) + nbytes * self.profile.copy_byte_s
-        work = self.profile.core_s + sum(core_seconds(one, self.network, self.coding) for one in self.ways)
+        work = self.profile.core_s + sum(core_seconds(stages, self.network, self.coding) for stages in self.costs)
         step_s = max(self.profile.rest_s + end, work / max(self.profile.busy * self.network.cores, 1e-6))
         return Timeline(step_s, tuple(self.ready), tuple(self.done))
 
@@ -331,13 +333,13 @@ class _Fluid:
         """Take note that a bucket is ready, and go on to the next."""
         self.ready[bucket] = now
         self._queue(bucket, 0, now)
-        if bucket + 1 < len(self.ways):
+        if bucket + 1 < len(self.costs):
             work = self.profile.ready_s[bucket + 1] - self.profile.ready_s[bucket]
             need = _Need(max(work, _EPSILON_S), self.threads)
             self.active.append(_Task([need], lambda then: self._backward(bucket + 1, then)))
 
     def _queue(self, bucket: int, stage: int, now: float) -> None:
-        if stage == len(self.ways[bucket]):
+        if stage == len(self.costs[bucket]):
             self.done[bucket] = now
             return
         place = (self.lines[bucket], stage)
@@ -349,7 +351,7 @@ class _Fluid:
             return
         self.taken.add(place)
         bucket, stage = self.waiting[place].pop(0), place[1]
-        needs = _needs(self.ways[bucket][stage], self.network, self.coding, self.saved)
+        needs = _needs(self.costs[bucket][stage], self.network, self.coding, self.saved)
 
         def ended(now: float) -> None:
             self.taken.discard(place)

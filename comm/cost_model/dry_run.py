@@ -1,7 +1,7 @@
-"""What one bucket costs on one way: its real stages, run on this machine alone over channels that send nothing.
+"""What one bucket costs under one scheme: its real stages, run on this machine alone over channels that send nothing.
 
 The stages are those of the hook, so that a new compressor needs no formula: what it computes is timed, what it would
-send is counted. Peers are taken to send what this rank does.
+send is counted. Peers are assumed to send what this rank does.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from accel.comm.ranks import small_sums
 from accel.comm.ranks.topology import Topology
 
 _TINY = 1024
-_IN_EARNEST = 1.15
-"""On a CPU stages take more of a core beside the backward pass than alone: PowerSGD 1.0 to 1.3 times as much, signs
+_IN_TRAINING = 1.15
+"""On a CPU stages take more core time during the backward pass than alone: PowerSGD 1.0 to 1.3 times as much, signs
 1.25, DGC 1.27, int8 1.6 (2 hosts of 1 and 2 ranks, buckets of 25 MB)."""
 
 
@@ -53,7 +53,7 @@ class DryChannel:
 
     def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
         """Note an exchange; what comes is what goes."""
-        sizes = [0 if r == self.rank else one.nbytes for r, one in enumerate(sends)]
+        sizes = [0 if r == self.rank else sent.nbytes for r, sent in enumerate(sends)]
         near = sum(size for size, same in zip(sizes, self._near, strict=True) if same)
         self._note("exchange", near, sum(sizes) - near, max(sizes))
         for r, coming in enumerate(receives):
@@ -98,20 +98,20 @@ class DryChannel:
         self.segments.append(StageSegment(worked, call))
 
 
-def dry_run(way: Scheme, layout: Layout, topology: Topology, device: torch.device, *, runs: int = 2) -> Stages:
+def dry_run(scheme: Scheme, layout: Layout, topology: Topology, device: torch.device, *, runs: int = 2) -> Stages:
     """Return what a bucket costs.
 
     Args:
-        way: of the catalogue.
+        scheme: of the catalogue.
         layout: of the bucket.
         topology: hosts and ranks; this one counts as rank 0.
         device: of the gradients.
         runs: timed runs, of which the fastest counts, segment by segment.
     """
     clock = _clock(device)
-    settings, memory = catalogue_settings(way), Memory()
+    settings, memory = catalogue_settings(scheme), Memory()
     reduction = Reduction(settings.compressor, settings.fields, memory, topology.size)
-    hierarchical, within, across, _ = arranged(topology, 0, way.hierarchical)
+    hierarchical, within, across, _ = arranged(topology, 0, scheme.hierarchical)
     channels: list[DryChannel] = []
 
     def channel(name: str, ranks: tuple[int, ...]) -> DryChannel:
@@ -119,19 +119,19 @@ def dry_run(way: Scheme, layout: Layout, topology: Topology, device: torch.devic
         return channels[-1]
 
     stages = pipeline_stages(settings.compressor, reduction, hierarchical, within, across, channel)
-    given = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0)).to(device, layout.dtype)
-    found: list[Stages] = []
+    gradients = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0)).to(device, layout.dtype)
+    measured: list[Stages] = []
     with torch.no_grad():
         for step in range(1, runs + 2):
             memory.settle()
-            job = BucketJob(step, layout, given.clone(), memory.slot(layout), torch.futures.Future())
+            job = BucketJob(step, layout, gradients.clone(), memory.slot(layout), torch.futures.Future())
             costs = []
             for stage, own in zip(stages, channels, strict=True):
                 own.begin()
                 stage.run(job, own)
                 costs.append(own.end())
-            found.append(tuple(costs))
-    return _fastest(found[1:], 1.0 if device.type == "cuda" else _IN_EARNEST)  # the first one allocates
+            measured.append(tuple(costs))
+    return _fastest(measured[1:], 1.0 if device.type == "cuda" else _IN_TRAINING)  # the first one allocates
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
@@ -146,13 +146,13 @@ def _clock(device: torch.device) -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
-def _fastest(found: Sequence[Stages], factor: float) -> Stages:
+def _fastest(runs: Sequence[Stages], factor: float) -> Stages:
     """Return the least of each segment, work times a factor; where runs differ in their calls, the last run."""
-    last = found[-1]
-    alike = [one for one in found if [len(stage) for stage in one] == [len(stage) for stage in last]]
+    last = runs[-1]
+    alike = [run for run in runs if [len(stage) for stage in run] == [len(stage) for stage in last]]
     return tuple(
         tuple(
-            StageSegment(factor * min(one[s][i].core_s for one in alike), segment.call)
+            StageSegment(factor * min(run[s][i].core_s for run in alike), segment.call)
             for i, segment in enumerate(stage)
         )
         for s, stage in enumerate(last)
@@ -160,36 +160,36 @@ def _fastest(found: Sequence[Stages], factor: float) -> Stages:
 
 
 def costs(
-    ways: Iterable[Scheme],
+    schemes: Iterable[Scheme],
     layouts: Sequence[Layout],
     topology: Topology,
     device: torch.device,
     *,
     budget_s: float = 2.0,
 ) -> dict[Scheme, tuple[Stages, ...]]:
-    """Return what each bucket costs on each way; a way that can't handle a bucket, say by its dtype, is left out.
+    """Return what each bucket costs by each scheme; one that can't handle a bucket, say its dtype, is left out.
 
     Args:
-        ways: to be timed.
+        schemes: to be timed.
         layouts: of all buckets.
         topology: hosts and ranks.
         device: of the gradients.
-        budget_s: seconds for everything; each way gets one bucket all the same.
+        budget_s: seconds for everything; each scheme gets one bucket all the same.
     """
     deadline = time.perf_counter() + budget_s
-    found: dict[Scheme, tuple[Stages, ...]] = {}
-    for way in ways:
-        if not _fits(way, layouts):
+    by_scheme: dict[Scheme, tuple[Stages, ...]] = {}
+    for scheme in schemes:
+        if not _fits(scheme, layouts):
             continue
         runs = 2 if time.perf_counter() < deadline else 1
-        run = partial(dry_run, way, topology=topology, device=device, runs=runs)
-        linear = CATALOGUE[way.compressor].linear
-        found[way] = _on_a_line(run, layouts) if linear else _one_by_one(run, layouts, deadline)
-    return found
+        run = partial(dry_run, scheme, topology=topology, device=device, runs=runs)
+        linear = CATALOGUE[scheme.compressor].linear
+        by_scheme[scheme] = _on_a_line(run, layouts) if linear else _one_by_one(run, layouts, deadline)
+    return by_scheme
 
 
-def _fits(way: Scheme, layouts: Sequence[Layout]) -> bool:
-    compressor = CATALOGUE[way.compressor].make()
+def _fits(scheme: Scheme, layouts: Sequence[Layout]) -> bool:
+    compressor = CATALOGUE[scheme.compressor].make()
     try:
         for layout in layouts:
             compressor.check(layout)
@@ -200,26 +200,26 @@ def _fits(way: Scheme, layouts: Sequence[Layout]) -> bool:
 
 def _on_a_line(run: Callable[[Layout], Stages], layouts: Sequence[Layout]) -> tuple[Stages, ...]:
     """Run the largest bucket and one of 1,024 elements; the others lie on the line between."""
-    largest = max(layouts, key=lambda one: one.numel)
+    largest = max(layouts, key=lambda layout: layout.numel)
     tiny = Layout(0, ("tiny",), (torch.Size((_TINY,)),), largest.dtype, True)
     small, large = (tiny.numel, run(tiny)), (_size(largest), run(largest))
-    return tuple(between(small, large, one.numel) for one in layouts)
+    return tuple(between(small, large, layout.numel) for layout in layouts)
 
 
 def _one_by_one(run: Callable[[Layout], Stages], layouts: Sequence[Layout], deadline: float) -> tuple[Stages, ...]:
     """Run each bucket, the largest first, while there is time; the nearest in size stands for those left."""
-    known: dict[int, Stages] = {}
+    measured: dict[int, Stages] = {}
     for index in sorted(range(len(layouts)), key=lambda i: -layouts[i].numel):
-        if not known or time.perf_counter() < deadline:
-            known[index] = run(layouts[index])
-    return tuple(_of(index, known, layouts) for index in range(len(layouts)))
+        if not measured or time.perf_counter() < deadline:
+            measured[index] = run(layouts[index])
+    return tuple(_of(index, measured, layouts) for index in range(len(layouts)))
 
 
 def copy_byte_s(layouts: Sequence[Layout], device: torch.device, *, runs: int = 3) -> float:
     """Return the seconds that copying a byte of the largest bucket takes; 0 on a GPU, where nobody waits for it."""
     if device.type == "cuda":
         return 0.0
-    largest = max(layouts, key=lambda one: one.numel)
+    largest = max(layouts, key=lambda layout: layout.numel)
     source = torch.ones(largest.numel, dtype=largest.dtype)
     target, times = torch.ones_like(source), []
     for _ in range(runs):
@@ -229,26 +229,29 @@ def copy_byte_s(layouts: Sequence[Layout], device: torch.device, *, runs: int = 
     return median(times) / (_size(largest) * source.element_size())
 
 
-def shared_out(told: Sequence[Mapping[Scheme, Sequence[Stages]]]) -> dict[Scheme, tuple[Stages, ...]]:
-    """Return the costs that rank 0 found, with the work of each way as it is in the mean over the ranks.
+def shared_out(by_rank: Sequence[Mapping[Scheme, Sequence[Stages]]]) -> dict[Scheme, tuple[Stages, ...]]:
+    """Return the costs that rank 0 measured, with the work of each scheme scaled to its mean over the ranks.
 
     Args:
-        told: by rank; ways that one of them could not run are left out.
+        by_rank: costs by rank; schemes that one of them could not run are left out.
     """
-    found = {}
-    for way in [way for way in told[0] if all(way in one for one in told)]:
-        work = [sum(one.core_s for stages in of[way] for stage in stages for one in stage) for of in told]
+    shared = {}
+    for scheme in [scheme for scheme in by_rank[0] if all(scheme in costs for costs in by_rank)]:
+        work = [
+            sum(segment.core_s for stages in costs[scheme] for stage in stages for segment in stage)
+            for costs in by_rank
+        ]
         factor = fmean(work) / work[0] if work[0] > 0 else 1.0
-        found[way] = tuple(
-            tuple(tuple(one._replace(core_s=one.core_s * factor) for one in stage) for stage in stages)
-            for stages in told[0][way]
+        shared[scheme] = tuple(
+            tuple(tuple(segment._replace(core_s=segment.core_s * factor) for segment in stage) for stage in stages)
+            for stages in by_rank[0][scheme]
         )
-    return found
+    return shared
 
 
-def _of(index: int, known: dict[int, Stages], layouts: Sequence[Layout]) -> Stages:
-    nearest = min(known, key=lambda one: (one != index, abs(layouts[one].numel - layouts[index].numel)))
-    return scaled(known[nearest], _size(layouts[index]) / _size(layouts[nearest]))
+def _of(index: int, measured: dict[int, Stages], layouts: Sequence[Layout]) -> Stages:
+    nearest = min(measured, key=lambda i: (i != index, abs(layouts[i].numel - layouts[index].numel)))
+    return scaled(measured[nearest], _size(layouts[index]) / _size(layouts[nearest]))
 
 
 def _size(layout: Layout) -> int:

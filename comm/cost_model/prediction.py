@@ -1,7 +1,7 @@
-"""What the model says of every plan, once ranks have seen a few steps of DDP's own: the same on every rank.
+"""Predicted step of every plan, once a few plain DDP steps were observed: the same on every rank.
 
-What buckets cost by a scheme is timed on all ranks at once, since they share memory, caches and cores in earnest too.
-Rank 0 predicts, and the others take its word.
+What buckets cost by a scheme is timed on all ranks at once, since they share memory, caches and cores in training too.
+Rank 0 predicts and broadcasts.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class BucketFacts(NamedTuple):
 
 @dataclass
 class Choice:
-    """What the model says of every candidate, and what real steps said of those tried."""
+    """The prediction for every candidate, and the measured step of those tried."""
 
     options: list[Option]
-    """Best first: the shortest predicted step, or about as short and nearer to exact."""
+    """Best first: the shortest predicted step, or about as short and more exact."""
     profile: Profile
     network: Network
     plain_s: float
@@ -72,32 +72,32 @@ def _same(plan: Plan, other: Plan) -> bool:
     return plan == other if any(plan) or any(other) else True
 
 
-def costs_of(schemes: Sequence[Scheme], facts: BucketFacts, talk: ObjectGroup) -> list[Costs]:
+def costs_of(schemes: Sequence[Scheme], facts: BucketFacts, objects: ObjectGroup) -> list[Costs]:
     """Return on rank 0 what buckets cost by each scheme, as each rank has timed it; all ranks call this together."""
-    mine: Costs | str
+    own: Costs | str
     try:
-        mine = costs(schemes, facts.layouts, facts.topology, facts.device)
-    except Exception as error:  # on this rank, perhaps alone: the others wait for what it has to say
-        mine = f"rank {talk.rank} could not time the ways: {type(error).__name__}: {error}"
-    by_rank = talk.collect(mine)
-    if problem := talk.first(next((costs for costs in by_rank if isinstance(costs, str)), "")):
+        own = costs(schemes, facts.layouts, facts.topology, facts.device)
+    except Exception as error:  # perhaps on this rank alone: the others wait for its result
+        own = f"rank {objects.rank} could not time the schemes: {type(error).__name__}: {error}"
+    by_rank = objects.collect(own)
+    if problem := objects.first(next((costs for costs in by_rank if isinstance(costs, str)), "")):
         raise CommError(problem)
     return [costs for costs in by_rank if not isinstance(costs, str)]
 
 
 def choose(
-    observed: ObservedStep, facts: BucketFacts, network: Network, costs_by_rank: Sequence[Costs], talk: ObjectGroup
+    observed: ObservedStep, facts: BucketFacts, network: Network, costs_by_rank: Sequence[Costs], objects: ObjectGroup
 ) -> Choice:
-    """Return what the model says, the same on every rank; all ranks call this together.
+    """Return the predictions, the same on every rank; all ranks call this together.
 
     Args:
-        observed: what this rank's steps have shown under DDP's own all-reduce.
+        observed: this rank's steps under DDP's own all-reduce.
         facts: of their buckets.
         network: from `accel.comm.cost_model.probe.probe`.
         costs_by_rank: from `costs_of`, of the candidates; on rank 0.
-        talk: between the ranks.
+        objects: exchanged between the ranks.
     """
-    mine = (observed, float(torch.get_num_threads()))
+    own = (observed, float(torch.get_num_threads()))
     copying = 0.0 if facts.gradients_are_views else copy_byte_s(facts.layouts, facts.device)
 
     def decision(by_rank: list[tuple[ObservedStep, float]]) -> Choice:
@@ -105,7 +105,7 @@ def choose(
         profile, fitted = calibrated(mean, network, by_rank[0][1], copying)
         return _predicted(mean, profile, fitted, shared_out(costs_by_rank), facts.cap_mb)
 
-    return talk.decide(mine, decision)
+    return objects.decide(own, decision)
 
 
 def _predicted(observed: ObservedStep, profile: Profile, network: Network, cost: Costs, cap_mb: float) -> Choice:

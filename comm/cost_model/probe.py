@@ -1,4 +1,4 @@
-"""The network as the cost model wants it: measured over gloo or NCCL at the start of a run, the same on every rank.
+"""The network parameters of the cost model: measured over gloo or NCCL at the start of a run, the same on every rank.
 
 α and β come from `accel.comm.bandwidth.measure`. The bytes that a host sends are what counts between hosts, so β of an
 all-reduce of S bytes is divided by 2 (n − 1)/n. The cores that a transfer keeps busy are the CPU time of all-reduces
@@ -57,7 +57,7 @@ def probe(topology: Topology, device: torch.device) -> Network:
     key = (topology.hosts, machines, str(device.type))
     before: list[Network | None] = _everyone(_known.get(key))
     first = before[0]
-    if first is not None and all(one == first for one in before):
+    if first is not None and all(network == first for network in before):
         return first
     _known[key] = _measured(topology, device, machines)
     return _known[key]
@@ -67,22 +67,22 @@ def _measured(topology: Topology, device: torch.device, machines: tuple[str, ...
     speed = measure(_OPERATIONS, _SIZES, device=device, settings=Settings(budget_s=1.0))
     # The link classes of `measure` are by network namespace, those here by torchrun's agent where there is one.
     measured = Topology(speed.nodes)
-    found = network_of(speed, measured if measured.even else topology, 1.0)
-    nbytes = _BYTES if found.world.byte_s * _RUNS * _BYTES < _LONG_S else _FEWER_BYTES
-    told = _everyone((usable_cores(), _core_byte_s(device, nbytes)))
+    network = network_of(speed, measured if measured.even else topology, 1.0)
+    nbytes = _BYTES if network.world.byte_s * _RUNS * _BYTES < _LONG_S else _FEWER_BYTES
+    cores_by_rank = _everyone((usable_cores(), _core_byte_s(device, nbytes)))
     crowd = Counter(machines)
     return replace(
-        found,
-        burst_bytes=_burst_bytes(found, device),
+        network,
+        burst_bytes=_burst_bytes(network, device),
         hosts=len(topology.hosts),
         ranks=len(topology.hosts[0]),
-        cores=min(cores / crowd[machine] for machine, (cores, _) in zip(machines, told, strict=True)),
-        core_byte_s=sum(byte_s for _, byte_s in told) / len(told),
+        cores=min(cores / crowd[machine] for machine, (cores, _) in zip(machines, cores_by_rank, strict=True)),
+        core_byte_s=sum(byte_s for _, byte_s in cores_by_rank) / len(cores_by_rank),
     )
 
 
 def network_of(speed: Bandwidth, topology: Topology, cores: float) -> Network:
-    """Return the network that a measurement shows.
+    """Return the network that a measurement gives.
 
     Args:
         speed: with `all_reduce` and `all_to_all`.
@@ -122,24 +122,24 @@ def _burst_bytes(network: Network, device: torch.device) -> float:
         return 0.0
     sent = 2 * (size - 1) / size
     values = torch.zeros(round(_LONG_S / link.byte_s / sent) // 4 + 1, device=device)
-    found: list[float] = []
+    estimates: list[float] = []
     for _ in range(2):
         dist.barrier()
         time.sleep(_PAUSE_S)
         began = time.perf_counter()
         dist.all_reduce(values)
         took = max(_everyone(time.perf_counter() - began))
-        found.append((link.ring_s + sent * values.nbytes * link.byte_s - took) / link.byte_s)
-    return max(min(found), 0.0)
+        estimates.append((link.ring_s + sent * values.nbytes * link.byte_s - took) / link.byte_s)
+    return max(min(estimates), 0.0)
 
 
 def _machine() -> str:
-    """Return what tells machines apart that have cores of their own: network namespaces share them."""
+    """Return what identifies a machine with cores of its own: network namespaces share them."""
     boot = hosts.identity({})["machine"].split("/")
     return boot[1] or boot[0]
 
 
-def _everyone(mine: Any) -> list[Any]:
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return told
+def _everyone(own: Any) -> list[Any]:
+    objects: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, own)
+    return objects

@@ -95,7 +95,7 @@ def acs_bits(config: bytes) -> list[str]:
 
 
 def iommu(host: Host) -> Iterator[Hit]:
-    """IOMMU units are there, GPUs too, and the kernel was not told iommu=pt or off."""
+    """IOMMU units are there, GPUs too, and the kernel was not booted with iommu=pt or off."""
     host.need_gpu()
     units = host.entries("/sys/class/iommu")
     line = host.read("/proc/cmdline").split()

@@ -1,8 +1,8 @@
 """Look at what slows communication down: settings, links, devices, system, and the log of a run.
 
 Nothing is sent and nothing changed: files are read, environment variables and limits are compared with what NCCL, gloo
-and the kernel make of them. What could not be looked at is told with its reason, so that no finding is not the same as
-nothing wrong.
+and the kernel make of them. What could not be looked at is reported with its reason, so that no finding is not the same
+as nothing wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NO_LOG = "no log was given (--log FILE takes what NCCL_DEBUG=INFO prints)"
 
 @dataclass(frozen=True)
 class Examination:
-    """What the checks found."""
+    """The findings of the checks."""
 
     findings: tuple[CheckFinding, ...]
     """The worst first."""

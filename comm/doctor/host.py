@@ -136,7 +136,7 @@ class Host:
             return []
 
     def has(self, name: str) -> bool:
-        """Tell whether a file or folder is there."""
+        """Return whether a file or folder is there."""
         return self.path(name).exists()
 
     def set(self, name: str) -> str:
@@ -144,7 +144,7 @@ class Host:
         return self.logged.get(name, self.env.get(name, "")).strip()
 
     def where(self, name: str) -> str:
-        """Say where a setting was found, as evidence."""
+        """Return where a setting comes from, as evidence."""
         return f"{'log' if name in self.logged else 'environment'}: {name}={self.set(name)}"
 
     def whole(self, name: str) -> int | None:
@@ -213,7 +213,7 @@ class Host:
         raise NotSeen("no active InfiniBand or RoCE device here (/sys/class/infiniband)")
 
     def interfaces(self) -> list[str]:
-        """Return the network interfaces that are up and, as far as the kernel tells, have an address."""
+        """Return the network interfaces that are up and, as far as the kernel reports, have an address."""
         every = [name for name in self.entries("/sys/class/net") if self.has(f"/sys/class/net/{name}/operstate")]
         states = {name: self.read_or(f"/sys/class/net/{name}/operstate") for name in every}
         up = [name for name in every if states[name] in ("up", "unknown")]
@@ -247,11 +247,11 @@ class Host:
         raise NotSeen("no network interface beside loopback is up (/sys/class/net)")
 
     def physical(self, interface: str) -> bool:
-        """Tell whether an interface belongs to a device rather than to a bridge, a tunnel or a pair."""
+        """Return whether an interface belongs to a device rather than to a bridge, a tunnel or a pair."""
         return self.has(f"/sys/class/net/{interface}/device")
 
     def speed_mbit(self, interface: str) -> int | None:
-        """Return the link speed in Mbit/s, None where the driver tells none (virtio, bridges)."""
+        """Return the link speed in Mbit/s, None where the driver reports none (virtio, bridges)."""
         try:
             speed = self.number(f"/sys/class/net/{interface}/speed")
         except NotSeen:

@@ -100,7 +100,7 @@ def tcp_retransmits(host: Host) -> Iterator[Hit]:
 
 
 def tcp_buffers(host: Host) -> Iterator[Hit]:
-    """Largest window of tcp_rmem or tcp_wmem below link speed x 1 ms; below the kernel's own where no speed is told."""
+    """Largest window of tcp_rmem or tcp_wmem below link speed x 1 ms; below the kernel's own without a speed."""
     speeds = [speed for name in host.chosen() if (speed := host.speed_mbit(name))]
     for name, default in _DEFAULT_WINDOW.items():
         file = f"/proc/sys/net/ipv4/{name}"
@@ -150,6 +150,6 @@ def shaped_link(host: Host) -> Iterator[Hit]:
 
 
 def _small_bucket(rate: re.Match[str], burst: re.Match[str] | None) -> bool:
-    """Tell whether the bucket holds less than 1 ms."""
+    """Return whether the bucket holds less than 1 ms."""
     bytes_per_ms = float(rate[1]) * _THOUSANDS[rate[2]] / 8 * 1e-3
     return burst is not None and float(burst[1]) * _POWERS[burst[2]] < bytes_per_ms

@@ -34,7 +34,7 @@ class NotALog(ValueError):
 
 @dataclass
 class NcclLog:
-    """What was found; empty fields where the log says nothing."""
+    """What a log says; empty fields where the log says nothing."""
 
     lines: int = 0
     """Lines of NCCL."""
@@ -93,8 +93,8 @@ def parse(lines: Iterable[str]) -> NcclLog:
     for line in lines:
         if version := _VERSION.search(line):
             log.lines += 1
-            found = _LINE.search(line)
-            log.versions.setdefault(version[1], set()).add((found and found["host"]) or "")
+            prefixed = _LINE.search(line)
+            log.versions.setdefault(version[1], set()).add((prefixed and prefixed["host"]) or "")
         match = _LINE.search(line) or _BARE.search(line)
         if match is None:
             continue

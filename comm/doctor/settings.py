@@ -25,7 +25,7 @@ VENDORS = {
 
 
 def several_nodes(host: Host) -> bool:
-    """Tell whether the environment is one of a job over several nodes."""
+    """Return whether the environment is one of a job over several nodes."""
     world, local = host.whole("WORLD_SIZE"), host.whole("LOCAL_WORLD_SIZE")
     return bool(world and local and world > local)
 
@@ -36,12 +36,12 @@ Condition = Callable[[Host, str], bool]
 
 
 def on(host: Host, name: str) -> bool:
-    """Tell whether a switch of NCCL's is set to something but 0."""
+    """Return whether a switch of NCCL's is set to something but 0."""
     return host.whole(name) not in (None, 0)
 
 
 def off(host: Host, name: str) -> bool:
-    """Tell whether a switch is set to 0."""
+    """Return whether a switch is set to 0."""
     return host.whole(name) == 0
 
 
@@ -119,7 +119,7 @@ def interface_missing(host: Host) -> Iterator[Hit]:
 
 
 def stays_on_node(interface: str) -> bool:
-    """Tell whether an interface is loopback or a container bridge, which no other node can reach."""
+    """Return whether an interface is loopback or a container bridge, which no other node can reach."""
     return interface == "lo" or interface.startswith(("docker", "virbr"))
 
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def shm_size(host: Host) -> Iterator[Hit]:
-    """Below 1 GiB; a container has 64 MiB unless told otherwise."""
+    """Below 1 GiB; a container has 64 MiB unless configured otherwise."""
     size = host.room("/dev/shm")
     if size < 1024 * _MIB:
         yield Hit(f"/dev/shm: {size // _MIB} MiB")

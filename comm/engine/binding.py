@@ -50,7 +50,9 @@ class Binding:
         self.device: torch.device = named[0][1].device
         number = next(_made.setdefault(self.group.group_name, itertools.count()))
         self.store = PrefixStore(f"accel-comm/{number}", self.group.get_group_store())
-        described = [(name, tuple(one.shape), str(one.dtype), one.requires_grad) for name, one in named]
+        described = [
+            (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad) for name, parameter in named
+        ]
         self._described = {
             "number of parameters": len(described),
             "parameters' names, shapes and dtypes": zlib.crc32(repr(described).encode()),
@@ -72,23 +74,23 @@ class Binding:
         return self._layouts[key]
 
     def _new_layout(self, bucket: dist.GradBucket, parameters: list[Tensor]) -> Layout:  # type: ignore[name-defined]
-        unknown = [tuple(one.shape) for one in parameters if id(one) not in self.names]
+        unknown = [tuple(parameter.shape) for parameter in parameters if id(parameter) not in self.names]
         if unknown:
             raise ValueError(
                 f"a bucket must hold parameters of the model that {self.kind} got, got one of shape {unknown[0]} that "
                 "is not; pass the module that DDP wraps, and make one state for each DDP module"
             )
-        names = tuple(self.names[id(one)] for one in parameters)
-        shapes = tuple(one.shape for one in parameters)
+        names = tuple(self.names[id(parameter)] for parameter in parameters)
+        shapes = tuple(parameter.shape for parameter in parameters)
         return Layout(bucket.index(), names, shapes, bucket.buffer().dtype, bucket.is_last())
 
     # -- meetings ----------------------------------------------------------------------------------------------------
 
-    def meeting(self, name: str, patience: timedelta) -> Meeting:
+    def rendezvous(self, name: str, patience: timedelta) -> BindingRendezvous:
         """Return a place for the ranks to meet at, of a name that no other has."""
         remedy = "every rank must make as many, in the same order"
         store = PrefixStore(name, self.store)
-        return Meeting(
+        return BindingRendezvous(
             Rendezvous(store, self.rank, self.size, patience.total_seconds(), remedy), f"made no {self.kind}"
         )
 
@@ -99,19 +101,19 @@ class Binding:
             check_same([described for _, described in introductions], self.kind)
             return topology.from_identities([identity for identity, _ in introductions])
 
-        return self.meeting("meeting", patience).meet((topology.identity(), self._described), answer)
+        return self.rendezvous("meeting", patience).meet((topology.identity(), self._described), answer)
 
 
-class Meeting(NamedTuple):
-    """Where ranks tell each other something before they have groups."""
+class BindingRendezvous(NamedTuple):
+    """Where ranks exchange objects before they have groups."""
 
     rendezvous: Rendezvous
     missed: str
 
-    def meet(self, mine: Any, answer: Callable[[list[Any]], A | Each]) -> A:
+    def meet(self, own: Any, answer: Callable[[list[Any]], A | Each]) -> A:
         """Return what rank 0 makes of what all ranks brought; raise CommError if one does not come."""
         try:
-            return self.rendezvous.meet(mine, answer, self.missed)
+            return self.rendezvous.meet(own, answer, self.missed)
         except Apart as error:
             raise CommError(str(error)) from None
 

@@ -35,7 +35,7 @@ class GradientEngine:
     """Averages buckets over ranks by a plan that may change between two steps; state of `accel.comm.hooks.hook`.
 
     Every rank makes one and gives it the same plans before the same steps. It is DDP's own all-reduce until `use` says
-    otherwise. While a bucket goes DDP's way its residual waits.
+    otherwise. While DDP itself reduces a bucket, its residual waits.
 
     DDP multiplies gradients by 1/n, and so does the engine; with `gradient_as_bucket_view` and
     `zero_grad(set_to_none=False)` DDP divides by n, which differs in the last bit where n is no power of two.
@@ -49,7 +49,7 @@ class GradientEngine:
     """
 
     leaves_unfit = True
-    """Buckets that no scheme can take, sparse ones and integers, go DDP's way; else they are an error."""
+    """Buckets that no scheme can take, sparse ones and integers, are reduced by DDP itself; else they are an error."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class GradientEngine:
         self.wanted: Plan = ()
         """The plan from the next step on."""
         self.divide_s = 0.0
-        """Seconds, in all, in which DDP's own way divided gradients; without a hook DDP does it in passing."""
+        """Seconds, in all, in which the plain all-reduce divided gradients; without a hook DDP divides as it copies."""
         self._scale = LossScale(scaler)
         self._remembers = False
         """Whether a scheme of the plan has own fields in the memory."""
@@ -111,7 +111,7 @@ class GradientEngine:
         return list(self._routes)
 
     def object_group(self) -> ObjectGroup:
-        """Return a new line between the ranks; every rank takes part."""
+        """Return a new group for objects of the ranks; every rank takes part."""
         binding = self.binding
         store = PrefixStore(f"objects/{next(self._numbers)}", binding.store)
         return ObjectGroup(GlooChannel(store, range(binding.size), binding.rank, self.timeout))
@@ -172,7 +172,7 @@ class GradientEngine:
                 self._routes[scheme] = self._new_route(scheme)
         if self.wanted:
             if self._filled not in ((), self.wanted):
-                self.memory.load_state_dict(self.memory.state_dict())  # to wherever each bucket goes now
+                self.memory.load_state_dict(self.memory.state_dict())  # laid out for the new schemes
             self._filled = self.wanted
         self.plan = self.wanted
         self._remembers = any(self._routes[scheme].settings.fields for scheme in self.plan if scheme is not None)
@@ -216,7 +216,7 @@ class GradientEngine:
         return BucketJob(self.step, layout, buffer, self.memory.slot(layout), done)
 
     def all_reduced(self, bucket: dist.GradBucket) -> Averaged:  # type: ignore[name-defined]
-        """Average a bucket as DDP does by itself, to the bit."""
+        """Average a bucket as DDP does without a hook, to the bit."""
         buffer, binding = bucket.buffer(), self.binding
         began = time.perf_counter()
         buffer.mul_(1.0 / binding.size)
@@ -226,11 +226,11 @@ class GradientEngine:
         return future.then(lambda done: done.value()[0])
 
     def noted(self, bucket: dist.GradBucket, averaged: Averaged) -> Averaged:  # type: ignore[name-defined]
-        """Let the memory hear of a mean that is not finite, where the stages of the bucket's scheme don't tell it."""
+        """Note in the memory whether a mean is finite, where the stages of the bucket's scheme don't."""
         if not self._remembers:
             return averaged
         scheme = scheme_of(self.plan, bucket.index())
-        if scheme is not None and self._routes[scheme].tells_memory:
+        if scheme is not None and self._routes[scheme].notes_finite:
             return averaged
         note = self.memory.note
 

@@ -31,7 +31,7 @@ PATIENCE_S = 5.0
 
 
 class PipelineJob(Protocol):
-    """One bucket on its way."""
+    """One bucket in the pipeline."""
 
     step: int
     layout: Layout
@@ -51,7 +51,7 @@ class PipelineStage(NamedTuple):
 
 
 def in_line(device: torch.device) -> bool:
-    """Tell whether who submits a job issues its stages: on a GPU."""
+    """Return whether the thread that submits a job issues its stages: on a GPU."""
     return device.type == "cuda"
 
 
@@ -61,7 +61,7 @@ class Pipeline:
     Args:
         stages: in order, each with a channel of its own.
         rank: this rank in the group that reduces.
-        post_mortem: asked when a stage fails; None where ranks can't hear each other.
+        post_mortem: asked when a stage fails; None where ranks can't reach each other by UDP.
         device: of the buckets.
     """
 
@@ -82,7 +82,7 @@ class Pipeline:
         self.wait: Callable[[], None] = self._line.wait
         """Wait until all jobs have been issued and, on the CPU, are done; raise CommError if one failed."""
         self.failed: Callable[[], bool] = self._line.failed
-        """Tell whether a job has failed; then all others do."""
+        """Return whether a job has failed; then all others do."""
 
     def submit(self, job: PipelineJob) -> None:
         """Take a job on; its future gets the buffer, or the error."""
@@ -203,10 +203,10 @@ class _Line:
             # Peers that wait for this rank wake up, here other stages do.
             for other in self.stages:
                 other.channel.abort()
-            said = {} if self.post_mortem is None or self.closing else self.post_mortem.ask(own, PATIENCE_S)
-            told = CommError(verdict(self.rank, own, said))
-            told.__cause__ = error
-            self.fail_all(told)
+            reports = {} if self.post_mortem is None or self.closing else self.post_mortem.ask(own, PATIENCE_S)
+            failure = CommError(verdict(self.rank, own, reports))
+            failure.__cause__ = error
+            self.fail_all(failure)
 
 
 def _close(line: _Line, threads: Sequence[threading.Thread]) -> None:
@@ -215,8 +215,8 @@ def _close(line: _Line, threads: Sequence[threading.Thread]) -> None:
         line.closing = True
         for stage in line.stages:
             stage.channel.abort()
-    for one in line.queues:
-        one.put(None)
+    for jobs in line.queues:
+        jobs.put(None)
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join()
@@ -233,10 +233,10 @@ def _agree(job: PipelineJob, channel: Channel) -> None:
     own = torch.tensor([layout.index, layout.numel, int(layout.is_last), content, job.step], device=job.buffer.device)
     rows = [torch.empty_like(own) for _ in range(channel.size)]
     channel.all_gather(own, rows)
-    mine = own.tolist()
+    expected = own.tolist()
     for rank, row in zip(channel.ranks, rows, strict=True):
         theirs = row.tolist()
-        if theirs != mine:
+        if theirs != expected:
             index, numel, last, _, step = theirs
             raise ValueError(
                 f"all ranks must have the same buckets, got {layout} at step {job.step} here and bucket {index}"

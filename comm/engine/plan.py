@@ -33,6 +33,6 @@ def catalogue_settings(scheme: Scheme) -> SchemeSettings:
     """Return the settings of a scheme of the catalogue, or raise ValueError if there is no such compressor."""
     entry = CATALOGUE.get(scheme.compressor)
     if entry is None:
-        raise ValueError(f"ways must be of the catalogue ({', '.join(CATALOGUE)}), got {scheme.compressor!r}")
+        raise ValueError(f"schemes must be of the catalogue ({', '.join(CATALOGUE)}), got {scheme.compressor!r}")
     compressor = entry.make()
     return SchemeSettings(compressor, scheme.hierarchical, error_feedback(compressor, entry.level))

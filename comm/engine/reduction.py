@@ -3,7 +3,7 @@
 flat:          [all ranks] compressor
 hierarchical:  [within a host] each rank sums one slice → [across hosts] compressor on the slice → [within] gather
 
-With N hosts of G ranks, the hierarchical way sends 2 (N − 1)/N of the gradient over a host's uplink, all slices
+With N hosts of G ranks, the hierarchical all-reduce sends 2 (N − 1)/N of the gradient over a host's uplink, all slices
 together, where a flat ring sends 2 (NG − 1)/(NG) of it: (NG − 1)/(G (N − 1)) times as much.
 """
 
@@ -24,7 +24,7 @@ from accel.comm.ranks.channel import Channel
 
 @dataclass
 class BucketJob:
-    """One bucket on its way through the stages."""
+    """One bucket in the pipeline."""
 
     step: int
     layout: Layout
@@ -37,12 +37,12 @@ class BucketJob:
 
     def tensors(self) -> list[Tensor]:
         """Return what later stages use."""
-        found: list[Any] = [self.buffer]
+        values: list[Any] = [self.buffer]
         if self.piece is not None:
-            found.append(self.piece.values)
-            for left in self.piece.carry.values():
-                found += left if isinstance(left, (list, tuple)) else [left]
-        return [one for one in found if isinstance(one, Tensor)]
+            values.append(self.piece.values)
+            for carried in self.piece.carry.values():
+                values += carried if isinstance(carried, (list, tuple)) else [carried]
+        return [value for value in values if isinstance(value, Tensor)]
 
 
 class Reduction:
@@ -111,10 +111,10 @@ class Reduction:
         channel.all_gather(own, slices)
         self.note(job)
 
-    def note(self, job: BucketJob, known: Tensor | None = None) -> None:
-        """Tell the memory whether the mean, the same bits on every rank, is finite, if that is not known already."""
+    def note(self, job: BucketJob, finite: Tensor | None = None) -> None:
+        """Note in the memory whether the mean, the same bits on every rank, is finite, if that is not known already."""
         if self._fields or not self._compressor.lossless:
-            self._memory.note(is_finite(job.buffer) if known is None else known)
+            self._memory.note(is_finite(job.buffer) if finite is None else finite)
 
 
 def _sum_slices(whole: Tensor, cuts: list[int], channel: Channel, dtype: torch.dtype) -> Tensor:

@@ -70,23 +70,23 @@ class Route:
         timeout: timedelta,
     ) -> None:
         self.settings, self._size = settings, binding.size
-        self.tells_memory = bool(settings.fields) or not settings.compressor.lossless
-        """Whether the memory hears of a mean that is not finite."""
+        self.notes_finite = bool(settings.fields) or not settings.compressor.lossless
+        """Whether the stages note in the memory whether the mean is finite."""
         self._taken: set[Layout] = set()
         self._waiting: list[BucketJob] = []
         """Buckets of a step whose compressor must see all of them first."""
         store = PrefixStore(f"{number}", binding.store)
-        meeting = binding.meeting(f"{number}/meeting", timeout)
+        rendezvous = binding.rendezvous(f"{number}/meeting", timeout)
         post_mortem = PostMortem(secrets.token_hex(8))
         try:
-            peers: _Peers = meeting.meet(
+            peers: _Peers = rendezvous.meet(
                 (post_mortem.address, _described(settings)), lambda all_: _addresses(all_, binding)
             )
             post_mortem.address = post_mortem.address._replace(token=peers.token)
             heard = post_mortem.connect(binding.rank, binding.size, peers.addresses)
             stages = _stages(settings, arrangement, binding, memory, timeout, store)
-            # One that goes on, and perhaps closes at once, would cut off those that are still connecting.
-            meeting.meet(None, lambda everyone: None)
+            # A rank that continued, and perhaps closed at once, would cut off those that are still connecting.
+            rendezvous.meet(None, lambda everyone: None)
         except BaseException:
             post_mortem.close()
             raise
@@ -95,7 +95,7 @@ class Route:
         self._pipeline = Pipeline(stages, binding.rank, post_mortem if heard else None, binding.device)
 
     def has_taken(self, layout: Layout) -> bool:
-        """Tell whether buckets of a layout have been taken before."""
+        """Return whether buckets of a layout have been taken before."""
         return layout in self._taken
 
     def take(self, layout: Layout) -> None:
@@ -126,7 +126,7 @@ class Route:
         if not job.layout.is_last:
             return []
         complete, self._waiting = self._waiting, []
-        compressor.whole_step([one.buffer for one in complete], self._size)
+        compressor.whole_step([bucket.buffer for bucket in complete], self._size)
         return complete
 
     def submit(self, job: BucketJob) -> None:
@@ -143,7 +143,7 @@ class Route:
 
 
 class _Peers(NamedTuple):
-    """What a rank hears of the others."""
+    """What a rank learns of the others."""
 
     token: str
     addresses: dict[int, Address]
@@ -154,11 +154,11 @@ def _described(settings: SchemeSettings) -> dict[str, object]:
     return {name: repr(value) if name == "compressor" else value for name, value in settings._asdict().items()}
 
 
-def _addresses(told: list[tuple[Address, Mapping[str, object]]], binding: Binding) -> Each:
-    """Return, on rank 0, what each rank should hear of what all ranks told."""
-    check_same([described for _, described in told], binding.kind)
-    token, size = told[0][0].token, len(told)
-    near = [{peer: told[peer][0] for peer in neighbours(rank, size)} for rank in range(size)]
+def _addresses(introductions: list[tuple[Address, Mapping[str, object]]], binding: Binding) -> Each:
+    """Return, on rank 0, each rank's part of what all ranks sent."""
+    check_same([described for _, described in introductions], binding.kind)
+    token, size = introductions[0][0].token, len(introductions)
+    near = [{peer: introductions[peer][0] for peer in neighbours(rank, size)} for rank in range(size)]
     return Each([_Peers(token, addresses) for addresses in near])
 
 

@@ -1,6 +1,6 @@
 """What FSDP2 hands to a hook: which modules, and which shards of which parameters in which order.
 
-Of PyTorch's internals this reads a module's groups of parameters and their padded shards, which no public call tells.
+Of PyTorch's internals this reads a module's groups of parameters and their padded shards, which no public call returns.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class ShardGroup:
 
     @property
     def own_factor(self) -> bool:
-        """Tell whether the user set what gradients are divided by, over all ranks."""
-        return any(one.gradient_divide_factor is not None for one in _param_groups(self.module))
+        """Return whether the user set what gradients are divided by, over all ranks."""
+        return any(group.gradient_divide_factor is not None for group in _param_groups(self.module))
 
     def of(self, dtype: torch.dtype) -> Layout:
         """Return the layout in the dtype that gradients are reduced in."""
-        one = self.layout
-        return Layout(one.index, one.names, one.shapes, dtype, one.is_last)
+        layout = self.layout
+        return Layout(layout.index, layout.names, layout.shapes, dtype, layout.is_last)
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
@@ -58,7 +58,7 @@ def _param_groups(module: FSDPModule) -> list[Any]:
 def shard_groups(model: nn.Module) -> list[ShardGroup]:
     """Return the FSDP2 modules with parameters to train; raise ValueError where a hook could not serve one."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: list[tuple[str, FSDPModule, list[Any]]] = []
+    modules: list[tuple[str, FSDPModule, list[Any]]] = []
     for name, module in _modules(model):
         groups = _param_groups(module)
         if len(groups) > 1:
@@ -66,10 +66,10 @@ def shard_groups(model: nn.Module) -> list[ShardGroup]:
                 f"FSDP2 has no hook for a module whose parameters are on several meshes, got {len(groups)} of them in "
                 f"{name or 'the model'}; give all parameters of it one mesh"
             )
-        shards = [one for group in groups for one in group.fsdp_params if one.sharded_param.requires_grad]
+        shards = [shard for group in groups for shard in group.fsdp_params if shard.sharded_param.requires_grad]
         if shards:
-            found.append((name or "the model", module, shards))
-    if not found:
+            modules.append((name or "the model", module, shards))
+    if not modules:
         raise ValueError("the model must have FSDP2 modules with parameters to train, got none; call fully_shard first")
     return [
         ShardGroup(
@@ -77,13 +77,13 @@ def shard_groups(model: nn.Module) -> list[ShardGroup]:
             module,
             Layout(
                 index,
-                tuple(names[id(one.sharded_param)] for one in shards),
-                tuple(torch.Size(one.padded_sharded_param_size) for one in shards),
+                tuple(names[id(shard.sharded_param)] for shard in shards),
+                tuple(torch.Size(shard.padded_sharded_param_size) for shard in shards),
                 shards[0].sharded_param.dtype,
-                index == len(found) - 1,
+                index == len(modules) - 1,
             ),
         )
-        for index, (name, module, shards) in enumerate(found)
+        for index, (name, module, shards) in enumerate(modules)
     ]
 
 
@@ -111,7 +111,7 @@ def check_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def contents(model: nn.Module) -> int:
-    """Return a number that tells different weights apart, of this rank's shards."""
+    """Return a checksum of the weights in this rank's shards."""
     total = 0
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -123,18 +123,21 @@ def contents(model: nn.Module) -> int:
 
 def join(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the states of memories with different parameters as one."""
-    found: dict[str, Any] = {**states[0], "own": {}, "shared": {}}
+    joined: dict[str, Any] = {**states[0], "own": {}, "shared": {}}
     for state in states:
         for kind in ("own", "shared"):
             for name, values in state[kind].items():
-                found[kind].setdefault(name, {}).update(values)
-    return found
+                joined[kind].setdefault(name, {}).update(values)
+    return joined
 
 
 def part(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return a state with some parameters alone."""
-    found = dict(state)
+    selected = dict(state)
     for kind in ("own", "shared"):
         fields = state.get(kind, {})
-        found[kind] = {one: {name: fields[one][name] for name in names if name in fields[one]} for one in fields}
-    return found
+        selected[kind] = {
+            field_name: {name: fields[field_name][name] for name in names if name in fields[field_name]}
+            for field_name in fields
+        }
+    return selected

@@ -34,7 +34,7 @@ def check_parts(ddp: Any, optimizer: Any, dense: Any, scaler: Any) -> None:
         raise ValueError("the module must have no communication hook yet; pass its CommState as dense= instead")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if any(one.__name__ == "ZeroRedundancyOptimizer" for one in type(optimizer).__mro__):
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise ValueError(
             "ZeroRedundancyOptimizer can't take local steps: each rank steps its own part of the weights; use "
             "the plain optimizer"
@@ -49,11 +49,11 @@ def check_parts(ddp: Any, optimizer: Any, dense: Any, scaler: Any) -> None:
         raise ValueError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
 
 
-def difference(mine: tuple[int, int, int], theirs: tuple[int, int, int], rank: int) -> str:
+def difference(own: tuple[int, int, int], theirs: tuple[int, int, int], rank: int) -> str:
     """Return what to say where ranks differ in (steps, backward passes, fingerprint)."""
-    if theirs[:2] != mine[:2]:
+    if theirs[:2] != own[:2]:
         return (
-            f"ranks must come to an averaging after as many steps and backward passes, got {mine[0]} and {mine[1]} "
+            f"ranks must come to an averaging after as many steps and backward passes, got {own[0]} and {own[1]} "
             f"here and {theirs[0]} and {theirs[1]} on rank {rank}; if a GradScaler skips steps, pass it as scaler="
         )
     return (

@@ -45,7 +45,7 @@ class HostMean(CommState):
 class WeightMean(CommState):
     """Replaces tensors by their means over all ranks, the same bits on each."""
 
-    _talk: ObjectGroup | None = None
+    _objects: ObjectGroup | None = None
 
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         super().__init__(model, Exact(), process_group=process_group, timeout=timeout)
@@ -53,7 +53,7 @@ class WeightMean(CommState):
     def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
         """Make groups and threads for a model; every rank of the group takes part."""
         super().bind(model, process_group)
-        self._talk = self.object_group()
+        self._objects = self.object_group()
 
     def arrangement(self, scheme: Scheme) -> Arrangement:
         """Return all ranks, by hosts where that pays."""
@@ -62,20 +62,20 @@ class WeightMean(CommState):
     def close(self) -> None:
         """End the threads and free the groups."""
         super().close()
-        if self._talk is not None:
-            self._talk.close()
-            self._talk = None
+        if self._objects is not None:
+            self._objects.close()
+            self._objects = None
 
     @property
-    def talk(self) -> ObjectGroup:
-        """Return the line to the other ranks."""
-        assert self._talk is not None
-        return self._talk
+    def objects(self) -> ObjectGroup:
+        """Return the group that exchanges objects with the other ranks."""
+        assert self._objects is not None
+        return self._objects
 
     @torch.no_grad()
     def copy_first(self, tensors: Sequence[Tensor]) -> None:
         """Give all ranks the first one's values of a few small tensors."""
-        for own, first in zip(tensors, self.talk.first([one.detach().cpu() for one in tensors]), strict=True):
+        for own, first in zip(tensors, self.objects.first([tensor.detach().cpu() for tensor in tensors]), strict=True):
             own.copy_(first)
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class WeightMean(CommState):
         route = self.route(self.scheme)
         under_way: deque[tuple[_Bucket, BucketJob]] = deque()
         for bucket in _buckets(named):
-            whole = torch.cat([one.reshape(-1) for one in bucket.tensors])
+            whole = torch.cat([tensor.reshape(-1) for tensor in bucket.tensors])
             buffer = whole.to(torch.promote_types(whole.dtype, torch.float32))
             done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
             job = BucketJob(step, bucket.layout, buffer, self.memory.slot(bucket.layout), done)
@@ -112,30 +112,30 @@ class _Bucket(NamedTuple):
 def _buckets(named: Named) -> Iterator[_Bucket]:
     """Yield tensors of one dtype together, BUCKET_BYTES of them or one that is larger."""
     groups: list[list[tuple[str, Tensor]]] = []
-    for dtype in dict.fromkeys(one.dtype for _, one in named):
+    for dtype in dict.fromkeys(tensor.dtype for _, tensor in named):
         filled = BUCKET_BYTES
-        for name, one in named:
-            if one.dtype is dtype:
-                if filled + one.nbytes > BUCKET_BYTES:
+        for name, tensor in named:
+            if tensor.dtype is dtype:
+                if filled + tensor.nbytes > BUCKET_BYTES:
                     groups.append([])
                     filled = 0
-                groups[-1].append((name, one))
-                filled += one.nbytes
+                groups[-1].append((name, tensor))
+                filled += tensor.nbytes
     for index, group in enumerate(groups):
-        names, tensors = tuple(name for name, _ in group), [one for _, one in group]
+        names, tensors = tuple(name for name, _ in group), [tensor for _, tensor in group]
         kind = torch.promote_types(tensors[0].dtype, torch.float32)
-        layout = Layout(index, names, tuple(one.shape for one in tensors), kind, index == len(groups) - 1)
+        layout = Layout(index, names, tuple(tensor.shape for tensor in tensors), kind, index == len(groups) - 1)
         yield _Bucket(layout, tensors)
 
 
 def _finish(bucket: _Bucket, job: BucketJob) -> None:
     """Wait for a bucket and give its means to the tensors."""
     mean = job.future.wait()
-    parts = torch.split(mean, [one.numel() for one in bucket.tensors])
-    for one, part in zip(bucket.tensors, parts, strict=True):
-        one.copy_(part.view(one.shape))
+    parts = torch.split(mean, [tensor.numel() for tensor in bucket.tensors])
+    for tensor, part in zip(bucket.tensors, parts, strict=True):
+        tensor.copy_(part.view(tensor.shape))
 
 
 def fingerprint(named: Named) -> int:
     """Return a number that is the same where names, shapes and dtypes are."""
-    return zlib.crc32(repr([(name, tuple(one.shape), str(one.dtype)) for name, one in named]).encode())
+    return zlib.crc32(repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]).encode())

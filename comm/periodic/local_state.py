@@ -2,7 +2,7 @@
 
 Moments are averaged. Counts of steps, which differ where GradScaler skipped, have no mean that an optimizer could go on
 with: all get those of the first rank that has them. So it is with all of a parameter's state where that holds more than
-floating-point tensors and numbers: codes of 8 bits mean nothing beside the mean of their scales.
+floating-point tensors and numbers: 8-bit codes mean nothing without the scales they were made with.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Sent(NamedTuple):
 def same_state(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
-    talk: ObjectGroup,
+    objects: ObjectGroup,
     average: Callable[[Named], None],
 ) -> None:
     """Give all ranks one optimizer state; every rank calls it.
@@ -47,42 +47,44 @@ def same_state(
     Args:
         optimizer: whose state it is.
         parameters: by name, in the same order on all ranks.
-        talk: between the ranks.
+        objects: exchanged between the ranks.
         average: replaces tensors by their means over the ranks.
 
     Raises:
         ValueError: if ranks have tensors of different shapes or dtypes in one place.
     """
-    state = {name: optimizer.state[one] for name, one in parameters.items() if one in optimizer.state}
-    told = talk.gather({key: found for name, one in state.items() for key, found in _contents(name, one, parameters)})
+    state = {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter in optimizer.state}
+    by_rank = objects.gather(
+        {key: content for name, fields in state.items() for key, content in _contents(name, fields, parameters)}
+    )
     owners: dict[Key, int] = {}
-    for rank, theirs in enumerate(told):
+    for rank, theirs in enumerate(by_rank):
         for key in theirs:
             owners.setdefault(key, rank)
     order = {name: number for number, name in enumerate(parameters)}
     keys = sorted(owners, key=lambda key: (order[key[0]], key[1]))
     for name, _ in keys:
         state.setdefault(name, optimizer.state[parameters[name]])
-    means = {key: _agreed(key, [theirs[key] for theirs in told if key in theirs]) for key in keys}
+    means = {key: _agreed(key, [theirs[key] for theirs in by_rank if key in theirs]) for key in keys}
     for (name, field), mean in means.items():
         if mean is not None and field not in state[name]:  # no step yet
             state[name][field] = torch.zeros(mean.shape, dtype=mean.dtype, device=parameters[name].device)
     average([(f"{name}/{field}", state[name][field]) for (name, field), mean in means.items() if mean is not None])
-    _adopt(state, {key: owners[key] for key, mean in means.items() if mean is None}, parameters, talk)
-    _adopt_options(optimizer, talk)
+    _adopt(state, {key: owners[key] for key, mean in means.items() if mean is None}, parameters, objects)
+    _adopt_options(optimizer, objects)
 
 
 def _contents(
     name: str, state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
 ) -> list[tuple[Key, _Mean | None]]:
     """Return what a parameter's state holds, None for what is not averaged."""
-    simple = all(_is_dense(one) or one is None or isinstance(one, int | float | str) for one in state.values())
+    simple = all(_is_dense(value) or value is None or isinstance(value, int | float | str) for value in state.values())
     dims = min(parameters[name].dim(), 1)  # of a scalar, moments are scalars too
-    found: list[tuple[Key, _Mean | None]] = []
-    for field, one in state.items():
-        averaged = simple and _is_dense(one) and field != "step" and one.dim() >= dims
-        found.append(((name, field), _Mean(tuple(one.shape), one.dtype) if averaged else None))
-    return found
+    contents: list[tuple[Key, _Mean | None]] = []
+    for field, value in state.items():
+        averaged = simple and _is_dense(value) and field != "step" and value.dim() >= dims
+        contents.append(((name, field), _Mean(tuple(value.shape), value.dtype) if averaged else None))
+    return contents
 
 
 def _is_dense(value: Any) -> bool:
@@ -90,18 +92,18 @@ def _is_dense(value: Any) -> bool:
     return type(value) in (Tensor, nn.Parameter) and value.is_floating_point() and value.layout == torch.strided
 
 
-def _agreed(key: Key, told: list[_Mean | None]) -> _Mean | None:
-    if len(set(told)) > 1:
+def _agreed(key: Key, contents: list[_Mean | None]) -> _Mean | None:
+    if len(set(contents)) > 1:
         name, field = key
-        got = " and ".join(sorted(map(_told, set(told))))
+        got = " and ".join(sorted(map(_described, set(contents))))
         raise ValueError(
             f"ranks must have the same optimizer state, got {got} as {field!r} of {name!r}; make the optimizer "
             "alike on every rank, and load checkpoints on all or on none"
         )
-    return told[0]
+    return contents[0]
 
 
-def _told(mean: _Mean | None) -> str:
+def _described(mean: _Mean | None) -> str:
     return "something that has no mean" if mean is None else f"{mean.dtype} of shape {mean.shape}"
 
 
@@ -109,37 +111,38 @@ def _adopt(
     state: Mapping[str, dict[str, Any]],
     owners: Mapping[Key, int],
     parameters: Mapping[str, nn.Parameter],
-    talk: ObjectGroup,
+    objects: ObjectGroup,
 ) -> None:
     """Take each field over from its owner."""
-    told = talk.gather(
-        {(name, field): _packed(state[name][field]) for (name, field), rank in owners.items() if rank == talk.rank}
+    by_rank = objects.gather(
+        {(name, field): _packed(state[name][field]) for (name, field), rank in owners.items() if rank == objects.rank}
     )
     for (name, field), rank in owners.items():
-        if rank == talk.rank:
+        if rank == objects.rank:
             continue
-        sent, own = told[rank][name, field], state[name].get(field)
+        sent, own = by_rank[rank][name, field], state[name].get(field)
         if isinstance(sent, _Sent) and type(own) is Tensor and own.shape == sent.values.shape:
             own.copy_(sent.values)
         else:
             state[name][field] = _unpacked(sent, parameters[name].device)
 
 
-def _adopt_options(optimizer: torch.optim.Optimizer, talk: ObjectGroup) -> None:
+def _adopt_options(optimizer: torch.optim.Optimizer, objects: ObjectGroup) -> None:
     """Take over the first rank's numbers in groups: some optimizers find their step size there."""
     groups = [
-        {name: one for name, one in group.items() if type(one) in (int, float)} for group in optimizer.param_groups
+        {name: value for name, value in group.items() if type(value) in (int, float)}
+        for group in optimizer.param_groups
     ]
-    for group, first in zip(optimizer.param_groups, talk.first(groups), strict=True):
-        group.update({name: one for name, one in first.items() if type(group.get(name)) in (int, float)})
+    for group, first in zip(optimizer.param_groups, objects.first(groups), strict=True):
+        group.update({name: value for name, value in first.items() if type(group.get(name)) in (int, float)})
 
 
 def _packed(value: Any) -> Any:
-    return tree_map_only(Tensor, lambda one: _Sent(one.detach().cpu(), one.device.type != "cpu"), value)
+    return tree_map_only(Tensor, lambda tensor: _Sent(tensor.detach().cpu(), tensor.device.type != "cpu"), value)
 
 
 def _unpacked(value: Any, device: torch.device) -> Any:
     def put(sent: _Sent) -> Tensor:
         return sent.values.to(device) if sent.on_device else sent.values
 
-    return tree_map_only(_Sent, put, value, is_leaf=lambda one: isinstance(one, _Sent))
+    return tree_map_only(_Sent, put, value, is_leaf=lambda node: isinstance(node, _Sent))

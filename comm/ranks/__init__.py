@@ -1,1 +1,1 @@
-"""How ranks find each other, agree, and tell each other what failed."""
+"""How ranks meet, agree, and report to each other what failed."""

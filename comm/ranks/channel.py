@@ -7,7 +7,7 @@ gloo may move one direction at a time where a message is larger than about 1 MB:
 MB/s. In pieces of up to 1 MB, one under way per peer, it runs at 11.9; with two under way at 9.0. So `exchange` sends
 pieces in lock-step: of 1 MB, since those of 256 KB took up to twice the time of a core, and of the clock where nothing
 is slower than memory (2 hosts of 2 ranks, unshaped: 53 ms in place of 111 for 36 MB). gloo's ring costs 3.6 ms for 4
-KB, hence an all-reduce of few bytes goes another way: see `accel.comm.ranks.small_sums`. NCCL needs neither.
+KB, hence an all-reduce of few bytes uses other algorithms: see `accel.comm.ranks.small_sums`. NCCL needs neither.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class ConnectionBroken(RuntimeError):
 
 
 def _backend_call(call: Callable[P, None]) -> Callable[P, None]:
-    """Tell the backend's errors, which are bare RuntimeErrors, from those of the code around it."""
+    """Raise the backend's errors, which are bare RuntimeErrors, as ConnectionBroken."""
 
     @wraps(call)
-    def told(*args: P.args, **kwargs: P.kwargs) -> None:
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             call(*args, **kwargs)
         except RuntimeError as error:
@@ -50,7 +50,7 @@ def _backend_call(call: Callable[P, None]) -> Callable[P, None]:
             traceback.clear_frames(error.__traceback__)
             raise ConnectionBroken(first) from None
 
-    return told
+    return guarded
 
 
 class Channel(Protocol):
@@ -100,7 +100,7 @@ def _share(channel: Channel, own: Tensor, out: Sequence[Tensor]) -> None:
 def _on_demand(timeout: timedelta) -> Any:
     """Return gloo's options for connections that are made when two ranks first speak to each other.
 
-    Else each rank would read every other's address from the store and hold a socket to it, for each stage of each way.
+    Else each rank would read every other's address from the store and hold a socket to it, for each stage of a scheme.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()

@@ -1,7 +1,8 @@
 """Small objects that ranks exchange between two steps, over a process group of their own.
 
 Objects go up a tree to rank 0, and its answer down again: rank r's parent is r without its lowest bit, so each rank
-speaks to log2 n others at most, and n objects pass rank 0 alone. Where all want to know, few ranks use one collective.
+exchanges with log2 n others at most, and n objects pass rank 0 alone. Where every rank needs the result,
+few ranks use one collective.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ A = TypeVar("A")
 _LENGTH_BYTES, _FRAME_BYTES = 8, 1024
 """Of the first message and of the length that it begins with: on a slow network each message costs its latency."""
 _FEW = 8
-"""Ranks up to which a collective tells all: two swap 1 KB in 0.3 ms; up and down the tree it takes 4."""
+"""Ranks up to which one collective serves all: two swap 1 KB in 0.3 ms; up and down the tree it takes 4."""
 
 
 class ObjectChannel(Protocol):
@@ -60,10 +61,10 @@ class ObjectGroup:
             self.rank + (1 << k) for k in range(lowest.bit_length() - 1) if self.rank + (1 << k) < self.size
         ]
 
-    def collect(self, mine: T) -> list[T]:
+    def collect(self, own: T) -> list[T]:
         """Return on rank 0 what each rank passed, by rank; an empty list on the others."""
         with self._connected():
-            objects = {self.rank: pickle.dumps(mine)}
+            objects = {self.rank: pickle.dumps(own)}
             for child in self._children:
                 objects.update(pickle.loads(self._receive(child)))
             if self.rank:
@@ -71,30 +72,30 @@ class ObjectGroup:
                 return []
         return [pickle.loads(objects[rank]) for rank in range(self.size)]
 
-    def first(self, mine: T | None) -> T:
+    def first(self, own: T | None) -> T:
         """Return what rank 0 passed."""
         with self._connected():
-            data = self._receive(self._parent) if self.rank else pickle.dumps(mine)
+            data = self._receive(self._parent) if self.rank else pickle.dumps(own)
             for child in reversed(self._children):  # the deepest branch first
                 self._send(child, data)
-        theirs: T = pickle.loads(data)
-        return theirs
+        received: T = pickle.loads(data)
+        return received
 
-    def decide(self, mine: T, decision: Callable[[list[T]], A]) -> A:
+    def decide(self, own: T, decision: Callable[[list[T]], A]) -> A:
         """Return on every rank what rank 0 makes of what each rank passed, by rank; raise everywhere what it raises."""
-        objects = self.collect(mine)
+        objects = self.collect(own)
         answer: A
         answer, error = self.first(_outcome(decision, objects) if self.rank == 0 else None)
         if error is not None:
             raise error
         return answer
 
-    def gather(self, mine: T) -> list[T]:
+    def gather(self, own: T) -> list[T]:
         """Return on every rank what each passed, by rank; as much for each as there are ranks."""
         if self.size > _FEW:
-            return self.decide(mine, list)
+            return self.decide(own, list)
         with self._connected():
-            frame, rest = _parts(pickle.dumps(mine))
+            frame, rest = _parts(pickle.dumps(own))
             frames = self._shared(frame)
             longest = _bytes(max(map(_beyond, frames)))
             longest[: len(rest)] = rest

@@ -5,7 +5,7 @@ the store takes part, so a meeting that fails leaves no collective half open, wh
 trip over.
 
 It is held by all ranks or by none. Rank 0 closes it once all have come, another rank once it has waited too long; an
-atomic count decides who was first, and that one's word holds for all, those that come later included.
+atomic count decides who was first, and that rank's outcome holds for all, those that come later included.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Apart(RuntimeError):
     """Ranks did not meet; the message is a sentence that says who was missing and what to do.
 
     Attributes:
-        by: the rank that found it out, or None if each does.
+        by: the rank that noticed it, or None if each does.
     """
 
     by: int | None = None
@@ -47,16 +47,16 @@ class Each(NamedTuple):
     parts: Sequence[Any]
 
 
-class _Said(NamedTuple):
-    """The word that closes a meeting."""
+class _MeetingOutcome(NamedTuple):
+    """What closes a meeting."""
 
     kind: str
     """`answer`, `parts` (each rank has its own), `apart`, `left` (a rank went alone) or `refused`."""
     value: Any = None
     at: float = 0.0
-    """Of the clock on the wall."""
+    """Wall-clock time."""
     by: int | None = None
-    """The rank whose word it is."""
+    """The rank that closed it."""
 
 
 class Rendezvous:
@@ -90,7 +90,7 @@ class Rendezvous:
         """Another rank is closing the present meeting."""
         self._deadline = 0.0
 
-    def meet(self, mine: T, answer: Callable[[list[T]], A | Each], missed: str) -> A:
+    def meet(self, own: T, answer: Callable[[list[T]], A | Each], missed: str) -> A:
         """Return what rank 0 makes of what all ranks brought.
 
         Args:
@@ -102,44 +102,44 @@ class Rendezvous:
             Apart: on every rank, if one does not come in time, has left, or `answer` fails.
             ValueError: on every rank, if `answer` raises it.
         """
-        self.arrive(mine)
+        self.arrive(own)
         pause_s = _SHORTEST_S
-        while not (found := self.look(answer, missed)):
+        while not (result := self.look(answer, missed)):
             self._sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)
-        value: A = found[0]
+        value: A = result[0]
         return value
 
     def check(self) -> None:
         """Raise `Apart` if the others have given up a meeting that this rank has not come to yet."""
         with _reached():
-            if (said := self._read("said")) is not None:
-                self._conclude(said)
+            if (outcome := self._read("outcome")) is not None:
+                self._conclude(outcome)
 
     def given_up_before(self, moment: float) -> bool:
-        """Tell whether the others gave the coming meeting up before a moment of the clock on the wall."""
+        """Return whether the others gave the coming meeting up before a moment in wall-clock time."""
         with _reached():
-            said = self._read("said")
-        return said is not None and said.at < moment
+            outcome = self._read("outcome")
+        return outcome is not None and outcome.at < moment
 
-    def arrive(self, mine: Any) -> None:
-        """Come to the next meeting; `look` tells when it is over."""
+    def arrive(self, own: Any) -> None:
+        """Come to the next meeting; `look` returns its answer once it is over."""
         self._deadline, self._lost = self._clock() + self.patience_s, False
         with _reached():
-            self._store.set(self._key(self.rank), pickle.dumps(mine))
+            self._store.set(self._key(self.rank), pickle.dumps(own))
 
     def look(self, answer: Callable[[list[Any]], Any], missed: str) -> tuple[Any, ...]:
         """Return rank 0's answer in a tuple, an empty one while the meeting goes on; see `meet`."""
         with _reached():
-            said = self._read("said")
-            if said is None and not self._lost:
-                said = self._close(answer, missed)
-            if said is None:
+            outcome = self._read("outcome")
+            if outcome is None and not self._lost:
+                outcome = self._close(answer, missed)
+            if outcome is None:
                 self._check_answered()
                 return ()
-            return (self._conclude(said),)
+            return (self._conclude(outcome),)
 
-    def _close(self, answer: Callable[[list[Any]], Any], missed: str) -> _Said | None:
+    def _close(self, answer: Callable[[list[Any]], Any], missed: str) -> _MeetingOutcome | None:
         """Close the meeting if all have come, or it is too late, unless another rank does."""
         store = self._store
         posts = [self._key(rank) for rank in range(self.size)]
@@ -153,13 +153,13 @@ class Rendezvous:
             return self._answer(answer, posts)
         missing = [rank for rank, key in enumerate(posts) if not store.check([key])]
         waited = f"rank {self.rank} waits for {named(missing or [0])}, which {missed} within {self.patience_s:g} s"
-        return self._say(_Said("apart", f"{waited}; {self._remedy}"))
+        return self._say(_MeetingOutcome("apart", f"{waited}; {self._remedy}"))
 
-    def _answer(self, answer: Callable[[list[Any]], Any], posts: Sequence[str]) -> _Said:
+    def _answer(self, answer: Callable[[list[Any]], Any], posts: Sequence[str]) -> _MeetingOutcome:
         try:
-            return self._say(_said_of(answer, [pickle.loads(one) for one in _read_all(self._store, posts)]))
-        except BaseException as error:  # the others wait for a word
-            self._say(_Said("apart", f"rank 0 could not answer the others: {type(error).__name__}: {error}"))
+            return self._say(_outcome_of(answer, [pickle.loads(post) for post in _read_all(self._store, posts)]))
+        except BaseException as error:  # the others wait for an outcome
+            self._say(_MeetingOutcome("apart", f"rank 0 could not answer the others: {type(error).__name__}: {error}"))
             raise
 
     def _check_answered(self) -> None:
@@ -170,44 +170,44 @@ class Rendezvous:
     def _claim(self) -> bool:
         return bool(self._store.add(self._key("closed"), 1) == 1)
 
-    def _say(self, said: _Said) -> _Said:
-        said = said._replace(at=time.time(), by=self.rank)
-        if said.kind == "parts":
-            for rank, part in enumerate(said.value):
+    def _say(self, outcome: _MeetingOutcome) -> _MeetingOutcome:
+        outcome = outcome._replace(at=time.time(), by=self.rank)
+        if outcome.kind == "parts":
+            for rank, part in enumerate(outcome.value):
                 self._store.set(self._key(f"to {rank}"), pickle.dumps(part))
-            self._store.set(self._key("said"), pickle.dumps(said._replace(value=None)))
+            self._store.set(self._key("outcome"), pickle.dumps(outcome._replace(value=None)))
         else:
-            self._store.set(self._key("said"), pickle.dumps(said))
-        return said
+            self._store.set(self._key("outcome"), pickle.dumps(outcome))
+        return outcome
 
-    def _conclude(self, said: _Said) -> Any:
-        value = said.value
-        if said.kind == "parts":
+    def _conclude(self, outcome: _MeetingOutcome) -> Any:
+        value = outcome.value
+        if outcome.kind == "parts":
             value = self._read(f"to {self.rank}") if value is None else value[self.rank]
             self._forget(self._number, f"to {self.rank}")
-        if said.kind in ("answer", "parts"):
+        if outcome.kind in ("answer", "parts"):
             self._forget(self._number, self.rank)
-            if self.rank == 0 and self._number:  # all have come to this one, so all have heard the word of the last
-                self._forget(self._number - 1, "said", "closed")
+            if self.rank == 0 and self._number:  # all have come to this one, so all have read the outcome of the last
+                self._forget(self._number - 1, "outcome", "closed")
         self._number += 1
-        if said.kind == "refused":
+        if outcome.kind == "refused":
             raise ValueError(value)
-        if said.kind in ("apart", "left"):
-            apart = (Left if said.kind == "left" else Apart)(value)
-            apart.by = said.by
+        if outcome.kind in ("apart", "left"):
+            apart = (Left if outcome.kind == "left" else Apart)(value)
+            apart.by = outcome.by
             raise apart
         return value
 
     def leave(self, why: str) -> None:
-        """Tell the others, who hear it at the next meeting at once, that this rank comes to no more of them.
+        """Announce that this rank comes to no more meetings; the others learn it at once at the next.
 
         Args:
             why: a sentence without its end.
         """
-        with contextlib.suppress(RuntimeError):  # without a store there is nobody to tell
+        with contextlib.suppress(RuntimeError):  # without a store there is nobody to notify
             for _ in range(2):  # the present meeting may have been closed by another rank, with an answer
                 if self._claim():
-                    self._say(_Said("left", why))
+                    self._say(_MeetingOutcome("left", why))
                     return
                 self._number += 1
 
@@ -224,14 +224,18 @@ class Rendezvous:
                 self._store.delete_key(self._key(name, number))
 
 
-def _said_of(answer: Callable[[list[Any]], Any], brought: list[Any]) -> _Said:
+def _outcome_of(answer: Callable[[list[Any]], Any], brought: list[Any]) -> _MeetingOutcome:
     try:
-        found = answer(brought)
-        return _Said("parts", list(found.parts)) if isinstance(found, Each) else _Said("answer", found)
+        result = answer(brought)
+        return (
+            _MeetingOutcome("parts", list(result.parts))
+            if isinstance(result, Each)
+            else _MeetingOutcome("answer", result)
+        )
     except ValueError as error:
-        return _Said("refused", str(error))
+        return _MeetingOutcome("refused", str(error))
     except Exception as error:
-        return _Said("apart", f"rank 0 failed to answer the others: {type(error).__name__}: {error}")
+        return _MeetingOutcome("apart", f"rank 0 failed to answer the others: {type(error).__name__}: {error}")
 
 
 def _read_all(store: Any, keys: Sequence[str]) -> list[bytes]:
@@ -240,7 +244,7 @@ def _read_all(store: Any, keys: Sequence[str]) -> list[bytes]:
 
 @contextlib.contextmanager
 def _reached() -> Iterator[None]:
-    """Tell a store that can't be reached, whose errors are of several kinds, from other errors."""
+    """Raise the errors of a store that can't be reached, which are of several kinds, as `Apart`."""
     try:
         yield
     except Apart:

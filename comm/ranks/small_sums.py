@@ -1,11 +1,11 @@
-"""All-reduces of few bytes, where rounds count for more than bytes: three ways, and a model that picks one.
+"""All-reduces of few bytes, where rounds count for more than bytes: three algorithms, and a model that picks one.
 
     n ranks, S bytes       rounds            messages of a rank   bytes of a rank
-    direct                 1                 n − 1                (n − 1) S          everyone hears everyone
+    direct                 1                 n − 1                (n − 1) S          everyone sends to everyone
     shares                 2                 2 (n − 1)            2 (n − 1)/n S      as a ring's: each sums one share
     doubling               ⌈log2 n⌉ or so    as many              ⌈log2 n⌉ S         pairs at distance 1, 2, 4, …
 
-A round takes α, each further message of it a little, a byte β. So few ranks hear each other directly, up to a size that
+A round takes α, each further message of it a little, a byte β. So few ranks exchange directly, up to a size that
 falls with their number, and many double; a ring, of 2 (n − 1) rounds, is for what is larger than `TINY_BYTES`.
 
 Direct and shares add in the order of ranks, not that of arrival, and doubling the same pairs on both sides of each: the
@@ -53,32 +53,35 @@ class Round(NamedTuple):
     bytes: float
 
 
-def rounds(way: str, size: int, nbytes: int) -> list[Round]:
+def rounds(algorithm: str, size: int, nbytes: int) -> list[Round]:
     """Return the rounds of an all-reduce of `nbytes` over `size` ranks."""
     if size == 1:
         return []
-    if way == "direct":
+    if algorithm == "direct":
         return [Round(size - 1, (size - 1) * nbytes)]
-    if way == "shares":
+    if algorithm == "shares":
         return [Round(size - 1, (size - 1) / size * nbytes)] * 2
     within = 1 << (size.bit_length() - 1)
     return [Round(1, nbytes)] * (within.bit_length() - 1 + 2 * (within < size))
 
 
-def seconds(way: str, size: int, nbytes: int) -> float:
-    """Return what the model says an all-reduce takes."""
-    return sum(_ROUND_S + (one.messages - 1) * _MESSAGE_S + one.bytes * _BYTE_S for one in rounds(way, size, nbytes))
+def seconds(algorithm: str, size: int, nbytes: int) -> float:
+    """Return the predicted time of an all-reduce."""
+    return sum(
+        _ROUND_S + (round_.messages - 1) * _MESSAGE_S + round_.bytes * _BYTE_S
+        for round_ in rounds(algorithm, size, nbytes)
+    )
 
 
-def best_way(size: int, nbytes: int) -> str:
-    """Return the shortest way; of two that are alike the one that is named first in the table above."""
-    return min(("direct", "shares", "doubling"), key=lambda way: seconds(way, size, nbytes))
+def best_algorithm(size: int, nbytes: int) -> str:
+    """Return the fastest algorithm; of two that are alike the one named first in the table above."""
+    return min(("direct", "shares", "doubling"), key=lambda algorithm: seconds(algorithm, size, nbytes))
 
 
 def all_reduce(line: SumChannel, values: Tensor) -> None:
     """Replace `values`, contiguous, by their sum over the ranks, the same bits on each."""
     flat = values.view(-1)
-    {"direct": _direct, "shares": _by_shares, "doubling": _doubling}[best_way(line.size, flat.nbytes)](line, flat)
+    {"direct": _direct, "shares": _by_shares, "doubling": _doubling}[best_algorithm(line.size, flat.nbytes)](line, flat)
 
 
 def _direct(line: SumChannel, flat: Tensor) -> None:

@@ -37,12 +37,12 @@ class Topology:
 
     @property
     def even(self) -> bool:
-        """Tell whether all hosts have as many ranks."""
+        """Return whether all hosts have as many ranks."""
         return len({len(host) for host in self.hosts}) == 1
 
     @property
     def by_hosts_pays(self) -> bool:
-        """Tell whether summing within hosts first sends less between them."""
+        """Return whether summing within hosts first sends less between them."""
         return self.even and len(self.hosts) > 1 and len(self.hosts[0]) > 1
 
     def host_of(self, rank: int) -> int:
@@ -70,7 +70,7 @@ class Topology:
 
 
 def identity(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what tells this process's host apart from others; every rank's goes to `from_identities`."""
+    """Return what identifies this process's host; every rank's goes to `from_identities`."""
     namespace = Path("/proc/self/ns/net")
     boot = Path("/proc/sys/kernel/random/boot_id")
     parts = [
@@ -84,8 +84,8 @@ def identity(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def from_identities(identities: Sequence[Mapping[str, str]]) -> Topology:
     """Return the topology of ranks 0, 1, … with these identities: by agent if every rank has one, else by machine."""
-    key = "agent" if all(one["agent"] for one in identities) else "machine"
+    key = "agent" if all(own["agent"] for own in identities) else "machine"
     hosts: dict[str, list[int]] = {}
-    for rank, one in enumerate(identities):
-        hosts.setdefault(one[key], []).append(rank)
+    for rank, own in enumerate(identities):
+        hosts.setdefault(own[key], []).append(rank)
     return Topology(tuple(tuple(ranks) for ranks in hosts.values()))

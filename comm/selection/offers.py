@@ -1,7 +1,7 @@
-"""Schemes offered to whoever tries them: what is predicted to be about the fastest on a DDP module, by level.
+"""Schemes offered for trial: those predicted to be about the fastest on a DDP module, by level.
 
 The first level to be switched on measures the network, and lets plain steps be watched; from then on the cost model
-says what is worth a trial. The trial itself is somebody else's, as are its verdict and what stays. All ranks switch and
+says what is worth a trial. The caller runs the trial and decides what stays. All ranks switch and
 predict together, between the same two steps; rank 0's prediction counts.
 """
 
@@ -40,7 +40,7 @@ class NoOffer(Exception):
 
 
 class SchemeOption(NamedTuple):
-    """A way to average gradients, perhaps in buckets of another size."""
+    """A scheme for the gradients, perhaps in buckets of another size."""
 
     option: Option
     cap_mb: float | None
@@ -65,7 +65,7 @@ def candidates(choice: Choice) -> list[SchemeOption]:
 
 
 class SchemeOffers(Planner):
-    """Offers of schemes for one DDP module: a plan goes on and off as it is told from outside, at step boundaries.
+    """Offers of schemes for one DDP module: a plan is switched on and off from outside, at step boundaries.
 
     Args:
         ddp: the module, on every rank.
@@ -154,9 +154,9 @@ class SchemeOffers(Planner):
             return False
         assert self._network is not None
         schemes = allowed(level, by_hosts=self.topology.by_hosts_pays)
-        costs = costs_of(schemes, self.facts, self.talk)
+        costs = costs_of(schemes, self.facts, self.objects)
         observed = self.recorder.times.observed()
-        self.choices[level] = choose(observed, self.facts, self._network, costs, self.talk)
+        self.choices[level] = choose(observed, self.facts, self._network, costs, self.objects)
         self.recorder.on = False
         return True
 
@@ -169,7 +169,7 @@ class SchemeOffers(Planner):
                 self.engine.use(())
 
     def about_as_fast(self, level: str) -> list[SchemeOption]:
-        """Return what the model can't tell from the best of a level; nothing until there is a prediction."""
+        """Return what the model can't distinguish from the best of a level; nothing until there is a prediction."""
         options = candidates(self.choices[level]) if level in self.choices else []
         return [option for option in options if option.step_s <= _ERROR * options[0].step_s][:_MOST]
 
@@ -185,7 +185,9 @@ class SchemeOffers(Planner):
 
 def _nothing(choice: Choice) -> str:
     best = next((option for option in choice.options if any(option.plan)), None)
-    why = "no way is allowed" if best is None else f"the best, {best}, is predicted to take {best.step_s * 1e3:.1f} ms"
+    why = (
+        "no scheme is allowed" if best is None else f"the best, {best}, is predicted to take {best.step_s * 1e3:.1f} ms"
+    )
     return f"gradients are left as they are: a step takes {choice.plain_s * 1e3:.1f} ms, {why}"
 
 
@@ -219,5 +221,5 @@ def refusal(ddp: DistributedDataParallel, above: Collection[str]) -> str:
     if ddp.process_group.size() != dist.get_world_size():
         return "the model's process group holds only some of the ranks"
     if offers is not None and any(level in offers.choices for level in above):
-        return "what was tried already chooses among these ways too"
+        return "what was tried already chooses among these schemes too"
     return ""

@@ -27,7 +27,7 @@ def _tried(choice: Choice) -> str:
         return ", ".join(tried)
     best = next((option for option in choice.options if any(option.plan)), None)
     if best is None:
-        return "no way fits these gradients"
+        return "no scheme fits these gradients"
     return f"the best, {best}, is predicted to take {best.step_s * 1e3:.1f} ms"
 
 

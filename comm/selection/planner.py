@@ -42,7 +42,7 @@ class Planner:
 
     kind = "Planner"
     """What the user makes one of, for messages."""
-    _talk: ObjectGroup | None = None
+    _objects: ObjectGroup | None = None
 
     def __init__(
         self,
@@ -66,19 +66,19 @@ class Planner:
         self.registration = Registration(ddp)
         self.engine.bind(ddp, ddp.process_group)
         self.recorder = StepRecorder(self.device)
-        self._talk = self.engine.object_group()
+        self._objects = self.engine.object_group()
 
     @property
-    def talk(self) -> ObjectGroup:
-        """Return the line to the other ranks."""
-        if self._talk is None:
+    def objects(self) -> ObjectGroup:
+        """Return the group that exchanges objects with the other ranks."""
+        if self._objects is None:
             raise ValueError(self.engine.unbound())
-        return self._talk
+        return self._objects
 
     @property
     def bound(self) -> bool:
-        """Tell whether there is a line to the other ranks: not once closed or unpickled."""
-        return self._talk is not None
+        """Return whether there is a group with the other ranks: not once closed or unpickled."""
+        return self._objects is not None
 
     @property
     def device(self) -> torch.device:
@@ -116,9 +116,9 @@ class Planner:
         """End threads and groups; the hook goes on as DDP's own all-reduce."""
         self.engine.use(())
         self.engine.close()
-        if self._talk is not None:
-            self._talk.close()
-            self._talk = None
+        if self._objects is not None:
+            self._objects.close()
+            self._objects = None
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

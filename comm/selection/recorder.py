@@ -1,4 +1,4 @@
-"""What steps show: when buckets were ready and averaged, and what was in them."""
+"""Timings of steps: when buckets were ready and averaged, and what was in them."""
 
 from __future__ import annotations
 
@@ -61,4 +61,4 @@ class StepRecorder:
     def _note(self, layout: Layout) -> None:
         self._layouts[layout.index] = layout
         if layout.is_last:
-            self._layouts = {index: one for index, one in self._layouts.items() if index <= layout.index}
+            self._layouts = {index: kept for index, kept in self._layouts.items() if index <= layout.index}

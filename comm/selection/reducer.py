@@ -21,7 +21,7 @@ _made: weakref.WeakKeyDictionary[DistributedDataParallel, dict[str, Any]] = weak
 
 
 def is_renewable(ddp: DistributedDataParallel) -> bool:
-    """Tell whether a module can get a new reducer.
+    """Return whether a module can get a new reducer.
 
     It can't where DDP holds more in it than could be made anew: with a static graph, mixed precision, delayed
     all-reduces, several hooks, or within `join`.
@@ -59,7 +59,7 @@ def cap_mb(ddp: DistributedDataParallel) -> float:
 
 
 def is_rebucketable(ddp: DistributedDataParallel) -> bool:
-    """Tell whether a module can get buckets of another size: it is renewable, and all but the first have one size."""
+    """Return whether a module can get buckets of another size: it is renewable, and all but the first have one size."""
     config = getattr(ddp, "_bucket_config", None)  # since torch 2.13
     return is_renewable(ddp) and not (config is not None and config.per_bucket_bytes_caps)
 

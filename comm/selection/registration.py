@@ -42,7 +42,7 @@ class Registration:
         if ddp is None or ddp._comm_hooks:
             return
         if self._hooked() is ddp.reducer:
-            # Who puts attributes back after a look at the model may have put back the reducer that had the hook.
+            # The guard restores module attributes, which can restore the reducer that still has the hook.
             ddp._comm_hooks.append((hook, state))
         else:
             ddp.register_comm_hook(state, hook)

@@ -1,8 +1,8 @@
 """Plans tried on real steps. Each method is a generator: at each `yield` a step is taken.
 
-The best of the predicted goes on for `check` steps, and as long as another is predicted to be about as short as what
-was measured, that one too: so a prediction that proves wrong leads to the next best. The two shortest, if they are near
-to each other, are on trial against each other. A small gain must show in a trial against DDP's own: see
+The plan predicted best is measured for `check` steps; so is the next, as long as its prediction is about as short as
+the best measurement: a wrong prediction leads to the next best. If the two shortest are close, a trial decides between
+them. A small gain must show in a trial against DDP's own all-reduce: see
 `accel.profiler.trial`.
 """
 
@@ -60,14 +60,14 @@ class PlanSearch:
         return first
 
     def pays(self, plan: Plan) -> Generator[None, None, bool]:
-        """Tell whether a plan that was tried is faster than DDP's own, by enough; a small gain is put on trial."""
+        """Return whether a plan that was tried is faster than DDP's own, by enough; a small gain is put on trial."""
         gain = self.choice.plain_s / self.choice.measured[plan]
         if gain * (1 - WORTH) <= 1:
             return False
         return gain >= _SURE or (yield from self.proves(plan))
 
     def proves(self, plan: Plan) -> Generator[None, None, bool]:
-        """Tell whether a plan is faster than DDP's own in a trial, and by enough."""
+        """Return whether a plan is faster than DDP's own in a trial, and by enough."""
         choice, plain = self.choice, (None,) * len(plan)
         verdict = yield from self.trial(plain, plan)
         choice.plain_s = choice.measured[plain]
@@ -115,6 +115,6 @@ class PlanSearch:
                 recorder.times.clear()
             yield
         observed = recorder.times.observed()
-        step_s = planner.talk.decide(observed.step_s if any(plan) else observed.step_s - observed.extra_s, max)
+        step_s = planner.objects.decide(observed.step_s if any(plan) else observed.step_s - observed.extra_s, max)
         self.choice.measured[plan] = step_s
         return step_s

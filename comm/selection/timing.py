@@ -80,11 +80,11 @@ class Times:
     def observed(self) -> ObservedStep:
         """Return the medians over the steps that had the buckets of the last one."""
         last = self._steps[-1][0]
-        alike = [one for one in self._steps if one[0].bytes == last.bytes]
+        alike = [record for record in self._steps if record[0].bytes == last.bytes]
         ready = [statistics.median(times) for times in zip(*(step.ready for step, *_ in alike), strict=True)]
         return ObservedStep(
             tuple(last.bytes),
-            tuple(one - ready[0] for one in ready),
+            tuple(seconds - ready[0] for seconds in ready),
             statistics.median(max(step.done) for step, *_ in alike) - ready[0],
             statistics.median(end - step.began for step, end, _ in alike),
             statistics.median(sum(step.extra) for step, *_ in alike),

@@ -136,10 +136,10 @@ class BlockCode:
         x_tiles = tiles(values, numel, block, block)
         missing: list[Tensor | None] = [None] * len(x_tiles)
         residuals = missing if residual is None else tiles(residual, numel, block, block)
-        rests = missing if lost is None else tiles(lost, numel, block, block)
-        for x_BK, scale_B1, code, withheld_BK, lost_BK in zip(x_tiles, scales, codes, residuals, rests, strict=True):
-            if withheld_BK is not None:
-                x_BK = torch.add(withheld_BK, x_BK, alpha=factor, out=lost_BK)
+        losses = missing if lost is None else tiles(lost, numel, block, block)
+        for x_BK, scale_B1, code, residual_BK, lost_BK in zip(x_tiles, scales, codes, residuals, losses, strict=True):
+            if residual_BK is not None:
+                x_BK = torch.add(residual_BK, x_BK, alpha=factor, out=lost_BK)
             elif factor != 1.0:
                 x_BK = x_BK * factor
             self._encode_tile(x_BK, scale_B1, code, lost_BK, room.as_strided(x_BK.shape, x_BK.stride()))

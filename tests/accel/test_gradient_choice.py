@@ -53,7 +53,7 @@ def test_what_helps_is_kept_nothing_lossy_unless_allowed_and_taken_back() -> Non
     assert one["rows"]["gradient_compression"][:2] == lossy
     assert one["rows"]["gradient_by_hosts"][:2] == (
         "not applicable",
-        "what was tried already chooses among these ways too",
+        "what was tried already chooses among these schemes too",
     )
     assert found[1]["printed"] == ""
 
@@ -91,7 +91,7 @@ def test_where_nothing_helps_gradients_are_left_as_they_are_with_the_numbers() -
     assert "the best, dear, is predicted to take " in why
     assert one["plan"] == one["active"] == {}
     assert one["hooks"] == one["hooks after undo"] == 0
-    assert one["rows"]["gradient_half"][1] == "what was tried already chooses among these ways too"
+    assert one["rows"]["gradient_half"][1] == "what was tried already chooses among these schemes too"
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_on_and_off_again_in_the_order_of_trials() -> None:
     for one in found:
         assert one == found[0]
         assert one["refused"] == ["", ""]
-        assert one["refused then"] == ["what was tried already chooses among these ways too", ""]
+        assert one["refused then"] == ["what was tried already chooses among these schemes too", ""]
         assert one["described"].startswith("quick, predicted ")
         lossy = one["ways"][9]
         assert lossy in {"small", "quick"}

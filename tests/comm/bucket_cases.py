@@ -23,7 +23,7 @@ SMALL_MB = 0.004
 
 
 def resized(rank: int, world: int) -> dict[str, Any]:
-    """Change the size of buckets with a hook on, off, and without one; nothing withheld gets lost."""
+    """Change the size of buckets with a hook on, off, and without one; no residual gets lost."""
     found: dict[str, Any] = {}
     for name, options in {
         "plain": {},

@@ -109,7 +109,7 @@ def same_everywhere(values: Tensor) -> bool:
 
 
 def residual(state: CommState, group: Any = None) -> Tensor:
-    """Return the sum over ranks of what each has withheld, in float64, in the order of the parameters."""
+    """Return the sum of all ranks' residuals, in float64, in the order of the parameters."""
     own = state.state_dict()["own"].get("residual", {})
     total = []
     for i, shape in enumerate(Given.SHAPES):
@@ -159,7 +159,7 @@ def laws(rank: int, world: int) -> dict[Any, Any]:
             "same": same,
             "first error": errors[0],
             "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
-            "withheld": (left.norm() / wanted.norm()).item(),
+            "residual": (left.norm() / wanted.norm()).item(),
         }
         state.close()
     return found
@@ -190,7 +190,7 @@ def laws_unused(rank: int, world: int) -> dict[Any, Any]:
         found[name, hierarchical] = {
             "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
             "kept": torch.equal(before[there], left[there]),
-            "withheld": bool(left[there].any()),
+            "residual": bool(left[there].any()),
             "same": same_everywhere(applied),
         }
         state.close()
@@ -286,7 +286,7 @@ def resume(rank: int, world: int) -> dict[str, Any]:
         parts = [backward(ddp, gradients(rank, step)) for step in range(3)]
         saved = pickle.loads(pickle.dumps(first.state_dict()))
         through_pickle = pickle.loads(pickle.dumps(first))
-        withheld = residual(first)
+        saved_residual = residual(first)
         first.close()
         ddp, second = fresh()
         second.load_state_dict(saved)
@@ -306,14 +306,14 @@ def resume(rank: int, world: int) -> dict[str, Any]:
             ddp, fewer = make(COMPRESSORS[name](), group=pair, error_feedback=True)
             fewer.load_state_dict(reshard(states, 2)[rank])
             got = backward(ddp, gradients(rank, 3)).double() + backward(ddp, gradients(rank, 4)).double()
-            want = withheld + mean_gradient(2, 3) + mean_gradient(2, 4)
+            want = saved_residual + mean_gradient(2, 3) + mean_gradient(2, 4)
             law = ((got + residual(fewer, pair) - want).abs().max() / want.abs().max()).item()
             fewer.close()
         found[f"{name}, {'hosts' if hierarchical else 'flat'}"] = {
             "same bits": all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True)),
             "pickled": torch.equal(again, whole[3]),
             "law on two": law,
-            "withheld": withheld.norm().item(),
+            "residual": saved_residual.norm().item(),
             "steps": second.step,
         }
     return found

@@ -178,8 +178,8 @@ def backward(model: nn.Module, given: list[Tensor]) -> Tensor:
     return torch.cat([local(p.grad).reshape(-1) for p in model.parameters()]).clone()
 
 
-def withheld(comm: FSDPComm, mesh: DeviceMesh) -> Tensor:
-    """Return the sum over replicas of what each has withheld of this rank's shard, without padding."""
+def residual(comm: FSDPComm, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of the replicas' residuals of this rank's shard, without padding."""
     own = comm.state_dict()["own"]["residual"]
     total = []
     for i, shape in enumerate(Given.SHAPES):
@@ -195,7 +195,7 @@ def withheld(comm: FSDPComm, mesh: DeviceMesh) -> Tensor:
 
 
 def laws(rank: int, world: int) -> dict[str, dict[str, Any]]:
-    """Add up what was applied and what is withheld; then meet an infinity on one rank, in a row of one shard."""
+    """Add up what was applied and the residual; then meet an infinity on one rank, in a row of one shard."""
     mesh = mesh_of(world)
     place = mesh.get_local_rank(1)
     found = {}
@@ -211,16 +211,16 @@ def laws(rank: int, world: int) -> dict[str, dict[str, Any]]:
                 applied = applied + got.double()
                 wanted = wanted + torch.cat([own_part(one, place, mesh.size(1)) for one in means])
                 same &= same_on_replicas(got, mesh)
-            left = withheld(comm, mesh)
+            left = residual(comm, mesh)
             given = gradients(rank, 9, dtype)
             if rank == 1:
                 given[2][1, 1] = float("inf")
             arrived = not torch.isfinite(backward(model, given)).all().item()
-            after = withheld(comm, mesh)
+            after = residual(comm, mesh)
             again = bool(torch.isfinite(backward(model, gradients(rank, 10, dtype))).all())
             found[f"{name}, {dtype}"] = {
                 "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),  # type: ignore[attr-defined]
-                "withheld": (left.norm() / wanted.norm()).item(),  # type: ignore[attr-defined]
+                "residual": (left.norm() / wanted.norm()).item(),  # type: ignore[attr-defined]
                 "same": same,
                 "arrived": arrived == (place == 0),
                 "untouched": torch.equal(left, after),

@@ -58,7 +58,7 @@ class Loop:
     def weights(self) -> torch.Tensor:
         return flat([one.detach() for one in self.ddp.parameters()])
 
-    def withheld(self) -> torch.Tensor:
+    def residual(self) -> torch.Tensor:
         assert self.state is not None
         own = self.state.state_dict()["own"]["residual"]
         return torch.cat([values for name in sorted(own) for _, values in sorted(own[name], key=lambda one: one[0])])
@@ -75,7 +75,7 @@ def train(rank: int, world: int) -> dict[str, dict[str, Any]]:
         for step in range(STEPS):
             before = run.weights()
             others.append(run.step(rank, step, infinite=rank == 1 and step == VOID))
-            clean &= bool(torch.isfinite(run.withheld()).all())
+            clean &= bool(torch.isfinite(run.residual()).all())
             if torch.equal(before, run.weights()):
                 skipped.append(step)
         found[name] = {
@@ -105,7 +105,7 @@ def as_if_it_had_not_been(rank: int, world: int) -> dict[str, dict[str, bool]]:
                 without.step(rank, step)
         found[name] = {
             "weights": torch.equal(void.weights(), without.weights()),
-            "withheld": torch.equal(void.withheld(), without.withheld()) and bool(void.withheld().any()),
+            "residual": torch.equal(void.residual(), without.residual()) and bool(void.residual().any()),
         }
         for run in (void, without):
             assert run.state is not None
@@ -128,7 +128,7 @@ def _state(ddp: DistributedDataParallel, kind: str, hierarchical: bool, scaler: 
 
 
 def law(rank: int, world: int) -> dict[str, dict[str, float]]:
-    """Change the scale at each step; in unscaled terms, what was applied and withheld is the sum of mean gradients."""
+    """Change the scale at each step; unscaled, applied gradients and residual add up to the sum of mean gradients."""
     found = {}
     for name, hierarchical in itertools.product((*COMPRESSORS, "plan"), (False, True)):
         if hierarchical and name not in ("int8", "PowerSGD"):
@@ -150,7 +150,7 @@ def law(rank: int, world: int) -> dict[str, dict[str, float]]:
         left = residual(state) / scaler.get_scale()
         found[f"{name}, {'hosts' if hierarchical else 'flat'}"] = {
             "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
-            "withheld": (left.norm() / wanted.norm()).item(),
+            "residual": (left.norm() / wanted.norm()).item(),
         }
         state.close()
     model = nn.Linear(2, 2)

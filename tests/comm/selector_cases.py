@@ -119,7 +119,7 @@ def back_and_forth(rank: int, world: int) -> dict[str, Any]:
     found = {
         "same": same,
         "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
-        "withheld": left.norm().item(),
+        "residual": left.norm().item(),
         "steps": planner.step,
     }
     before = backward(ddp, gradients(rank, 50))
@@ -131,7 +131,7 @@ def back_and_forth(rank: int, world: int) -> dict[str, Any]:
 
 
 def void_under_a_mixture(rank: int, world: int) -> dict[str, bool]:
-    """Give a bucket that goes DDP's way an infinity: what others withhold must stay as it was."""
+    """Give a bucket that DDP itself reduces an infinity: the residuals of the others must not change."""
     ddp, planner = planned(find_unused_parameters=True)
     planner.engine.use((Scheme("int8"), None, Scheme("int8")))
     planner.recorder.on = True
@@ -175,7 +175,7 @@ def saved_and_moved(rank: int, world: int) -> dict[str, Any]:
 
 
 def taken_off(rank: int, world: int) -> dict[str, Any]:
-    """Take the hook off and put it back, with what was withheld, under DDP's options."""
+    """Take the hook off and put it back, with its residuals, under DDP's options."""
     found = {}
     for name, options in {
         "plain": {},
@@ -186,7 +186,7 @@ def taken_off(rank: int, world: int) -> dict[str, Any]:
         for step in range(2):
             planner.engine.use((Scheme("int8"),))
             backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step))
-        withheld = residual(planner)  # type: ignore[arg-type]
+        before = residual(planner)  # type: ignore[arg-type]
         off = planner.take_off()
         same = all(
             torch.equal(backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step)))
@@ -197,7 +197,7 @@ def taken_off(rank: int, world: int) -> dict[str, Any]:
         planner.put_on()
         planner.engine.use((Scheme("int8"),))
         got = backward(ddp, gradients(rank, 6)).double()
-        law = got + residual(planner) - withheld - mean_gradient(world, 6)  # type: ignore[arg-type]
+        law = got + residual(planner) - before - mean_gradient(world, 6)  # type: ignore[arg-type]
         found[name] = {
             "off": off,
             "same": same,

@@ -83,7 +83,7 @@ def test_nothing_is_said_of_a_compressor_that_looks_at_shapes() -> None:
 # On real ranks
 
 
-def test_buckets_change_and_nothing_withheld_is_lost() -> None:
+def test_buckets_change_and_no_residual_is_lost() -> None:
     for found in run_ranks(bucket_cases.resized, 2):
         for name, one in found.items():
             kept = name == "static"  # a static graph is more than a new reducer knows

@@ -19,13 +19,13 @@ def test_exact_averaging_is_fsdp2s() -> None:
             assert one["steps"] == 3, what
 
 
-def test_applied_and_withheld_are_the_sum_and_void_steps_change_neither() -> None:
+def test_applied_and_residual_add_up_and_void_steps_change_neither() -> None:
     for found in run_ranks(cases.laws, 4, per_host=2):
         assert len(found) == len(cases.COMPRESSORS) + 1
         for what, one in found.items():
             # Roundings over four steps, in the dtype of the gradients.
             assert one["law"] < (1e-5 if str(torch.float32) in what else 1e-13), what
-            assert one["withheld"] > 1e-6, what
+            assert one["residual"] > 1e-6, what
             for law in ("same", "arrived", "untouched", "recovers"):
                 assert one[law], (what, law)
             assert one["steps"] == 6

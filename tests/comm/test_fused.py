@@ -1,4 +1,4 @@
-"""Compressors on their kernels against the same ones in plain torch: bytes sent, sums, what is withheld."""
+"""Compressors on their kernels against the same ones in plain torch: bytes sent, sums, residuals."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _near(kind: BlockCompressor, one: Tensor, other: Tensor, flips: float) -> No
 def _conserved(
     kind: BlockCompressor, numel: int, feedback: bool, found: list[tuple[list[Tensor], Tensor, Tensor]]
 ) -> None:
-    """What was applied and what was withheld are the sum of values and of what was withheld before."""
+    """What was applied and the residual are the sum of the values and the residual before."""
     if not feedback:
         return
     pieces = [_piece(rank, numel, True, "cpu") for rank in range(RANKS)]

@@ -27,10 +27,10 @@ def test_a_void_step_is_as_if_it_had_not_been() -> None:
     for found in run_ranks(cases.as_if_it_had_not_been, 2):
         assert found.keys() == cases.COMPRESSORS.keys()
         for name, one in found.items():
-            assert one == {"weights": True, "withheld": True}, name
+            assert one == {"weights": True, "residual": True}, name
 
 
-def test_what_is_withheld_follows_the_scale() -> None:
+def test_residuals_follow_the_scale() -> None:
     for found in run_ranks(cases.law, 4, per_host=2):
         refused = found.pop("refused")
         assert refused.startswith("ValueError: DGC(")
@@ -38,4 +38,4 @@ def test_what_is_withheld_follows_the_scale() -> None:
         assert len(found) == 8
         for what, one in found.items():
             assert one["law"] < 1e-13, what
-            assert one["withheld"] > 1e-5, what
+            assert one["residual"] > 1e-5, what

@@ -31,7 +31,7 @@ class TestLaws:
                 assert found[name, hierarchical, dtype]["buckets"] >= 4
                 assert found[name, hierarchical, dtype]["same"]
 
-    def test_what_was_applied_and_what_was_withheld_are_the_sum_of_gradients(
+    def test_applied_and_residual_add_up_to_the_sum_of_gradients(
         self, laws: list[dict[Any, Any]], name: str, hierarchical: bool
     ) -> None:
         # Over three steps of twelve tensors, four ranks: roundings of the sums, in the dtype of the gradients. Without
@@ -39,7 +39,7 @@ class TestLaws:
         for dtype, bound in ((torch.float32, 1e-5), (torch.float64, 1e-13)):
             assert laws[0][name, hierarchical, dtype]["law"] < bound
         if name != "exact":
-            assert laws[0][name, hierarchical, torch.float64]["withheld"] > 1e-6
+            assert laws[0][name, hierarchical, torch.float64]["residual"] > 1e-6
 
     def test_first_step_is_as_near_as_the_encoding_is_fine(
         self, laws: list[dict[Any, Any]], name: str, hierarchical: bool
@@ -47,12 +47,12 @@ class TestLaws:
         assert laws[0][name, hierarchical, torch.float64]["first error"] < FIRST_ERROR[name]
 
 
-def test_what_was_withheld_of_a_parameter_waits_while_no_rank_uses_it() -> None:
+def test_residual_of_a_parameter_waits_while_no_rank_uses_it() -> None:
     for found in run_ranks(cases.laws_unused, 4, per_host=2):
         assert len(found) == 2 * len(cases.COMPRESSORS)
         for (name, hierarchical), one in found.items():
             assert one["law"] < 1e-13, (name, hierarchical)
-            kept = {"kept": True, "withheld": name != "exact", "same": True}
+            kept = {"kept": True, "residual": name != "exact", "same": True}
             assert {key: one[key] for key in kept} == kept, (name, hierarchical)
 
 
@@ -86,7 +86,7 @@ def test_resuming_equals_not_stopping() -> None:
         for what, one in found.items():
             assert one["same bits"], what
             assert one["pickled"], what
-            assert one["withheld"] > 0
+            assert one["residual"] > 0
             assert one["steps"] == 6
             if rank < 2:
                 assert one["law on two"] < 1e-5, what

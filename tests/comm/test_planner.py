@@ -29,12 +29,12 @@ def test_after_each_change_replicas_are_equal_and_nothing_is_lost(world: int) ->
         assert found["same"]
         # Of some 14 to 18 steps in float32; half precision alone rounds what is never fed back.
         assert found["law"] < 2**-8
-        assert found["withheld"] > 0
+        assert found["residual"] > 0
         assert found["states"] == 1
         assert found["finite"]
 
 
-def test_what_is_withheld_waits_while_a_plain_bucket_is_void() -> None:
+def test_residuals_wait_while_a_plain_bucket_is_void() -> None:
     for found in run_ranks(cases.void_under_a_mixture, 2):
         assert found == {"arrived": True, "untouched": True}
 
@@ -59,7 +59,7 @@ def test_what_cannot_be_is_refused() -> None:
     for one in found:
         assert "must be a DistributedDataParallel module, got Given" in one["no ddp"]
         assert "must have no communication hook yet" in one["hooked"]
-        assert "ways must be of the catalogue (exact, half, int8" in one["unknown way"]
+        assert "schemes must be of the catalogue (exact, half, int8" in one["unknown way"]
         assert "must be bound first" in one["closed"]
         assert "must be an AutoComm, got NoneType" in one["no state"]
         assert one["watch"] == "ValueError: watch must be at least 1 step, got 0"

@@ -141,7 +141,7 @@ def inquire(
                 one.suspect()
         if rounds > 3 and not post:
             break
-    said = {rank: verdict(rank, cause if rank == primary else OWN, one.found()) for rank, one in asking.items()}
+    said = {rank: verdict(rank, cause if rank == primary else OWN, one.statuses()) for rank, one in asking.items()}
     return said, sent, rounds
 
 

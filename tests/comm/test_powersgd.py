@@ -1,4 +1,4 @@
-"""PowerSGD on one rank: what is compressed, how near it comes, what it withholds."""
+"""PowerSGD on one rank: what is compressed, how accurate it is, its residual."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ MATRICES = {
 @pytest.mark.parametrize("rank", [1, 3, 1000])
 @pytest.mark.parametrize("content", ["random", "zeros", "rank 1", "zeros, then random"])
 @pytest.mark.parametrize("shape", MATRICES.values(), ids=list(MATRICES))
-def test_decoded_and_withheld_are_what_was_given(
+def test_decoded_and_residual_add_up_to_the_values(
     shape: tuple[int, ...], content: str, rank: int, alternate: bool
 ) -> None:
     generator = torch.Generator().manual_seed(1)

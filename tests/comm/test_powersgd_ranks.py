@@ -83,11 +83,11 @@ def test_ten_steps_on_three_ranks_are_those_of_the_papers(alternate: bool) -> No
             want.append((sum(parts) / world if plain else matrices[i].step(parts)).reshape(shape))
         for got, _ in found:
             torch.testing.assert_close(got[step], cases.flat(want), rtol=1e-9, atol=1e-11)
-    withheld = [
+    residuals = [
         sum(matrices[i].errors) / world if i in matrices else torch.zeros(shape, dtype=torch.float64)
         for i, shape in enumerate(shapes)
     ]
-    torch.testing.assert_close(found[0][1], cases.flat(withheld), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(found[0][1], cases.flat(residuals), rtol=1e-9, atol=1e-11)
 
 
 def laws(rank: int, world: int) -> dict[Any, Any]:
@@ -109,7 +109,7 @@ def laws(rank: int, world: int) -> dict[Any, Any]:
             "same": same,
             "error": max(errors),
             "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
-            "withheld": (left.norm() / wanted.norm()).item(),
+            "residual": (left.norm() / wanted.norm()).item(),
         }
         state.close()
     return found
@@ -127,9 +127,9 @@ def test_laws_flat_and_by_hosts_on_four_ranks() -> None:
                 assert one["law"] < 100 * eps, what
             if k == 1000:  # all of the rank: the dense mean, to rounding
                 assert one["error"] < 50 * eps, what
-                assert one["withheld"] < 100 * eps, what
+                assert one["residual"] < 100 * eps, what
             else:
-                assert one["withheld"] > 0.01, what
+                assert one["residual"] > 0.01, what
 
 
 class Odd(nn.Module):
@@ -172,11 +172,11 @@ def unused(rank: int, world: int) -> dict[Any, Any]:
             same &= cases.same_everywhere(got)
             applied, wanted = applied + got, wanted + want
         kept = state.state_dict()["own"]["residual"]
-        withheld = [torch.zeros(p.numel()) for p in ddp.module.parameters()]
-        for whole, (name, _) in zip(withheld, ddp.module.named_parameters(), strict=True):
+        residuals = [torch.zeros(p.numel()) for p in ddp.module.parameters()]
+        for whole, (name, _) in zip(residuals, ddp.module.named_parameters(), strict=True):
             for skipped, values in kept.get(name, []):
                 whole[skipped : skipped + values.numel()] += values
-        left = cases.flat(withheld)
+        left = cases.flat(residuals)
         dist.all_reduce(left)
         law = ((applied + left - wanted).abs().max() / wanted.abs().max()).item()
         found[k, alternate] = {
@@ -184,7 +184,7 @@ def unused(rank: int, world: int) -> dict[Any, Any]:
             "same": same,
             "buckets": cases.buckets(state),
             "law": law,
-            "withheld": left.norm().item(),
+            "residual": left.norm().item(),
         }
         state.close()
     return found
@@ -199,11 +199,11 @@ def test_unused_and_empty_parameters() -> None:
             assert one["error"] < (1e-5 if k == 1000 else 1.0)
             # Also after step 2, whose gradient of a layer DDP drops: no rank used it.
             assert one["law"] < 1e-5
-            assert one["withheld"] > 0.01 or k == 1000
+            assert one["residual"] > 0.01 or k == 1000
 
 
 def start(rank: int, world: int) -> dict[Any, Any]:
-    """Return the error of each step, and what is withheld after it, by start_step."""
+    """Return the error of each step, and the residual after it, by start_step."""
     found = {}
     for first, alternate in itertools.product((0, 1, 2, 3), (False, True)):
         ddp, state = cases.make(small(start_step=first, alternate=alternate))
@@ -221,9 +221,9 @@ def start(rank: int, world: int) -> dict[Any, Any]:
 def test_first_steps_are_plain_for_any_start_step() -> None:
     for found in run_ranks(start, 2):
         for (first, _), errors in found.items():
-            for step, (error, withheld) in enumerate(errors):
+            for step, (error, residual) in enumerate(errors):
                 assert (error < 1e-6) == (step < first)
-                assert (withheld == 0) == (step < first)
+                assert (residual == 0) == (step < first)
 
 
 def void(rank: int, world: int) -> dict[Any, Any]:

@@ -41,7 +41,7 @@ def resume(rank: int, world: int) -> dict[str, Any]:
         parts = [cases.backward(ddp, cases.gradients(rank, step)) for step in range(3)]
         saved = pickle.loads(pickle.dumps(first.state_dict()))
         through_pickle = pickle.loads(pickle.dumps(first))
-        withheld = cases.residual(first)
+        saved_residual = cases.residual(first)
         first.close()
         ddp, second = fresh()
         second.load_state_dict(saved)
@@ -65,7 +65,7 @@ def resume(rank: int, world: int) -> dict[str, Any]:
                 continue  # how memory is laid out anew doesn't depend on who sums first
             ddp, third = fresh(**more)
             third.load_state_dict(saved)
-            applied, same, want = 0.0, True, withheld
+            applied, same, want = 0.0, True, saved_residual
             for step in range(3, 5):
                 got = cases.backward(ddp, cases.gradients(rank, step))
                 same &= cases.same_everywhere(got)
@@ -81,7 +81,7 @@ def resume(rank: int, world: int) -> dict[str, Any]:
             ddp, fewer = cases.make(small(alternate=alternate), group=pair)
             fewer.load_state_dict(reshard(states, 2)[rank])
             got = sum(cases.backward(ddp, cases.gradients(rank, step)).double() for step in (3, 4))
-            want = withheld + cases.mean_gradient(2, 3) + cases.mean_gradient(2, 4)
+            want = saved_residual + cases.mean_gradient(2, 3) + cases.mean_gradient(2, 4)
             law = ((got + cases.residual(fewer, pair) - want).abs().max() / want.abs().max()).item()
             fewer.close()
         found[f"{'one factor' if alternate else 'both'}, {'hosts' if hierarchical else 'flat'}"] = {
@@ -89,7 +89,7 @@ def resume(rank: int, world: int) -> dict[str, Any]:
             "pickled": torch.equal(again, whole[3]),
             "turned": turned,
             "law on two": law,
-            "withheld": withheld.norm().item(),
+            "residual": saved_residual.norm().item(),
         }
     return found
 
@@ -101,7 +101,7 @@ def test_resuming_equals_not_stopping() -> None:
         for what, one in found.items():
             assert one["same bits"], what
             assert one["pickled"], what
-            assert one["withheld"] > 0
+            assert one["residual"] > 0
             for name, (same, law) in one["turned"].items():
                 assert same, (what, name)
                 assert law < 1e-5, (what, name)

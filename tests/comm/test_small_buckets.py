@@ -120,7 +120,7 @@ def _train(
 
 
 def _left(layout: Layout, ranks: list[dict[str, Any]]) -> Tensor:
-    """Return the sum over ranks of what each has withheld of a bucket."""
+    """Return the sum of all ranks' residuals of a bucket."""
     total = torch.zeros(layout.numel, dtype=torch.float64)
     for one in layout.extents(0, layout.numel):
         for rank in ranks:
@@ -142,7 +142,7 @@ def test_small_buckets_are_averaged_everywhere(name: str, topology: tuple[int, i
 
 
 def check(name: str, topology: tuple[int, int], hierarchical_ways: Sequence[bool]) -> None:
-    """Look at what arrives, on each rank, and at what is withheld."""
+    """Look at the mean that arrives on each rank, and at the residuals."""
     hosts, per_host = topology
     kind = COMPRESSORS[name]()
     for hierarchical, feedback in itertools.product(hierarchical_ways, {kind.takes_feedback, kind.feedback}):

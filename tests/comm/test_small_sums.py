@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel.comm.ranks import small_sums
-from accel.comm.ranks.small_sums import TINY_BYTES, best_way, rounds, seconds
+from accel.comm.ranks.small_sums import TINY_BYTES, best_algorithm, rounds, seconds
 from tests.comm.simulated import Counting, together
 
 SIZES = (2, 3, 4, 6, 8, 16, 64, 250, 1000)
@@ -37,7 +37,7 @@ def ring_bytes(size: int, nbytes: int) -> float:
 def test_sums_are_right_and_the_same_bits_on_every_rank(
     size: int, way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(small_sums, "best_way", lambda size, nbytes: way)
+    monkeypatch.setattr(small_sums, "best_algorithm", lambda size, nbytes: way)
     for numel in (1, size, 37):  # fewer elements than ranks: some have no share
         given = torch.randn(size, numel, dtype=torch.float64).to(dtype)
 
@@ -59,7 +59,7 @@ def test_sums_are_right_and_the_same_bits_on_every_rank(
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_sent_is_what_the_model_counts(size: int) -> None:
     for nbytes in BYTES:
-        line, counted = sent(size, nbytes), rounds(best_way(size, nbytes), size, nbytes)
+        line, counted = sent(size, nbytes), rounds(best_algorithm(size, nbytes), size, nbytes)
         assert line.messages <= sum(one.messages for one in counted)
         assert line.bytes <= sum(one.bytes for one in counted) + 2 * 4 * size  # shares of whole elements
         assert line.bytes >= 0.4 * sum(one.bytes for one in counted) or nbytes < 4 * size
@@ -80,7 +80,7 @@ def test_bytes_and_messages_grow_with_the_logarithm() -> None:
 
 def test_the_size_up_to_which_ranks_hear_each_other_directly_falls_with_their_number() -> None:
     limits = [
-        max([nbytes for nbytes in range(4, TINY_BYTES, 64) if best_way(size, nbytes) == "direct"], default=0)
+        max([nbytes for nbytes in range(4, TINY_BYTES, 64) if best_algorithm(size, nbytes) == "direct"], default=0)
         for size in SIZES
     ]
     assert limits == sorted(limits, reverse=True)
@@ -99,6 +99,6 @@ def test_six_hosts_send_what_a_ring_sends_and_a_thousand_five_times_that() -> No
 def test_no_other_way_is_shorter() -> None:
     for size in SIZES:
         for nbytes in BYTES:
-            best = seconds(best_way(size, nbytes), size, nbytes)
+            best = seconds(best_algorithm(size, nbytes), size, nbytes)
             assert best == min(seconds(way, size, nbytes) for way in ("direct", "shares", "doubling"))
             assert best < 0.02
