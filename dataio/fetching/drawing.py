@@ -22,7 +22,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from accel.dataio.fetching.randomness import Stream, streams
 
@@ -148,12 +148,13 @@ class DrawListener:
         if sys.getprofile() is not None:
             self.heard |= {stream.name for stream in streams()}
             return function(argument)
-        with _Operators(self.heard):
-            sys.setprofile(self._hook)
-            try:
+        operators = _Operators(self.heard, self._hook)
+        try:
+            with operators:
                 return function(argument)
-            finally:
-                sys.setprofile(None)
+        except BaseException:
+            operators.remove()  # Ctrl-C may come within `__enter__`, or before `__exit__`
+            raise
 
     def _hook(self, frame: FrameType, event: str, called: Any) -> None:
         if event == "c_call":
@@ -167,13 +168,30 @@ class DrawListener:
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, heard: set[str]) -> None:
+    """Listens to torch's operators, and to Python's functions by a profiling hook."""
+
+    def __init__(self, heard: set[str], hook: Callable[[FrameType, str, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._heard = heard
+        self._heard, self._hook = heard, hook
+
+    def __enter__(self) -> Any:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        sys.setprofile(self._hook)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        sys.setprofile(None)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else the first batch would import torch._dynamo: seconds
+
+    def remove(self) -> None:
+        """Stop listening, where an interruption has left it on."""
+        sys.setprofile(None)
+        if _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -92,10 +92,11 @@ class Pass(_Handing):
     def __init__(self, way: LoaderCore, loader: Any) -> None:
         super().__init__(way)
         self._accel_loader = loader  # the profiler asks for it, as it does for `_workers`
-        self._continuous: Continuous | None = way.begin(self)
+        self._continuous: Continuous | None = None
         self._rest: Iterator[Any] = iter(())
         self._left_at = math.nan
         self._pins = way.loader.pin_memory and way.device is None and torch.cuda.is_available()
+        self._continuous = way.begin(self)  # last: from here on the loader knows the pass, and may detach it
 
     @property
     def _workers(self) -> list[Any]:
