@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -162,22 +163,41 @@ def in_child(work: Any) -> bytes:
     return said
 
 
-def held(earlier: Collection[threading.Thread] = ()) -> dict[str, int]:
-    """Return what this process holds that a loader may leak.
-
-    Args:
-        earlier: threads that don't count: those of earlier tests may end at any time.
-    """
+def held() -> dict[str, frozenset[object]]:
+    """Return what this process holds that a loader may leak, each thing by what tells it from others."""
     gc.collect()
     with open("/proc/self/maps") as maps:
-        batches = sum("accel-batch" in line for line in maps)
+        slots = frozenset(line.split()[4] for line in maps if "accel-batch" in line)  # the inode
     return {
-        "files": len(os.listdir("/proc/self/fd")),
-        "slots": batches,
-        "threads": sum(thread not in earlier for thread in threading.enumerate()),
-        "children": len(multiprocessing.active_children()),
-        "shared memory": sum(not _of_another(name) for name in os.listdir("/dev/shm")),
+        "files": frozenset(_open_files()),
+        "slots": slots,
+        "threads": frozenset(threading.enumerate()),
+        "children": frozenset(child.pid for child in multiprocessing.active_children()),
+        "shared memory": frozenset(name for name in os.listdir("/dev/shm") if not _of_another(name)),
     }
+
+
+def gained(before: dict[str, frozenset[object]]) -> dict[str, int]:
+    """Count what is held now and was not held `before`, by kind.
+
+    What earlier tests left may go at any moment (a batch in a cycle, a thread that was told to end), so totals don't
+    compare.
+    """
+    return {kind: len(things - before[kind]) for kind, things in held().items()}
+
+
+def assert_nothing_gained(before: dict[str, frozenset[object]], within: float = 0.0) -> None:
+    """Assert that nothing is held that was not held `before`, `within` so many seconds."""
+    until = time.monotonic() + within
+    while any((more := gained(before)).values()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(more.values()), more
+
+
+def _open_files() -> Iterator[tuple[str, str]]:
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists the folder
+            yield descriptor, os.readlink(f"/proc/self/fd/{descriptor}")
 
 
 def _of_another(name: str) -> bool:

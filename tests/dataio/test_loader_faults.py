@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.engine.engine import WorkerDied
 from accel.dataio.loader import ContinuousLoader
-from tests.dataio.engines import Squares, held
+from tests.dataio.engines import Squares, assert_nothing_gained, gained, held
 from tests.dataio.faults import GARBAGE, Once, die
 from tests.dataio.numbers import Numbers, indices
 
@@ -71,18 +69,9 @@ def test_a_batch_that_kills_its_workers_is_told_and_the_loop_may_go_on() -> None
     assert sum(seen, []) == [*range(12), *range(16, 40)]  # noqa: RUF017
 
 
-def _settled(before: dict[str, int], earlier: list[threading.Thread]) -> dict[str, int]:
-    """Return what is held once threads that were told to end have done so."""
-    until = time.monotonic() + 30
-    while held(earlier) != before and time.monotonic() < until:
-        time.sleep(0.01)
-    return held(earlier)
-
-
 @pytest.mark.parametrize("mode", ["threads", "fork"])
 def test_nothing_is_left_of_many_epochs_that_were_left_early(mode: Any) -> None:
-    earlier = threading.enumerate()
-    before = held(earlier)
+    before = held()
     with ContinuousLoader(DataLoader(Numbers(), 4, shuffle=True), mode=mode, workers=2) as loader:
         counts = []
         for epoch in range(50):
@@ -90,11 +79,10 @@ def test_nothing_is_left_of_many_epochs_that_were_left_early(mode: Any) -> None:
                 if number == epoch % 15:
                     break
             if epoch % 15 == 4:
-                counts.append(held(earlier))
-    least = before["threads"] + before["children"]
-    assert all(count["threads"] + count["children"] == least + 2 for count in counts), counts
+                counts.append(gained(before))
+    assert all(count["threads"] + count["children"] == 2 for count in counts), counts
     assert counts[-1]["files"] == counts[0]["files"]
     assert counts[-1]["slots"] <= 2 * 7
     del loader, _
 
-    assert _settled(before, earlier) == before
+    assert_nothing_gained(before, within=30)  # threads that were told to end do so

@@ -6,7 +6,6 @@ import functools
 import os
 import pickle
 import signal
-import threading
 import time
 from typing import Any
 
@@ -19,6 +18,7 @@ from accel.dataio.engine.engine import BatchJob, WorkerDied, as_raised
 from tests.dataio.engines import (
     Squares,
     assert_made,
+    assert_nothing_gained,
     engine_of,
     expected,
     gone,
@@ -174,15 +174,14 @@ def test_killed_at_the_start() -> None:
 
 
 def test_killed_between_batches_and_closed() -> None:
-    earlier = threading.enumerate()
-    before = held(earlier)
+    before = held()
     with engine_of(workers=2) as engine:
         ready(engine)
         for pid in pids(engine):
             os.kill(pid, signal.SIGKILL)
             assert gone(pid)
         engine.close()
-    assert held(earlier) == before
+    assert_nothing_gained(before)
 
 
 @pytest.mark.parametrize("seed", range(3))
