@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import pickle
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 # Threads that wait for others of a parallel region sleep: libgomp lets them spin, on cores that other tests need. With
 # two processes on two cores the kernels' tests took 84 s, and take 37 s. It is read when torch is imported.
@@ -16,6 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import settings
 
 from accel.profiler.host import usable_cores
@@ -37,6 +40,14 @@ _left_out: Counter[str] = Counter()
 # Beyond that, tests of several ranks and worker processes get into each other's way.
 _MOST_WORKERS = 4
 
+_T = TypeVar("_T")
+
+
+class Once(Protocol):
+    """What the fixture `once` gives."""
+
+    def __call__(self, name: str, compute: Callable[[], _T]) -> _T: ...
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-slowest", action="store_true", help="write tests/slowest_ten.json from this run")
@@ -49,7 +60,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    return min(usable_cores(), _MOST_WORKERS)
+    # One more than cores: tests of ranks and worker processes wait a fifth of their time.
+    return min(usable_cores() + 1, _MOST_WORKERS)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    # Importing all tests makes a million objects that stay. Left out of garbage collection they cost neither that time
+    # (half a second each) nor copies of their pages in the processes that tests fork.
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -98,6 +120,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for marker, how in _RUN_WITH.items():
         if count := _left_out[marker]:
             terminalreporter.write_line(f"LEFT OUT {count} marked {marker} (run them with: {how})")
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Return what computes a thing once for all of pytest-xdist's processes; the result must pickle.
+
+    A fixture for a whole module is set up by each process that gets a test of it.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+
+    def load_or_compute(name: str, compute: Callable[[], _T]) -> _T:
+        path = folder / f"{name}.pickle"
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                path.write_bytes(pickle.dumps(compute()))
+        result: _T = pickle.loads(path.read_bytes())
+        return result
+
+    return load_or_compute
 
 
 def _accel_variables() -> dict[str, str]:

@@ -57,7 +57,7 @@ def assert_plan(found: list[dict[str, Any]], plan: dict[str, Any]) -> None:
         assert saved["accelerated"]["on"] == bool(plan)
 
 
-@pytest.mark.parametrize("scenario", ["before the wrap", "wrapped"])
+@pytest.mark.parametrize("scenario", [pytest.param("before the wrap", marks=pytest.mark.slow), "wrapped"])
 def test_both_ranks_take_one_plan_and_keep_the_bits(tmp_path: Path, scenario: str) -> None:
     found = train_on_two_ranks(scenario, tmp_path)
     assert_plan(found, {"quick": None})
@@ -84,6 +84,7 @@ def test_a_strategy_that_is_wrong_on_one_rank_is_dropped_on_both(tmp_path: Path)
     assert rows(found)["diverging"]["why"].startswith("wrong: ")
 
 
+@pytest.mark.slow
 def test_ranks_with_batches_of_different_sizes_do_not_wait_for_each_other(tmp_path: Path) -> None:
     """They must end each action at the same step, whatever each takes for an odd batch."""
     found = train_on_two_ranks("uneven batches", tmp_path)

@@ -160,7 +160,7 @@ print(depth(), within)
 """
 
 
-@pytest.mark.parametrize("module", [False, True])
+@pytest.mark.parametrize("module", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_few_frames_lie_below_a_profiled_script(tmp_path: Path, module: bool) -> None:
     """Anomaly detection pays for each frame of the stack, in each operation; there were 12 more, 13 in the model.
 
@@ -278,6 +278,7 @@ def test_an_interrupted_script_leaves_a_report(tmp_path: Path, number: int, stat
     check_interrupted(tmp_path, ended)
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
     script(tmp_path, UNTIL_STOPPED)
     running = subprocess.Popen(
@@ -422,6 +423,7 @@ dist.destroy_process_group()
     assert "in host" in straggler.why[1]
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_that_make_one_report(tmp_path: Path) -> None:
     script(tmp_path, DISTRIBUTED + "\nfor x, y in loader:\n    step(x, y)\ndist.destroy_process_group()\n")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -10,6 +10,7 @@ import pytest
 from accel.run.ranks import Ranks
 from tests.accel import rank_cases as cases
 from tests.comm.ranks import run_ranks
+from tests.conftest import Once
 
 # Two runs of 40 to 80 steps of some ms, on a machine with other work, beside one wait.
 MOST_S = cases.PATIENCE_S + 30
@@ -36,9 +37,9 @@ CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def everyone() -> dict[str, list[dict[str, Any]]]:
+def everyone(once: Once) -> dict[str, list[dict[str, Any]]]:
     """Return what each rank found, by case."""
-    told = run_ranks(cases.one_after_the_other, 2, list(CASES.values()), timeout_s=200)
+    told = once("ranks", lambda: run_ranks(cases.one_after_the_other, 2, list(CASES.values()), timeout_s=200))
     return {name: [rank[number] for rank in told] for number, name in enumerate(CASES)}
 
 

@@ -6,11 +6,12 @@ import pytest
 
 from tests.comm import cases
 from tests.comm.ranks import run_ranks
+from tests.conftest import Once
 
 
 @pytest.fixture(scope="module")
-def refusals() -> list[dict[str, str]]:
-    return run_ranks(cases.refusals, 3)
+def refusals(once: Once) -> list[dict[str, str]]:
+    return once("refusals of hooks", lambda: run_ranks(cases.refusals, 3))
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def _decoded(kind: BlockCompressor, encoded: Tensor, numel: int) -> Tensor:
 
 
 @pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
-@pytest.mark.parametrize("numel", [1, 100, 2049, 3333])
+@pytest.mark.parametrize("numel", [1, 100, 2049, pytest.param(3333, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS, ids=repr)
 def test_kernels_send_and_keep_what_plain_torch_does(
     kernels: Callable[[], AbstractContextManager[None]], kind: BlockCompressor, numel: int, feedback: bool
@@ -218,11 +218,16 @@ LARGEST = [
 ]
 
 
+@pytest.mark.parametrize(
+    "shares", [(1 / 300, 0.9), pytest.param((1e-4, 0.02, 1.0), marks=pytest.mark.slow)], ids=["two", "more"]
+)
 @pytest.mark.parametrize(("size", "pattern"), LARGEST)
-def test_kernels_find_the_largest(kernels: Callable[[], AbstractContextManager[None]], size: int, pattern: str) -> None:
+def test_kernels_find_the_largest(
+    kernels: Callable[[], AbstractContextManager[None]], size: int, pattern: str, shares: tuple[float, ...]
+) -> None:
     values = test_top_k.patterns(size)[pattern]
     with kernels():
-        for share in (1e-4, 1 / 300, 0.02, 0.9, 1.0):
+        for share in shares:
             test_top_k.check(values, max(int(size * share), 1))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from tests.comm import cases
 from tests.comm.ranks import run_ranks
+from tests.conftest import Once
 
 # Of one encoding of values and one of their sum: half a step of bfloat16 and of float16, half of 1/127 of the largest.
 # A 1-bit step keeps the direction at best; error feedback makes up for it.
@@ -16,8 +17,8 @@ FIRST_ERROR = {"exact": 1e-6, "fp16": 2**-10, "bf16": 2**-7, "int8": 2 / 127, "1
 
 
 @pytest.fixture(scope="module")
-def laws() -> list[dict[Any, Any]]:
-    return run_ranks(cases.laws, 4, per_host=2)
+def laws(once: Once) -> list[dict[Any, Any]]:
+    return once("laws of hooks", lambda: run_ranks(cases.laws, 4, per_host=2))
 
 
 @pytest.mark.parametrize("hierarchical", [False, True], ids=["flat", "hosts"])

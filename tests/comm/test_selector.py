@@ -10,6 +10,7 @@ from accel.comm.catalogue import LEVELS
 from tests.comm import selector_cases as cases
 from tests.comm.cases import WAIT
 from tests.comm.ranks import run_ranks
+from tests.conftest import Once
 
 
 def same_on_all(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -22,8 +23,8 @@ def same_on_all(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def by_level() -> dict[str, dict[str, Any]]:
-    return {level: same_on_all(run_ranks(cases.real_search, 2, level)) for level in LEVELS}
+def by_level(once: Once) -> dict[str, dict[str, Any]]:
+    return once("searches", lambda: {level: same_on_all(run_ranks(cases.real_search, 2, level)) for level in LEVELS})
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -29,7 +29,7 @@ from tests.dataio.test_continuous import Silent
 
 LENGTH, SIZE = 14, 3
 # Of 600 to 1,500 lines that run in an epoch, one in so many: primes, to meet loops over batches at all phases.
-STRIDES = {"inline": 29, "auto": 31, "threads": 37, "fork": 151, "proxy": 149}
+STRIDES = {"inline": 47, "auto": 53, "threads": 59, "fork": 307, "proxy": 311}
 CLOSE = {"inline": 1, "auto": 1, "threads": 3, "fork": 17, "proxy": 17}
 
 

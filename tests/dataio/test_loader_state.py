@@ -18,7 +18,11 @@ from tests.dataio.numbers import ENGINES, Numbers, indices, run, same, saved_and
 
 
 @pytest.mark.parametrize("at", [0, 1, 7, 12, 13], ids=lambda at: f"after_{at}")
-@pytest.mark.parametrize("then", ENGINES, ids=lambda engine: f"then_{engine[0]}{engine[1]}")
+@pytest.mark.parametrize(
+    "then",
+    [pytest.param(engine, marks=[pytest.mark.slow] if engine == ("fork", 1) else []) for engine in ENGINES],
+    ids=lambda engine: f"then_{engine[0]}{engine[1]}",
+)
 def test_going_on_in_the_middle_of_an_epoch(engine: dict[str, Any], then: tuple[str, int], at: int) -> None:
     def make() -> DataLoader[Any]:
         return DataLoader(Numbers(), 4, shuffle=True, generator=seeded())

@@ -159,7 +159,7 @@ def test_nothing_is_left_after_many_engines() -> None:
     with engine_of() as engine:
         run(engine)
     before = held()
-    for cycle in range(50):
+    for cycle in range(12):
         with engine_of(workers=1 + cycle % 2) as engine:
             for index in ([0, 1], [2]):
                 engine.submit(BatchJob(index, None))

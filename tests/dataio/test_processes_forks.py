@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from accel.dataio.engine import processes
 from accel.dataio.engine.engine import BatchJob, WorkersStuck
 from accel.dataio.loader import ContinuousLoader
+from tests.conftest import Once
 from tests.dataio.engines import Squares, assert_made, engine_of, expected, gone, in_child, loader_of, pids, ready, run
 
 # Locks held at a fork
@@ -107,7 +108,7 @@ class Slow(Squares):
 
 @pytest.mark.parametrize(
     ("seconds", "init"),
-    [(0.01, None), (100, None), (0.01, lambda _: time.sleep(100))],
+    [(0.01, None), (100, None), pytest.param(0.01, lambda _: time.sleep(100), marks=pytest.mark.slow)],
     ids=["between batches", "in a batch", "in worker_init_fn"],
 )
 def test_workers_end_when_the_loops_process_is_killed(seconds: float, init: Any) -> None:
@@ -163,11 +164,14 @@ if then:
 
 
 @pytest.fixture(scope="module")
-def ended_scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("scripts")
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    subprocess.run([sys.executable, "-c", _SCRIPTS, str(folder), *_ENDS], check=True, timeout=300, env=environment)
-    return folder
+def ended_scripts(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def end_all() -> Path:
+        folder = tmp_path_factory.mktemp("scripts")
+        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+        subprocess.run([sys.executable, "-c", _SCRIPTS, str(folder), *_ENDS], check=True, timeout=300, env=environment)
+        return folder
+
+    return once("ended scripts", end_all)
 
 
 @pytest.mark.parametrize("then", _ENDS)

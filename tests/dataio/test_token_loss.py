@@ -1,15 +1,8 @@
-"""Gradients of two ranks and of accumulated micro-batches must be those of one process with the whole batch.
-
-Run as `RANK=0 python -m tests.dataio.test_token_loss FOLDER` this file is one of two gloo ranks.
-"""
+"""Gradients of two ranks and of accumulated micro-batches must be those of one process with the whole batch."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +13,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.dataio.token_loss import count_tokens, global_tokens, scale_gradients, token_mean
-
-ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 300
+from tests.comm.ranks import run_ranks
+from tests.conftest import Once
 
 # Scenario → rank → tokens of each micro-batch. Counts differ; a rank, a micro-batch and all may have no token.
 SCENARIOS = {
@@ -84,11 +76,8 @@ def wanted(counts: list[list[int]]) -> list[Tensor]:
     return gradients(net)
 
 
-def work(folder: Path) -> None:
-    """Be one of two ranks."""
-    rank = int(os.environ["RANK"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+def work(rank: int, world: int) -> dict[str, Any]:
+    """Return the gradients of one of two ranks, by scenario."""
     found: dict[str, Any] = {}
     for name, counts in SCENARIOS.items():
         mine = batches(counts[rank], rank)
@@ -98,35 +87,12 @@ def work(folder: Path) -> None:
             net = DistributedDataParallel(model())
             token_mean(loss_sum(net, *mine[0]), count_tokens(mine[0][1])).backward()
             found[f"{name}, at once"] = gradients(net)
-    torch.save(found, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor]]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.dataio.test_token_loss", str(folder)],
-            cwd=ROOT,
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+def two_ranks(once: Once) -> list[dict[str, list[Tensor]]]:
+    return once("token losses", lambda: run_ranks(work, 2))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -188,7 +154,3 @@ def test_gradients_that_are_not_there_are_left_out() -> None:
 def test_token_mean_refuses(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         token_mean(*arguments, **options)
-
-
-if __name__ == "__main__":
-    work(Path(sys.argv[1]))

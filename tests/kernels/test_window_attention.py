@@ -95,8 +95,11 @@ LAYERS = {
 """Every tile shape and flag of the kernels, no larger than it takes: a program costs 10 ms in the interpreter."""
 
 
-# Each of their flags is in another layer too.
-PAIRS = {"window 12, half", "cosine, half", "cosine, window 12", "half, head of 16"}
+# Each of their flags is in another layer too; several row blocks are in DROPPED, which runs both passes as well.
+PAIRS = {
+    *("window 12, half", "cosine, half", "cosine, window 12", "half, head of 16", "half, head of 64"),
+    *("window 12: several row blocks", "swin, not shifted"),
+}
 
 
 @pytest.mark.parametrize(
@@ -324,7 +327,9 @@ DROPPED = {
 }
 
 
-@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name.endswith("half, cosine") else []) for name in DROPPED]
+)
 def test_dropout_gradients_by_replay(name: str, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = DROPPED[name]
     kept = kept_of(layer, 0.4, seed=5)

@@ -108,7 +108,9 @@ def test_a_traced_model_holds_the_librarys_operators(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
-@pytest.mark.parametrize("name", HUGGING_FACE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name.endswith("v1") else []) for name in HUGGING_FACE]
+)
 def test_a_size_is_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There was a break in each layer, and each piece was compiled anew for another size."""
     serve_cpu(monkeypatch)
