@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes import epochs, resume
-from accel.dataio.passes.loader_core import MODES, LoaderCore, Mode, Options
+from accel.dataio.passes.loader_core import MODES, LoaderCore, LoaderPass, Mode, Options
 from accel.dataio.passes.movable import not_movable
-from accel.dataio.passes.passes import Pass, Through
+from accel.dataio.passes.passes import Pass
 
 # Attributes of a `DataLoader` that may be set, and that batches depend on.
 _FETCHES_BY = frozenset(
@@ -101,12 +101,12 @@ class ContinuousLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         way, sampler = self._way, self.batch_sampler
         if way.passed_through:
-            return Through(way)
+            return Pass(way, way.copier())
         if not isinstance(sampler, ElasticSampler):
-            return Pass(way, self)
+            return LoaderPass(way, self)
         if way.counts is None:
             way.counts = not sampler.counting  # unless the loop iterates sampler.consumed(loader) itself
-        running = Pass(way, self)
+        running = LoaderPass(way, self)
         return sampler.consumed(running) if way.counts else running
 
     def set_epoch(self, epoch: int) -> None:

@@ -9,7 +9,8 @@ before.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from accel.dataio.dataset.handles import moved, positions
 from accel.dataio.dataset.mirror import State, compare, state_of
@@ -21,6 +22,9 @@ _SHARE = 1 / 64
 _DRAWS_OR_OTHERS = "random numbers are drawn while a sample is fetched, by it or by another thread"
 
 
+_T = TypeVar("_T")
+
+
 class FetchWatch:
     """Collects, over some fetches of the plain loop, why fetching may not move.
 
@@ -30,7 +34,7 @@ class FetchWatch:
 
     Example:
         >>> witness = FetchWatch(dataset)
-        >>> witness.before(); batch = fetch(); witness.after()
+        >>> batch = witness.watch(fetch)
         >>> witness.finding          # '' while fetching depends on the indices alone
     """
 
@@ -41,6 +45,13 @@ class FetchWatch:
         self.moved_file = ""
         """A file that was open before a fetch and stood elsewhere after it."""
         self._seen: tuple[Any, State, dict[str, int]] | None = None
+
+    def watch(self, fetch: Callable[[], _T]) -> _T:
+        """Return what `fetch` returns, and keep the first finding."""
+        self.before()
+        batch = fetch()
+        self.after()
+        return batch
 
     def before(self) -> None:
         """Note the states before a fetch."""

@@ -89,8 +89,10 @@ class Continuous:
         failed_guesses: times the next epoch was fetched ahead in vain.
         base_seed: of the random numbers in the running epoch.
         served: number of the next batch in the running epoch.
+        sampler_error: raised by the sampler.
     """
 
+    whole_epochs = False  # True if batches depend on those before, so that a pass can't be taken over within an epoch
     _fills_early_from = 2  # capacity at which the next index list is drawn before a batch is handed over
 
     def __init__(self, loader: DataLoader[Any], engine: Engine, *, strict: bool = False) -> None:
@@ -105,6 +107,7 @@ class Continuous:
         self._record: deque[BatchJob] = deque()
         self._given = 0  # so many of them the engine has
         self._failed = False  # the oldest could not be made
+        self.sampler_error: Exception | None = None
         self._epoch = 0
         self._all_drawn = False
         self.served = 0
@@ -451,9 +454,9 @@ class Continuous:
         view = self._forecast.view(self._fetch, expected) if leaves and not self.engine.copies else None
         if leaves and not self.engine.copies and view is None:
             return False  # made now, the batches would be those of this epoch's dataset
-        persistent = self._persistent
+        seeded = self.base_seed if epochs.persistent(self.loader) else None
         self._real = capture(self.loader), epoch_of(self.loader)
-        self._ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=self.base_seed if persistent else None)
+        self._ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=seeded)
         self._real = None
         if self._ahead is None:
             return False
@@ -465,10 +468,6 @@ class Continuous:
 
     def _jobs(self, draws: Draws, base_seed: int, epoch: int, first: int = 0, dataset: Any = None) -> Jobs:
         return Jobs(draws, base_seed if self._seeded else None, epoch, first, dataset)
-
-    @property
-    def _persistent(self) -> bool:
-        return self.loader.num_workers > 0 and self.loader.persistent_workers
 
     def _state(self) -> State:
         self._fetch.collate = self.loader.collate_fn  # which the user may have changed
@@ -483,15 +482,16 @@ class Continuous:
         if not first and self._ended and epoch is not None and self._begun_at is not None:
             self._epoch_step = epoch - self._begun_at
         self._began, self._begun_at = now, epoch
-        told = self._renewals > _MOST_RENEWALS and not self._strict
-        self._glance = None if told else Glance(self.loader.dataset)
+        gave_up = self._renewals > _MOST_RENEWALS and not self._strict
+        self._glance = None if gave_up else Glance(self.loader.dataset)
 
     def _refresh(self, epoch: int) -> None:
         """Bring the engine's copies of the dataset to its present state, as `epoch` begins or goes on."""
         assert self._began is not None
         change = compare(self._sent, self._began)
         # What can't be seen may have changed: then workers last as long as those of a plain loader.
-        unseen = not self._began.whole and not self._persistent and self._made_in.get(self.engine) != epoch
+        renewed = epochs.persistent(self.loader) or self._made_in.get(self.engine) == epoch
+        unseen = not self._began.whole and not renewed
         if unseen or (change and not change.sendable):
             self.engine.restart()
             self._made_in[self.engine] = epoch

@@ -205,6 +205,11 @@ def _foresees(loader: DataLoader[Any]) -> bool:
     return hasattr(loader._index_sampler, "foresee")
 
 
+def persistent(loader: DataLoader[Any]) -> bool:
+    """Tell whether a loader keeps its workers from epoch to epoch, and with them their base seed."""
+    return loader.num_workers > 0 and loader.persistent_workers
+
+
 def base_seed(loader: DataLoader[Any]) -> int:
     """Draw the base seed of the workers, as a `DataLoader` does when an epoch begins."""
     return _draw(loader.generator)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import sys
-import weakref
+import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,13 +17,16 @@ from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.dataset.handles import HandleShared, check_fork, shared_handle
 from accel.dataio.dataset.thread_safety import unsafe
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.dataio.engine.engine import Engine, InlineEngine, ThreadEngine
+from accel.dataio.engine import transfer
+from accel.dataio.engine.engine import Engine, InlineEngine, ThreadEngine, ThreadsDraw, WorkersStuck
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.passes import epochs, resume
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.look_ahead import LookAhead
+from accel.dataio.passes.measured import Measured
 from accel.dataio.passes.movable import not_movable
-from accel.dataio.passes.rounds import Setting
+from accel.dataio.passes.passes import InlineRest, Maker, Newest, Pass, Skipping
+from accel.dataio.passes.rounds import INLINE, Setting
 from accel.dataio.passes.tuner import Tuner
 from accel.profiler.host import usable_cores
 
@@ -32,7 +35,6 @@ log = logging.getLogger("accel.dataio")
 Mode = Literal["auto", "inline", "threads", "processes", "fork", "forkserver", "spawn"]
 MODES = ("auto", "inline", "threads", "processes", "fork", "forkserver", "spawn")
 _STALL_S = 3.0
-INLINE = Setting("inline")
 _CALLS_INIT = "only processes call the loader's worker_init_fn"
 
 
@@ -46,14 +48,19 @@ class Options(NamedTuple):
     device: torch.device | str | None
 
 
-class Running(Protocol):
-    """A pass that is under way."""
+class LoaderPass(Pass):
+    """A pass over a continuous loader, as the profiler knows it: it marks this class, and asks for two attributes."""
 
-    def detach(self) -> None:
-        """Go on without the engine."""
+    def __init__(self, core: LoaderCore, loader: Any) -> None:
+        self._accel_loader, self._core = loader, core
+        super().__init__(core, core.copier())
+
+    @property
+    def _workers(self) -> list[Any]:
+        return self._core.worker_processes()
 
 
-class LoaderCore:
+class LoaderCore(Maker):
     """How a loader's batches are made, and where its loop stands."""
 
     def __init__(self, loader: DataLoader[Any], options: Options) -> None:
@@ -64,10 +71,8 @@ class LoaderCore:
         self.choice: Tuner | None = None
         self.setting = self._first_setting()
         self.reason = "as told"
-        # Draws are seen by the engine: around a fetch the sampler draws too. Whoever says that threads may read a
-        # dataset together means what it changes, too.
-        watch = options.mode == "auto" and self.setting.mode == "inline"
-        self.witness = FetchWatch(None if self._told else loader.dataset, draws=False) if watch else None
+        self._measured = self._measuring()
+        self._pins = False
         self.served, self.finished = 0, True
         self.loaded: Mapping[str, Any] | None = None
         self.moved_file = ""  # by fetching, and open before
@@ -75,7 +80,7 @@ class LoaderCore:
         self.slowest_s = 0.0  # batch made in the loop's own thread
         self._engines: dict[Setting, Engine] = {}
         self._continuous: Continuous | None = None
-        self._running: weakref.ref[Running] | None = None
+        self._newest = Newest()
         self._begun: dict[str, Any] | None = None
         self._base_seed: int | None = None
 
@@ -117,6 +122,14 @@ class LoaderCore:
             return Setting("inline")
         count = self.options.workers or loader.num_workers or usable_cores()
         return Setting(_start_method(loader) if mode == "processes" else mode, count)
+
+    def _measuring(self) -> Measured | None:
+        if self.choice is None:
+            return None
+        # Draws are seen by the engine: around a fetch the sampler draws too. Whoever says that threads may read a
+        # dataset together means what it changes, too.
+        witness = FetchWatch(None if self._told else self.loader.dataset, draws=False)
+        return Measured(self, self.choice, witness if self.setting == INLINE else None)
 
     # -- engines -----------------------------------------------------------------------------------------------------
 
@@ -201,7 +214,7 @@ class LoaderCore:
 
     def close(self) -> None:
         """End threads and processes."""
-        self._detach()
+        self._newest.detach()
         if self._continuous is not None:
             self._continuous.drop()
             self._continuous = None
@@ -209,17 +222,33 @@ class LoaderCore:
             engine.close()
         self._engines.clear()
 
-    def _detach(self) -> None:
-        running = None if self._running is None else self._running()
-        if running is not None:
-            running.detach()
+    # -- passes (passes.Maker) ---------------------------------------------------------------------------------------
 
-    # -- passes ------------------------------------------------------------------------------------------------------
+    def copier(self) -> transfer.AheadCopier | None:
+        """Return what copies a pass's batches to the device; None if they stay where they are."""
+        return None if self.device is None else transfer.AheadCopier(self.device)
 
-    def begin(self, running: Running) -> Continuous:
+    def begin(self, running: Pass) -> None:
         """Begin a pass: go on with what was fetched ahead, or draw the epoch now."""
-        self._detach()
-        self._running = weakref.ref(running)
+        self._newest.begin(running)
+        if self.passed_through:
+            self._begin_plainly(running)
+        else:
+            continuous = self._begin_continuous()
+            running.position = self.served
+            running.attach(continuous, InlineRest)
+
+    def _begin_plainly(self, running: Pass) -> None:
+        """Leave the loader as it is, and pass over the batches that were served before."""
+        loaded, self.loaded = self.loaded, None
+        batches = iter(self.loader)
+        self.finished, self.served = False, 0 if loaded is None else loaded["served"]
+        running.position, running.rest = self.served, Skipping(lambda: batches, self.served)
+
+    def _begin_continuous(self) -> Continuous:
+        self._pins = self.loader.pin_memory and self.device is None and torch.cuda.is_available()
+        if self._measured is not None:
+            self._measured.begin()
         if self._continuous is None:
             self._continuous = Continuous(self.loader, self._engine(self.setting), strict=not self._asked)
             if self.choice is not None and self.loader.num_workers > 0 and not self.calls_init:
@@ -235,6 +264,36 @@ class LoaderCore:
             self._continuous.prime()  # a loader with workers draws its first lists now, one without when it is asked
         return self._continuous
 
+    def fetch(self, running: Pass) -> Any:
+        """Return the next batch."""
+        continuous = running.continuous
+        if continuous is None:
+            return next(running.rest)
+        batch = self._as_told(continuous) if self._measured is None else self._measured.fetch(continuous)
+        return transfer.pin(batch) if self._pins else batch
+
+    def _as_told(self, continuous: Continuous) -> Any:
+        try:
+            return continuous.fetch()
+        except (ThreadsDraw, WorkersStuck) as error:
+            advice = ". Use mode='processes' for such a dataset" if isinstance(error, ThreadsDraw) else ""
+            mode = self.options.mode
+            warnings.warn(f"{error}: mode={mode!r} goes on in the loop's own thread{advice}", stacklevel=5)
+            self.go_inline(str(error))
+            return continuous.fetch()
+
+    def moved(self, running: Pass) -> None:
+        """Take note of the loop's place; a pass that goes on beside a newer one isn't it."""
+        if self._newest.is_(running):
+            self.served, self.finished = running.position, False
+            if self._measured is not None:
+                self._measured.leave()
+
+    def ended(self, running: Pass) -> None:
+        """Take note that the loop stands between two epochs."""
+        if self._newest.is_(running):
+            self.finished = True
+
     def _go_on(self, continuous: Continuous, loaded: Mapping[str, Any]) -> None:
         self._begun, self.served = resume.begun_again(self.loader, loaded), loaded["served"]
         indices, self._base_seed = resume.draw_again(self.loader, self._begun, loaded)
@@ -246,12 +305,9 @@ class LoaderCore:
             return
         continuous.drop()  # before anything is drawn: it puts the generators back
         self._begun = resume.begun(self.loader)
-        indices, self._base_seed = epochs.begin(self.loader, seeded=self._base_seed if self._persistent else None)
+        seeded = self._base_seed if epochs.persistent(self.loader) else None
+        indices, self._base_seed = epochs.begin(self.loader, seeded=seeded)
         continuous.take(indices, base_seed=self._base_seed)
-
-    @property
-    def _persistent(self) -> bool:
-        return self.loader.num_workers > 0 and self.loader.persistent_workers
 
     # -- the loop's place --------------------------------------------------------------------------------------------
 
@@ -268,12 +324,12 @@ class LoaderCore:
             "length": len(self.loader.dataset),  # type: ignore[arg-type]
             "begun": resume.begun(self.loader) if finished else self._begun,
             "base_seed": self._base_seed,
-            "kept_seed": self._persistent,
+            "kept_seed": epochs.persistent(self.loader),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take note of a state; the next pass goes on from it."""
-        self._detach()
+        self._newest.forget()
         if self._continuous is not None:
             self._continuous.drop()
         self.loaded = None if state["finished"] else dict(state)

@@ -36,6 +36,9 @@ class Setting(NamedTuple):
         return self.mode if self.mode == "inline" else f"{self.mode}({self.workers})"
 
 
+INLINE = Setting("inline")
+
+
 @dataclass
 class Tried:
     """What was measured of a setting."""

@@ -1,0 +1,100 @@
+"""Fetch each batch under the setting that the tuner wants, and have the tuner see what that took."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from accel.dataio.dataset.fetch_watch import FetchWatch
+from accel.dataio.engine.engine import FetchTimeout, InlineEngine, ThreadsDraw, WorkerDied
+from accel.dataio.passes.continuous import Continuous
+from accel.dataio.passes.rounds import INLINE
+from accel.dataio.passes.tuner import Tuner
+
+if TYPE_CHECKING:
+    from accel.dataio.passes.loader_core import LoaderCore
+
+log = logging.getLogger("accel.dataio")
+
+# Batches that a dataset is watched for: whether fetching changes it.
+_WATCHED = 3
+
+
+class Measured:
+    """Fetch as a tuner decides.
+
+    Args:
+        core: has the engines.
+        tuner: decides.
+        witness: sees the first batches being fetched: may threads read this dataset?
+    """
+
+    def __init__(self, core: LoaderCore, tuner: Tuner, witness: FetchWatch | None) -> None:
+        self._core, self._tuner, self._witness = core, tuner, witness
+        self._left_at = math.nan
+
+    def begin(self) -> None:
+        """Begin an epoch: the time before its first batch tells nothing of the step."""
+        self._left_at = math.nan
+
+    def leave(self) -> None:
+        """Take note that the loop goes on with its step."""
+        self._left_at = time.perf_counter()
+
+    def fetch(self, continuous: Continuous) -> Any:
+        """Return the next batch."""
+        core, tuner = self._core, self._tuner
+        if tuner.current != core.setting:
+            core.follow(tuner)
+        began, busy = time.perf_counter(), tuner.busy()
+        try:
+            batch = continuous.fetch() if self._witness is None else self._watched(self._witness, continuous)
+        except (StopIteration, FetchTimeout):
+            raise
+        except ThreadsDraw as error:
+            tuner.forbid_threads(str(error))
+            return self.fetch(continuous)
+        except Exception as error:
+            return self._otherwise(continuous, error)
+        if isinstance(continuous.engine, InlineEngine):
+            core.slowest_s = max(core.slowest_s, time.perf_counter() - began)
+            if continuous.engine.draws:
+                tuner.forbid_threads("fetching a sample draws random numbers")
+        ended, changes = time.perf_counter(), tuner.changes
+        tuner.served(ended - began, began - self._left_at, tuner.busy().since(busy), continuous.engine.capacity)
+        if tuner.changes != changes:
+            core.follow(tuner)
+            log.info("%s", tuner.explain())
+        return batch
+
+    def _otherwise(self, continuous: Continuous, error: Exception) -> Any:
+        """Make the batch that a setting failed at in the loop's own thread, as a plain loader would.
+
+        If that raises too, it is the dataset's own error and no fault of the setting.
+        """
+        core, tuner = self._core, self._tuner
+        if core.setting == INLINE:
+            raise error
+        if isinstance(error, WorkerDied) or core.calls_init:
+            # What ended two workers could end the loop's own process; another setting may do.
+            tuner.failed(error)
+            if tuner.exhausted:
+                raise error
+            return self.fetch(continuous)
+        failed = tuner.current
+        core.go_inline("")
+        batch = continuous.fetch()
+        if tuner.current == failed:
+            tuner.failed(error)
+        return batch
+
+    def _watched(self, witness: FetchWatch, continuous: Continuous) -> Any:
+        batch = witness.watch(continuous.fetch)
+        self._core.moved_file = self._core.moved_file or witness.moved_file
+        if witness.finding:
+            self._tuner.forbid_threads(witness.finding)
+        if witness.finding or witness.fetches >= _WATCHED:
+            self._witness = None
+        return batch
