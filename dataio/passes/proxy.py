@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from accel.dataio.batches import equal
 from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.passes import Maker, Newest, Pass
@@ -202,25 +201,3 @@ def _quiet_iter(loader: DataLoader[Any]) -> Any:
         return iter(loader)
     finally:
         loader.generator = own
-
-
-def same_as_plain(loader: DataLoader[Any], workers: Continuous) -> bool:
-    """Fetch the dataset's first samples through `workers` and plainly, and tell whether the bits agree.
-
-    A batch of the loader's own size is taken from the front of the dataset; no sampler and no random state is touched.
-    """
-    count = min(len(loader.dataset), loader.batch_size or 1)  # type: ignore[arg-type]
-    indices = list(range(count))
-    workers.take(iter([indices]), ahead=False)
-    try:
-        moved = workers.fetch()
-    finally:
-        workers.close_feed()
-    plain = loader.collate_fn(_samples(loader.dataset, indices))
-    return equal(moved, plain)
-
-
-def _samples(dataset: Any, indices: list[int]) -> list[Any]:
-    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
-        return list(dataset.__getitems__(indices))
-    return [dataset[index] for index in indices]

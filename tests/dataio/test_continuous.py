@@ -18,7 +18,8 @@ from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.epochs import draw_ahead, foreseeable
 from accel.dataio.passes.movable import movable
-from accel.dataio.passes.proxy import LoaderProxy, same_as_plain
+from accel.dataio.passes.moved import same_as_plain
+from accel.dataio.passes.proxy import LoaderProxy
 from tests.dataio.engines import gone, pids
 
 
