@@ -7,18 +7,17 @@ what the plain loader would have made: the random states, the sampler's epoch an
 epoch begins. If it isn't, it is thrown away.
 
 Ctrl-C may come between any two lines here. What was being done is then given up: the engine is emptied, and makes again
-what the loop has not been handed (`Continuous._mend`).
+what the loop has not been handed (`Continuous.mend`).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -37,7 +36,8 @@ from accel.dataio.passes.epochs import (
     same,
     same_draws,
 )
-from accel.dataio.passes.jobs import AsDrawn, Jobs, LostIndices
+from accel.dataio.passes.jobs import AsDrawn, Jobs, ListLost, NoMoreLists
+from accel.dataio.passes.mending import mended
 
 # Wrong guesses in a row, after which the next epoch is not guessed any more.
 _MOST_WRONG = 3
@@ -46,34 +46,9 @@ _RECENT = 2
 # Times that batches made ahead are thrown away because the loop has changed the dataset meanwhile.
 _MOST_RENEWALS = 3
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
 
 class DatasetMoves(RuntimeError):
     """The loop changes the dataset all the time."""
-
-
-def _whole(
-    method: Callable[Concatenate[Continuous, _P], _R],
-) -> Callable[Concatenate[Continuous, _P], _R]:
-    """Have what an interruption leaves half done mended, at once or, if that was interrupted too, by the next call."""
-
-    @functools.wraps(method)
-    def call(self: Continuous, /, *args: _P.args, **options: _P.kwargs) -> _R:
-        handed = self.served
-        try:
-            if self._broken:
-                self._mend()
-            return method(self, *args, **options)
-        except Exception:
-            raise
-        except BaseException:
-            self._broken = True
-            self._mend(handed)
-            raise
-
-    return call
 
 
 class Continuous:
@@ -93,6 +68,7 @@ class Continuous:
     """
 
     whole_epochs = False  # True if batches depend on those before, so that a pass can't be taken over within an epoch
+    _errors_wait = True  # Whether what a sampler raises comes after the batches of the lists that it has yielded
     _fills_early_from = 2  # capacity at which the next index list is drawn before a batch is handed over
 
     def __init__(self, loader: DataLoader[Any], engine: Engine, *, strict: bool = False) -> None:
@@ -129,14 +105,14 @@ class Continuous:
         self._states: weakref.WeakKeyDictionary[Engine, State] = weakref.WeakKeyDictionary()
         self._made_in: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # epoch
         # For mending: what is under way, and what it has to be undone with.
-        self._broken = False
+        self.broken = False
         self._recent: deque[tuple[BatchJob, States]] = deque(maxlen=_RECENT)
         self._drawing: States | None = None
         self._real: tuple[States, int | None] | None = None
 
     # -- one epoch ---------------------------------------------------------------------------------------------------
 
-    @_whole
+    @mended
     def take(self, indices: Iterator[Any], *, base_seed: int = 0, first: int = 0, ahead: bool = True) -> None:
         """Begin to feed the engine from `indices`, the index lists that are still to come in the running epoch.
 
@@ -162,13 +138,13 @@ class Continuous:
         self._drawn = self._after = draws.generators()
         self._ended, self._feeding = False, True
 
-    @_whole
+    @mended
     def prime(self) -> None:
         """Draw the first index lists and hand them to the engine, as a loader with workers does when a pass begins."""
         self._start()
         self._fill()
 
-    @_whole
+    @mended
     def fetch(self) -> Any:
         """Return the next batch of the running epoch; raises StopIteration at its end or when drained.
 
@@ -193,7 +169,7 @@ class Continuous:
         self._given -= 1
         self._pop()
         if self.engine.capacity >= self._fills_early_from:
-            self._fill()
+            self._fill_early()
         return batch
 
     def _renew(self) -> None:
@@ -228,8 +204,8 @@ class Continuous:
 
     def give_back(self, handed: int) -> None:
         """Make the batches from number `handed` on again: an interruption kept them from reaching the loop."""
-        self._broken = True
-        self._mend(handed)
+        self.broken = True
+        self.mend(handed)
 
     @property
     def feeding(self) -> bool:
@@ -248,7 +224,7 @@ class Continuous:
         """
         return map(attrgetter("indices"), self.jobs_left())
 
-    @_whole
+    @mended
     def jobs_left(self) -> Iterator[BatchJob]:
         """Return `left` with the seeds."""
         if self._resumed is not None:
@@ -262,7 +238,7 @@ class Continuous:
             return itertools.chain(pending, later)
         return itertools.chain(AsDrawn(self.loader, pending, self._after, drawn), later)
 
-    @_whole
+    @mended
     def leave(self) -> None:
         """Have generators be as the batches that were served had left them: the loop has left the epoch."""
         self._put_back()
@@ -272,7 +248,7 @@ class Continuous:
             put_back(self.loader, self._drawn, self._after)
             self._drawn = self._after  # once: an older pass may draw what leads to the same state
 
-    @_whole
+    @mended
     def drop(self) -> None:
         """Forget what is under way; generators go back to where the batches that were served had left them."""
         self._put_back()
@@ -291,7 +267,7 @@ class Continuous:
         self.drop()
         self.engine.close()
 
-    @_whole
+    @mended
     def switch(self, engine: Engine) -> None:
         """Go on with another engine from the next batch on; what is under way is made again by it."""
         if engine is self.engine:
@@ -312,7 +288,7 @@ class Continuous:
         if self._all_drawn:
             self._source = iter(())
 
-    def _mend(self, handed: int | None = None) -> None:
+    def mend(self, handed: int | None = None) -> None:
         """Put in order what an interruption left half done.
 
         Args:
@@ -330,7 +306,7 @@ class Continuous:
             self._real = None
         if self._drawing is not None:
             epochs.restore_own(self.loader, self._drawing)
-            self._drawn, self._source, self._drawing = self._drawing, LostIndices(), None
+            self._drawn, self._source, self._drawing = self._drawing, NoMoreLists(ListLost()), None
         for job, after in reversed(self._recent) if handed is not None else ():
             if job.epoch == self._epoch and job.number >= handed:
                 if all(job is not other for other in self._record):
@@ -340,11 +316,11 @@ class Continuous:
         self._forget_ahead()
         self._may_look_ahead = False
         self._sent = self._began = self._state()
-        self._broken = False
+        self.broken = False
 
     # -- the epoch after ---------------------------------------------------------------------------------------------
 
-    @_whole
+    @mended
     def resume(self) -> bool:
         """Go on with the epoch drawn ahead, if it is what the loader would draw now; tell whether it is.
 
@@ -415,10 +391,23 @@ class Continuous:
         if self._record:
             self._give()
         while self._feeding and len(self._record) < self.engine.capacity:
-            if self._draw():
+            try:
+                drawn = self._draw()
+            except Exception:
+                if self._errors_wait and (self._record or self._ahead is not None):
+                    return  # it comes after the batches of the lists that were drawn before
+                raise
+            if drawn:
                 self._give()
             elif not self._look_ahead():
                 return
+
+    def _fill_early(self) -> None:
+        try:
+            self._fill()
+        except Exception:
+            if not self._errors_wait:
+                raise  # else it is raised again when the next batch is asked for, and not in place of the one in hand
 
     def _give(self) -> None:
         most = min(len(self._record), self.engine.capacity)
@@ -432,7 +421,13 @@ class Continuous:
             return False
         if self._ahead is None:
             self._drawing = self._drawn
-        job = next(self._source, None)
+        try:
+            job = next(self._source, None)
+        except Exception as error:
+            self.sampler_error, self._drawing = error, None
+            if self._errors_wait:
+                self._source = NoMoreLists(error)
+            raise
         if job is not None:
             self._record.append(job)
             if self._ahead is None:

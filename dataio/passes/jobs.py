@@ -64,18 +64,24 @@ def _kept(indices: Any) -> Any:
 class ListLost(RuntimeError):
     """An interruption came while the sampler drew an index list."""
 
+    def __init__(self) -> None:
+        super().__init__(
+            "this pass can't go on: it was interrupted while the sampler drew an index list, which is lost; begin a "
+            "new pass over the loader"
+        )
 
-class LostIndices:
-    """In place of index lists of which one was lost."""
+
+class NoMoreLists:
+    """In place of index lists that can't be drawn: raises `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
 
     def __iter__(self) -> Iterator[BatchJob]:
         return self
 
     def __next__(self) -> BatchJob:
-        raise ListLost(
-            "this pass can't go on: it was interrupted while the sampler drew an index list, which is lost; begin a "
-            "new pass over the loader"
-        )
+        raise self._error
 
 
 class AsDrawn:

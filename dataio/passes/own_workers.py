@@ -146,6 +146,7 @@ class _AsDrawnByWorkers(Continuous):
     """
 
     whole_epochs = True
+    _errors_wait = False
     _fills_early_from = 1
 
     def __init__(self, loader: DataLoader[Any], engine: ProcessEngine) -> None:
@@ -168,13 +169,6 @@ class _AsDrawnByWorkers(Continuous):
     def _begin(self, ahead: Ahead) -> None:
         super()._begin(ahead)
         self._served_lists = []
-
-    def _draw(self) -> bool:
-        try:
-            return super()._draw()
-        except Exception as error:
-            self.sampler_error = error
-            raise
 
     def _pop(self) -> None:
         job: BatchJob = self._record[0]
