@@ -15,11 +15,11 @@ from torch.utils.data import Subset
 def dataset_epoch(dataset: Any) -> int | None:
     """Return the epoch of a dataset that can be had as in another one; None for any other dataset."""
     inner = _inner(dataset)
-    epoch = said(inner, "epoch")
-    return epoch if type(epoch) is int and callable(said(inner, "at_epoch")) else None
+    epoch = declared(inner, "epoch")
+    return epoch if type(epoch) is int and callable(declared(inner, "at_epoch")) else None
 
 
-def said(dataset: Any, name: str) -> Any:
+def declared(dataset: Any, name: str) -> Any:
     """Return an attribute of a dataset, None if there is none, whatever its `__getattr__` or a property raises."""
     try:
         return getattr(dataset, name)

@@ -2,7 +2,7 @@
 
 Fetching may move to another process only if it is a function of the indices alone. A dataset that draws random numbers
 (augmentation), counts, caches or keeps its own generator is such a function of history, and moving it would change what
-the model sees. The witness compares, around a fetch in the plain loop, the global random states (torch, numpy, Python),
+the model sees. A watch compares, around a fetch in the plain loop, the global random states (torch, numpy, Python),
 the dataset's own state with what its code names (`accel.dataio.dataset.mirror`), and where files stand that were open
 before.
 """
@@ -33,9 +33,9 @@ class FetchWatch:
         draws: look at the global random states too.
 
     Example:
-        >>> witness = FetchWatch(dataset)
-        >>> batch = witness.watch(fetch)
-        >>> witness.finding          # '' while fetching depends on the indices alone
+        >>> watch = FetchWatch(dataset)
+        >>> batch = watch.around(fetch)
+        >>> watch.finding          # '' while fetching depends on the indices alone
     """
 
     def __init__(self, dataset: Any, *, draws: bool = True) -> None:
@@ -46,7 +46,7 @@ class FetchWatch:
         """A file that was open before a fetch and stood elsewhere after it."""
         self._seen: tuple[Any, State, dict[str, int]] | None = None
 
-    def watch(self, fetch: Callable[[], _T]) -> _T:
+    def around(self, fetch: Callable[[], _T]) -> _T:
         """Return what `fetch` returns, and keep the first finding."""
         self.before()
         batch = fetch()

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accel.dataio.dataset.dataset_epoch import said
+from accel.dataio.dataset.dataset_epoch import declared
 from accel.dataio.dataset.reach import own_attributes
 
 _DEPTH = 8
@@ -42,9 +42,9 @@ _HARMLESS = (
 
 def unsafe(dataset: Any) -> str:
     """Return '' if several threads may read `dataset` at once, else the reason why that is not known."""
-    told = said(dataset, "thread_safe")
-    if isinstance(told, bool):
-        return "" if told else "the dataset says that threads may not read it at once (thread_safe)"
+    safe = declared(dataset, "thread_safe")
+    if isinstance(safe, bool):
+        return "" if safe else "the dataset says that threads may not read it at once (thread_safe)"
     return _look(dataset, "the dataset", _DEPTH, set())
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.dataset_epoch import said
+from accel.dataio.dataset.dataset_epoch import declared
 from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.dataset.handles import HandleShared, check_fork, shared_handle
 from accel.dataio.dataset.thread_safety import unsafe
@@ -68,9 +68,9 @@ class LoaderCore(Maker):
         self.passed_through = not_movable(loader)
         self.device = None if options.device is None else torch.device(options.device)
         self.counts: bool | None = None
-        self.choice: Tuner | None = None
+        self.tuner: Tuner | None = None
         self.setting = self._first_setting()
-        self.reason = "as told"
+        self.reason = "as requested"
         self._measured = self._measuring()
         self._pins = False
         self.served, self.finished = 0, True
@@ -95,21 +95,21 @@ class LoaderCore(Maker):
         return self.options.mode != "auto" or self.loader.num_workers > 0 or self.calls_init
 
     @property
-    def _told(self) -> bool | None:
-        """Whether threads may read the dataset at once, where somebody says so."""
+    def _declared_safe(self) -> bool | None:
+        """Whether threads may read the dataset at once, where an argument or the dataset declares it."""
         if self.options.thread_safe is not None:
             return self.options.thread_safe
-        told = said(self.loader.dataset, "thread_safe")
-        return told if isinstance(told, bool) else None
+        safe = declared(self.loader.dataset, "thread_safe")
+        return safe if isinstance(safe, bool) else None
 
     def _first_setting(self) -> Setting:
         mode, loader = self.options.mode, self.loader
         if mode == "auto" and not self.passed_through:
-            told = self.options.thread_safe
-            reason = unsafe(loader.dataset) if told is None else "" if told else "as told (thread_safe=False)"
+            safe = self.options.thread_safe
+            reason = unsafe(loader.dataset) if safe is None else "" if safe else "as requested (thread_safe=False)"
             ahead = LookAhead(self._prefetch, fixed=self.options.prefetch is not None)
             init, limit = self.calls_init, self.options.workers
-            self.choice = Tuner(
+            self.tuner = Tuner(
                 _start_method(loader, self._asked),
                 no_threads=reason,
                 ahead=ahead,
@@ -117,19 +117,19 @@ class LoaderCore(Maker):
                 processes_only=_CALLS_INIT if init else "",
                 own=loader.num_workers,
             )
-            return self.choice.current
+            return self.tuner.current
         if mode in ("auto", "inline"):
             return Setting("inline")
         count = self.options.workers or loader.num_workers or usable_cores()
         return Setting(_start_method(loader) if mode == "processes" else mode, count)
 
     def _measuring(self) -> Measured | None:
-        if self.choice is None:
+        if self.tuner is None:
             return None
-        # Draws are seen by the engine: around a fetch the sampler draws too. Whoever says that threads may read a
+        # Draws are seen by the engine: around a fetch the sampler draws too. Who declares that threads may read a
         # dataset together means what it changes, too.
-        witness = FetchWatch(None if self._told else self.loader.dataset, draws=False)
-        return Measured(self, self.choice, witness if self.setting == INLINE else None)
+        watch = FetchWatch(None if self._declared_safe else self.loader.dataset, draws=False)
+        return Measured(self, self.tuner, watch if self.setting == INLINE else None)
 
     # -- engines -----------------------------------------------------------------------------------------------------
 
@@ -149,19 +149,19 @@ class LoaderCore(Maker):
         if not self._asked and self.moved_file:
             raise HandleShared(f"fetching reads on in a file that was open before: {self.moved_file}")
         if setting.mode == "threads":
-            reason = "" if self._asked or self._told else shared_handle(self.loader)
+            reason = "" if self._asked or self._declared_safe else shared_handle(self.loader)
             if reason:
                 raise HandleShared(reason)
             return ThreadEngine(self.loader, setting.workers, prefetch=prefetch)
         # On trial the loop must not stand still for long: nobody asked for processes.
-        stall_s = None if self.choice is None else max(_STALL_S, 10 * self.slowest_s)
+        stall_s = None if self.tuner is None else max(_STALL_S, 10 * self.slowest_s)
         return ProcessEngine(
             self.loader,
             setting.workers,
             start_method=setting.mode,
             prefetch=prefetch,
             stall_s=stall_s,
-            check=None if self.choice is None else self._check_fork,
+            check=None if self.tuner is None else self._check_fork,
         )
 
     def _check_fork(self, start_method: str) -> None:
@@ -180,24 +180,24 @@ class LoaderCore(Maker):
         except Exception as error:
             log.info("%s can't be started: %s", setting, error)
 
-    def follow(self, choice: Tuner) -> None:
-        """Make batches as `choice` wants from the next one on; a setting that can't be had is not tried again."""
+    def follow(self, tuner: Tuner) -> None:
+        """Make batches as `tuner` decides from the next one on; a setting that can't be had is not tried again."""
         assert self._continuous is not None
-        while choice.current != self.setting:
+        while tuner.current != self.setting:
             try:
-                engine = self._engine(choice.current)
+                engine = self._engine(tuner.current)
                 engine.base_seed = self._continuous.base_seed
                 engine.start()
             except Exception as error:
-                choice.failed(error)
-                if choice.exhausted:
+                tuner.failed(error)
+                if tuner.exhausted:
                     raise
                 continue
             self._continuous.switch(engine)
-            self.setting = choice.current
+            self.setting = tuner.current
         if self.setting.mode != "inline":
-            self._engines[self.setting].capacity = self.setting.workers * choice.ahead.batches
-        if choice.decided:
+            self._engines[self.setting].capacity = self.setting.workers * tuner.ahead.batches
+        if tuner.decided:
             for other in [each for each in self._engines if each != self.setting]:
                 self._engines.pop(other).close()
 
@@ -251,7 +251,7 @@ class LoaderCore(Maker):
             self._measured.begin()
         if self._continuous is None:
             self._continuous = Continuous(self.loader, self._engine(self.setting), strict=not self._asked)
-            if self.choice is not None and self.loader.num_workers > 0 and not self.calls_init:
+            if self.tuner is not None and self.loader.num_workers > 0 and not self.calls_init:
                 self._start_own(self._continuous)
         loaded = self.loaded
         self.finished, self.served = False, 0
@@ -269,10 +269,10 @@ class LoaderCore(Maker):
         continuous = running.continuous
         if continuous is None:
             return next(running.rest)
-        batch = self._as_told(continuous) if self._measured is None else self._measured.fetch(continuous)
+        batch = self._as_requested(continuous) if self._measured is None else self._measured.fetch(continuous)
         return transfer.pin(batch) if self._pins else batch
 
-    def _as_told(self, continuous: Continuous) -> Any:
+    def _as_requested(self, continuous: Continuous) -> Any:
         try:
             return continuous.fetch()
         except (ThreadsDraw, WorkersStuck) as error:

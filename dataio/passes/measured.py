@@ -28,11 +28,11 @@ class Measured:
     Args:
         core: has the engines.
         tuner: decides.
-        witness: sees the first batches being fetched: may threads read this dataset?
+        watch: sees the first batches being fetched: may threads read this dataset?
     """
 
-    def __init__(self, core: LoaderCore, tuner: Tuner, witness: FetchWatch | None) -> None:
-        self._core, self._tuner, self._witness = core, tuner, witness
+    def __init__(self, core: LoaderCore, tuner: Tuner, watch: FetchWatch | None) -> None:
+        self._core, self._tuner, self._watch = core, tuner, watch
         self._left_at = math.nan
 
     def begin(self) -> None:
@@ -50,7 +50,7 @@ class Measured:
             core.follow(tuner)
         began, busy = time.perf_counter(), tuner.busy()
         try:
-            batch = continuous.fetch() if self._witness is None else self._watched(self._witness, continuous)
+            batch = continuous.fetch() if self._watch is None else self._watched(self._watch, continuous)
         except (StopIteration, FetchTimeout):
             raise
         except ThreadsDraw as error:
@@ -90,11 +90,11 @@ class Measured:
             tuner.failed(error)
         return batch
 
-    def _watched(self, witness: FetchWatch, continuous: Continuous) -> Any:
-        batch = witness.watch(continuous.fetch)
-        self._core.moved_file = self._core.moved_file or witness.moved_file
-        if witness.finding:
-            self._tuner.forbid_threads(witness.finding)
-        if witness.finding or witness.fetches >= _WATCHED:
-            self._witness = None
+    def _watched(self, watch: FetchWatch, continuous: Continuous) -> Any:
+        batch = watch.around(continuous.fetch)
+        self._core.moved_file = self._core.moved_file or watch.moved_file
+        if watch.finding:
+            self._tuner.forbid_threads(watch.finding)
+        if watch.finding or watch.fetches >= _WATCHED:
+            self._watch = None
         return batch

@@ -50,7 +50,7 @@ class Fetching:
         own_workers: what makes whole epochs in place of the loader's own workers, or None.
         transforms: functions applied to each batch, in order.
         newest: the only pass whose batches `workers` may make.
-        witness: watches plain fetches, or None.
+        fetch_watch: watches plain fetches, or None.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Fetching:
         self.own_workers: OwnWorkers | None = None
         self.newest = Newest()
         self.transforms: dict[str, Callable[[Any], Any]] = {}
-        self.witness: FetchWatch | None = None
+        self.fetch_watch: FetchWatch | None = None
 
 
 class LoaderProxy(StandIn):
@@ -168,8 +168,8 @@ class Controlled(Maker):
             batch = running.continuous.fetch()
             return pin_memory(batch) if self._pins else batch  # type: ignore[no-untyped-call]
         # The first index list also draws the sampler's seed: that one is not the dataset's doing.
-        witness = self._fetching.witness if running.position else None
-        return next(running.rest) if witness is None else witness.watch(lambda: next(running.rest))
+        watch = self._fetching.fetch_watch if running.position else None
+        return next(running.rest) if watch is None else watch.around(lambda: next(running.rest))
 
     def failed(self, running: Pass, error: Exception) -> bool:
         """Go on plainly from the very batch: a broken sample then raises the dataset's own error."""

@@ -181,7 +181,7 @@ def test_epochs_are_made_ahead(monkeypatch: pytest.MonkeyPatch, make: Any, numbe
     monkeypatch.setattr(Continuous, "resume", lambda self: gone_on.append(resume(self)) or gone_on[-1])
     with ContinuousLoader(make(), mode="threads", workers=2) as loader:
         passes(loader, [None] * 4, NUMBERS[number])
-        assert loader._way._continuous.failed_guesses == 0  # type: ignore[union-attr]
+        assert loader._core._continuous.failed_guesses == 0  # type: ignore[union-attr]
 
     assert gone_on == [False, True, True, True]
 
