@@ -136,7 +136,7 @@ def _is_live(thing: Any) -> bool:
 
 def positions() -> dict[str, int]:
     """Return where each file that is open for reading stands; nothing where the system doesn't tell (/proc)."""
-    found: dict[str, int] = {}
+    open_at: dict[str, int] = {}
     with contextlib.suppress(OSError):
         for number in os.listdir("/proc/self/fdinfo"):
             with contextlib.suppress(OSError, ValueError):
@@ -144,8 +144,8 @@ def positions() -> dict[str, int]:
                 if path.startswith("/") and not path.startswith(("/dev/", "/proc/", "/memfd:")):
                     position, writes_only = _place(number)
                     if not writes_only:
-                        found[f"{path} ({number})"] = position
-    return found
+                        open_at[f"{path} ({number})"] = position
+    return open_at
 
 
 def _place(number: str) -> tuple[int, bool]:

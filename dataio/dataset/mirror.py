@@ -260,11 +260,11 @@ def compare(old: State, new: State) -> Change:
     return Change(changed, sendable and not gone and old.rest == new.rest)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, _Handle) or isinstance(other, _Handle):
-        return bool(one == other)
+def _equal(old: Any, new: Any) -> bool:
+    if isinstance(old, _Handle) or isinstance(new, _Handle):
+        return bool(old == new)
     # True is not 1, and a NaN is itself.
-    return one is other or (type(one) is type(other) and bool(one == other or (one != one and other != other)))
+    return old is new or (type(old) is type(new) and bool(old == new or (old != old and new != new)))
 
 
 def _sendable(path: Path) -> bool:

@@ -198,14 +198,14 @@ def _library(package: str) -> bool:
     """Tell whether a top-level package comes with Python or was installed."""
     if package in _NEVER or (package in sys.stdlib_module_names and package != "__main__"):
         return True
-    found = getattr(sys.modules.get(package), "__file__", None)
-    if found is None:
+    file = getattr(sys.modules.get(package), "__file__", None)
+    if file is None:
         return False
     # An environment with `--system-site-packages` imports from directories that sysconfig doesn't name.
-    if not {"site-packages", "dist-packages"}.isdisjoint(PurePath(found).parts):
+    if not {"site-packages", "dist-packages"}.isdisjoint(PurePath(file).parts):
         return True
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return any(found.startswith(path) for path in paths if path)
+    return any(file.startswith(path) for path in paths if path)
 
 
 class _PlainObject:

@@ -248,7 +248,7 @@ class ThreadEngine:
         # Until a batch was seen not to draw, jobs are held back. It is made once all before it are there, while the
         # loop waits for it: what others draw meanwhile would be taken for its own, and be undone.
         self._quiet = False
-        self._held: deque[BatchJob] = deque()
+        self._held_back: deque[BatchJob] = deque()
         self._check: _DrawCheck | None = None
         self._owner = os.getpid()
 
@@ -256,7 +256,7 @@ class ThreadEngine:
         """Make the pool; its threads start with the first jobs."""
         if os.getpid() != self._owner:  # a copy of the loader in a forked process, where no thread came along
             self._owner, self._pool, self._check = os.getpid(), None, None
-            self._held.extendleft(job for job, _ in reversed(self._futures))
+            self._held_back.extendleft(job for job, _ in reversed(self._futures))
             self._futures.clear()
         if self._pool is None:
             self._pool = ThreadPool(self.workers, "accel-loader")
@@ -264,14 +264,14 @@ class ThreadEngine:
     def submit(self, job: BatchJob) -> None:
         """Hand a job to the threads."""
         self.start()
-        self._held.append(job)
+        self._held_back.append(job)
         if self._quiet:
             self._hand_out()
 
     def _hand_out(self) -> None:
         assert self._pool is not None
-        while self._held:
-            job = self._held.popleft()
+        while self._held_back:
+            job = self._held_back.popleft()
             self._check = check = None if self._quiet else _DrawCheck()
             future = self._pool.submit(self._make, job, check)
             self._futures.append((job, future))
@@ -327,7 +327,7 @@ class ThreadEngine:
         for _, future in self._futures:
             future.cancel()
         self._futures.clear()
-        self._held.clear()
+        self._held_back.clear()
 
     def update(self, leaves: dict[Path, Any]) -> None:
         """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
@@ -346,7 +346,7 @@ class ThreadEngine:
             future.cancel()
         if self._pool is not None:
             self._pool.shutdown()
-        self._pool, self._futures, self._held = None, deque(), deque()
+        self._pool, self._futures, self._held_back = None, deque(), deque()
         self._quiet = False
 
     def close(self) -> None:

@@ -151,9 +151,9 @@ class WorkerHandle:
         """Clear away a worker that is gone; return which process it was and how it ended."""
         self.hang_up()
         self.process.join(1.0)
-        told = f"worker process {self.number} (pid {self.process.pid}) {_how_it_ended(self.process.exitcode)}"
+        description = f"worker process {self.number} (pid {self.process.pid}) {_how_it_ended(self.process.exitcode)}"
         self._end()
-        return told
+        return description
 
     def end(self, wait_s: float) -> None:
         """End the process, which has `wait_s` seconds to do so by itself."""

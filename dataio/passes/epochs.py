@@ -122,11 +122,11 @@ def ordering(loader: DataLoader[Any]) -> Any:
 
 def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     own = [loader.generator, getattr(ordering(loader), "generator", None)]
-    found: list[torch.Generator] = []
+    distinct: list[torch.Generator] = []
     for generator in own:
-        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
-            found.append(generator)
-    return found
+        if isinstance(generator, torch.Generator) and all(generator is not other for other in distinct):
+            distinct.append(generator)
+    return distinct
 
 
 def put_back(loader: DataLoader[Any], drawn: States, wanted: States) -> None:
@@ -335,6 +335,6 @@ def same_draws(loader: DataLoader[Any], ahead: Ahead) -> bool:
     return same(capture(loader), ahead.before)
 
 
-def same(one: States, other: States) -> bool:
+def same(states: States, other: States) -> bool:
     """Tell whether two lists of random states are equal."""
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(states) == len(other) and all(torch.equal(a, b) for a, b in zip(states, other, strict=True))
