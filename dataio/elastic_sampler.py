@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch.utils.data import Sampler
 
-from accel.dataio.foreseen import Foreseen
+from accel.dataio.peek import PeekedEpoch
 from accel.dataio.sampling.permutation import Items, Permutation
 from accel.dataio.sampling.round_robin import RoundRobin, Tail, world
 
@@ -269,7 +269,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._under_way, self._in_hand = deque(), None
         return self._batches(self._under_way, self._position, self._taken, self.epoch)
 
-    def foresee(self, epoch: int) -> Foreseen | None:
+    def peek_epoch(self, epoch: int) -> PeekedEpoch | None:
         """Return the pass over `epoch` that follows when this one is over; None if nothing counts what the loop took.
 
         It holds unless a state, a position or a batch size is set in between.
@@ -285,7 +285,7 @@ class ElasticSampler(Sampler[list[int]]):
         def begin() -> None:
             self._under_way, self._in_hand = under_way, None
 
-        return Foreseen(self._batches(under_way, 0, step, epoch), holds, begin)
+        return PeekedEpoch(self._batches(under_way, 0, step, epoch), holds, begin)
 
     def _batches(self, under_way: deque[_DealtStep], position: int, step: int, epoch: int) -> Iterator[list[int]]:
         order, dealer = self._order(epoch), None

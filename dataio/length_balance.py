@@ -33,8 +33,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from accel.dataio.foreseen import Foreseen
 from accel.dataio.packing import best_fit, check_lengths, check_longest
+from accel.dataio.peek import PeekedEpoch
 from accel.dataio.sampling.balance_plan import (
     Floats,
     Ints,
@@ -196,14 +196,14 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
             drawn.step = step + 1
             yield packs.order[ends[pack] - packs.sizes[pack] : ends[pack]].tolist()
 
-    def foresee(self, epoch: int) -> Foreseen:
+    def peek_epoch(self, epoch: int) -> PeekedEpoch:
         """Return the pass over `epoch` that comes next, from its beginning; it holds unless a state is loaded."""
         drawn = _Drawn(0)
 
         def begin() -> None:
             self._drawn = drawn
 
-        return Foreseen(self._batches(epoch, drawn), lambda: self.epoch == epoch and self._start == 0, begin)
+        return PeekedEpoch(self._batches(epoch, drawn), lambda: self.epoch == epoch and self._start == 0, begin)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch; setting the one that a loaded state is in leaves its place alone."""

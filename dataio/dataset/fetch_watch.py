@@ -3,7 +3,7 @@
 Fetching may move to another process only if it is a function of the indices alone. A dataset that draws random numbers
 (augmentation), counts, caches or keeps its own generator is such a function of history, and moving it would change what
 the model sees. A watch compares, around a fetch in the plain loop, the global random states (torch, numpy, Python),
-the dataset's own state with what its code names (`accel.dataio.dataset.mirror`), and where files stand that were open
+the dataset's own state with what its code names (`accel.dataio.dataset.snapshot`), and where files stand that were open
 before.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from accel.dataio.dataset.handles import moved, positions
-from accel.dataio.dataset.mirror import State, compare, state_of
+from accel.dataio.dataset.snapshot import Snapshot, compare, take_snapshot
 from accel.dataio.fetching.drawing import others_could_draw
 from accel.dataio.fetching.randomness import random_state
 
@@ -44,7 +44,7 @@ class FetchWatch:
         self.fetches = 0
         self.moved_file = ""
         """A file that was open before a fetch and stood elsewhere after it."""
-        self._seen: tuple[Any, State, dict[str, int]] | None = None
+        self._seen: tuple[Any, Snapshot, dict[str, int]] | None = None
 
     def around(self, fetch: Callable[[], _T]) -> _T:
         """Return what `fetch` returns, and keep the first finding."""
@@ -55,14 +55,14 @@ class FetchWatch:
 
     def before(self) -> None:
         """Note the states before a fetch."""
-        self._seen = (self._random_state(), self._state(), positions())
+        self._seen = (self._random_state(), self._snapshot(), positions())
 
     def after(self) -> None:
         """Compare the states after the fetch with those before; keeps the first finding."""
         if self._seen is None:
             return
         (drawn, own, stood), self._seen = self._seen, None
-        changed = bool(compare(own, self._state()))
+        changed = bool(compare(own, self._snapshot()))
         self.fetches += 1
         self.moved_file = self.moved_file or moved(stood, positions())
         if self.finding:
@@ -75,9 +75,9 @@ class FetchWatch:
         elif self.moved_file:
             self.finding = f"fetching a sample reads on in a file that was open before, {self.moved_file}"
 
-    def _state(self) -> State:
+    def _snapshot(self) -> Snapshot:
         # Big arrays are looked at once, the others around each fetch that is watched.
-        return state_of(self.dataset, share=1.0 if not self.fetches else _SHARE)
+        return take_snapshot(self.dataset, share=1.0 if not self.fetches else _SHARE)
 
     def _random_state(self) -> Any:
         return random_state() if self._draws else None

@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.mirror import Path
+from accel.dataio.dataset.snapshot import Path
 from accel.dataio.engine.thread_pool import ThreadPool
 from accel.dataio.fetching.drawing import Drawing, SeparateStates, others_could_draw
 from accel.dataio.fetching.fetch import blame, fetch_of

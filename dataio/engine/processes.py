@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.mirror import Path
+from accel.dataio.dataset.snapshot import Path
 from accel.dataio.engine import wire, worker
 from accel.dataio.engine.engine import BatchJob, FetchTimeout, WorkerDied, WorkersStuck, as_raised
 from accel.dataio.engine.slots import MOST_IN_USE, SlotReader

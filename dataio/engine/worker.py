@@ -33,7 +33,7 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from accel.dataio.dataset.mirror import State, apply_leaves, compare, state_of
+from accel.dataio.dataset.snapshot import Snapshot, apply_leaves, compare, take_snapshot
 from accel.dataio.engine import slots, wire
 from accel.dataio.engine.engine import WorkerEpoch
 from accel.dataio.fetching.fetch import Fetch, blame
@@ -152,7 +152,7 @@ class _Worker:
         self._main_thread = threading.get_ident()
         self._epoch: int | None = None
         # The dataset as a worker that was just started would have it.
-        self._clean: State | None = None
+        self._clean: Snapshot | None = None
         self._moved = ""
 
     # -- receiving ---------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class _Worker:
         if not self._moved:
             self._seed(epoch.base_seed)
         if self._clean is None:
-            self._clean = state_of(self._fetch)
+            self._clean = take_snapshot(self._fetch)
         elif self._task.init is not None:
             self._look("the worker_init_fn changes the dataset, each time in another way")
         if self._moved:
@@ -247,7 +247,7 @@ class _Worker:
     def _look(self, what: str) -> None:
         """Take note if the dataset is another than that of a worker that was just started."""
         if self._clean is not None and not self._moved:
-            now = state_of(self._fetch)
+            now = take_snapshot(self._fetch)
             if compare(self._clean, now) or now.whole != self._clean.whole:
                 self._moved = what
 
@@ -256,7 +256,7 @@ class _Worker:
             self._look("fetching a sample changes the dataset, which workers that go on would not forget")
         apply_leaves(self._fetch, leaves)
         if self._clean is not None:
-            self._clean = state_of(self._fetch)
+            self._clean = take_snapshot(self._fetch)
 
     def _serve(self, order: Order) -> None:
         self._release(order)

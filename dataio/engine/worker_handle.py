@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from socket import socket
 from typing import Any
 
-from accel.dataio.dataset.mirror import Path
+from accel.dataio.dataset.snapshot import Path
 from accel.dataio.engine import worker
 from accel.dataio.engine.engine import BatchJob
 from accel.dataio.engine.inbox import Inbox

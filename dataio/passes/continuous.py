@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.mirror import Forecast, Glance, State, compare, state_of
+from accel.dataio.dataset.snapshot import Forecast, QuickCheck, Snapshot, compare, take_snapshot
 from accel.dataio.engine.engine import BatchJob, Engine
 from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes import epochs
@@ -73,7 +73,7 @@ class Continuous:
 
     def __init__(self, loader: DataLoader[Any], engine: Engine, *, strict: bool = False) -> None:
         self.loader, self.engine, self._strict = loader, engine, strict
-        self._glance: Glance | None = None
+        self._quick_check: QuickCheck | None = None
         self._renewals = self.failed_guesses = self._wrong = 0
         self._seeded = loader.worker_init_fn is None
         self._ended = self._feeding = False
@@ -98,11 +98,11 @@ class Continuous:
         self._epoch_step = 1
         self._begun_at: int | None = None
         self._fetch = fetch_of(loader)
-        self._sent: State = state_of(self._fetch)
-        self._began: State | None = None
+        self._sent: Snapshot = take_snapshot(self._fetch)
+        self._began: Snapshot | None = None
         self._forecast = Forecast(self._fetch)
         # What each engine's copies of the dataset were last told; one that has not begun takes it as it is then.
-        self._states: weakref.WeakKeyDictionary[Engine, State] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[Engine, Snapshot] = weakref.WeakKeyDictionary()
         self._made_in: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # epoch
         # For mending: what is under way, and what it has to be undone with.
         self.broken = False
@@ -120,10 +120,10 @@ class Continuous:
             indices: the index lists; drawn from at most `engine.capacity` batches early.
             base_seed: of the random numbers in this epoch.
             first: number of the first list in its epoch.
-            ahead: go on with the next epoch at its end, if that can be foreseen.
+            ahead: go on with the next epoch at its end, if that can be drawn ahead.
         """
         self.drop()
-        self._note_epoch(first, self._state())
+        self._note_epoch(first, self._snapshot())
         self._refresh(self._epoch + 1)
         self.served = first
         self._feed(indices, base_seed)
@@ -154,7 +154,7 @@ class Continuous:
             self.skip_failed()
         if self._resumed is not None:
             self._start()
-        if self._given and self._glance is not None and self._glance.changed():
+        if self._given and self._quick_check is not None and self._quick_check.changed():
             self._renew()
         self._fill()
         if not self._record or self._record[0].epoch != self._epoch:
@@ -175,15 +175,15 @@ class Continuous:
     def _renew(self) -> None:
         """If the loop has changed the dataset within the epoch, make anew what was made ahead."""
         assert self._began is not None
-        now = self._state()
-        self._glance = Glance(self.loader.dataset)
+        now = self._snapshot()
+        self._quick_check = QuickCheck(self.loader.dataset)
         if not compare(self._began, now):
             return
         self._renewals += 1
         if self._renewals > _MOST_RENEWALS:
             if self._strict:
                 raise DatasetMoves("the loop changes the dataset within an epoch: batches made ahead can't follow")
-            self._glance = None
+            self._quick_check = None
             return
         self._forget_ahead()
         self.engine.discard()
@@ -260,7 +260,7 @@ class Continuous:
 
     def know(self, engine: Engine) -> None:
         """Take note that an engine's copies of the dataset have just been made."""
-        self._states[engine], self._made_in[engine] = self._state(), self._epoch + 1
+        self._states[engine], self._made_in[engine] = self._snapshot(), self._epoch + 1
 
     def close(self) -> None:
         """Give up the engine's threads and processes; the next `take` starts them anew."""
@@ -278,7 +278,7 @@ class Continuous:
         self._states[self.engine] = self._sent
         self.engine = engine
         self._sent = self._states.get(engine, self._sent)
-        self._began = self._state()
+        self._began = self._snapshot()
         self._refresh(self._epoch)
 
     def _forget_ahead(self) -> None:
@@ -315,7 +315,7 @@ class Continuous:
         self._given, self._failed = 0, False
         self._forget_ahead()
         self._may_look_ahead = False
-        self._sent = self._began = self._state()
+        self._sent = self._began = self._snapshot()
         self.broken = False
 
     # -- the epoch after ---------------------------------------------------------------------------------------------
@@ -333,9 +333,9 @@ class Continuous:
             # one more, which is when the sampler would have drawn once more.
             return False
         undisturbed = same_draws(self.loader, ahead)
-        as_expected = epoch_of(self.loader) == ahead.epoch and ahead.foreseen.holds()
+        as_expected = epoch_of(self.loader) == ahead.epoch and ahead.peeked.holds()
         as_expected = as_expected and epochs.lengths(self.loader) == ahead.lengths
-        now = self._state()
+        now = self._snapshot()
         if not (undisturbed and as_expected) or not now.whole or compare(self._sent, now):
             self.failed_guesses += 1
             # A loop that draws random numbers of its own between the two will do so again; epochs can be learnt.
@@ -346,7 +346,7 @@ class Continuous:
         self._refresh(self._epoch + 1)
         self._real = capture(self.loader), None
         epochs.begin_ahead(self.loader, ahead)
-        ahead.foreseen.begin()
+        ahead.peeked.begin()
         self._real = None
         self._begin(ahead)
         return True
@@ -464,11 +464,11 @@ class Continuous:
     def _jobs(self, draws: Draws, base_seed: int, epoch: int, first: int = 0, dataset: Any = None) -> Jobs:
         return Jobs(draws, base_seed if self._seeded else None, epoch, first, dataset)
 
-    def _state(self) -> State:
+    def _snapshot(self) -> Snapshot:
         self._fetch.collate = self.loader.collate_fn  # which the user may have changed
-        return state_of(self._fetch)
+        return take_snapshot(self._fetch)
 
-    def _note_epoch(self, first: int, now: State) -> None:
+    def _note_epoch(self, first: int, now: Snapshot) -> None:
         """Learn how the sampler's epoch and the dataset move from one epoch to the next."""
         epoch = epoch_of(self.loader)
         if not first and self._began is not None:
@@ -478,7 +478,7 @@ class Continuous:
             self._epoch_step = epoch - self._begun_at
         self._began, self._begun_at = now, epoch
         gave_up = self._renewals > _MOST_RENEWALS and not self._strict
-        self._glance = None if gave_up else Glance(self.loader.dataset)
+        self._quick_check = None if gave_up else QuickCheck(self.loader.dataset)
 
     def _refresh(self, epoch: int) -> None:
         """Bring the engine's copies of the dataset to its present state, as `epoch` begins or goes on."""

@@ -180,4 +180,4 @@ class _AsDrawnByWorkers(Continuous):
 
     def _note_epoch(self, first: int, now: Any) -> None:
         super()._note_epoch(first, now)
-        self._glance = None
+        self._quick_check = None

@@ -110,7 +110,7 @@ def test_an_array_keeps_its_slot(keep: Any) -> None:
         link.send({"a": np.zeros((2, 3), int)})
 
     assert np.array_equal(np.array(kept), before)
-    assert link.reader.held == 1
+    assert link.reader.in_use == 1
 
 
 def test_what_backward_saved_is_held() -> None:
@@ -134,7 +134,7 @@ def test_a_tensor_may_be_dropped_by_another_thread() -> None:
     thread.start()
     thread.join()
 
-    assert link.reader.held == 0
+    assert link.reader.in_use == 0
     assert len(link.reader.take_freed()[0]) == 20
 
 

@@ -7,7 +7,7 @@ path. A change of anything else (another list, a generator, a tensor or an array
 long list, a global that the dataset's or the collate function's code names) can't be sent: they start anew.
 
 What can't be looked into whether it has changed (objects of C code, more than 64 MiB of arrays, more than a million
-entries of long containers or 10,000 other values) may have: `State.whole` is False then.
+entries of long containers or 10,000 other values) may have: `Snapshot.whole` is False then.
 
 A number that moved by the same step at two epochs running, as an epoch counter does, is expected to move so again. Then
 the batches that are fetched ahead are made under the expected state, and thrown away if it comes out otherwise.
@@ -62,7 +62,7 @@ _HOLDERS = 64
 _SCALARS = (int, float, bool, str, bytes, complex, type(None), np.number, np.bool_)
 
 
-class State(NamedTuple):
+class Snapshot(NamedTuple):
     """A dataset's small state: what can be sent, by path, and a fingerprint of the rest."""
 
     leaves: dict[Path, Any]
@@ -101,7 +101,7 @@ class _Handle(_Same):
     __hash__ = None
 
 
-def state_of(dataset: Any, share: float = 1.0) -> State:
+def take_snapshot(dataset: Any, share: float = 1.0) -> Snapshot:
     """Return the small state of `dataset`, or of a `Fetch`.
 
     Args:
@@ -132,7 +132,7 @@ def state_of(dataset: Any, share: float = 1.0) -> State:
                 content.unseen()
                 break
             waiting.append((value, (*path, step)))
-    return State(leaves, rest, content.whole)
+    return Snapshot(leaves, rest, content.whole)
 
 
 def _fingerprint(thing: Any, content: Content | None) -> tuple[Any, ...]:
@@ -205,7 +205,7 @@ def _parts(thing: Any, followed: set[str]) -> Iterator[tuple[tuple[str, Any], An
         yield ("code", "class"), type(thing)
 
 
-class Glance:
+class QuickCheck:
     """Sees at little cost, 1 to 20 µs, that attributes or entries near the surface of a dataset are others now.
 
     Args:
@@ -248,7 +248,7 @@ class Change(NamedTuple):
         return bool(self.leaves) or not self.sendable
 
 
-def compare(old: State, new: State) -> Change:
+def compare(old: Snapshot, new: Snapshot) -> Change:
     """Return what has to be sent to a copy in state `old` to bring it to `new`."""
     changed = {
         path: value
@@ -272,7 +272,7 @@ def _sendable(path: Path) -> bool:
 
 
 def apply_leaves(dataset: Any, leaves: dict[Path, Any]) -> None:
-    """Set the values in a copy of what `state_of` looked at, past any `__setattr__`: they were found that way."""
+    """Set the values in a copy of what `take_snapshot` looked at, past any `__setattr__`: they were found that way."""
     for path, value in leaves.items():
         target = dataset
         for kind, name in path[:-1]:
@@ -303,9 +303,9 @@ class Forecast:
         self._steps: dict[Path, int] = {}
         epoch = None if fetch is None else dataset_epoch(fetch.dataset)
         if fetch is not None and epoch is not None:
-            self.saw(state_of(fetch), state_of(fetch.of(at_epoch(fetch.dataset, epoch + 1))))
+            self.saw(take_snapshot(fetch), take_snapshot(fetch.of(at_epoch(fetch.dataset, epoch + 1))))
 
-    def saw(self, old: State, new: State) -> None:
+    def saw(self, old: Snapshot, new: Snapshot) -> None:
         """Take note of how the dataset moved from one epoch's beginning to the next one's."""
         self._steps = {
             path: value - old.leaves[path]
@@ -316,12 +316,12 @@ class Forecast:
             and value != old.leaves[path]
         }
 
-    def next(self, now: State) -> State:
+    def next(self, now: Snapshot) -> Snapshot:
         """Return the state that is expected when the next epoch begins."""
         moved = {path: now.leaves[path] + step for path, step in self._steps.items() if path in now.leaves}
-        return State({**now.leaves, **moved}, now.rest, now.whole)
+        return Snapshot({**now.leaves, **moved}, now.rest, now.whole)
 
-    def view(self, fetch: Fetch, expected: State) -> Any:
+    def view(self, fetch: Fetch, expected: Snapshot) -> Any:
         """Return the dataset of `fetch` as it is expected to be, and leave itself alone; None if that can't be had."""
         dataset = fetch.dataset
         epoch = dataset_epoch(dataset)
@@ -330,6 +330,6 @@ class Forecast:
         # Its epoch is one of the numbers that moved; by how much, the comparison shows.
         for step in set(self._steps.values()):
             view = at_epoch(dataset, epoch + step)
-            if not compare(State(expected.leaves, {}), State(state_of(fetch.of(view)).leaves, {})):
+            if not compare(Snapshot(expected.leaves, {}), Snapshot(take_snapshot(fetch.of(view)).leaves, {})):
                 return view
         return None
