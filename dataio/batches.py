@@ -88,7 +88,7 @@ def describe(batch: Any) -> tuple[int, Hashable]:
 
 
 def equal(batch: Any, other: Any) -> bool:
-    """Tell whether two batches hold the same bits in the same structure; NaN equals NaN."""
+    """Return whether two batches hold the same bits in the same structure; NaN equals NaN."""
     left, right = list(leaves(batch)), list(leaves(other))
     return len(left) == len(right) and all(_same(a, b) for a, b in zip(left, right, strict=True))
 

@@ -111,7 +111,7 @@ class ElasticSampler(Sampler[list[int]]):
         """Pass the loader's batches on and count each as consumed when the loop gets it.
 
         A state saved in the loop's body includes the batch in hand: save after the optimizer's step. After the last
-        batch the sampler goes on to the next epoch by itself; after a `break` it stays where the loop was.
+        batch the sampler goes on to the next epoch automatically; after a `break` it stays where the loop was.
 
         Args:
             batches: the loader built on this sampler, or what wraps it (the outermost, if one looks ahead).

@@ -43,7 +43,7 @@ class Packed(NamedTuple):
     cu_seqlens: Tensor
     """(n+1,) int32: sequence i is tokens[cu_seqlens[i]:cu_seqlens[i+1]]; padding counts as one more sequence."""
     max_seqlen: int
-    """The longest of the sequences that `cu_seqlens` tells apart, in tokens."""
+    """The longest of the sequences that `cu_seqlens` separates, in tokens."""
 
 
 def pack(

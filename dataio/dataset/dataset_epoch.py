@@ -1,6 +1,6 @@
 """A dataset as it will be in another epoch, for batches that are made before the loop has begun that epoch.
 
-Worker processes have copies of a dataset, which are told the epoch that is expected next. Threads read the loop's own,
+Worker processes have copies of a dataset, which are sent the epoch that is expected next. Threads read the loop's own,
 which is still in the epoch before. So a dataset may offer `epoch`, a number, and `at_epoch(epoch)`, which returns what
 reads the same samples as the dataset itself after `set_epoch(epoch)`, and leaves the dataset as it is.
 """

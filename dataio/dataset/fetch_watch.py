@@ -68,7 +68,7 @@ class FetchWatch:
         if self.finding:
             return
         if self._random_state() != drawn:
-            # Whoever drew: where that can't be told, fetching is left where it is.
+            # Where the thread that drew can't be identified, fetching stays where it is.
             self.finding = _DRAWS_OR_OTHERS if others_could_draw() else "fetching a sample draws random numbers"
         elif changed:
             self.finding = "fetching a sample changes the dataset"

@@ -1,4 +1,4 @@
-"""Tell whether a fetch reads through something that a forked process would share with the loop: an open file, a socket.
+"""Does a fetch read through something that a forked process would share with the loop: an open file, a socket?
 
 A forked process has the descriptors that were open before, and their positions in common with the loop: two that read
 on from the same place get each other's bytes, and no measurement shows it. Neither may a database connection or an HDF5
@@ -104,7 +104,7 @@ def _handle(name: str, thing: Any) -> str:
 
 
 def is_handle(thing: Any) -> bool:
-    """Tell whether a thing is an open file, a socket, or of a package whose objects hold such."""
+    """Return whether a thing is an open file, a socket, or of a package whose objects hold such."""
     if isinstance(thing, io.IOBase):
         return _is_open_file(thing)
     return isinstance(thing, socket.socket) or (_package(type(thing)) in _HANDLES and _is_live(thing))
@@ -122,7 +122,7 @@ def _is_open_file(thing: Any) -> bool:
 
 
 def _is_live(thing: Any) -> bool:
-    """Tell whether an object of a package of handles is more than a class, a function or a closed file."""
+    """Return whether an object of a package of handles is more than a class, a function or a closed file."""
     if isinstance(thing, type):
         return False
     try:

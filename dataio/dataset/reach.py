@@ -88,7 +88,7 @@ _COMPILED = ("_cython", "numba", "_dispatcher")
 
 
 def is_code(thing: Any) -> bool:
-    """Tell whether `thing` is a function, a class, or what makes one of another."""
+    """Return whether `thing` is a function, a class, or what makes one of another."""
     return isinstance(thing, _CODE) or type(thing).__module__.startswith(_COMPILED)
 
 
@@ -195,7 +195,7 @@ _NEVER = frozenset({"accel", "builtins", "functools", "torch", "torchvision"})
 
 @functools.cache
 def _library(package: str) -> bool:
-    """Tell whether a top-level package comes with Python or was installed."""
+    """Return whether a top-level package comes with Python or was installed."""
     if package in _NEVER or (package in sys.stdlib_module_names and package != "__main__"):
         return True
     file = getattr(sys.modules.get(package), "__file__", None)
@@ -213,12 +213,12 @@ class _PlainObject:
 
 
 def native(kind: type) -> bool:
-    """Tell whether instances of a class have room for more than Python objects."""
+    """Return whether instances of a class have room for more than Python objects."""
     return (kind.__basicsize__ > _PlainObject.__basicsize__ and not _only_slots(kind)) or kind.__itemsize__ != 0
 
 
 def _only_slots(kind: type) -> bool:
-    """Tell whether it is `__slots__` alone that make the instances of a class larger."""
+    """Return whether it is `__slots__` alone that make the instances of a class larger."""
     return all(base is object or "__slots__" in vars(base) or _is_python(base) for base in kind.__mro__)
 
 

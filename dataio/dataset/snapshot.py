@@ -1,4 +1,4 @@
-"""Keep the worker processes' copies of a dataset like the loop's own.
+"""Snapshots of a dataset, by which the worker processes' copies are kept like the loop's own.
 
 A worker has the dataset as it was when the worker started. When the loop changes it between two epochs
 (`dataset.set_epoch(3)`, `dataset.transform.strength = 0.2`), workers that live on would never see it. So its state is
@@ -63,12 +63,12 @@ _SCALARS = (int, float, bool, str, bytes, complex, type(None), np.number, np.boo
 
 
 class Snapshot(NamedTuple):
-    """A dataset's small state: what can be sent, by path, and a fingerprint of the rest."""
+    """A dataset's small state: values that can be sent, by path, and fingerprints of the rest."""
 
     leaves: dict[Path, Any]
     rest: dict[Path, Any]
     whole: bool = True
-    """False if there is more to it, which can't be seen."""
+    """False if a part of it can't be inspected."""
 
 
 class _Same:
@@ -136,7 +136,7 @@ def take_snapshot(dataset: Any, share: float = 1.0) -> Snapshot:
 
 
 def _fingerprint(thing: Any, content: Content | None) -> tuple[Any, ...]:
-    """Return what tells a thing from another and from itself when it was written; without `content`, from others."""
+    """Return what identifies an object and its contents; without `content`, the object alone."""
     same = _Same(thing)
     if isinstance(thing, torch.Generator):
         return (same, thing.get_state().numpy().tobytes())
@@ -166,7 +166,7 @@ def _fingerprint(thing: Any, content: Content | None) -> tuple[Any, ...]:
 
 
 def _looked_into(thing: Any) -> bool:
-    """Tell whether there is nothing to a thing but what its parts show; or nothing that can change."""
+    """Return whether there is nothing to a thing but what its parts show; or nothing that can change."""
     if is_code(thing) or isinstance(thing, _UNCHANGING):
         return True
     kind = type(thing)
@@ -206,7 +206,7 @@ def _parts(thing: Any, followed: set[str]) -> Iterator[tuple[tuple[str, Any], An
 
 
 class QuickCheck:
-    """Sees at little cost, 1 to 20 µs, that attributes or entries near the surface of a dataset are others now.
+    """Detects in 1 to 20 µs that attributes or entries near the surface of a dataset were replaced.
 
     Args:
         dataset: whose attributes, those of the objects it holds, and so on, are looked at: the nearest 64 objects.
@@ -226,7 +226,7 @@ class QuickCheck:
         self._kept = [list(_values(holder)) for holder in self._holders]  # kept, so that no id is given again
 
     def changed(self) -> bool:
-        """Tell whether any attribute or entry is another object than when this was made."""
+        """Return whether any attribute or entry is another object than when this was made."""
         for holder, kept in zip(self._holders, self._kept, strict=True):
             values = _values(holder)
             if len(values) != len(kept) or any(map(is_not, values, kept)):
@@ -239,7 +239,7 @@ def _values(holder: Any) -> Any:
 
 
 class Change(NamedTuple):
-    """What became of a dataset: the leaves that differ, and whether they are all that differs."""
+    """The difference of two snapshots: the leaves that differ, and whether sending them is enough."""
 
     leaves: dict[Path, Any]
     sendable: bool
@@ -272,7 +272,7 @@ def _sendable(path: Path) -> bool:
 
 
 def apply_leaves(dataset: Any, leaves: dict[Path, Any]) -> None:
-    """Set the values in a copy of what `take_snapshot` looked at, past any `__setattr__`: they were found that way."""
+    """Set the values in a copy of what `take_snapshot` looked at, past any `__setattr__`, as they were read."""
     for path, value in leaves.items():
         target = dataset
         for kind, name in path[:-1]:
@@ -296,7 +296,7 @@ class Forecast:
     """Expect a dataset's next state from how it moved between the last epochs.
 
     Args:
-        fetch: whose dataset's epoch, if it can tell how it will be in another, is expected to move by one at first.
+        fetch: of a dataset whose epoch is expected to increase by one at first, if it has `at_epoch`.
     """
 
     def __init__(self, fetch: Fetch | None = None) -> None:
@@ -306,7 +306,7 @@ class Forecast:
             self.saw(take_snapshot(fetch), take_snapshot(fetch.of(at_epoch(fetch.dataset, epoch + 1))))
 
     def saw(self, old: Snapshot, new: Snapshot) -> None:
-        """Take note of how the dataset moved from one epoch's beginning to the next one's."""
+        """Record how the dataset changed from one epoch's beginning to the next one's."""
         self._steps = {
             path: value - old.leaves[path]
             for path, value in new.leaves.items()

@@ -1,4 +1,4 @@
-"""Tell whether several threads may read a dataset at once.
+"""Return whether several threads may read a dataset at once.
 
 A dataset may say so itself by an attribute `thread_safe`. If it doesn't, what it holds is looked through: a dataset
 made of numbers, texts, tensors, arrays and plain Python objects of such is read by indexing alone, which threads may do
@@ -94,7 +94,7 @@ class _PlainClass:
 
 
 def _written_in_python(kind: type) -> bool:
-    """Tell whether a class adds nothing to `object` but Python code: what it holds is then in its `__dict__`.
+    """Return whether a class adds nothing to `object` but Python code: what it holds is then in its `__dict__`.
 
     A class of C code, and one with `__slots__`, has room for more in its instances.
     """

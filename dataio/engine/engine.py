@@ -158,7 +158,7 @@ class InlineEngine:
     """Make each batch when it is asked for, in the loop's own thread.
 
     A job's seed holds for its batch alone: the loop's own random states are put back (`accel.dataio.fetching.drawing`).
-    So augmentation is the same as in a worker process, and the loop draws the same numbers whoever fetches.
+    So augmentation is the same as in a worker process, and the loop draws the same numbers whichever engine fetches.
     """
 
     capacity = 1
@@ -340,7 +340,7 @@ class ThreadEngine:
         self.update({})
 
     def reset(self) -> None:
-        """Forget all jobs and leave the threads to end by themselves; the next job starts others."""
+        """Forget all jobs and leave the threads to end on their own; the next job starts others."""
         self._abandon_check()
         for _, future in self._futures:
             future.cancel()
@@ -364,7 +364,7 @@ class _DrawCheck:
     def __init__(self) -> None:
         self.future: Future[Any] | None = None
         self._waiting = threading.get_ident()
-        # Whoever pops it decides whether states are written. No lock: Ctrl-C could leave it locked.
+        # The thread that pops it decides whether states are written. No lock: Ctrl-C could leave it locked.
         self._decision = [True]
 
     def make(self, fetch: Callable[[Any], Any], indices: Any) -> Any:

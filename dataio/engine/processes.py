@@ -112,7 +112,7 @@ class ProcessEngine:
         self._waiting: dict[int, BatchJob] = {}
         self._tries: dict[int, int] = {}
         self._failed_starts = 0
-        # What the workers' copies of the dataset were told: for all jobs there are, and from a certain job on.
+        # Changes sent to the workers' copies of the dataset: for all jobs there are, and from a certain job on.
         self._leaves: dict[Path, Any] = {}
         self._changes: deque[_Change] = deque()
         self._told = 0

@@ -1,7 +1,7 @@
 """Shared memory that a batch travels in: written once by a worker process, read in place, used again when dropped.
 
 A slot is an anonymous file in memory (`memfd_create`), mapped by the worker that fills it and by the loop's process.
-The loop's tensors lie in the slot itself. When the last of them is gone the worker is told, and fills the slot anew.
+The loop's tensors lie in the slot itself. When the last of them is gone the worker is notified and reuses the slot.
 So a batch costs one message and no fresh page: the pages of a slot are touched once, not once per batch, and nothing
 lies in /dev/shm, whose size a container limits. The file has no name and goes with the last process that maps it.
 """
@@ -20,7 +20,7 @@ _PAGE = 4096
 
 
 def supported() -> bool:
-    """Tell whether this system has anonymous files in memory."""
+    """Return whether this system has anonymous files in memory."""
     return hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate")
 
 
@@ -77,7 +77,7 @@ class SlotWriter:
         self._in_use: dict[int, SharedSlot] = {}
         self._made = 0
         self.dropped: list[int] = []
-        """Numbers of slots given up since the loop was last told."""
+        """Numbers of slots given up since the loop was last notified."""
 
     def acquire(self, size: int) -> tuple[SharedSlot, bool]:
         """Return a slot of at least `size` bytes and whether it is new; raises OSError when there is no memory."""

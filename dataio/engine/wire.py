@@ -157,7 +157,7 @@ def _overlapping(arrays: list[Any]) -> list[list[int]]:
 
 
 def _together(things: list[Any]) -> bool:
-    """Tell whether arrays whose stretches of memory lie over each other are to be sent as one stretch.
+    """Return whether arrays whose stretches of memory lie over each other are to be sent as one stretch.
 
     Columns of a wide table have no element in common, and lie far apart: the table is not to be sent for them.
     """
@@ -236,7 +236,7 @@ def _fortran(array: np.ndarray[Any, Any]) -> bool:
 
 
 def dense(tensor: Tensor) -> bool:
-    """Tell whether the elements fill one stretch of memory, in whatever order of dimensions."""
+    """Return whether the elements fill one stretch of memory, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

@@ -1,6 +1,6 @@
 """What runs in a worker process: take a list of indices, make the batch, write it into shared memory, say so.
 
-A thread of its own receives, so that a new order (give up what is stale, where are you, the loop is gone) is heard
+A thread of its own receives, so that a new order (give up what is stale, where are you, the loop is gone) is received
 while a sample is being fetched, and so that neither side ever waits for the other to read. The main thread fetches and
 sends.
 
@@ -165,7 +165,7 @@ class _Worker:
                 self._orders.put(None)
                 time.sleep(_GRACE_S)
                 os._exit(0)
-            except BaseException:  # without this thread nothing would ever be heard again
+            except BaseException:  # without this thread nothing would ever be received again
                 traceback.print_exc()
                 os._exit(1)
             if kind == "stale":
@@ -189,7 +189,7 @@ class _Worker:
 
     def serve(self) -> None:
         try:
-            # Before the user's worker_init_fn: a worker that is stuck in it must hear that the loop is gone.
+            # Before the user's worker_init_fn: a worker that is stuck in it must learn that the loop is gone.
             threading.Thread(target=self._receive, name="accel-loader-receive", daemon=True).start()
             if not self._start():
                 return

@@ -21,7 +21,7 @@ from accel.dataio.engine.engine import BatchJob
 from accel.dataio.engine.inbox import Inbox
 from accel.dataio.engine.slots import SlotReader
 
-# The loop's ends of all connections: a process forked later must not keep them open, or a worker would not hear that
+# The loop's ends of all connections: a process forked later must not keep them open, or a worker would not see that
 # the loop is gone.
 _ENDS: weakref.WeakSet[Connection | socket] = weakref.WeakSet()
 _PROCESSES: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -106,7 +106,7 @@ class WorkerHandle:
         self.send("order", worker.Order(serial, indices, job.seed, job.worker_epoch, *self.slots.take_freed()))
 
     def tell(self, number: int, leaves: dict[Path, Any]) -> None:
-        """Send change `number` of the dataset, if the worker has not heard of it."""
+        """Send change `number` of the dataset, if the worker does not have it yet."""
         if number > self._told:
             self._told = number
             self.send("dataset", leaves)
@@ -142,7 +142,7 @@ class WorkerHandle:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def hang_up(self) -> None:
-        """Close the connection: the worker ends by itself, if it can."""
+        """Close the connection: the worker then ends on its own, if it can."""
         for end in (self.connection, self._channel):
             if end is not None:
                 end.close()
@@ -156,7 +156,7 @@ class WorkerHandle:
         return description
 
     def end(self, wait_s: float) -> None:
-        """End the process, which has `wait_s` seconds to do so by itself."""
+        """End the process, which has `wait_s` seconds to do so on its own."""
         if self.process is not None:
             if self.process.pid is not None:
                 self.process.join(wait_s)
@@ -185,7 +185,7 @@ def _how_it_ended(code: int | None) -> str:
 
 
 def end_all(handles: list[WorkerHandle], owner: int) -> None:
-    """End all workers of process `owner`: they hear that the connection is closed; who doesn't in a second is ended."""
+    """End all workers of process `owner`: they see the connection close; one that is left after a second is killed."""
     mine, handles[:] = list(handles), []
     if os.getpid() != owner:
         return

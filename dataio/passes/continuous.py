@@ -48,7 +48,7 @@ _MOST_RENEWALS = 3
 
 
 class DatasetMoves(RuntimeError):
-    """The loop changes the dataset all the time."""
+    """The loop keeps changing the dataset within an epoch."""
 
 
 class Continuous:
@@ -61,7 +61,7 @@ class Continuous:
             not, batches made ahead are no longer made anew from then on.
 
     Attributes:
-        failed_guesses: times the next epoch was fetched ahead in vain.
+        failed_guesses: how often the next epoch was prefetched in vain.
         base_seed: of the random numbers in the running epoch.
         served: number of the next batch in the running epoch.
         sampler_error: raised by the sampler.
@@ -101,10 +101,10 @@ class Continuous:
         self._sent: Snapshot = take_snapshot(self._fetch)
         self._began: Snapshot | None = None
         self._forecast = Forecast(self._fetch)
-        # What each engine's copies of the dataset were last told; one that has not begun takes it as it is then.
+        # The last snapshot sent to each engine's copies; one that has not started copies the dataset as it is then.
         self._states: weakref.WeakKeyDictionary[Engine, Snapshot] = weakref.WeakKeyDictionary()
         self._made_in: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # epoch
-        # For mending: what is under way, and what it has to be undone with.
+        # For `mend`: what is in progress, and how to undo it.
         self.broken = False
         self._recent: deque[tuple[BatchJob, States]] = deque(maxlen=_RECENT)
         self._drawing: States | None = None
@@ -259,7 +259,7 @@ class Continuous:
         self._given, self._failed, self._resumed = 0, False, None
 
     def know(self, engine: Engine) -> None:
-        """Take note that an engine's copies of the dataset have just been made."""
+        """Record that an engine's copies of the dataset have just been made."""
         self._states[engine], self._made_in[engine] = self._snapshot(), self._epoch + 1
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ class Continuous:
         """Go on with another engine from the next batch on; what is under way is made again by it."""
         if engine is self.engine:
             return
-        self._forget_ahead()  # drawn under an expected state of the dataset, which the other engine has not heard of
+        self._forget_ahead()  # drawn under an expected state of the dataset, which the other engine does not have
         self.engine.discard()
         self._given, self._failed = 0, False
         self._states[self.engine] = self._sent
@@ -322,7 +322,7 @@ class Continuous:
 
     @mended
     def resume(self) -> bool:
-        """Go on with the epoch drawn ahead, if it is what the loader would draw now; tell whether it is.
+        """Go on with the epoch drawn ahead, if it is what the loader would draw now; return whether it is.
 
         On success the random states are advanced exactly as beginning the plain loader's epoch would have.
         """
@@ -416,7 +416,7 @@ class Continuous:
             self._given += 1
 
     def _draw(self) -> bool:
-        """Take the next index list into the record; tell whether there was one."""
+        """Take the next index list into the record; return whether there was one."""
         if self._all_drawn and self._ahead is None:
             return False
         if self._ahead is None:
@@ -473,7 +473,7 @@ class Continuous:
         epoch = epoch_of(self.loader)
         if not first and self._began is not None:
             self._forecast.saw(self._began, now)
-        # After an early break some samplers stay where they are: that tells nothing of the end of an epoch.
+        # After an early break some samplers stay where they are: this says nothing about the end of an epoch.
         if not first and self._ended and epoch is not None and self._begun_at is not None:
             self._epoch_step = epoch - self._begun_at
         self._began, self._begun_at = now, epoch

@@ -1,4 +1,4 @@
-"""Draw an epoch's index lists before the loop asks for the epoch, and tell later whether they were the right ones.
+"""Draw an epoch's index lists before the loop asks for the epoch, and check later that they were the right ones.
 
 The next epoch is drawn under a *copy* of the random state, in the order in which a `DataLoader` draws: the workers'
 base seed first, then the sampler at its first index. When the loop does begin the epoch, the copy is compared with the
@@ -85,7 +85,7 @@ class Draws:
             self._apart = None
 
     def drew(self, since: States) -> bool:
-        """Tell whether these lists needed random numbers, apart from the loop's: they moved the states `since`."""
+        """Return whether these lists needed random numbers, apart from the loop's: they moved the states `since`."""
         return self._apart is not None and not same(self._apart, since)
 
     def keep(self) -> None:
@@ -187,7 +187,7 @@ def set_epoch(loader: DataLoader[Any], epoch: int | None) -> None:
 
 
 def can_draw_ahead(loader: DataLoader[Any]) -> bool:
-    """Tell whether the loader's next epoch can be drawn ahead: the sampler can, or is known to draw when it begins."""
+    """Return whether the loader's next epoch can be drawn ahead: its sampler's draws are known, or it can peek."""
     sampler = ordering(loader)
     if _can_peek(loader):
         return epoch_of(loader) is not None
@@ -197,7 +197,7 @@ def can_draw_ahead(loader: DataLoader[Any]) -> bool:
 
 
 def of_torch(loader: DataLoader[Any]) -> bool:
-    """Tell whether the order is given by a sampler of torch's, of which it is known when they draw."""
+    """Return whether the order is given by a sampler of torch's, of which it is known when they draw."""
     return type(ordering(loader)) in (RandomSampler, SequentialSampler, DistributedSampler)
 
 
@@ -206,7 +206,7 @@ def _can_peek(loader: DataLoader[Any]) -> bool:
 
 
 def persistent(loader: DataLoader[Any]) -> bool:
-    """Tell whether a loader keeps its workers from epoch to epoch, and with them their base seed."""
+    """Return whether a loader keeps its workers from epoch to epoch, and with them their base seed."""
     return loader.num_workers > 0 and loader.persistent_workers
 
 
@@ -331,10 +331,10 @@ def draw_as_exhausted(loader: DataLoader[Any]) -> None:
 
 
 def same_draws(loader: DataLoader[Any], ahead: Ahead) -> bool:
-    """Tell whether the random states are those under which `ahead` was drawn."""
+    """Return whether the random states are those under which `ahead` was drawn."""
     return same(capture(loader), ahead.before)
 
 
 def same(states: States, other: States) -> bool:
-    """Tell whether two lists of random states are equal."""
+    """Return whether two lists of random states are equal."""
     return len(states) == len(other) and all(torch.equal(a, b) for a, b in zip(states, other, strict=True))

@@ -283,14 +283,14 @@ class LoaderCore(Maker):
             return continuous.fetch()
 
     def moved(self, running: Pass) -> None:
-        """Take note of the loop's place; a pass that goes on beside a newer one isn't it."""
+        """Record the loop's place; a pass that goes on beside a newer one isn't it."""
         if self._newest.is_(running):
             self.served, self.finished = running.position, False
             if self._measured is not None:
                 self._measured.leave()
 
     def ended(self, running: Pass) -> None:
-        """Take note that the loop stands between two epochs."""
+        """Record that the loop stands between two epochs."""
         if self._newest.is_(running):
             self.finished = True
 
@@ -328,7 +328,7 @@ class LoaderCore(Maker):
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take note of a state; the next pass goes on from it."""
+        """Record a state; the next pass goes on from it."""
         self._newest.forget()
         if self._continuous is not None:
             self._continuous.drop()

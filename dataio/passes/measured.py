@@ -1,4 +1,4 @@
-"""Fetch each batch under the setting that the tuner wants, and have the tuner see what that took."""
+"""Fetch each batch under the setting on trial, and report its time to the tuner."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _WATCHED = 3
 
 
 class Measured:
-    """Fetch as a tuner decides.
+    """Fetch under the tuner's settings.
 
     Args:
-        core: has the engines.
-        tuner: decides.
-        watch: sees the first batches being fetched: may threads read this dataset?
+        core: owns the engines.
+        tuner: chooses the setting.
+        watch: checks on the first batches whether threads may read this dataset.
     """
 
     def __init__(self, core: LoaderCore, tuner: Tuner, watch: FetchWatch | None) -> None:
@@ -36,11 +36,11 @@ class Measured:
         self._left_at = math.nan
 
     def begin(self) -> None:
-        """Begin an epoch: the time before its first batch tells nothing of the step."""
+        """Begin an epoch: the time before its first batch says nothing about the step."""
         self._left_at = math.nan
 
     def leave(self) -> None:
-        """Take note that the loop goes on with its step."""
+        """Record when the loop goes on with its step."""
         self._left_at = time.perf_counter()
 
     def fetch(self, continuous: Continuous) -> Any:

@@ -37,7 +37,7 @@ def moved(loader: DataLoader[Any], workers: int, *, threads: bool = False) -> Co
 
 
 def same_as_plain(loader: DataLoader[Any], workers: Continuous) -> bool:
-    """Fetch the dataset's first samples through `workers` and plainly, and tell whether the bits agree.
+    """Fetch the dataset's first samples through `workers` and plainly, and return whether the bits agree.
 
     A batch of the loader's own size is taken from the front of the dataset; no sampler and no random state is touched.
     """

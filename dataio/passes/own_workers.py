@@ -55,7 +55,7 @@ class OwnWorkers:
         self._newest: weakref.ref[Pass] | None = None
 
     def begin(self, running: Pass, failed: Callable[[Pass, Exception], bool]) -> bool:
-        """Begin an epoch, as `iter(loader)` would; tell whether, or if the plain loader has to, and nothing was drawn.
+        """Begin an epoch, as `iter(loader)` would; return False if nothing was drawn, and the plain loader has to.
 
         Args:
             running: the workers make its batches.

@@ -42,10 +42,10 @@ class Maker(ABC):
         return False
 
     def moved(self, running: Pass) -> None:  # noqa: B027
-        """Take note of the pass's new position."""
+        """Record the pass's new position."""
 
     def ended(self, running: Pass) -> None:  # noqa: B027
-        """Take note that the loop has reached the end of the epoch."""
+        """Record that the loop has reached the end of the epoch."""
 
 
 class Pass:
@@ -170,7 +170,7 @@ class Newest:
         self._pass: weakref.ref[Pass] | None = None
 
     def is_(self, running: Pass) -> bool:
-        """Tell whether `running` is the newest."""
+        """Return whether `running` is the newest."""
         return self._pass is not None and self._pass() is running
 
     def begin(self, newer: Pass) -> None:

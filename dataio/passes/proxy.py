@@ -1,7 +1,7 @@
-"""The loader the loop gets back: the user's own, with ears.
+"""The loader that the loop gets back: the user's own, with a listener.
 
 `LoaderProxy` answers everything as the loader it stands for (`len`, `dataset`, `batch_size`, `isinstance`, operators),
-tells a listener when a batch is asked for and handed over, and can have its batches fetched by another engine from one
+calls a listener when a batch is requested and delivered, and can switch the engine that fetches its batches from one
 batch to the next, in the same order. Without a listener it *is* the plain loader.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LoaderListener(Protocol):
-    """What a loader proxy tells."""
+    """Callbacks of a loader proxy."""
 
     def epoch_begins(self) -> None:
         """The loop has asked for an iterator."""
@@ -46,7 +46,7 @@ class Fetching:
     """How the proxy gets its batches; strategies change it between two batches.
 
     Attributes:
-        workers: what fetches ahead, or None to fetch as the plain loader does.
+        workers: what prefetches, or None to fetch as the plain loader does.
         own_workers: what makes whole epochs in place of the loader's own workers, or None.
         transforms: functions applied to each batch, in order.
         newest: the only pass whose batches `workers` may make.
@@ -66,7 +66,7 @@ class LoaderProxy(StandIn):
 
     Args:
         loader: any iterable; a `torch.utils.data.DataLoader` can also have its fetching changed.
-        listener: told of requests and batches; None makes the proxy a plain pass-through.
+        listener: called on requests and batches; None makes the proxy a plain pass-through.
     """
 
     __slots__ = ("_accel_fetching", "_accel_listener")
@@ -88,12 +88,12 @@ class LoaderProxy(StandIn):
 
 
 def is_proxy(loader: Any) -> bool:
-    """Tell whether `loader` is a `LoaderProxy` (its `__class__` is that of the loader it stands for)."""
+    """Return whether `loader` is a `LoaderProxy` (its `__class__` is that of the loader it stands for)."""
     return issubclass(type(loader), LoaderProxy)
 
 
 class _Listened:
-    """A pass whose batches are transformed on their way to the loop, and a listener told of them."""
+    """A pass with transforms applied to its batches, and a listener called around them."""
 
     def __init__(self, batches: Pass, fetching: Fetching, listener: LoaderListener) -> None:
         self._batches, self._fetching, self._listener = batches, fetching, listener
@@ -125,12 +125,12 @@ class _Listened:
 
 
 class Controlled(Maker):
-    """Have the batches of a pass made as `fetching` says, which may change between any two of them.
+    """The maker under the controller, which may switch engines between any two batches.
 
     Args:
-        loader: any iterable; only a `DataLoader`'s batches can be made otherwise than by itself.
-        fetching: what is to make them.
-        listener: told when workers fail.
+        loader: any iterable; only for a `DataLoader` can the engine be switched.
+        fetching: which engine is wanted.
+        listener: called when workers fail.
     """
 
     def __init__(self, loader: Any, fetching: Fetching, listener: LoaderListener) -> None:

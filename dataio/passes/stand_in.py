@@ -84,7 +84,7 @@ def _same_object(thing: Any) -> Any:
 
 
 def is_stand_in(thing: Any) -> bool:
-    """Tell whether `thing` is a stand-in (its `__class__` is that of the loader it stands for)."""
+    """Return whether `thing` is a stand-in (its `__class__` is that of the loader it stands for)."""
     return issubclass(type(thing), StandIn)
 
 
@@ -157,7 +157,7 @@ def _reflected(name: str) -> Callable[..., Any]:
 
 
 def _is_in_place(frame: FrameType) -> bool:
-    """Tell whether what a frame is at is `+=` or its like."""
+    """Return whether what a frame is at is `+=` or its like."""
     code, at = frame.f_code.co_code, frame.f_lasti
     name = opcode.opname[code[at]]
     return name.startswith("INPLACE_") or (name == "BINARY_OP" and code[at + 1] in _IN_PLACE)  # Python 3.10, or later
