@@ -50,7 +50,7 @@ class LoaderWorkers(Strategy):
         if run.loader.num_workers > 0:
             return _refusal_of_own(run)
         if run.observed.fetch_finding:
-            return run.observed.fetch_finding + ": batches made elsewhere would be others"
+            return run.observed.fetch_finding + ": batches made elsewhere would differ"
         if run.cores < 2:
             return "there is only one core, which the model needs"
         return shared_handle(run.loader)
@@ -120,7 +120,7 @@ def _refusal_of_own(run: Run) -> str:
     except TypeError:
         return "the loader's sampler has no length: its epochs may have no end"
     if batches > _LONG_EPOCH:
-        return f"an epoch has {batches:,} batches: the start of the loader's own workers is little beside them"
+        return f"an epoch has {batches:,} batches: starting the loader's own workers costs little beside them"
     return ""
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from accel.dataio.dataset.handles import moved, positions
-from accel.dataio.dataset.snapshot import Snapshot, compare, take_snapshot
+from accel.dataio.dataset.snapshot import DatasetSnapshot, compare, take_snapshot
 from accel.dataio.fetching.drawing import others_could_draw
 from accel.dataio.fetching.randomness import random_state
 
@@ -44,7 +44,7 @@ class FetchWatch:
         self.fetches = 0
         self.moved_file = ""
         """A file that was open before a fetch and stood elsewhere after it."""
-        self._seen: tuple[Any, Snapshot, dict[str, int]] | None = None
+        self._seen: tuple[Any, DatasetSnapshot, dict[str, int]] | None = None
 
     def around(self, fetch: Callable[[], _T]) -> _T:
         """Return what `fetch` returns, and keep the first finding."""
@@ -73,9 +73,9 @@ class FetchWatch:
         elif changed:
             self.finding = "fetching a sample changes the dataset"
         elif self.moved_file:
-            self.finding = f"fetching a sample reads on in a file that was open before, {self.moved_file}"
+            self.finding = f"fetching a sample reads from a file that was open before, {self.moved_file}"
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> DatasetSnapshot:
         # Big arrays are looked at once, the others around each fetch that is watched.
         return take_snapshot(self.dataset, share=1.0 if not self.fetches else _SHARE)
 

@@ -94,13 +94,13 @@ def _handle(name: str, thing: Any) -> str:
     if isinstance(thing, io.IOBase):
         return ""
     if isinstance(thing, collections.abc.Iterator) and not isinstance(thing, torch.nn.Module):
-        return f"{name} is a {kind.__qualname__}, which gives each process what comes next for itself"
+        return f"{name} is a {kind.__qualname__}, an iterator, which each process would advance on its own"
     if is_code(thing) or not native(kind):
         return ""
     owner = native_base(kind).__module__.partition(".")[0]
     if owner in _HARMLESS and kind.__qualname__ != "VideoCapture":
         return ""
-    return f"{name} is a {kind.__module__}.{kind.__qualname__}, of which it isn't known whether processes may share it"
+    return f"{name} is a {kind.__module__}.{kind.__qualname__}, not known to be safe to share between processes"
 
 
 def is_handle(thing: Any) -> bool:

@@ -7,7 +7,7 @@ path. A change of anything else (another list, a generator, a tensor or an array
 long list, a global that the dataset's or the collate function's code names) can't be sent: they start anew.
 
 What can't be looked into whether it has changed (objects of C code, more than 64 MiB of arrays, more than a million
-entries of long containers or 10,000 other values) may have: `Snapshot.whole` is False then.
+entries of long containers or 10,000 other values) may have: `DatasetSnapshot.whole` is False then.
 
 A number that moved by the same step at two epochs running, as an epoch counter does, is expected to move so again. Then
 the batches that are fetched ahead are made under the expected state, and thrown away if it comes out otherwise.
@@ -62,7 +62,7 @@ _HOLDERS = 64
 _SCALARS = (int, float, bool, str, bytes, complex, type(None), np.number, np.bool_)
 
 
-class Snapshot(NamedTuple):
+class DatasetSnapshot(NamedTuple):
     """A dataset's small state: values that can be sent, by path, and fingerprints of the rest."""
 
     leaves: dict[Path, Any]
@@ -101,7 +101,7 @@ class _Handle(_Same):
     __hash__ = None
 
 
-def take_snapshot(dataset: Any, share: float = 1.0) -> Snapshot:
+def take_snapshot(dataset: Any, share: float = 1.0) -> DatasetSnapshot:
     """Return the small state of `dataset`, or of a `Fetch`.
 
     Args:
@@ -132,7 +132,7 @@ def take_snapshot(dataset: Any, share: float = 1.0) -> Snapshot:
                 content.unseen()
                 break
             waiting.append((value, (*path, step)))
-    return Snapshot(leaves, rest, content.whole)
+    return DatasetSnapshot(leaves, rest, content.whole)
 
 
 def _fingerprint(thing: Any, content: Content | None) -> tuple[Any, ...]:
@@ -248,7 +248,7 @@ class Change(NamedTuple):
         return bool(self.leaves) or not self.sendable
 
 
-def compare(old: Snapshot, new: Snapshot) -> Change:
+def compare(old: DatasetSnapshot, new: DatasetSnapshot) -> Change:
     """Return what has to be sent to a copy in state `old` to bring it to `new`."""
     changed = {
         path: value
@@ -305,7 +305,7 @@ class Forecast:
         if fetch is not None and epoch is not None:
             self.saw(take_snapshot(fetch), take_snapshot(fetch.of(at_epoch(fetch.dataset, epoch + 1))))
 
-    def saw(self, old: Snapshot, new: Snapshot) -> None:
+    def saw(self, old: DatasetSnapshot, new: DatasetSnapshot) -> None:
         """Record how the dataset changed from one epoch's beginning to the next one's."""
         self._steps = {
             path: value - old.leaves[path]
@@ -316,12 +316,12 @@ class Forecast:
             and value != old.leaves[path]
         }
 
-    def next(self, now: Snapshot) -> Snapshot:
+    def next(self, now: DatasetSnapshot) -> DatasetSnapshot:
         """Return the state that is expected when the next epoch begins."""
         moved = {path: now.leaves[path] + step for path, step in self._steps.items() if path in now.leaves}
-        return Snapshot({**now.leaves, **moved}, now.rest, now.whole)
+        return DatasetSnapshot({**now.leaves, **moved}, now.rest, now.whole)
 
-    def view(self, fetch: Fetch, expected: Snapshot) -> Any:
+    def view(self, fetch: Fetch, expected: DatasetSnapshot) -> Any:
         """Return the dataset of `fetch` as it is expected to be, and leave itself alone; None if that can't be had."""
         dataset = fetch.dataset
         epoch = dataset_epoch(dataset)
@@ -330,6 +330,8 @@ class Forecast:
         # Its epoch is one of the numbers that moved; by how much, the comparison shows.
         for step in set(self._steps.values()):
             view = at_epoch(dataset, epoch + step)
-            if not compare(Snapshot(expected.leaves, {}), Snapshot(take_snapshot(fetch.of(view)).leaves, {})):
+            if not compare(
+                DatasetSnapshot(expected.leaves, {}), DatasetSnapshot(take_snapshot(fetch.of(view)).leaves, {})
+            ):
                 return view
         return None

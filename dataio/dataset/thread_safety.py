@@ -1,4 +1,4 @@
-"""Return whether several threads may read a dataset at once.
+"""Whether several threads may read a dataset at once.
 
 A dataset may say so itself by an attribute `thread_safe`. If it doesn't, what it holds is looked through: a dataset
 made of numbers, texts, tensors, arrays and plain Python objects of such is read by indexing alone, which threads may do
@@ -44,7 +44,7 @@ def unsafe(dataset: Any) -> str:
     """Return '' if several threads may read `dataset` at once, else the reason why that is not known."""
     safe = declared(dataset, "thread_safe")
     if isinstance(safe, bool):
-        return "" if safe else "the dataset says that threads may not read it at once (thread_safe)"
+        return "" if safe else "the dataset declares that it is not thread-safe (thread_safe=False)"
     return _look(dataset, "the dataset", _DEPTH, set())
 
 
@@ -53,12 +53,12 @@ def _look(thing: Any, name: str, depth: int, seen: set[int]) -> str:
         return ""
     seen.add(id(thing))
     if depth == 0:
-        return f"{name} lies too deep to be looked at"
+        return f"{name} is nested too deeply to be inspected"
     if isinstance(thing, np.ndarray):
         return f"{name} is an array of objects" if thing.dtype.hasobject else ""
     parts = _parts(thing)
     if parts is None:
-        return f"{name} is a {type(thing).__name__}, which threads may not share as far as is known"
+        return f"{name} is a {type(thing).__name__}, which is not known to be safe to share between threads"
     for part, value in parts:
         reason = _look(value, f"{name}{part}", depth - 1, seen)
         if reason:

@@ -115,7 +115,7 @@ class ProcessEngine:
         # Changes sent to the workers' copies of the dataset: for all jobs there are, and from a certain job on.
         self._leaves: dict[Path, Any] = {}
         self._changes: deque[_Change] = deque()
-        self._told = 0
+        self._newest_change = 0
         self._next = 0
 
     def _own(self, handles: list[WorkerHandle]) -> None:
@@ -164,10 +164,10 @@ class ProcessEngine:
     def update(self, leaves: dict[Path, Any]) -> None:
         """Set values in the workers' copies of the dataset, for the jobs submitted from now on."""
         self._come_along()
-        self._told += 1
-        self._changes.append(_Change(self._told, self._next, leaves))
+        self._newest_change += 1
+        self._changes.append(_Change(self._newest_change, self._next, leaves))
         for handle in self._handles:
-            handle.tell(self._told, leaves)
+            handle.send_change(self._newest_change, leaves)
         self._settle()
 
     def restart(self) -> None:
@@ -281,7 +281,7 @@ class ProcessEngine:
     def _tell(self, handle: WorkerHandle, serial: int) -> None:
         for change in self._changes:
             if change.since <= serial:
-                handle.tell(change.number, change.leaves)
+                handle.send_change(change.number, change.leaves)
 
     def _worker_for(self, job: BatchJob, handles: list[WorkerHandle]) -> WorkerHandle:
         if self._as_torch:

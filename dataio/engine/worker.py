@@ -33,7 +33,7 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from accel.dataio.dataset.snapshot import Snapshot, apply_leaves, compare, take_snapshot
+from accel.dataio.dataset.snapshot import DatasetSnapshot, apply_leaves, compare, take_snapshot
 from accel.dataio.engine import slots, wire
 from accel.dataio.engine.engine import WorkerEpoch
 from accel.dataio.fetching.fetch import Fetch, blame
@@ -152,7 +152,7 @@ class _Worker:
         self._main_thread = threading.get_ident()
         self._epoch: int | None = None
         # The dataset as a worker that was just started would have it.
-        self._clean: Snapshot | None = None
+        self._clean: DatasetSnapshot | None = None
         self._moved = ""
 
     # -- receiving ---------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class _Worker:
         if self._clean is None:
             self._clean = take_snapshot(self._fetch)
         elif self._task.init is not None:
-            self._look("the worker_init_fn changes the dataset, each time in another way")
+            self._look("the worker_init_fn changes the dataset, differently each time")
         if self._moved:
             raise CopyMoved(self._moved)
         self._epoch = epoch.token

@@ -63,7 +63,7 @@ class WorkerHandle:
         self._begin()
 
     def _begin(self) -> None:
-        self.slots, self.ready, self.served, self._told = SlotReader(), False, 0, -1
+        self.slots, self.ready, self.served, self._newest_change = SlotReader(), False, 0, -1
         self.threads_at_start = threading.active_count()
 
     def start(self, context: Any, task: worker.Task) -> None:
@@ -105,10 +105,10 @@ class WorkerHandle:
         self.jobs[serial] = job
         self.send("order", worker.Order(serial, indices, job.seed, job.worker_epoch, *self.slots.take_freed()))
 
-    def tell(self, number: int, leaves: dict[Path, Any]) -> None:
+    def send_change(self, number: int, leaves: dict[Path, Any]) -> None:
         """Send change `number` of the dataset, if the worker does not have it yet."""
-        if number > self._told:
-            self._told = number
+        if number > self._newest_change:
+            self._newest_change = number
             self.send("dataset", leaves)
 
     def receive(self) -> Iterator[Any]:

@@ -59,16 +59,16 @@ class SeparateStates:
         """
         before = [(stream, stream.read()) for stream in streams()]
         self._before = [(stream, state) for stream, state in before if stream in seeded]
-        listener, drawn, began = DrawRecorder(), list[Stream](), before
+        recorder, drawn, began = DrawRecorder(), list[Stream](), before
         try:
             for stream in seeded:
                 stream.seed(seed)
             began = [(stream, stream.read()) for stream, _ in before]
-            result = listener.call(function, argument) if listen else function(argument)
+            result = recorder.call(function, argument) if listen else function(argument)
         finally:
             moved = [stream for stream, state in began if stream.read() != state]
             if may_write():
-                drawn = [each for each in moved if not listen or each in seeded or each.name in listener.recorded]
+                drawn = [each for each in moved if not listen or each in seeded or each.name in recorder.recorded]
                 self._before = [(stream, state) for stream, state in before if stream in seeded or stream in drawn]
                 self.put_back()
         return result, drawn
@@ -133,8 +133,8 @@ class DrawRecorder:
     """Records which global generators this thread draws from while it makes a call.
 
     Operators of torch report their draws. Python's functions are recorded by a profiling hook. Those of numpy are not:
-    for them a function must run that names one. What native code draws on its own, a `functools.partial` of a generator's
-    method say, is not recorded. While somebody else's profiling hook is in place, everything counts as recorded.
+    for them a function must run that names one. What native code draws on its own, as a `functools.partial` of a
+    generator's method does, is not recorded. While another profiling hook is in place, everything counts as recorded.
 
     Attributes:
         recorded: names of the generators, as in `Stream`.
@@ -217,8 +217,8 @@ def _names_numpys(code: CodeType, names: dict[str, Any]) -> bool:
     if not functions and ("random" not in used or used & _GENERATORS):
         return False
     modules = (numpy, numpy.random, numpy.random.mtrand)
-    found = [names.get(name) for name in used]
-    return "numpy" in used or any(any(each is m for m in modules) or _is_numpys(each) for each in found)
+    named = [names.get(name) for name in used]
+    return "numpy" in used or any(any(each is m for m in modules) or _is_numpys(each) for each in named)
 
 
 def _is_numpys(thing: Any) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.snapshot import Forecast, QuickCheck, Snapshot, compare, take_snapshot
+from accel.dataio.dataset.snapshot import DatasetSnapshot, Forecast, QuickCheck, compare, take_snapshot
 from accel.dataio.engine.engine import BatchJob, Engine
 from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes import epochs
@@ -98,11 +98,11 @@ class Continuous:
         self._epoch_step = 1
         self._begun_at: int | None = None
         self._fetch = fetch_of(loader)
-        self._sent: Snapshot = take_snapshot(self._fetch)
-        self._began: Snapshot | None = None
+        self._sent: DatasetSnapshot = take_snapshot(self._fetch)
+        self._began: DatasetSnapshot | None = None
         self._forecast = Forecast(self._fetch)
         # The last snapshot sent to each engine's copies; one that has not started copies the dataset as it is then.
-        self._states: weakref.WeakKeyDictionary[Engine, Snapshot] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[Engine, DatasetSnapshot] = weakref.WeakKeyDictionary()
         self._made_in: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # epoch
         # For `mend`: what is in progress, and how to undo it.
         self.broken = False
@@ -182,7 +182,7 @@ class Continuous:
         self._renewals += 1
         if self._renewals > _MOST_RENEWALS:
             if self._strict:
-                raise DatasetMoves("the loop changes the dataset within an epoch: batches made ahead can't follow")
+                raise DatasetMoves("the loop changes the dataset within an epoch: prefetched batches would be stale")
             self._quick_check = None
             return
         self._forget_ahead()
@@ -464,11 +464,11 @@ class Continuous:
     def _jobs(self, draws: Draws, base_seed: int, epoch: int, first: int = 0, dataset: Any = None) -> Jobs:
         return Jobs(draws, base_seed if self._seeded else None, epoch, first, dataset)
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> DatasetSnapshot:
         self._fetch.collate = self.loader.collate_fn  # which the user may have changed
         return take_snapshot(self._fetch)
 
-    def _note_epoch(self, first: int, now: Snapshot) -> None:
+    def _note_epoch(self, first: int, now: DatasetSnapshot) -> None:
         """Learn how the sampler's epoch and the dataset move from one epoch to the next."""
         epoch = epoch_of(self.loader)
         if not first and self._began is not None:

@@ -147,7 +147,7 @@ class LoaderCore(Maker):
         if setting.mode == "inline":
             return InlineEngine(self.loader)
         if not self._asked and self.moved_file:
-            raise HandleShared(f"fetching reads on in a file that was open before: {self.moved_file}")
+            raise HandleShared(f"fetching reads from a file that was open before: {self.moved_file}")
         if setting.mode == "threads":
             reason = "" if self._asked or self._declared_safe else shared_handle(self.loader)
             if reason:

@@ -32,7 +32,7 @@ def moved(loader: DataLoader[Any], workers: int, *, threads: bool = False) -> Co
     continuous = Continuous(loader, engine, strict=True)
     if not same_as_plain(loader, continuous):
         continuous.close()
-        raise ValueError("batches fetched ahead differ from the plain ones")
+        raise ValueError("prefetched batches differ from the plain loader's")
     return continuous
 
 

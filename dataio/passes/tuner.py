@@ -279,7 +279,7 @@ class Tuner:
         most = most_workers(cost, usable_cores())
         idle = [each for each in self._usable() if each.setting.workers > most]
         for each in idle:
-            each.failure = "a batch waits for little but a core: no more workers than cores are of use"
+            each.failure = "fetching hardly waits for anything but a core: more workers than cores don't help"
         self._rounds.drop(idle)
 
     def _measured(self) -> tuple[float, float]:

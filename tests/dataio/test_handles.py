@@ -156,7 +156,7 @@ def test_a_file_that_no_walk_finds_is_seen_to_move(path: Path, monkeypatch: pyte
     with ContinuousLoader(DataLoader(_of_the_module(path), 4), workers=2) as loader:
         for _ in range(12):
             assert (torch.cat(list(loader)) == torch.arange(LENGTH)[:, None]).all()
-        assert "fetching reads on in a file that was open before" in loader.explain()
+        assert "fetching reads from a file that was open before" in loader.explain()
         assert loader.setting == "inline"
 
 

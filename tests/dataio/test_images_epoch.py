@@ -20,7 +20,7 @@ def copied(epoch: Epoch) -> Epoch:
     return copy.copy(epoch)
 
 
-def test_a_copy_that_is_told_nothing_follows() -> None:
+def test_a_copy_that_is_sent_nothing_follows() -> None:
     epoch = Epoch()
     kept = copied(epoch)
     for number in (1, 2, 7, 0, 0, 3):
@@ -28,7 +28,7 @@ def test_a_copy_that_is_told_nothing_follows() -> None:
         assert (epoch.number, kept.number) == (number, number)
 
 
-def test_a_copy_that_was_told_the_next_one_is_ahead() -> None:
+def test_a_copy_that_was_sent_the_next_epoch_is_ahead() -> None:
     epoch = Epoch()
     kept, now = copied(epoch), take_snapshot(epoch)
     apply_leaves(kept, compare(now, take_snapshot(epoch.at(1))).leaves)
@@ -38,7 +38,7 @@ def test_a_copy_that_was_told_the_next_one_is_ahead() -> None:
     assert (epoch.number, kept.number) == (1, 1)
 
 
-def test_a_copy_that_was_told_a_wrong_one_is_put_right() -> None:
+def test_a_copy_that_was_sent_a_wrong_epoch_is_corrected() -> None:
     epoch = Epoch()
     kept, expected = copied(epoch), take_snapshot(epoch.at(1))
     apply_leaves(kept, compare(take_snapshot(epoch), expected).leaves)

@@ -1,4 +1,4 @@
-"""Mode auto on a real loop: what it tries is bounded as told, and it chooses anew when the loop becomes another."""
+"""Mode auto on a real loop: what it tries is bounded as requested, and it chooses again when the loop changes."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_threads_are_left_with_a_warning_when_a_dataset_begins_to_draw(how: str)
     assert torch.equal(own_state, state)
 
 
-def test_threads_are_left_once_and_it_is_told() -> None:
+def test_threads_are_left_once_with_a_warning() -> None:
     torch.manual_seed(4)
     with ContinuousLoader(DataLoader(Augmented(1), 4), mode="threads", workers=3) as loader:
         with pytest.warns(UserWarning, match=SAYS) as caught:

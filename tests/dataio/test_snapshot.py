@@ -315,7 +315,7 @@ UNSEEN: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("case", UNSEEN)
-def test_what_can_not_be_looked_into_is_told(case: str) -> None:
+def test_what_can_not_be_inspected_is_reported(case: str) -> None:
     assert not take_snapshot(UNSEEN[case]()).whole
 
 

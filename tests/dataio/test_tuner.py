@@ -98,7 +98,7 @@ def test_the_search_is_over_in_about_a_second(clock: Clock) -> None:
     assert clock.now < 2.0
 
 
-def test_a_setting_that_fails_is_left_and_told(clock: Clock) -> None:
+def test_a_setting_that_fails_is_left_and_reported(clock: Clock) -> None:
     tuner = Tuner("spawn", "no")
     for _ in range(3000):
         if tuner.current.mode == "spawn":

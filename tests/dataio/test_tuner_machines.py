@@ -158,7 +158,7 @@ def test_a_choice_that_comes_to_the_same_is_made_ever_less_often(monkeypatch: py
     assert pauses[-1] > 3 * pauses[0]
 
 
-def test_seconds_asleep_running_and_in_line_are_told_apart() -> None:
+def test_seconds_asleep_running_and_in_line_are_distinguished() -> None:
     if not ThreadMeter().works:
         pytest.skip("this system keeps no /proc/…/schedstat")
     began = Busy.now()
