@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes import epochs, resume
-from accel.dataio.passes.loader_core import MODES, LoaderCore, LoaderPass, Mode, Options
+from accel.dataio.passes.loader_core import MODES, CorePass, LoaderCore, LoaderPass, Mode, Options
 from accel.dataio.passes.movable import not_movable
-from accel.dataio.passes.passes import Pass
 
 # Attributes of a `DataLoader` that may be set, and that batches depend on.
 _FETCHES_BY = frozenset(
@@ -101,7 +100,7 @@ class ContinuousLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         core, sampler = self._core, self.batch_sampler
         if core.passed_through:
-            return Pass(core, core.copier())
+            return CorePass(core)
         if not isinstance(sampler, ElasticSampler):
             return LoaderPass(core, self)
         if core.counts is None:

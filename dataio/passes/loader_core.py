@@ -48,12 +48,28 @@ class Options(NamedTuple):
     device: torch.device | str | None
 
 
-class LoaderPass(Pass):
+class CorePass(Pass):
+    """A pass whose position is where the loop stands."""
+
+    def __init__(self, core: LoaderCore) -> None:
+        self._core = core
+        super().__init__(core, core.copier())
+
+    def _stand_at(self, position: int) -> None:
+        super()._stand_at(position)
+        self._core.moved(self)
+
+    def _end(self) -> None:
+        self._core.ended(self)
+        super()._end()
+
+
+class LoaderPass(CorePass):
     """A pass over a continuous loader, as the profiler knows it: it marks this class, and asks for two attributes."""
 
     def __init__(self, core: LoaderCore, loader: Any) -> None:
-        self._accel_loader, self._core = loader, core
-        super().__init__(core, core.copier())
+        self._accel_loader = loader
+        super().__init__(core)
 
     @property
     def _workers(self) -> list[Any]:
@@ -129,7 +145,7 @@ class LoaderCore(Maker):
         # Draws are seen by the engine: around a fetch the sampler draws too. Who declares that threads may read a
         # dataset together means what it changes, too.
         watch = FetchWatch(None if self._declared_safe else self.loader.dataset, draws=False)
-        return Measured(self, self.tuner, watch if self.setting == INLINE else None)
+        return Measured(self.tuner, watch if self.setting == INLINE else None)
 
     # -- engines -----------------------------------------------------------------------------------------------------
 
@@ -269,7 +285,7 @@ class LoaderCore(Maker):
         continuous = running.continuous
         if continuous is None:
             return next(running.rest)
-        batch = self._as_requested(continuous) if self._measured is None else self._measured.fetch(continuous)
+        batch = self._as_requested(continuous) if self._measured is None else self._measured.fetch(self, continuous)
         return transfer.pin(batch) if self._pins else batch
 
     def _as_requested(self, continuous: Continuous) -> Any:

@@ -26,13 +26,12 @@ class Measured:
     """Fetch under the tuner's settings.
 
     Args:
-        core: owns the engines.
         tuner: chooses the setting.
         watch: checks on the first batches whether threads may read this dataset.
     """
 
-    def __init__(self, core: LoaderCore, tuner: Tuner, watch: FetchWatch | None) -> None:
-        self._core, self._tuner, self._watch = core, tuner, watch
+    def __init__(self, tuner: Tuner, watch: FetchWatch | None) -> None:
+        self._tuner, self._watch = tuner, watch
         self._left_at = math.nan
 
     def begin(self) -> None:
@@ -43,21 +42,21 @@ class Measured:
         """Record when the loop goes on with its step."""
         self._left_at = time.perf_counter()
 
-    def fetch(self, continuous: Continuous) -> Any:
-        """Return the next batch."""
-        core, tuner = self._core, self._tuner
+    def fetch(self, core: LoaderCore, continuous: Continuous) -> Any:
+        """Return the next batch, by the engines of `core`."""
+        tuner = self._tuner
         if tuner.current != core.setting:
             core.follow(tuner)
         began, busy = time.perf_counter(), tuner.busy()
         try:
-            batch = continuous.fetch() if self._watch is None else self._watched(self._watch, continuous)
+            batch = continuous.fetch() if self._watch is None else self._watched(self._watch, core, continuous)
         except (StopIteration, FetchTimeout):
             raise
         except ThreadsDraw as error:
             tuner.forbid_threads(str(error))
-            return self.fetch(continuous)
+            return self.fetch(core, continuous)
         except Exception as error:
-            return self._otherwise(continuous, error)
+            return self._otherwise(core, continuous, error)
         if isinstance(continuous.engine, InlineEngine):
             core.slowest_s = max(core.slowest_s, time.perf_counter() - began)
             if continuous.engine.draws:
@@ -69,12 +68,12 @@ class Measured:
             log.info("%s", tuner.explain())
         return batch
 
-    def _otherwise(self, continuous: Continuous, error: Exception) -> Any:
+    def _otherwise(self, core: LoaderCore, continuous: Continuous, error: Exception) -> Any:
         """Make the batch that a setting failed at in the loop's own thread, as a plain loader would.
 
         If that raises too, it is the dataset's own error and no fault of the setting.
         """
-        core, tuner = self._core, self._tuner
+        tuner = self._tuner
         if core.setting == INLINE:
             raise error
         if isinstance(error, WorkerDied) or core.calls_init:
@@ -82,7 +81,7 @@ class Measured:
             tuner.failed(error)
             if tuner.exhausted:
                 raise error
-            return self.fetch(continuous)
+            return self.fetch(core, continuous)
         failed = tuner.current
         core.go_inline("")
         batch = continuous.fetch()
@@ -90,9 +89,9 @@ class Measured:
             tuner.failed(error)
         return batch
 
-    def _watched(self, watch: FetchWatch, continuous: Continuous) -> Any:
+    def _watched(self, watch: FetchWatch, core: LoaderCore, continuous: Continuous) -> Any:
         batch = watch.around(continuous.fetch)
-        self._core.moved_file = self._core.moved_file or watch.moved_file
+        core.moved_file = core.moved_file or watch.moved_file
         if watch.finding:
             self._tuner.forbid_threads(watch.finding)
         if watch.finding or watch.fetches >= _WATCHED:

@@ -32,20 +32,11 @@ class Maker(ABC):
 
     @abstractmethod
     def fetch(self, running: Pass) -> Any:
-        """Return the next batch; raises StopIteration at the end, or when the engine is drained."""
-
-    def choose(self, running: Pass) -> None:  # noqa: B027
-        """Attach another engine, or have the present one drained, before a batch is fetched."""
+        """Return the next batch, by another engine if that is wanted; raises StopIteration at the end of the feed."""
 
     def failed(self, running: Pass, error: Exception) -> bool:
         """Have the pass go on without the engine, which raised; return False if the error is the loop's."""
         return False
-
-    def moved(self, running: Pass) -> None:  # noqa: B027
-        """Record the pass's new position."""
-
-    def ended(self, running: Pass) -> None:  # noqa: B027
-        """Record that the loop has reached the end of the epoch."""
 
 
 class Pass:
@@ -91,7 +82,7 @@ class Pass:
         position = self.position
         try:
             batch = self._fetch() if self._copier is None else self._copied(self._copier)
-            self._move()
+            self._stand_at(position + 1 if self.continuous is None else self._reached)
             return batch
         except StopIteration:
             self._end()
@@ -109,12 +100,11 @@ class Pass:
         if self.continuous is None:
             return
         self.continuous.give_back(position)
-        self._move_to(position)
+        self._stand_at(position)
         if self.continuous.whole_epochs:
             self.detach()
 
     def _fetch(self) -> Any:
-        self._maker.choose(self)
         try:
             return self._maker.fetch(self)
         except StopIteration:
@@ -131,23 +121,19 @@ class Pass:
         """Leave out the batch that could not be made."""
         if self.continuous is not None:
             self.continuous.skip_failed()
-        self._move()
+        self._stand_at(self.position + 1 if self.continuous is None else self._reached)
 
-    def _move(self) -> None:
-        self._move_to(self.position + 1 if self.continuous is None else self.continuous.served - self._ahead)
-
-    def _move_to(self, position: int) -> None:
+    def _stand_at(self, position: int) -> None:
         self.position = position
-        self._maker.moved(self)
 
     def _end(self) -> None:
-        self._maker.ended(self)
         self.continuous, self.rest = None, iter(())  # a newer pass has nothing to detach, and keeps what is made ahead
 
     @property
-    def _ahead(self) -> int:
-        """Batches that were fetched and not handed over: their copy to the device is under way."""
-        return 0 if self._copier is None else len(self._copier)
+    def _reached(self) -> int:
+        """Number of the next batch to be handed over; those before it, whose copy is under way, were fetched."""
+        assert self.continuous is not None
+        return self.continuous.served - (0 if self._copier is None else len(self._copier))
 
     def _copied(self, copier: AheadCopier) -> Any:
         """Return the batch whose copy was begun before, and begin that of the next one."""

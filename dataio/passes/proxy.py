@@ -8,6 +8,7 @@ batch to the next, in the same order. Without a listener it *is* the plain loade
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -104,24 +105,21 @@ class _Listened:
     def __next__(self) -> Any:
         position = self._batches.position
         try:
-            return self._next()
+            self._listener.batch_requested()
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                self._listener.epoch_ended()
+                raise
+            for transform in self._fetching.transforms.values():
+                batch = transform(batch)
+            self._listener.batch_delivered(batch)
+            return batch
         except Exception:
             raise
         except BaseException:
             self._batches.give_back(position)
             raise
-
-    def _next(self) -> Any:
-        self._listener.batch_requested()
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self._listener.epoch_ended()
-            raise
-        for transform in self._fetching.transforms.values():
-            batch = transform(batch)
-        self._listener.batch_delivered(batch)
-        return batch
 
 
 class Controlled(Maker):
@@ -150,8 +148,21 @@ class Controlled(Maker):
         if own is None or not own.begin(running, self.failed):
             running.rest = iter(self._loader)
 
-    def choose(self, running: Pass) -> None:
-        """Have the workers that are wanted make the next batch, once others have handed out what they have begun."""
+    def fetch(self, running: Pass) -> Any:
+        """Return the next batch; one that the loader makes itself is watched."""
+        fetching, workers = self._fetching, running.continuous
+        if workers is not None or fetching.workers is not None:
+            workers = self._chosen(running)
+        if workers is not None:
+            batch = workers.fetch()
+            return pin_memory(batch) if self._pins else batch  # type: ignore[no-untyped-call]
+        # The first index list also draws the sampler's seed: that one is not the dataset's doing.
+        if (watch := fetching.fetch_watch) is None or not running.position:
+            return next(running.rest)
+        return watch.around(partial(next, running.rest))
+
+    def _chosen(self, running: Pass) -> Continuous | None:
+        """Return the workers that make the next batch: those that are wanted, once others are drained."""
         wanted = self._fetching.workers if self._fetching.newest.is_(running) else None
         current = running.continuous
         if current is not None:
@@ -161,15 +172,7 @@ class Controlled(Maker):
             plain: Any = running.rest
             wanted.take(plain._sampler_iter, base_seed=plain._base_seed, first=running.position)
             running.attach(wanted, _plain_rest)
-
-    def fetch(self, running: Pass) -> Any:
-        """Return the next batch; one that the loader makes itself is watched."""
-        if running.continuous is not None:
-            batch = running.continuous.fetch()
-            return pin_memory(batch) if self._pins else batch  # type: ignore[no-untyped-call]
-        # The first index list also draws the sampler's seed: that one is not the dataset's doing.
-        watch = self._fetching.fetch_watch if running.position else None
-        return next(running.rest) if watch is None else watch.around(lambda: next(running.rest))
+        return running.continuous
 
     def failed(self, running: Pass, error: Exception) -> bool:
         """Go on plainly from the very batch: a broken sample then raises the dataset's own error."""

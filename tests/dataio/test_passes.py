@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,3 +141,20 @@ def test_batches_of_workers_are_pinned_where_the_plain_loaders_are(monkeypatch: 
     monkeypatch.setattr(proxies, "pin_memory", lambda batch: pinned.append(batch) or batch)
     assert len(list(loader)) == len(pinned) == 8
     workers.close()
+
+
+@pytest.mark.parametrize("mode", ["inline", "auto"])
+def test_a_loader_is_gone_with_its_last_reference(mode: Any) -> None:
+    """A dataset may have files open: they are not to wait for the garbage collector."""
+    data = Numbers(30)
+    reference = weakref.ref(data)
+    gc.collect()
+    gc.disable()
+    try:
+        loader = ContinuousLoader(DataLoader(data, 4), mode=mode, workers=1)
+        first = next(iter(loader))
+        loader.close()
+        del loader, data
+        assert reference() is None, first
+    finally:
+        gc.enable()
