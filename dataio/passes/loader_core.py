@@ -1,4 +1,4 @@
-"""How a continuous loader's batches are made, and where its loop stands."""
+"""The maker of a continuous loader: its engines, and where its loop stands."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class LoaderPass(CorePass):
 
 
 class LoaderCore(Maker):
-    """How a loader's batches are made, and where its loop stands."""
+    """The engines of a loader, and the position of its loop."""
 
     def __init__(self, loader: DataLoader[Any], options: Options) -> None:
         self.loader, self.options = loader, options
@@ -197,7 +197,7 @@ class LoaderCore(Maker):
             log.info("%s can't be started: %s", setting, error)
 
     def follow(self, tuner: Tuner) -> None:
-        """Make batches as `tuner` decides from the next one on; a setting that can't be had is not tried again."""
+        """Switch to the tuner's setting from the next batch on; one whose engine can't start is not tried again."""
         assert self._continuous is not None
         while tuner.current != self.setting:
             try:
@@ -245,7 +245,7 @@ class LoaderCore(Maker):
         return None if self.device is None else transfer.AheadCopier(self.device)
 
     def begin(self, running: Pass) -> None:
-        """Begin a pass: go on with what was fetched ahead, or draw the epoch now."""
+        """Begin a pass: with the batches prefetched for it, or by drawing the epoch now."""
         self._newest.begin(running)
         if self.passed_through:
             self._begin_plainly(running)
@@ -255,7 +255,7 @@ class LoaderCore(Maker):
             running.attach(continuous, InlineRest)
 
     def _begin_plainly(self, running: Pass) -> None:
-        """Leave the loader as it is, and pass over the batches that were served before."""
+        """Iterate the loader itself, from after the batches that a loaded state has counted."""
         loaded, self.loaded = self.loaded, None
         batches = iter(self.loader)
         self.finished, self.served = False, 0 if loaded is None else loaded["served"]
@@ -282,10 +282,12 @@ class LoaderCore(Maker):
 
     def fetch(self, running: Pass) -> Any:
         """Return the next batch."""
-        continuous = running.continuous
-        if continuous is None:
-            return next(running.rest)
-        batch = self._as_requested(continuous) if self._measured is None else self._measured.fetch(self, continuous)
+        if running.continuous is None:
+            batch = next(running.rest)
+        elif self._measured is None:
+            batch = self._as_requested(running.continuous)
+        else:
+            batch = self._measured.fetch(self, running.continuous)
         return transfer.pin(batch) if self._pins else batch
 
     def _as_requested(self, continuous: Continuous) -> Any:
@@ -299,7 +301,7 @@ class LoaderCore(Maker):
             return continuous.fetch()
 
     def moved(self, running: Pass) -> None:
-        """Record the loop's place; a pass that goes on beside a newer one isn't it."""
+        """Record the loop's position; a pass that goes on beside a newer one doesn't count."""
         if self._newest.is_(running):
             self.served, self.finished = running.position, False
             if self._measured is not None:

@@ -101,7 +101,7 @@ class OwnWorkers:
         return Skipping(lambda: iter(loader), running.position)
 
     def rest(self) -> None:
-        """Throw away what was made ahead for an epoch that will be made otherwise."""
+        """Drop what was prefetched for an epoch that others will make."""
         running = None if self._newest is None else self._newest()
         if running is None or running.continuous is not self.continuous:
             self.continuous.drop()

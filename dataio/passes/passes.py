@@ -1,7 +1,7 @@
-"""One pass over a loader, as an iterator: by an engine that makes batches ahead, and at any batch without it.
+"""One pass over a loader, as an iterator: its batches are prefetched by an engine, or come from a plain iterator.
 
-An engine makes the batches of one pass at a time, the newest. When another pass begins, when the engine fails or is no
-longer wanted, the pass goes on by an iterator that makes the rest of its epoch. What that is, the maker says:
+An engine works for one pass at a time, the newest. When a newer pass begins, when the engine fails or is no longer
+wanted, the pass is detached: another iterator makes the rest of its epoch. Which one depends on the maker:
 
 | maker | who decides | the rest is made by |
 |---|---|---|
@@ -24,18 +24,18 @@ from accel.dataio.passes.continuous import Continuous
 
 
 class Maker(ABC):
-    """What decides by what the batches of a pass are made."""
+    """Decides which engine makes the batches of a pass."""
 
     @abstractmethod
     def begin(self, running: Pass) -> None:
-        """Begin the epoch: attach an engine, or set the iterator that makes it."""
+        """Begin the epoch: attach an engine, or set `rest`."""
 
     @abstractmethod
     def fetch(self, running: Pass) -> Any:
-        """Return the next batch, by another engine if that is wanted; raises StopIteration at the end of the feed."""
+        """Return the next batch, after switching engines if need be; raises StopIteration when there is none."""
 
     def failed(self, running: Pass, error: Exception) -> bool:
-        """Have the pass go on without the engine, which raised; return False if the error is the loop's."""
+        """Detach the pass from an engine that raised and return True; return False if the loop is to get the error."""
         return False
 
 
@@ -43,13 +43,13 @@ class Pass:
     """One pass over a loader, as an iterator.
 
     Args:
-        maker: decides by what the batches are made.
-        copier: copies each batch to the device while the one before it is used; None to leave batches where they are.
+        maker: decides which engine makes the batches.
+        copier: copies each batch to the device while the one before it is used; None for no copies.
 
     Attributes:
         position: number of the next batch in the epoch.
-        continuous: makes the batches ahead; None while `rest` does.
-        rest: the batches that are left, when they are not made ahead.
+        continuous: prefetches the batches; None while detached.
+        rest: yields the batches while detached.
     """
 
     def __init__(self, maker: Maker, copier: AheadCopier | None = None) -> None:
@@ -61,11 +61,11 @@ class Pass:
         maker.begin(self)
 
     def attach(self, continuous: Continuous, go_on: Callable[[Pass, Continuous], Iterator[Any]]) -> None:
-        """Have `continuous` make the batches from now on, and `go_on` return what makes the rest without it."""
+        """Take batches from `continuous` from now on; `go_on` returns the iterator to go on with when detached."""
         self.continuous, self._go_on = continuous, go_on
 
     def detach(self) -> None:
-        """Go on without the engine, if there is one."""
+        """Go on without the engine, if one is attached."""
         if self.continuous is not None:
             self.rest = self._go_on(self, self.continuous)
             self.continuous = None
@@ -94,7 +94,7 @@ class Pass:
             raise
 
     def give_back(self, position: int) -> None:
-        """Make the batches from number `position` on again: an interruption kept them from reaching the loop."""
+        """Make the batches from number `position` on again, which an interruption kept from the loop."""
         if self._copier is not None:
             self._copier, self._late = AheadCopier(self._copier.device), None
         if self.continuous is None:
@@ -118,7 +118,7 @@ class Pass:
         return self._fetch()
 
     def _pass_over(self) -> None:
-        """Leave out the batch that could not be made."""
+        """Skip the batch that could not be made."""
         if self.continuous is not None:
             self.continuous.skip_failed()
         self._stand_at(self.position + 1 if self.continuous is None else self._reached)
@@ -150,7 +150,7 @@ class Pass:
 
 
 class Newest:
-    """The newest of the passes over a loader: the only one whose batches are made ahead."""
+    """The newest of the passes over a loader: the only one whose batches are prefetched."""
 
     def __init__(self) -> None:
         self._pass: weakref.ref[Pass] | None = None
@@ -160,28 +160,28 @@ class Newest:
         return self._pass is not None and self._pass() is running
 
     def begin(self, newer: Pass) -> None:
-        """Have an older pass that is still under way, as in nested loops, go on without the engine."""
+        """Make `newer` the newest, and detach the one before, which may go on, as in nested loops."""
         self.detach()
         self._pass = weakref.ref(newer)
 
     def detach(self) -> None:
-        """Have the newest go on without the engine, too."""
+        """Detach the newest from its engine."""
         running = None if self._pass is None else self._pass()
         if running is not None:
             running.detach()
 
     def forget(self) -> None:
-        """Have none be the newest."""
+        """Detach the newest, and have none."""
         self.detach()
         self._pass = None
 
 
 class InlineRest:
-    """The rest of an epoch, made in the loop's own thread.
+    """The rest of a pass, made in the loop's own thread.
 
     Args:
-        running: pass whose rest it is.
-        continuous: has made its batches so far.
+        running: the pass.
+        continuous: has made its batches until now.
     """
 
     def __init__(self, running: Pass, continuous: Continuous) -> None:
@@ -208,11 +208,11 @@ class InlineRest:
 
 
 class Skipping:
-    """An iterator without its first batches, which are made and thrown away when one is asked for.
+    """An iterator without its first batches, which are fetched and dropped at the first request.
 
     Args:
         begin: returns the whole iterator.
-        count: batches to leave out.
+        count: batches to skip.
     """
 
     def __init__(self, begin: Callable[[], Iterator[Any]], count: int) -> None:
