@@ -1,4 +1,4 @@
-"""The fault matrix: does `accel profile` name what was done to a script, and foresee what undoing it saves?
+"""The fault matrix: does `accel profile` name what was done to a script, and predict what undoing it saves?
 
     python -m benchmarks.fault_matrix [CASE …] [--tools accel,traceml,gpuprof] [--no-remedy] [--loaded] [--record]
 

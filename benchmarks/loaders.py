@@ -187,7 +187,7 @@ def warm(loader: Any, job: Job) -> str:
     while "trying" in loader.explain() and time.perf_counter() - began < 60:
         epoch(loader, job)
     chosen_s = time.perf_counter() - began
-    if "as told" not in loader.explain():
+    if "as requested" not in loader.explain():
         while time.perf_counter() - began < _SETTLED_S:  # the look-ahead follows for some seconds
             epoch(loader, job)
     return f"{loader.explain().splitlines()[0]}; after {chosen_s:.1f} s"

@@ -87,9 +87,9 @@ def describe(batch: Any) -> tuple[int, Hashable]:
     return next((shape[0] for shape in shapes if shape), 0), tuple(shapes)
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Tell whether two batches hold the same bits in the same structure; NaN equals NaN."""
-    left, right = list(leaves(one)), list(leaves(other))
+def equal(batch: Any, other: Any) -> bool:
+    """Return whether two batches hold the same bits in the same structure; NaN equals NaN."""
+    left, right = list(leaves(batch)), list(leaves(other))
     return len(left) == len(right) and all(_same(a, b) for a, b in zip(left, right, strict=True))
 
 

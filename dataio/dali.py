@@ -124,13 +124,13 @@ class DaliLoader:
     def batches(self) -> list[list[int]]:
         """Return the samples of each batch of this rank's epoch."""
         order = list(self.sampler) if len(self.dataset) else []
-        found = [order[at : at + self.batch_size] for at in range(0, len(order), self.batch_size)]
+        batches = [order[at : at + self.batch_size] for at in range(0, len(order), self.batch_size)]
         if self.last_batch == "drop":
-            return found[: len(self)]
-        if self.last_batch == "fill" and found:
-            missing = self.batch_size - len(found[-1])
-            found[-1] = found[-1] + (order * (missing // len(order) + 1))[:missing]
-        return found
+            return batches[: len(self)]
+        if self.last_batch == "fill" and batches:
+            missing = self.batch_size - len(batches[-1])
+            batches[-1] = batches[-1] + (order * (missing // len(order) + 1))[:missing]
+        return batches
 
     def state_dict(self) -> dict[str, int]:
         """Return where this epoch stands: after the batches that the loop has had."""
@@ -199,9 +199,9 @@ class DaliLoader:
                 reading.append((indices, pool.submit(self._read, indices)))
             if reading and (indices is None or len(reading) > 2):
                 first, future = reading.popleft()
-                found = future.result()
+                batch = future.result()
                 under_way.append(first)
-                yield found
+                yield batch
 
     def _read(self, indices: list[int]) -> Batch:
         data, placements = zip(*self.dataset.encoded(indices), strict=True)
@@ -219,7 +219,7 @@ class DaliLoader:
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if str(found) == "cuda":
+    chosen = torch.device(device)
+    if str(chosen) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return chosen

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch.utils.data import Sampler
 
-from accel.dataio.foreseen import Foreseen
+from accel.dataio.peek import PeekedEpoch
 from accel.dataio.sampling.permutation import Items, Permutation
 from accel.dataio.sampling.round_robin import RoundRobin, Tail, world
 
@@ -104,14 +104,14 @@ class ElasticSampler(Sampler[list[int]]):
         self._taken = 0  # steps since the sampler was made, over all epochs: what changes of batch size count in
         self._deals = [(0, self._deal(batch_size))]  # from which step on which batch sizes hold, in order
         self._under_way: deque[_DealtStep] = deque()  # dealt, but not taken by the loop
-        self._held: _DealtStep | None = None
+        self._in_hand: _DealtStep | None = None
         self._counting = False
 
     def consumed(self, batches: Iterable[T]) -> Iterator[T]:
         """Pass the loader's batches on and count each as consumed when the loop gets it.
 
         A state saved in the loop's body includes the batch in hand: save after the optimizer's step. After the last
-        batch the sampler goes on to the next epoch by itself; after a `break` it stays where the loop was.
+        batch the sampler goes on to the next epoch automatically; after a `break` it stays where the loop was.
 
         Args:
             batches: the loader built on this sampler, or what wraps it (the outermost, if one looks ahead).
@@ -155,8 +155,8 @@ class ElasticSampler(Sampler[list[int]]):
                 "DataLoader(batch_sampler=sampler), and neither load a state nor change the epoch while iterating it"
             )
         self._counting = True
-        self._held = self._under_way.popleft()
-        self._position = self._held.stop
+        self._in_hand = self._under_way.popleft()
+        self._position = self._in_hand.stop
         self._taken += 1
 
     @property
@@ -172,7 +172,7 @@ class ElasticSampler(Sampler[list[int]]):
     @property
     def fresh(self) -> int:
         """Samples at the head of the batch in hand that are no repeats; those after them fill up the last step."""
-        return self._held.fresh if self._held else 0
+        return self._in_hand.fresh if self._in_hand else 0
 
     @property
     def weight(self) -> float:
@@ -181,8 +181,8 @@ class ElasticSampler(Sampler[list[int]]):
         DistributedDataParallel averages gradients as if ranks had equally many samples; so weighted, it averages over
         the step's samples in spite of repeats and of short or uneven batches.
         """
-        held = self._held
-        return self.num_replicas * held.fresh / held.fresh_of_all if held and held.fresh_of_all else 0.0
+        step = self._in_hand
+        return self.num_replicas * step.fresh / step.fresh_of_all if step and step.fresh_of_all else 0.0
 
     def set_epoch(self, epoch: int, position: int | None = None) -> None:
         """Go to an epoch.
@@ -201,7 +201,7 @@ class ElasticSampler(Sampler[list[int]]):
         position = position or 0
         _check(0 <= position <= self.length, f"position must be from 0 to {self.length}, got {position}")
         self.epoch, self._position = epoch, position
-        self._under_way, self._held = deque(), None
+        self._under_way, self._in_hand = deque(), None
 
     def set_batch_size(self, batch_size: int | Sequence[int], *, delay: int | None = None) -> None:
         """Change the batch size; call it on all ranks after the same step.
@@ -266,10 +266,10 @@ class ElasticSampler(Sampler[list[int]]):
         return step - self._taken + self._deal_at(step).steps(self.length - position)
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._under_way, self._held = deque(), None
+        self._under_way, self._in_hand = deque(), None
         return self._batches(self._under_way, self._position, self._taken, self.epoch)
 
-    def foresee(self, epoch: int) -> Foreseen | None:
+    def peek_epoch(self, epoch: int) -> PeekedEpoch | None:
         """Return the pass over `epoch` that follows when this one is over; None if nothing counts what the loop took.
 
         It holds unless a state, a position or a batch size is set in between.
@@ -283,9 +283,9 @@ class ElasticSampler(Sampler[list[int]]):
             return (self.epoch, self._position, self._taken) == (epoch, 0, step) and self._deals is deals
 
         def begin() -> None:
-            self._under_way, self._held = under_way, None
+            self._under_way, self._in_hand = under_way, None
 
-        return Foreseen(self._batches(under_way, 0, step, epoch), holds, begin)
+        return PeekedEpoch(self._batches(under_way, 0, step, epoch), holds, begin)
 
     def _batches(self, under_way: deque[_DealtStep], position: int, step: int, epoch: int) -> Iterator[list[int]]:
         order, dealer = self._order(epoch), None

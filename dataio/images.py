@@ -197,8 +197,8 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
     def _read(self, index: int, draws: list[float], slot: Tensor) -> None:
         with self._named(index):
             data = read(self.samples[index][0])
-            found = decode(data, self._placer(draws), exif=self.exif, reducing_gap=self.reducing_gap)
-        self._resizer.into(slot, found.pixels, found.place)
+            decoded = decode(data, self._placer(draws), exif=self.exif, reducing_gap=self.reducing_gap)
+        self._resizer.into(slot, decoded.pixels, decoded.place)
 
     @contextmanager
     def _named(self, index: int) -> Iterator[None]:

@@ -33,8 +33,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from accel.dataio.foreseen import Foreseen
 from accel.dataio.packing import best_fit, check_lengths, check_longest
+from accel.dataio.peek import PeekedEpoch
 from accel.dataio.sampling.balance_plan import (
     Floats,
     Ints,
@@ -196,14 +196,14 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
             drawn.step = step + 1
             yield packs.order[ends[pack] - packs.sizes[pack] : ends[pack]].tolist()
 
-    def foresee(self, epoch: int) -> Foreseen:
+    def peek_epoch(self, epoch: int) -> PeekedEpoch:
         """Return the pass over `epoch` that comes next, from its beginning; it holds unless a state is loaded."""
         drawn = _Drawn(0)
 
         def begin() -> None:
             self._drawn = drawn
 
-        return Foreseen(self._batches(epoch, drawn), lambda: self.epoch == epoch and self._start == 0, begin)
+        return PeekedEpoch(self._batches(epoch, drawn), lambda: self.epoch == epoch and self._start == 0, begin)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch; setting the one that a loaded state is in leaves its place alone."""
@@ -334,13 +334,13 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
         if not self.padded:
             pieces = spread(few.order, made, self._costs, self._lengths, self.max_tokens)
         pieces = pieces or split(few, made, self._costs, self.padded)
-        found = join(take(packs, kept), pieces)
+        balanced = join(take(packs, kept), pieces)
         # The cheapest alone may hold too few samples: halve any pack then, and at last repeat samples.
-        if len(found.sizes) < wanted:
-            pieces = split(found, wanted, self._costs, self.padded)
+        if len(balanced.sizes) < wanted:
+            pieces = split(balanced, wanted, self._costs, self.padded)
             repeated = shortest(self._lengths, wanted - len(pieces))
-            found = join(Packs(repeated, np.ones_like(repeated)), pieces)
-        return found
+            balanced = join(Packs(repeated, np.ones_like(repeated)), pieces)
+        return balanced
 
     def _deal(self, packs: Packs, rng: np.random.Generator | None) -> Packs:
         """Put packs of like cost into one step; shuffle steps, and ranks within a step."""
@@ -363,10 +363,10 @@ def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 
 def _costs(cost: Cost | None, lengths: Ints) -> Floats:
     wide = lengths.astype(np.float64)
-    found = wide if cost is None else np.asarray(cost(wide.copy()), dtype=np.float64)
-    if found.shape != lengths.shape or not np.isfinite(found).all() or (found < 0).any():
+    costs = wide if cost is None else np.asarray(cost(wide.copy()), dtype=np.float64)
+    if costs.shape != lengths.shape or not np.isfinite(costs).all() or (costs < 0).any():
         raise ValueError(
-            f"cost must return one finite number ≥ 0 per length, shape {lengths.shape}, got shape {found.shape}, "
-            f"{int((~np.isfinite(found)).sum())} not finite; it takes the array of all lengths"
+            f"cost must return one finite number ≥ 0 per length, shape {lengths.shape}, got shape {costs.shape}, "
+            f"{int((~np.isfinite(costs)).sum())} not finite; it takes the array of all lengths"
         )
-    return found
+    return costs

@@ -1,4 +1,4 @@
-"""A `DataLoader` whose batches are made the fastest way there is, without a pause between epochs.
+"""A `DataLoader` whose batches are made the fastest core there is, without a pause between epochs.
 
 | | `DataLoader` | `ContinuousLoader` |
 |---|---|---|
@@ -7,7 +7,7 @@
 | augmentation | depends on the number of workers | depends on the seed, the epoch and the batch only |
 | `dataset.set_epoch` in live workers | not seen | seen |
 | state in the middle of an epoch | no | yes, for any number of workers and ranks |
-| how batches are made | `num_workers` | measured, or as told |
+| how batches are made | `num_workers` | measured, or as requested |
 | shared memory | /dev/shm | anonymous, recycled |
 """
 
@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes import epochs, resume
-from accel.dataio.passes.loader_core import MODES, LoaderCore, Mode, Options
+from accel.dataio.passes.loader_core import MODES, CorePass, LoaderCore, LoaderPass, Mode, Options
 from accel.dataio.passes.movable import not_movable
-from accel.dataio.passes.passes import Pass, Through
 
 # Attributes of a `DataLoader` that may be set, and that batches depend on.
 _FETCHES_BY = frozenset(
@@ -88,26 +87,26 @@ class ContinuousLoader(DataLoader[Any]):
             raise ValueError(f"mode={mode!r} needs a map-style loader, but {reason}; use mode='auto'")
         # A DataLoader with the very objects of the wrapped one: attributes, len() and isinstance() are its own.
         self.__dict__.update(loader.__dict__)
-        self.__dict__["_way"] = LoaderCore(loader, Options(mode, workers, prefetch, thread_safe, device))
+        self.__dict__["_core"] = LoaderCore(loader, Options(mode, workers, prefetch, thread_safe, device))
 
-    _way: LoaderCore
+    _core: LoaderCore
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        setattr(self._way.loader, name, value)
+        setattr(self._core.loader, name, value)
         if name in _FETCHES_BY:
-            self._way.close()  # what makes batches knows the old value
+            self._core.close()  # what makes batches knows the old value
 
     def __iter__(self) -> Any:
-        way, sampler = self._way, self.batch_sampler
-        if way.passed_through:
-            return Through(way)
+        core, sampler = self._core, self.batch_sampler
+        if core.passed_through:
+            return CorePass(core)
         if not isinstance(sampler, ElasticSampler):
-            return Pass(way, self)
-        if way.counts is None:
-            way.counts = not sampler.counting  # unless the loop iterates sampler.consumed(loader) itself
-        running = Pass(way, self)
-        return sampler.consumed(running) if way.counts else running
+            return LoaderPass(core, self)
+        if core.counts is None:
+            core.counts = not sampler.counting  # unless the loop iterates sampler.consumed(loader) itself
+        running = LoaderPass(core, self)
+        return sampler.consumed(running) if core.counts else running
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the samplers and of the dataset, where they have a `set_epoch`.
@@ -125,7 +124,7 @@ class ContinuousLoader(DataLoader[Any]):
 
         Taken in the loop's body it counts the batch in hand as used: save after the optimizer's step.
         """
-        return self._way.state()
+        return self._core.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken: the next pass begins after the last batch handed over.
@@ -137,30 +136,30 @@ class ContinuousLoader(DataLoader[Any]):
         Raises:
             ValueError: if it is not a state of this class, or of another dataset length or kind of sampler.
         """
-        if not self._way.passed_through:
-            resume.check(self._way.loader, state)
-        self._way.load(state)
+        if not self._core.passed_through:
+            resume.check(self._core.loader, state)
+        self._core.load(state)
 
     @property
     def worker_processes(self) -> int:
         """How many worker processes make batches now."""
-        return len(self._way.worker_processes())
+        return len(self._core.worker_processes())
 
     @property
     def setting(self) -> str:
         """How batches are made now: `inline`, `threads(2)`, `fork(4)`."""
-        return str(self._way.setting)
+        return str(self._core.setting)
 
     def explain(self) -> str:
         """Return how batches are made and why, with what was tried, as text."""
-        way = self._way
-        if way.passed_through:
-            return f"left as it is: {way.passed_through}"
-        return way.choice.explain() if way.choice is not None else f"{way.setting}: {way.reason}"
+        core = self._core
+        if core.passed_through:
+            return f"left as it is: {core.passed_through}"
+        return core.tuner.explain() if core.tuner is not None else f"{core.setting}: {core.reason}"
 
     def close(self) -> None:
         """End threads and processes; the next pass starts them anew."""
-        self._way.close()
+        self._core.close()
 
     def __enter__(self) -> ContinuousLoader:
         return self
@@ -169,7 +168,7 @@ class ContinuousLoader(DataLoader[Any]):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _wrap, (self._way.loader, self._way.options._asdict())
+        return _wrap, (self._core.loader, self._core.options._asdict())
 
 
 def _wrap(loader: DataLoader[Any], options: dict[str, Any]) -> ContinuousLoader:

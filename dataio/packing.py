@@ -43,7 +43,7 @@ class Packed(NamedTuple):
     cu_seqlens: Tensor
     """(n+1,) int32: sequence i is tokens[cu_seqlens[i]:cu_seqlens[i+1]]; padding counts as one more sequence."""
     max_seqlen: int
-    """The longest of the sequences that `cu_seqlens` tells apart, in tokens."""
+    """The longest of the sequences that `cu_seqlens` separates, in tokens."""
 
 
 def pack(
@@ -231,7 +231,7 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """
     free: list[int] = []  # what distinct room there is, ascending
     having: dict[int, list[int]] = {}  # room → the rows that have it
-    found = []
+    assigned = []
     opened = 0
     for length in lengths.tolist():
         at = bisect_left(free, length)
@@ -243,14 +243,14 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
             row = rows.pop()
             if not rows:
                 del free[at], having[room]
-        found.append(row)
+        assigned.append(row)
         room -= length
         if room in having:
             having[room].append(row)
         else:
             having[room] = [row]
             insort(free, room)
-    return np.array(found, dtype=np.int64)
+    return np.array(assigned, dtype=np.int64)
 
 
 def check_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:

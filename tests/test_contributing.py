@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -19,7 +20,14 @@ NOT_OUR_WORDS = {
     "automatically": re.compile(r"chosen by itself"),
     "estimated": re.compile(r"told (?:within|against)"),
     "stored": re.compile(r"\bput by\b"),
+    "requested": re.compile(r"\bas told\b"),
+    "peek, expect": re.compile(r"\bforese(?:e|en|es|eing|eable)\b"),
+    "snapshot": re.compile(r"\bdataset[./]mirror\b"),
+    "fetch watch": re.compile(r"\bwitness\b"),
+    "listener": re.compile(r"with ears"),
 }
+# They say that a thing was got, and not what it is.
+NOT_NAMES = {"found", "told", "said", "way"}
 OLD_TEXTS = {"CHANGELOG.md", "docs/glossary.md", "tests/test_contributing.py"}
 
 
@@ -53,6 +61,24 @@ def test_every_file_that_the_guide_names_exists() -> None:
 @pytest.mark.parametrize("word", NOT_OUR_WORDS)
 def test_the_fields_word_is_used(word: str) -> None:
     assert not [place for place in places(NOT_OUR_WORDS[word])]
+
+
+@pytest.mark.parametrize("folder", ROOMS)
+def test_names_say_what_a_thing_is(folder: str) -> None:
+    files = [path for path in written() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] == folder]
+    assert files
+    assert not [f"{path.relative_to(ROOT)}: {name}" for path in files for name in names(path) & NOT_NAMES]
+
+
+def names(path: Path) -> set[str]:
+    """Return what a file binds: variables, attributes and parameters, without underscores around."""
+    bound: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+    return {name.strip("_") for name in bound}
 
 
 def places(pattern: re.Pattern[str]) -> list[str]:

@@ -65,14 +65,14 @@ def profile(
     script_arguments = list(arguments[1:] if arguments[:1] == ("--",) else arguments)
 
     from accel.dataio.loader import ContinuousLoader
-    from accel.dataio.passes.passes import Pass
+    from accel.dataio.passes.loader_core import LoaderPass
     from accel.profiler.gather import Exchange
     from accel.profiler.script import Script
     from accel.profiler.session import ProfileSession
 
     exchange = Exchange()
     trace = target.with_suffix(".trace.json")
-    loaders = ((ContinuousLoader, Pass),)
+    loaders = ((ContinuousLoader, LoaderPass),)
     session = ProfileSession(confirm=confirm, trace_file=trace, exchange=exchange, loaders=loaders)
     if confirm and exchange.rank == 0:
         click.echo(_DIAGNOSING, err=True)

@@ -22,7 +22,7 @@ class TrainingLoader:
         self._run = run
         self._met = {id(run.loader)}
         self._steps_without = 0
-        self._witness = FetchWatch(getattr(run.loader, "dataset", None))
+        self._fetch_watch = FetchWatch(getattr(run.loader, "dataset", None))
         self.delivered: LoaderProxy | None = None
         """Where the last batch came from."""
         self.source: LoaderProxy | None = None
@@ -33,11 +33,11 @@ class TrainingLoader:
     @property
     def finding(self) -> str:
         """Why fetching can't be moved elsewhere; '' if nothing was seen."""
-        return self._run.observed.fetch_finding or self._witness.finding
+        return self._run.observed.fetch_finding or self._fetch_watch.finding
 
     def watch(self, wanted: bool) -> None:
-        """Let the witness see the next batches being fetched, or no more."""
-        self._run.fetching.witness = self._witness if wanted else None
+        """Watch the next batches being fetched, or no more."""
+        self._run.fetching.fetch_watch = self._fetch_watch if wanted else None
 
     def successor(self) -> LoaderProxy | None:
         """Count a step, and return another loader that the loop has gone on to, or None.
@@ -62,4 +62,4 @@ class TrainingLoader:
         self.moves += 1
         self._run.loader, self._run.fetching = loader, free_fetching(successor)
         self._run.observed.fetch_finding = ""
-        self._witness = FetchWatch(getattr(loader, "dataset", None))
+        self._fetch_watch = FetchWatch(getattr(loader, "dataset", None))

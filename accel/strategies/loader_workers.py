@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.handles import check_fork, shared_handle
+from accel.dataio.dataset.handles import shared_handle
 from accel.dataio.passes.movable import movable
-from accel.dataio.passes.proxy import same_as_plain
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
 
 if TYPE_CHECKING:
-    from accel.dataio.engine.engine import Engine
     from accel.dataio.passes.continuous import Continuous
     from accel.dataio.passes.own_workers import OwnWorkers
 
@@ -54,7 +50,7 @@ class LoaderWorkers(Strategy):
         if run.loader.num_workers > 0:
             return _refusal_of_own(run)
         if run.observed.fetch_finding:
-            return run.observed.fetch_finding + ": batches made elsewhere would be others"
+            return run.observed.fetch_finding + ": batches made elsewhere would differ"
         if run.cores < 2:
             return "there is only one core, which the model needs"
         return shared_handle(run.loader)
@@ -81,12 +77,10 @@ class LoaderWorkers(Strategy):
                 self._own = OwnWorkers(run.loader)
             run.fetching.own_workers = self._own
             return
-        from accel.dataio.passes.continuous import Continuous
+        from accel.dataio.passes.moved import moved
 
         if setting not in self._pool:
-            self._pool[setting] = ahead = Continuous(run.loader, _engine(run, setting), strict=True)
-            if not same_as_plain(run.loader, ahead):
-                raise ValueError("batches fetched ahead differ from the plain ones")
+            self._pool[setting] = moved(run.loader, _count(setting), threads=not isinstance(setting, int))
         run.fetching.workers = self._pool[setting]
 
     def disable(self, run: Run) -> None:
@@ -116,8 +110,6 @@ class LoaderWorkers(Strategy):
 _THREADS = "threads="
 # Batches: a trial takes twelve epochs, and could win little.
 _LONG_EPOCH = 500
-# Processes by another method import the user's script; where there is no fork, starting them is refused.
-_START_METHOD = "fork" if sys.platform == "linux" else None
 
 
 def _refusal_of_own(run: Run) -> str:
@@ -128,19 +120,9 @@ def _refusal_of_own(run: Run) -> str:
     except TypeError:
         return "the loader's sampler has no length: its epochs may have no end"
     if batches > _LONG_EPOCH:
-        return f"an epoch has {batches:,} batches: the start of the loader's own workers is little beside them"
+        return f"an epoch has {batches:,} batches: starting the loader's own workers costs little beside them"
     return ""
 
 
 def _count(setting: int | str) -> int:
     return setting if isinstance(setting, int) else int(setting.removeprefix(_THREADS))
-
-
-def _engine(run: Run, setting: int | str) -> Engine:
-    if isinstance(setting, int):
-        from accel.dataio.engine.processes import ProcessEngine
-
-        return ProcessEngine(run.loader, setting, start_method=_START_METHOD, check=partial(check_fork, run.loader))
-    from accel.dataio.engine.engine import ThreadEngine
-
-    return ThreadEngine(run.loader, _count(setting))

@@ -33,7 +33,7 @@ class Content:
         self._bytes, self._entries = int(MOST_BYTES * share), int(MOST_ENTRIES * share)
 
     def unseen(self) -> None:
-        """Take note of something that can't be looked into."""
+        """Record something that can't be looked into."""
         self.whole = False
 
     def of_entries(self, entries: Iterable[Any], count: int) -> int:
@@ -45,7 +45,7 @@ class Content:
         digest, left = 0, iter(entries)
         try:
             while chunk := list(islice(left, _CHUNK)):
-                # Version 2 writes equal things equally, whoever else refers to them.
+                # Version 2 writes equal things equally, whatever else refers to them.
                 digest = zlib.crc32(marshal.dumps(chunk, 2), digest)
         except ValueError:
             self.unseen()
@@ -90,7 +90,7 @@ class Content:
 
 
 def _writeable(array: np.ndarray[Any, Any]) -> bool:
-    """Tell whether an array, or one that it is a view of, can be written."""
+    """Return whether an array, or one that it is a view of, can be written."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         if owner.flags.writeable:

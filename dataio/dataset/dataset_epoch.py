@@ -1,6 +1,6 @@
 """A dataset as it will be in another epoch, for batches that are made before the loop has begun that epoch.
 
-Worker processes have copies of a dataset, which are told the epoch that is expected next. Threads read the loop's own,
+Worker processes have copies of a dataset, which are sent the epoch that is expected next. Threads read the loop's own,
 which is still in the epoch before. So a dataset may offer `epoch`, a number, and `at_epoch(epoch)`, which returns what
 reads the same samples as the dataset itself after `set_epoch(epoch)`, and leaves the dataset as it is.
 """
@@ -15,11 +15,11 @@ from torch.utils.data import Subset
 def dataset_epoch(dataset: Any) -> int | None:
     """Return the epoch of a dataset that can be had as in another one; None for any other dataset."""
     inner = _inner(dataset)
-    epoch = said(inner, "epoch")
-    return epoch if type(epoch) is int and callable(said(inner, "at_epoch")) else None
+    epoch = declared(inner, "epoch")
+    return epoch if type(epoch) is int and callable(declared(inner, "at_epoch")) else None
 
 
-def said(dataset: Any, name: str) -> Any:
+def declared(dataset: Any, name: str) -> Any:
     """Return an attribute of a dataset, None if there is none, whatever its `__getattr__` or a property raises."""
     try:
         return getattr(dataset, name)

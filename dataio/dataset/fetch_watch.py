@@ -2,23 +2,27 @@
 
 Fetching may move to another process only if it is a function of the indices alone. A dataset that draws random numbers
 (augmentation), counts, caches or keeps its own generator is such a function of history, and moving it would change what
-the model sees. The witness compares, around a fetch in the plain loop, the global random states (torch, numpy, Python),
-the dataset's own state with what its code names (`accel.dataio.dataset.mirror`), and where files stand that were open
+the model sees. A watch compares, around a fetch in the plain loop, the global random states (torch, numpy, Python),
+the dataset's own state with what its code names (`accel.dataio.dataset.snapshot`), and where files stand that were open
 before.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from accel.dataio.dataset.handles import moved, positions
-from accel.dataio.dataset.mirror import State, compare, state_of
+from accel.dataio.dataset.snapshot import DatasetSnapshot, compare, take_snapshot
 from accel.dataio.fetching.drawing import others_could_draw
 from accel.dataio.fetching.randomness import random_state
 
 # Of what a look at an epoch's beginning takes: around each fetch there is less time.
 _SHARE = 1 / 64
 _DRAWS_OR_OTHERS = "random numbers are drawn while a sample is fetched, by it or by another thread"
+
+
+_T = TypeVar("_T")
 
 
 class FetchWatch:
@@ -29,9 +33,9 @@ class FetchWatch:
         draws: look at the global random states too.
 
     Example:
-        >>> witness = FetchWatch(dataset)
-        >>> witness.before(); batch = fetch(); witness.after()
-        >>> witness.finding          # '' while fetching depends on the indices alone
+        >>> watch = FetchWatch(dataset)
+        >>> batch = watch.around(fetch)
+        >>> watch.finding          # '' while fetching depends on the indices alone
     """
 
     def __init__(self, dataset: Any, *, draws: bool = True) -> None:
@@ -40,33 +44,40 @@ class FetchWatch:
         self.fetches = 0
         self.moved_file = ""
         """A file that was open before a fetch and stood elsewhere after it."""
-        self._seen: tuple[Any, State, dict[str, int]] | None = None
+        self._seen: tuple[Any, DatasetSnapshot, dict[str, int]] | None = None
+
+    def around(self, fetch: Callable[[], _T]) -> _T:
+        """Return what `fetch` returns, and keep the first finding."""
+        self.before()
+        batch = fetch()
+        self.after()
+        return batch
 
     def before(self) -> None:
         """Note the states before a fetch."""
-        self._seen = (self._random_state(), self._state(), positions())
+        self._seen = (self._random_state(), self._snapshot(), positions())
 
     def after(self) -> None:
         """Compare the states after the fetch with those before; keeps the first finding."""
         if self._seen is None:
             return
         (drawn, own, stood), self._seen = self._seen, None
-        changed = bool(compare(own, self._state()))
+        changed = bool(compare(own, self._snapshot()))
         self.fetches += 1
         self.moved_file = self.moved_file or moved(stood, positions())
         if self.finding:
             return
         if self._random_state() != drawn:
-            # Whoever drew: where that can't be told, fetching is left where it is.
+            # Where the thread that drew can't be identified, fetching stays where it is.
             self.finding = _DRAWS_OR_OTHERS if others_could_draw() else "fetching a sample draws random numbers"
         elif changed:
             self.finding = "fetching a sample changes the dataset"
         elif self.moved_file:
-            self.finding = f"fetching a sample reads on in a file that was open before, {self.moved_file}"
+            self.finding = f"fetching a sample reads from a file that was open before, {self.moved_file}"
 
-    def _state(self) -> State:
+    def _snapshot(self) -> DatasetSnapshot:
         # Big arrays are looked at once, the others around each fetch that is watched.
-        return state_of(self.dataset, share=1.0 if not self.fetches else _SHARE)
+        return take_snapshot(self.dataset, share=1.0 if not self.fetches else _SHARE)
 
     def _random_state(self) -> Any:
         return random_state() if self._draws else None

@@ -1,4 +1,4 @@
-"""Tell whether a fetch reads through something that a forked process would share with the loop: an open file, a socket.
+"""Does a fetch read through something that a forked process would share with the loop: an open file, a socket?
 
 A forked process has the descriptors that were open before, and their positions in common with the loop: two that read
 on from the same place get each other's bytes, and no measurement shows it. Neither may a database connection or an HDF5
@@ -94,17 +94,17 @@ def _handle(name: str, thing: Any) -> str:
     if isinstance(thing, io.IOBase):
         return ""
     if isinstance(thing, collections.abc.Iterator) and not isinstance(thing, torch.nn.Module):
-        return f"{name} is a {kind.__qualname__}, which gives each process what comes next for itself"
+        return f"{name} is a {kind.__qualname__}, an iterator, which each process would advance on its own"
     if is_code(thing) or not native(kind):
         return ""
     owner = native_base(kind).__module__.partition(".")[0]
     if owner in _HARMLESS and kind.__qualname__ != "VideoCapture":
         return ""
-    return f"{name} is a {kind.__module__}.{kind.__qualname__}, of which it isn't known whether processes may share it"
+    return f"{name} is a {kind.__module__}.{kind.__qualname__}, not known to be safe to share between processes"
 
 
 def is_handle(thing: Any) -> bool:
-    """Tell whether a thing is an open file, a socket, or of a package whose objects hold such."""
+    """Return whether a thing is an open file, a socket, or of a package whose objects hold such."""
     if isinstance(thing, io.IOBase):
         return _is_open_file(thing)
     return isinstance(thing, socket.socket) or (_package(type(thing)) in _HANDLES and _is_live(thing))
@@ -122,7 +122,7 @@ def _is_open_file(thing: Any) -> bool:
 
 
 def _is_live(thing: Any) -> bool:
-    """Tell whether an object of a package of handles is more than a class, a function or a closed file."""
+    """Return whether an object of a package of handles is more than a class, a function or a closed file."""
     if isinstance(thing, type):
         return False
     try:
@@ -136,7 +136,7 @@ def _is_live(thing: Any) -> bool:
 
 def positions() -> dict[str, int]:
     """Return where each file that is open for reading stands; nothing where the system doesn't tell (/proc)."""
-    found: dict[str, int] = {}
+    open_at: dict[str, int] = {}
     with contextlib.suppress(OSError):
         for number in os.listdir("/proc/self/fdinfo"):
             with contextlib.suppress(OSError, ValueError):
@@ -144,8 +144,8 @@ def positions() -> dict[str, int]:
                 if path.startswith("/") and not path.startswith(("/dev/", "/proc/", "/memfd:")):
                     position, writes_only = _place(number)
                     if not writes_only:
-                        found[f"{path} ({number})"] = position
-    return found
+                        open_at[f"{path} ({number})"] = position
+    return open_at
 
 
 def _place(number: str) -> tuple[int, bool]:

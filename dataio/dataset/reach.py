@@ -88,7 +88,7 @@ _COMPILED = ("_cython", "numba", "_dispatcher")
 
 
 def is_code(thing: Any) -> bool:
-    """Tell whether `thing` is a function, a class, or what makes one of another."""
+    """Return whether `thing` is a function, a class, or what makes one of another."""
     return isinstance(thing, _CODE) or type(thing).__module__.startswith(_COMPILED)
 
 
@@ -195,17 +195,17 @@ _NEVER = frozenset({"accel", "builtins", "functools", "torch", "torchvision"})
 
 @functools.cache
 def _library(package: str) -> bool:
-    """Tell whether a top-level package comes with Python or was installed."""
+    """Return whether a top-level package comes with Python or was installed."""
     if package in _NEVER or (package in sys.stdlib_module_names and package != "__main__"):
         return True
-    found = getattr(sys.modules.get(package), "__file__", None)
-    if found is None:
+    file = getattr(sys.modules.get(package), "__file__", None)
+    if file is None:
         return False
     # An environment with `--system-site-packages` imports from directories that sysconfig doesn't name.
-    if not {"site-packages", "dist-packages"}.isdisjoint(PurePath(found).parts):
+    if not {"site-packages", "dist-packages"}.isdisjoint(PurePath(file).parts):
         return True
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return any(found.startswith(path) for path in paths if path)
+    return any(file.startswith(path) for path in paths if path)
 
 
 class _PlainObject:
@@ -213,12 +213,12 @@ class _PlainObject:
 
 
 def native(kind: type) -> bool:
-    """Tell whether instances of a class have room for more than Python objects."""
+    """Return whether instances of a class have room for more than Python objects."""
     return (kind.__basicsize__ > _PlainObject.__basicsize__ and not _only_slots(kind)) or kind.__itemsize__ != 0
 
 
 def _only_slots(kind: type) -> bool:
-    """Tell whether it is `__slots__` alone that make the instances of a class larger."""
+    """Return whether it is `__slots__` alone that make the instances of a class larger."""
     return all(base is object or "__slots__" in vars(base) or _is_python(base) for base in kind.__mro__)
 
 

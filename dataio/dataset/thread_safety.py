@@ -1,4 +1,4 @@
-"""Tell whether several threads may read a dataset at once.
+"""Whether several threads may read a dataset at once.
 
 A dataset may say so itself by an attribute `thread_safe`. If it doesn't, what it holds is looked through: a dataset
 made of numbers, texts, tensors, arrays and plain Python objects of such is read by indexing alone, which threads may do
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accel.dataio.dataset.dataset_epoch import said
+from accel.dataio.dataset.dataset_epoch import declared
 from accel.dataio.dataset.reach import own_attributes
 
 _DEPTH = 8
@@ -42,9 +42,9 @@ _HARMLESS = (
 
 def unsafe(dataset: Any) -> str:
     """Return '' if several threads may read `dataset` at once, else the reason why that is not known."""
-    told = said(dataset, "thread_safe")
-    if isinstance(told, bool):
-        return "" if told else "the dataset says that threads may not read it at once (thread_safe)"
+    safe = declared(dataset, "thread_safe")
+    if isinstance(safe, bool):
+        return "" if safe else "the dataset declares that it is not thread-safe (thread_safe=False)"
     return _look(dataset, "the dataset", _DEPTH, set())
 
 
@@ -53,12 +53,12 @@ def _look(thing: Any, name: str, depth: int, seen: set[int]) -> str:
         return ""
     seen.add(id(thing))
     if depth == 0:
-        return f"{name} lies too deep to be looked at"
+        return f"{name} is nested too deeply to be inspected"
     if isinstance(thing, np.ndarray):
         return f"{name} is an array of objects" if thing.dtype.hasobject else ""
     parts = _parts(thing)
     if parts is None:
-        return f"{name} is a {type(thing).__name__}, which threads may not share as far as is known"
+        return f"{name} is a {type(thing).__name__}, which is not known to be safe to share between threads"
     for part, value in parts:
         reason = _look(value, f"{name}{part}", depth - 1, seen)
         if reason:
@@ -94,7 +94,7 @@ class _PlainClass:
 
 
 def _written_in_python(kind: type) -> bool:
-    """Tell whether a class adds nothing to `object` but Python code: what it holds is then in its `__dict__`.
+    """Return whether a class adds nothing to `object` but Python code: what it holds is then in its `__dict__`.
 
     A class of C code, and one with `__slots__`, has room for more in its instances.
     """

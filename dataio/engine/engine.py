@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.mirror import Path
+from accel.dataio.dataset.snapshot import Path
 from accel.dataio.engine.thread_pool import ThreadPool
 from accel.dataio.fetching.drawing import Drawing, SeparateStates, others_could_draw
 from accel.dataio.fetching.fetch import blame, fetch_of
@@ -158,7 +158,7 @@ class InlineEngine:
     """Make each batch when it is asked for, in the loop's own thread.
 
     A job's seed holds for its batch alone: the loop's own random states are put back (`accel.dataio.fetching.drawing`).
-    So augmentation is the same as in a worker process, and the loop draws the same numbers whoever fetches.
+    So augmentation is the same as in a worker process, and the loop draws the same numbers whichever engine fetches.
     """
 
     capacity = 1
@@ -248,7 +248,7 @@ class ThreadEngine:
         # Until a batch was seen not to draw, jobs are held back. It is made once all before it are there, while the
         # loop waits for it: what others draw meanwhile would be taken for its own, and be undone.
         self._quiet = False
-        self._held: deque[BatchJob] = deque()
+        self._held_back: deque[BatchJob] = deque()
         self._check: _DrawCheck | None = None
         self._owner = os.getpid()
 
@@ -256,7 +256,7 @@ class ThreadEngine:
         """Make the pool; its threads start with the first jobs."""
         if os.getpid() != self._owner:  # a copy of the loader in a forked process, where no thread came along
             self._owner, self._pool, self._check = os.getpid(), None, None
-            self._held.extendleft(job for job, _ in reversed(self._futures))
+            self._held_back.extendleft(job for job, _ in reversed(self._futures))
             self._futures.clear()
         if self._pool is None:
             self._pool = ThreadPool(self.workers, "accel-loader")
@@ -264,14 +264,14 @@ class ThreadEngine:
     def submit(self, job: BatchJob) -> None:
         """Hand a job to the threads."""
         self.start()
-        self._held.append(job)
+        self._held_back.append(job)
         if self._quiet:
             self._hand_out()
 
     def _hand_out(self) -> None:
         assert self._pool is not None
-        while self._held:
-            job = self._held.popleft()
+        while self._held_back:
+            job = self._held_back.popleft()
             self._check = check = None if self._quiet else _DrawCheck()
             future = self._pool.submit(self._make, job, check)
             self._futures.append((job, future))
@@ -327,7 +327,7 @@ class ThreadEngine:
         for _, future in self._futures:
             future.cancel()
         self._futures.clear()
-        self._held.clear()
+        self._held_back.clear()
 
     def update(self, leaves: dict[Path, Any]) -> None:
         """Look again whether fetching draws random numbers: the dataset, the loop's own, has changed."""
@@ -340,13 +340,13 @@ class ThreadEngine:
         self.update({})
 
     def reset(self) -> None:
-        """Forget all jobs and leave the threads to end by themselves; the next job starts others."""
+        """Forget all jobs and leave the threads to end on their own; the next job starts others."""
         self._abandon_check()
         for _, future in self._futures:
             future.cancel()
         if self._pool is not None:
             self._pool.shutdown()
-        self._pool, self._futures, self._held = None, deque(), deque()
+        self._pool, self._futures, self._held_back = None, deque(), deque()
         self._quiet = False
 
     def close(self) -> None:
@@ -364,7 +364,7 @@ class _DrawCheck:
     def __init__(self) -> None:
         self.future: Future[Any] | None = None
         self._waiting = threading.get_ident()
-        # Whoever pops it decides whether states are written. No lock: Ctrl-C could leave it locked.
+        # The thread that pops it decides whether states are written. No lock: Ctrl-C could leave it locked.
         self._decision = [True]
 
     def make(self, fetch: Callable[[Any], Any], indices: Any) -> Any:

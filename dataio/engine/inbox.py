@@ -28,7 +28,7 @@ class Inbox:
         self._channel = channel
         self._bytes = bytearray()
         self.files: deque[int] = deque()
-        """Descriptors that came, oldest first; whoever takes one closes it."""
+        """Descriptors that came, oldest first; the caller that takes one closes it."""
 
     def read(self) -> None:
         """Take what has come, if anything has; raises EOFError or OSError when the other side is gone."""

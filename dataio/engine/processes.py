@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.mirror import Path
+from accel.dataio.dataset.snapshot import Path
 from accel.dataio.engine import wire, worker
 from accel.dataio.engine.engine import BatchJob, FetchTimeout, WorkerDied, WorkersStuck, as_raised
-from accel.dataio.engine.slots import MOST_HELD, SlotReader
+from accel.dataio.engine.slots import MOST_IN_USE, SlotReader
 from accel.dataio.engine.thread_pool import at_rest
 from accel.dataio.engine.worker_handle import WorkerHandle, end_all
 from accel.dataio.fetching.fetch import blame, fetch_of
@@ -112,10 +112,10 @@ class ProcessEngine:
         self._waiting: dict[int, BatchJob] = {}
         self._tries: dict[int, int] = {}
         self._failed_starts = 0
-        # What the workers' copies of the dataset were told: for all jobs there are, and from a certain job on.
+        # Changes sent to the workers' copies of the dataset: for all jobs there are, and from a certain job on.
         self._leaves: dict[Path, Any] = {}
         self._changes: deque[_Change] = deque()
-        self._told = 0
+        self._newest_change = 0
         self._next = 0
 
     def _own(self, handles: list[WorkerHandle]) -> None:
@@ -164,10 +164,10 @@ class ProcessEngine:
     def update(self, leaves: dict[Path, Any]) -> None:
         """Set values in the workers' copies of the dataset, for the jobs submitted from now on."""
         self._come_along()
-        self._told += 1
-        self._changes.append(_Change(self._told, self._next, leaves))
+        self._newest_change += 1
+        self._changes.append(_Change(self._newest_change, self._next, leaves))
         for handle in self._handles:
-            handle.tell(self._told, leaves)
+            handle.send_change(self._newest_change, leaves)
         self._settle()
 
     def restart(self) -> None:
@@ -281,7 +281,7 @@ class ProcessEngine:
     def _tell(self, handle: WorkerHandle, serial: int) -> None:
         for change in self._changes:
             if change.since <= serial:
-                handle.tell(change.number, change.leaves)
+                handle.send_change(change.number, change.leaves)
 
     def _worker_for(self, job: BatchJob, handles: list[WorkerHandle]) -> WorkerHandle:
         if self._as_torch:
@@ -367,36 +367,36 @@ class ProcessEngine:
         """Put a new worker in the place of one that is gone; a batch that was begun twice is given up."""
         self._selector.unregister(handle.connection)  # type: ignore[arg-type]
         first = next(iter(handle.jobs), None) if handle.ready else None
-        what = "at its start"
+        when = "at its start"
         if handle.ready:
-            what = "between batches" if first is None else f"while fetching {_samples(handle.jobs[first])}"
-        told = f"{handle.bury()} {what}"
-        self.deaths.append(told)
+            when = "between batches" if first is None else f"while fetching {_samples(handle.jobs[first])}"
+        death = f"{handle.bury()} {when}"
+        self.deaths.append(death)
         if first is not None:
-            self._count_try(handle, first, told)
+            self._count_try(handle, first, death)
         elif not handle.ready:
             self._failed_starts += 1
             if self._failed_starts > max(2, self.workers):
                 self._end_workers()
-                raise WorkerDied(f"{told}, and so did those before it: no worker process can be started")
+                raise WorkerDied(f"{death}, and so did those before it: no worker process can be started")
         if self._as_torch:
             self._end_workers()
-            raise WorkerDied(told)
-        log.warning("%s; a new one takes its place", told)
+            raise WorkerDied(death)
+        log.warning("%s; a new one takes its place", death)
         jobs, handle.jobs = handle.jobs, {}
         try:
             self._start(handle)
         except Exception as error:
             self._waiting |= jobs
             self._end_workers()
-            raise WorkerDied(f"{told}, and no other could be started: {error}") from error
+            raise WorkerDied(f"{death}, and no other could be started: {error}") from error
         self._hand_out([handle], jobs)
 
-    def _count_try(self, handle: WorkerHandle, serial: int, told: str) -> None:
+    def _count_try(self, handle: WorkerHandle, serial: int, death: str) -> None:
         self._tries[serial] = self._tries.get(serial, 0) + 1
         if self._tries[serial] >= _MOST_TRIES:
             error = WorkerDied(
-                f"{told}; so did the worker before it. Often memory ran out, or the samples crash native code: "
+                f"{death}; so did the worker before it. Often memory ran out, or the samples crash native code: "
                 "fetch these samples in the main process to see, or use fewer workers."
             )
             self._results[serial] = _Result(handle.number, handle.slots, error, handle.jobs.pop(serial))
@@ -410,15 +410,15 @@ class ProcessEngine:
 
         Workers by forkserver or spawn would not, but they import the script that is run, whose body may not be guarded.
         """
-        told = (
+        reason = (
             f"worker process {handle.number} has not made its first batch in {self._stall_s:g} s; it was forked while "
             f"{handle.threads_at_start} threads ran, so it probably waits for a lock that no thread of it can release. "
             "Start the loader before other threads, or choose start_method='forkserver' if the script is guarded by "
             "`if __name__ == '__main__'`"
         )
-        self.deaths.append(told)
+        self.deaths.append(reason)
         self._end_workers()
-        raise WorkersStuck(told)
+        raise WorkersStuck(reason)
 
     def _late(self, serial: int, waited: float) -> str:
         limit = f"timeout={self._timeout_s:g}"
@@ -437,7 +437,7 @@ def _open(slots: SlotReader, message: worker.Done) -> Any:
     memory: Any = message.data
     if message.slot is not None:
         memory = slots.view(message.slot)
-        if slots.held > MOST_HELD:
+        if slots.in_use > MOST_IN_USE:
             # The loop keeps its batches: they get memory of their own, so that the slot comes back.
             memory = bytearray(memory)
     return wire.load(message.payload, message.places, memory)

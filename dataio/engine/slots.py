@@ -1,7 +1,7 @@
 """Shared memory that a batch travels in: written once by a worker process, read in place, used again when dropped.
 
 A slot is an anonymous file in memory (`memfd_create`), mapped by the worker that fills it and by the loop's process.
-The loop's tensors lie in the slot itself. When the last of them is gone the worker is told, and fills the slot anew.
+The loop's tensors lie in the slot itself. When the last of them is gone the worker is notified and reuses the slot.
 So a batch costs one message and no fresh page: the pages of a slot are touched once, not once per batch, and nothing
 lies in /dev/shm, whose size a container limits. The file has no name and goes with the last process that maps it.
 """
@@ -15,12 +15,12 @@ import weakref
 from collections import deque
 
 # Slots that one worker may have in the hands of the loop; a loop that keeps more batches than that gets copies.
-MOST_HELD = 64
+MOST_IN_USE = 64
 _PAGE = 4096
 
 
 def supported() -> bool:
-    """Tell whether this system has anonymous files in memory."""
+    """Return whether this system has anonymous files in memory."""
     return hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate")
 
 
@@ -74,10 +74,10 @@ class SlotWriter:
     def __init__(self, most_free: int) -> None:
         self._most_free = max(1, most_free)
         self._free: list[SharedSlot] = []
-        self._held: dict[int, SharedSlot] = {}
+        self._in_use: dict[int, SharedSlot] = {}
         self._made = 0
         self.dropped: list[int] = []
-        """Numbers of slots given up since the loop was last told."""
+        """Numbers of slots given up since the loop was last notified."""
 
     def acquire(self, size: int) -> tuple[SharedSlot, bool]:
         """Return a slot of at least `size` bytes and whether it is new; raises OSError when there is no memory."""
@@ -91,12 +91,12 @@ class SlotWriter:
             # An eighth more than asked for, so that batches of varying length settle on a size.
             slot = SharedSlot(self._made, -(-(size + size // 8) // _PAGE) * _PAGE)
             self._made += 1
-        self._held[slot.number] = slot
+        self._in_use[slot.number] = slot
         return slot, slot.file >= 0
 
     def release(self, number: int, *, again: bool = True) -> None:
         """Take back a slot that the loop is done with; it is filled anew only if `again`."""
-        slot = self._held.pop(number, None)
+        slot = self._in_use.pop(number, None)
         if slot is None:
             return
         if not again:
@@ -136,7 +136,7 @@ class SlotReader:
         del self._memory[number]
 
     @property
-    def held(self) -> int:
+    def in_use(self) -> int:
         """Slots whose batches the loop still holds."""
         return len(self._in_use)
 

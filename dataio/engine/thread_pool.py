@@ -150,7 +150,7 @@ def _run(future: Future[Any], function: Callable[..., Any], arguments: tuple[Any
 
 @atexit.register
 def _end_all() -> None:
-    """Let threads end by themselves: one that is torn down within native code can take the process with it."""
+    """Let threads end on their own: one that is torn down within native code can take the process with it."""
     pools = list(_pools)
     for pool in pools:
         pool.shutdown()

@@ -157,7 +157,7 @@ def _overlapping(arrays: list[Any]) -> list[list[int]]:
 
 
 def _together(things: list[Any]) -> bool:
-    """Tell whether arrays whose stretches of memory lie over each other are to be sent as one stretch.
+    """Return whether arrays whose stretches of memory lie over each other are to be sent as one stretch.
 
     Columns of a wide table have no element in common, and lie far apart: the table is not to be sent for them.
     """
@@ -165,16 +165,16 @@ def _together(things: list[Any]) -> bool:
     stretch = max(high for _, high in spans) - min(low for low, _ in spans)
     if stretch <= 4 * sum(_size(thing) for thing in things):
         return True
-    return any(_share(one, other) for place, one in enumerate(things) for other in things[:place])
+    return any(_share(array, other) for place, array in enumerate(things) for other in things[:place])
 
 
 def _size(thing: Any) -> int:
     return _nbytes(thing) if isinstance(thing, Tensor) else int(thing.nbytes)
 
 
-def _share(one: Any, other: Any) -> bool:
+def _share(array: Any, other: Any) -> bool:
     try:
-        return bool(np.shares_memory(_bare(one), _bare(other), max_work=10_000))
+        return bool(np.shares_memory(_bare(array), _bare(other), max_work=10_000))
     except np.exceptions.TooHardError:
         return True
 
@@ -236,7 +236,7 @@ def _fortran(array: np.ndarray[Any, Any]) -> bool:
 
 
 def dense(tensor: Tensor) -> bool:
-    """Tell whether the elements fill one stretch of memory, in whatever order of dimensions."""
+    """Return whether the elements fill one stretch of memory, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

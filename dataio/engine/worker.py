@@ -1,6 +1,6 @@
 """What runs in a worker process: take a list of indices, make the batch, write it into shared memory, say so.
 
-A thread of its own receives, so that a new order (give up what is stale, where are you, the loop is gone) is heard
+A thread of its own receives, so that a new order (give up what is stale, where are you, the loop is gone) is received
 while a sample is being fetched, and so that neither side ever waits for the other to read. The main thread fetches and
 sends.
 
@@ -33,7 +33,7 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from accel.dataio.dataset.mirror import State, apply_leaves, compare, state_of
+from accel.dataio.dataset.snapshot import DatasetSnapshot, apply_leaves, compare, take_snapshot
 from accel.dataio.engine import slots, wire
 from accel.dataio.engine.engine import WorkerEpoch
 from accel.dataio.fetching.fetch import Fetch, blame
@@ -152,7 +152,7 @@ class _Worker:
         self._main_thread = threading.get_ident()
         self._epoch: int | None = None
         # The dataset as a worker that was just started would have it.
-        self._clean: State | None = None
+        self._clean: DatasetSnapshot | None = None
         self._moved = ""
 
     # -- receiving ---------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class _Worker:
                 self._orders.put(None)
                 time.sleep(_GRACE_S)
                 os._exit(0)
-            except BaseException:  # without this thread nothing would ever be heard again
+            except BaseException:  # without this thread nothing would ever be received again
                 traceback.print_exc()
                 os._exit(1)
             if kind == "stale":
@@ -189,7 +189,7 @@ class _Worker:
 
     def serve(self) -> None:
         try:
-            # Before the user's worker_init_fn: a worker that is stuck in it must hear that the loop is gone.
+            # Before the user's worker_init_fn: a worker that is stuck in it must learn that the loop is gone.
             threading.Thread(target=self._receive, name="accel-loader-receive", daemon=True).start()
             if not self._start():
                 return
@@ -237,9 +237,9 @@ class _Worker:
         if not self._moved:
             self._seed(epoch.base_seed)
         if self._clean is None:
-            self._clean = state_of(self._fetch)
+            self._clean = take_snapshot(self._fetch)
         elif self._task.init is not None:
-            self._look("the worker_init_fn changes the dataset, each time in another way")
+            self._look("the worker_init_fn changes the dataset, differently each time")
         if self._moved:
             raise CopyMoved(self._moved)
         self._epoch = epoch.token
@@ -247,7 +247,7 @@ class _Worker:
     def _look(self, what: str) -> None:
         """Take note if the dataset is another than that of a worker that was just started."""
         if self._clean is not None and not self._moved:
-            now = state_of(self._fetch)
+            now = take_snapshot(self._fetch)
             if compare(self._clean, now) or now.whole != self._clean.whole:
                 self._moved = what
 
@@ -256,7 +256,7 @@ class _Worker:
             self._look("fetching a sample changes the dataset, which workers that go on would not forget")
         apply_leaves(self._fetch, leaves)
         if self._clean is not None:
-            self._clean = state_of(self._fetch)
+            self._clean = take_snapshot(self._fetch)
 
     def _serve(self, order: Order) -> None:
         self._release(order)

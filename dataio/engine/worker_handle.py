@@ -15,13 +15,13 @@ from multiprocessing.connection import Connection
 from socket import socket
 from typing import Any
 
-from accel.dataio.dataset.mirror import Path
+from accel.dataio.dataset.snapshot import Path
 from accel.dataio.engine import worker
 from accel.dataio.engine.engine import BatchJob
 from accel.dataio.engine.inbox import Inbox
 from accel.dataio.engine.slots import SlotReader
 
-# The loop's ends of all connections: a process forked later must not keep them open, or a worker would not hear that
+# The loop's ends of all connections: a process forked later must not keep them open, or a worker would not see that
 # the loop is gone.
 _ENDS: weakref.WeakSet[Connection | socket] = weakref.WeakSet()
 _PROCESSES: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -63,7 +63,7 @@ class WorkerHandle:
         self._begin()
 
     def _begin(self) -> None:
-        self.slots, self.ready, self.served, self._told = SlotReader(), False, 0, -1
+        self.slots, self.ready, self.served, self._newest_change = SlotReader(), False, 0, -1
         self.threads_at_start = threading.active_count()
 
     def start(self, context: Any, task: worker.Task) -> None:
@@ -105,10 +105,10 @@ class WorkerHandle:
         self.jobs[serial] = job
         self.send("order", worker.Order(serial, indices, job.seed, job.worker_epoch, *self.slots.take_freed()))
 
-    def tell(self, number: int, leaves: dict[Path, Any]) -> None:
-        """Send change `number` of the dataset, if the worker has not heard of it."""
-        if number > self._told:
-            self._told = number
+    def send_change(self, number: int, leaves: dict[Path, Any]) -> None:
+        """Send change `number` of the dataset, if the worker does not have it yet."""
+        if number > self._newest_change:
+            self._newest_change = number
             self.send("dataset", leaves)
 
     def receive(self) -> Iterator[Any]:
@@ -142,7 +142,7 @@ class WorkerHandle:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def hang_up(self) -> None:
-        """Close the connection: the worker ends by itself, if it can."""
+        """Close the connection: the worker then ends on its own, if it can."""
         for end in (self.connection, self._channel):
             if end is not None:
                 end.close()
@@ -151,12 +151,12 @@ class WorkerHandle:
         """Clear away a worker that is gone; return which process it was and how it ended."""
         self.hang_up()
         self.process.join(1.0)
-        told = f"worker process {self.number} (pid {self.process.pid}) {_how_it_ended(self.process.exitcode)}"
+        description = f"worker process {self.number} (pid {self.process.pid}) {_how_it_ended(self.process.exitcode)}"
         self._end()
-        return told
+        return description
 
     def end(self, wait_s: float) -> None:
-        """End the process, which has `wait_s` seconds to do so by itself."""
+        """End the process, which has `wait_s` seconds to do so on its own."""
         if self.process is not None:
             if self.process.pid is not None:
                 self.process.join(wait_s)
@@ -185,7 +185,7 @@ def _how_it_ended(code: int | None) -> str:
 
 
 def end_all(handles: list[WorkerHandle], owner: int) -> None:
-    """End all workers of process `owner`: they hear that the connection is closed; who doesn't in a second is ended."""
+    """End all workers of process `owner`: they see the connection close; one that is left after a second is killed."""
     mine, handles[:] = list(handles), []
     if os.getpid() != owner:
         return

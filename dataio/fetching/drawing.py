@@ -8,8 +8,8 @@ thread that draws would draw from these, and what it drew before would come agai
 | this is the only thread that could draw | all three, and put back |
 | others could draw | the generators from which fetching was seen to draw, and put back; no other |
 
-Whether fetching draws shows in the states before and after. Where others could have drawn too, it must be heard as well
-(`DrawListener`): then that batch is made again, from its own states.
+Whether fetching draws shows in the states before and after. Where other threads could have drawn too, the draws must be
+recorded as well (`DrawRecorder`): then that batch is made again, from its own states.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ class SeparateStates:
             argument: with this.
             seeded: generators to be seeded for it.
             seed: what with.
-            listen: other threads could draw meanwhile: only what was heard counts.
+            listen: other threads could draw meanwhile: only what was recorded counts.
             may_write: asked once the call has ended; if False, nothing is put back and nothing counts as drawn.
         """
         before = [(stream, stream.read()) for stream in streams()]
         self._before = [(stream, state) for stream, state in before if stream in seeded]
-        listener, drawn, began = DrawListener(), list[Stream](), before
+        recorder, drawn, began = DrawRecorder(), list[Stream](), before
         try:
             for stream in seeded:
                 stream.seed(seed)
             began = [(stream, stream.read()) for stream, _ in before]
-            result = listener.call(function, argument) if listen else function(argument)
+            result = recorder.call(function, argument) if listen else function(argument)
         finally:
             moved = [stream for stream, state in began if stream.read() != state]
             if may_write():
-                drawn = [each for each in moved if not listen or each in seeded or each.name in listener.heard]
+                drawn = [each for each in moved if not listen or each in seeded or each.name in recorder.recorded]
                 self._before = [(stream, state) for stream, state in before if stream in seeded or stream in drawn]
                 self.put_back()
         return result, drawn
@@ -118,7 +118,7 @@ class Drawing:
 
 
 def others_could_draw(waiting: Collection[int] = ()) -> bool:
-    """Tell whether a thread beside this one could draw random numbers now.
+    """Return whether a thread beside this one could draw random numbers now.
 
     Args:
         waiting: threads, by identifier, that wait for this one. Those of this package draw none.
@@ -129,26 +129,26 @@ def others_could_draw(waiting: Collection[int] = ()) -> bool:
     return unnamed or any(each.ident not in mine and not each.name.startswith("accel-") for each in named)
 
 
-class DrawListener:
-    """Hears which global generators this thread draws from while it makes a call.
+class DrawRecorder:
+    """Records which global generators this thread draws from while it makes a call.
 
-    Operators of torch say so themselves. Python's functions are heard by a profiling hook. Those of numpy are not: for
-    them a function must run that names one. What native code draws by itself, a `functools.partial` of a generator's
-    method say, is not heard. While somebody else's profiling hook is in place, everything counts as heard.
+    Operators of torch report their draws. Python's functions are recorded by a profiling hook. Those of numpy are not:
+    for them a function must run that names one. What native code draws on its own, as a `functools.partial` of a
+    generator's method does, is not recorded. While another profiling hook is in place, everything counts as recorded.
 
     Attributes:
-        heard: names of the generators, as in `Stream`.
+        recorded: names of the generators, as in `Stream`.
     """
 
     def __init__(self) -> None:
-        self.heard: set[str] = set()
+        self.recorded: set[str] = set()
 
     def call(self, function: Callable[[Any], Any], argument: Any) -> Any:
         """Return `function(argument)`."""
         if sys.getprofile() is not None:
-            self.heard |= {stream.name for stream in streams()}
+            self.recorded |= {stream.name for stream in streams()}
             return function(argument)
-        operators = _Operators(self.heard, self._hook)
+        operators = _Operators(self.recorded, self._hook)
         try:
             with operators:
                 return function(argument)
@@ -160,19 +160,19 @@ class DrawListener:
         if event == "c_call":
             owner = getattr(called, "__self__", None)
             if owner is _PYTHONS_OWN:
-                self.heard.add("python")
+                self.recorded.add("python")
             elif owner is torch.default_generator:
-                self.heard.add("torch")
-        elif event == "call" and "numpy" not in self.heard and _names_numpys(frame.f_code, frame.f_globals):
-            self.heard.add("numpy")
+                self.recorded.add("torch")
+        elif event == "call" and "numpy" not in self.recorded and _names_numpys(frame.f_code, frame.f_globals):
+            self.recorded.add("numpy")
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Listens to torch's operators, and to Python's functions by a profiling hook."""
 
-    def __init__(self, heard: set[str], hook: Callable[[FrameType, str, Any], None]) -> None:
+    def __init__(self, recorded: set[str], hook: Callable[[FrameType, str, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._heard, self._hook = heard, hook
+        self._recorded, self._hook = recorded, hook
 
     def __enter__(self) -> Any:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -199,7 +199,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             None,
             torch.default_generator,
         ):
-            self._heard.add("torch")
+            self._recorded.add("torch")
         return func(*args, **kwargs)
 
 
@@ -208,7 +208,7 @@ _GENERATORS = {"default_rng", "Generator", "RandomState", "SeedSequence", "BitGe
 
 
 def _names_numpys(code: CodeType, names: dict[str, Any]) -> bool:
-    """Tell whether code names a function of numpy's global generator."""
+    """Return whether code names a function of numpy's global generator."""
     numpy = sys.modules.get("numpy")
     if numpy is None or code.co_name == "<module>":  # an import names much
         return False
@@ -217,12 +217,12 @@ def _names_numpys(code: CodeType, names: dict[str, Any]) -> bool:
     if not functions and ("random" not in used or used & _GENERATORS):
         return False
     modules = (numpy, numpy.random, numpy.random.mtrand)
-    found = [names.get(name) for name in used]
-    return "numpy" in used or any(any(each is m for m in modules) or _is_numpys(each) for each in found)
+    named = [names.get(name) for name in used]
+    return "numpy" in used or any(any(each is m for m in modules) or _is_numpys(each) for each in named)
 
 
 def _is_numpys(thing: Any) -> bool:
-    """Tell whether `thing` is a function that draws from numpy's global generator, or seeds it."""
+    """Return whether `thing` is a function that draws from numpy's global generator, or seeds it."""
     mtrand = sys.modules["numpy.random.mtrand"]
     if thing is None or isinstance(thing, type):
         return False

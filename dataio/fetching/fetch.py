@@ -111,5 +111,5 @@ def blame(error: BaseException, indices: Any) -> str:
 
 
 def _few(indices: list[Any], most: int = 8) -> str:
-    shown = ", ".join(repr(index) for index in indices[:most])
-    return f"[{shown}{', …' if len(indices) > most else ''}]" + (f" ({len(indices)})" if len(indices) > most else "")
+    first = ", ".join(repr(index) for index in indices[:most])
+    return f"[{first}{', …' if len(indices) > most else ''}]" + (f" ({len(indices)})" if len(indices) > most else "")

@@ -1,4 +1,4 @@
-"""The global random generators of Python, torch (CPU) and numpy: read, seeded, put back, each by itself."""
+"""The global random generators of Python, torch (CPU) and numpy: read, seeded and restored one at a time."""
 
 from __future__ import annotations
 

@@ -65,11 +65,11 @@ class Graph:
         self._fed = batches
         while True:
             try:
-                (found,) = self._pipeline.run()
+                (images,) = self._pipeline.run()
             except StopIteration:
                 self._pipeline.reset()
                 return
-            yield self._copied(found)
+            yield self._copied(images)
 
     def _operators(self, interpolation: Interpolation, exif: bool) -> Any:
         fn, types = dali().fn, dali().types
@@ -105,8 +105,8 @@ class Graph:
             np.array(flips, np.int32),
         )
 
-    def _copied(self, found: Any) -> Tensor:
-        images = torch.empty(len(found), *self.size, 3, dtype=torch.uint8, device=self.device)
+    def _copied(self, images: Any) -> Tensor:
+        batch = torch.empty(len(images), *self.size, 3, dtype=torch.uint8, device=self.device)
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-        dali().plugin.pytorch.feed_ndarray(found.as_tensor(), images, cuda_stream=stream)
-        return images.permute(0, 3, 1, 2)
+        dali().plugin.pytorch.feed_ndarray(images.as_tensor(), batch, cuda_stream=stream)
+        return batch.permute(0, 3, 1, 2)

@@ -53,9 +53,9 @@ def decode(
     Raises:
         ValueError: if it is no image that Pillow reads.
     """
-    found = _decode_jpeg(data, place, exif, reducing_gap) if data[:3] == _JPEG else None
-    if found is not None:
-        return found
+    decoded = _decode_jpeg(data, place, exif, reducing_gap) if data[:3] == _JPEG else None
+    if decoded is not None:
+        return decoded
     pixels, turn = _with_pillow(data, exif)
     pixels = _turned(pixels, turn)
     placement = place(*pixels.shape[:2])

@@ -1,7 +1,7 @@
 """The number of an epoch, as a plain value that also reaches copies in other processes.
 
-Worker processes have copies of a dataset. Those of a `ContinuousLoader` are told what changed, and may be an epoch
-ahead of the loop. Those that a `DataLoader` keeps are told nothing, so the newest number lies in shared memory as well.
+Worker processes have copies of a dataset. Those of a `ContinuousLoader` are sent what changed, and may be an epoch
+ahead of the loop. Those that a `DataLoader` keeps are sent nothing, so the newest number lies in shared memory as well.
 A copy counts how often the number has changed, and takes the shared one if that has changed more often.
 """
 

@@ -70,13 +70,13 @@ def folder_samples(root: str | Path, extensions: Sequence[str] = EXTENSIONS) -> 
         raise FileNotFoundError(f"{root} must hold a folder for each class, got none; pass the folder above the images")
     samples: list[Sample] = []
     for label, each in enumerate(classes):
-        found = list(_images(os.path.join(root, each), tuple(extensions)))
-        if not found:
+        paths = list(_images(os.path.join(root, each), tuple(extensions)))
+        if not paths:
             raise FileNotFoundError(
                 f"each class must have an image, {each!r} in {root} has none; remove the folder, or name the "
                 f"extensions: they are {', '.join(extensions)}"
             )
-        samples += [(path, label) for path in found]
+        samples += [(path, label) for path in paths]
     return classes, samples
 
 

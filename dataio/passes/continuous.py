@@ -7,22 +7,21 @@ what the plain loader would have made: the random states, the sampler's epoch an
 epoch begins. If it isn't, it is thrown away.
 
 Ctrl-C may come between any two lines here. What was being done is then given up: the engine is emptied, and makes again
-what the loop has not been handed (`Continuous._mend`).
+what the loop has not been handed (`Continuous.mend`).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.mirror import Forecast, Glance, State, compare, state_of
+from accel.dataio.dataset.snapshot import DatasetSnapshot, Forecast, QuickCheck, compare, take_snapshot
 from accel.dataio.engine.engine import BatchJob, Engine
 from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes import epochs
@@ -37,7 +36,8 @@ from accel.dataio.passes.epochs import (
     same,
     same_draws,
 )
-from accel.dataio.passes.jobs import AsDrawn, Jobs, LostIndices
+from accel.dataio.passes.jobs import AsDrawn, Jobs, ListLost, NoMoreLists
+from accel.dataio.passes.mending import mended
 
 # Wrong guesses in a row, after which the next epoch is not guessed any more.
 _MOST_WRONG = 3
@@ -46,34 +46,9 @@ _RECENT = 2
 # Times that batches made ahead are thrown away because the loop has changed the dataset meanwhile.
 _MOST_RENEWALS = 3
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
 
 class DatasetMoves(RuntimeError):
-    """The loop changes the dataset all the time."""
-
-
-def _whole(
-    method: Callable[Concatenate[Continuous, _P], _R],
-) -> Callable[Concatenate[Continuous, _P], _R]:
-    """Have what an interruption leaves half done mended, at once or, if that was interrupted too, by the next call."""
-
-    @functools.wraps(method)
-    def call(self: Continuous, /, *args: _P.args, **options: _P.kwargs) -> _R:
-        handed = self.served
-        try:
-            if self._broken:
-                self._mend()
-            return method(self, *args, **options)
-        except Exception:
-            raise
-        except BaseException:
-            self._broken = True
-            self._mend(handed)
-            raise
-
-    return call
+    """The loop keeps changing the dataset within an epoch."""
 
 
 class Continuous:
@@ -86,16 +61,19 @@ class Continuous:
             not, batches made ahead are no longer made anew from then on.
 
     Attributes:
-        failed_guesses: times the next epoch was fetched ahead in vain.
+        failed_guesses: how often the next epoch was prefetched in vain.
         base_seed: of the random numbers in the running epoch.
         served: number of the next batch in the running epoch.
+        sampler_error: raised by the sampler.
     """
 
+    whole_epochs = False  # True if batches depend on those before, so that a pass can't be taken over within an epoch
+    _errors_wait = True  # Whether what a sampler raises comes after the batches of the lists that it has yielded
     _fills_early_from = 2  # capacity at which the next index list is drawn before a batch is handed over
 
     def __init__(self, loader: DataLoader[Any], engine: Engine, *, strict: bool = False) -> None:
         self.loader, self.engine, self._strict = loader, engine, strict
-        self._glance: Glance | None = None
+        self._quick_check: QuickCheck | None = None
         self._renewals = self.failed_guesses = self._wrong = 0
         self._seeded = loader.worker_init_fn is None
         self._ended = self._feeding = False
@@ -105,6 +83,7 @@ class Continuous:
         self._record: deque[BatchJob] = deque()
         self._given = 0  # so many of them the engine has
         self._failed = False  # the oldest could not be made
+        self.sampler_error: Exception | None = None
         self._epoch = 0
         self._all_drawn = False
         self.served = 0
@@ -119,21 +98,21 @@ class Continuous:
         self._epoch_step = 1
         self._begun_at: int | None = None
         self._fetch = fetch_of(loader)
-        self._sent: State = state_of(self._fetch)
-        self._began: State | None = None
+        self._sent: DatasetSnapshot = take_snapshot(self._fetch)
+        self._began: DatasetSnapshot | None = None
         self._forecast = Forecast(self._fetch)
-        # What each engine's copies of the dataset were last told; one that has not begun takes it as it is then.
-        self._states: weakref.WeakKeyDictionary[Engine, State] = weakref.WeakKeyDictionary()
+        # The last snapshot sent to each engine's copies; one that has not started copies the dataset as it is then.
+        self._states: weakref.WeakKeyDictionary[Engine, DatasetSnapshot] = weakref.WeakKeyDictionary()
         self._made_in: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # epoch
-        # For mending: what is under way, and what it has to be undone with.
-        self._broken = False
+        # For `mend`: what is in progress, and how to undo it.
+        self.broken = False
         self._recent: deque[tuple[BatchJob, States]] = deque(maxlen=_RECENT)
         self._drawing: States | None = None
         self._real: tuple[States, int | None] | None = None
 
     # -- one epoch ---------------------------------------------------------------------------------------------------
 
-    @_whole
+    @mended
     def take(self, indices: Iterator[Any], *, base_seed: int = 0, first: int = 0, ahead: bool = True) -> None:
         """Begin to feed the engine from `indices`, the index lists that are still to come in the running epoch.
 
@@ -141,10 +120,10 @@ class Continuous:
             indices: the index lists; drawn from at most `engine.capacity` batches early.
             base_seed: of the random numbers in this epoch.
             first: number of the first list in its epoch.
-            ahead: go on with the next epoch at its end, if that can be foreseen.
+            ahead: go on with the next epoch at its end, if that can be drawn ahead.
         """
         self.drop()
-        self._note_epoch(first, self._state())
+        self._note_epoch(first, self._snapshot())
         self._refresh(self._epoch + 1)
         self.served = first
         self._feed(indices, base_seed)
@@ -159,13 +138,13 @@ class Continuous:
         self._drawn = self._after = draws.generators()
         self._ended, self._feeding = False, True
 
-    @_whole
+    @mended
     def prime(self) -> None:
         """Draw the first index lists and hand them to the engine, as a loader with workers does when a pass begins."""
         self._start()
         self._fill()
 
-    @_whole
+    @mended
     def fetch(self) -> Any:
         """Return the next batch of the running epoch; raises StopIteration at its end or when drained.
 
@@ -175,7 +154,7 @@ class Continuous:
             self.skip_failed()
         if self._resumed is not None:
             self._start()
-        if self._given and self._glance is not None and self._glance.changed():
+        if self._given and self._quick_check is not None and self._quick_check.changed():
             self._renew()
         self._fill()
         if not self._record or self._record[0].epoch != self._epoch:
@@ -190,21 +169,21 @@ class Continuous:
         self._given -= 1
         self._pop()
         if self.engine.capacity >= self._fills_early_from:
-            self._fill()
+            self._fill_early()
         return batch
 
     def _renew(self) -> None:
         """If the loop has changed the dataset within the epoch, make anew what was made ahead."""
         assert self._began is not None
-        now = self._state()
-        self._glance = Glance(self.loader.dataset)
+        now = self._snapshot()
+        self._quick_check = QuickCheck(self.loader.dataset)
         if not compare(self._began, now):
             return
         self._renewals += 1
         if self._renewals > _MOST_RENEWALS:
             if self._strict:
-                raise DatasetMoves("the loop changes the dataset within an epoch: batches made ahead can't follow")
-            self._glance = None
+                raise DatasetMoves("the loop changes the dataset within an epoch: prefetched batches would be stale")
+            self._quick_check = None
             return
         self._forget_ahead()
         self.engine.discard()
@@ -225,8 +204,8 @@ class Continuous:
 
     def give_back(self, handed: int) -> None:
         """Make the batches from number `handed` on again: an interruption kept them from reaching the loop."""
-        self._broken = True
-        self._mend(handed)
+        self.broken = True
+        self.mend(handed)
 
     @property
     def feeding(self) -> bool:
@@ -245,7 +224,7 @@ class Continuous:
         """
         return map(attrgetter("indices"), self.jobs_left())
 
-    @_whole
+    @mended
     def jobs_left(self) -> Iterator[BatchJob]:
         """Return `left` with the seeds."""
         if self._resumed is not None:
@@ -259,7 +238,7 @@ class Continuous:
             return itertools.chain(pending, later)
         return itertools.chain(AsDrawn(self.loader, pending, self._after, drawn), later)
 
-    @_whole
+    @mended
     def leave(self) -> None:
         """Have generators be as the batches that were served had left them: the loop has left the epoch."""
         self._put_back()
@@ -269,7 +248,7 @@ class Continuous:
             put_back(self.loader, self._drawn, self._after)
             self._drawn = self._after  # once: an older pass may draw what leads to the same state
 
-    @_whole
+    @mended
     def drop(self) -> None:
         """Forget what is under way; generators go back to where the batches that were served had left them."""
         self._put_back()
@@ -280,26 +259,26 @@ class Continuous:
         self._given, self._failed, self._resumed = 0, False, None
 
     def know(self, engine: Engine) -> None:
-        """Take note that an engine's copies of the dataset have just been made."""
-        self._states[engine], self._made_in[engine] = self._state(), self._epoch + 1
+        """Record that an engine's copies of the dataset have just been made."""
+        self._states[engine], self._made_in[engine] = self._snapshot(), self._epoch + 1
 
     def close(self) -> None:
         """Give up the engine's threads and processes; the next `take` starts them anew."""
         self.drop()
         self.engine.close()
 
-    @_whole
+    @mended
     def switch(self, engine: Engine) -> None:
         """Go on with another engine from the next batch on; what is under way is made again by it."""
         if engine is self.engine:
             return
-        self._forget_ahead()  # drawn under an expected state of the dataset, which the other engine has not heard of
+        self._forget_ahead()  # drawn under an expected state of the dataset, which the other engine does not have
         self.engine.discard()
         self._given, self._failed = 0, False
         self._states[self.engine] = self._sent
         self.engine = engine
         self._sent = self._states.get(engine, self._sent)
-        self._began = self._state()
+        self._began = self._snapshot()
         self._refresh(self._epoch)
 
     def _forget_ahead(self) -> None:
@@ -309,7 +288,7 @@ class Continuous:
         if self._all_drawn:
             self._source = iter(())
 
-    def _mend(self, handed: int | None = None) -> None:
+    def mend(self, handed: int | None = None) -> None:
         """Put in order what an interruption left half done.
 
         Args:
@@ -327,7 +306,7 @@ class Continuous:
             self._real = None
         if self._drawing is not None:
             epochs.restore_own(self.loader, self._drawing)
-            self._drawn, self._source, self._drawing = self._drawing, LostIndices(), None
+            self._drawn, self._source, self._drawing = self._drawing, NoMoreLists(ListLost()), None
         for job, after in reversed(self._recent) if handed is not None else ():
             if job.epoch == self._epoch and job.number >= handed:
                 if all(job is not other for other in self._record):
@@ -336,14 +315,14 @@ class Continuous:
         self._given, self._failed = 0, False
         self._forget_ahead()
         self._may_look_ahead = False
-        self._sent = self._began = self._state()
-        self._broken = False
+        self._sent = self._began = self._snapshot()
+        self.broken = False
 
     # -- the epoch after ---------------------------------------------------------------------------------------------
 
-    @_whole
+    @mended
     def resume(self) -> bool:
-        """Go on with the epoch drawn ahead, if it is what the loader would draw now; tell whether it is.
+        """Go on with the epoch drawn ahead, if it is what the loader would draw now; return whether it is.
 
         On success the random states are advanced exactly as beginning the plain loader's epoch would have.
         """
@@ -354,9 +333,9 @@ class Continuous:
             # one more, which is when the sampler would have drawn once more.
             return False
         undisturbed = same_draws(self.loader, ahead)
-        as_expected = epoch_of(self.loader) == ahead.epoch and ahead.foreseen.holds()
+        as_expected = epoch_of(self.loader) == ahead.epoch and ahead.peeked.holds()
         as_expected = as_expected and epochs.lengths(self.loader) == ahead.lengths
-        now = self._state()
+        now = self._snapshot()
         if not (undisturbed and as_expected) or not now.whole or compare(self._sent, now):
             self.failed_guesses += 1
             # A loop that draws random numbers of its own between the two will do so again; epochs can be learnt.
@@ -367,7 +346,7 @@ class Continuous:
         self._refresh(self._epoch + 1)
         self._real = capture(self.loader), None
         epochs.begin_ahead(self.loader, ahead)
-        ahead.foreseen.begin()
+        ahead.peeked.begin()
         self._real = None
         self._begin(ahead)
         return True
@@ -412,10 +391,23 @@ class Continuous:
         if self._record:
             self._give()
         while self._feeding and len(self._record) < self.engine.capacity:
-            if self._draw():
+            try:
+                drawn = self._draw()
+            except Exception:
+                if self._errors_wait and (self._record or self._ahead is not None):
+                    return  # it comes after the batches of the lists that were drawn before
+                raise
+            if drawn:
                 self._give()
             elif not self._look_ahead():
                 return
+
+    def _fill_early(self) -> None:
+        try:
+            self._fill()
+        except Exception:
+            if not self._errors_wait:
+                raise  # else it is raised again when the next batch is asked for, and not in place of the one in hand
 
     def _give(self) -> None:
         most = min(len(self._record), self.engine.capacity)
@@ -424,12 +416,18 @@ class Continuous:
             self._given += 1
 
     def _draw(self) -> bool:
-        """Take the next index list into the record; tell whether there was one."""
+        """Take the next index list into the record; return whether there was one."""
         if self._all_drawn and self._ahead is None:
             return False
         if self._ahead is None:
             self._drawing = self._drawn
-        job = next(self._source, None)
+        try:
+            job = next(self._source, None)
+        except Exception as error:
+            self.sampler_error, self._drawing = error, None
+            if self._errors_wait:
+                self._source = NoMoreLists(error)
+            raise
         if job is not None:
             self._record.append(job)
             if self._ahead is None:
@@ -451,9 +449,9 @@ class Continuous:
         view = self._forecast.view(self._fetch, expected) if leaves and not self.engine.copies else None
         if leaves and not self.engine.copies and view is None:
             return False  # made now, the batches would be those of this epoch's dataset
-        persistent = self._persistent
+        seeded = self.base_seed if epochs.persistent(self.loader) else None
         self._real = capture(self.loader), epoch_of(self.loader)
-        self._ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=self.base_seed if persistent else None)
+        self._ahead = draw_ahead(self.loader, step=self._epoch_step, seeded=seeded)
         self._real = None
         if self._ahead is None:
             return False
@@ -466,32 +464,29 @@ class Continuous:
     def _jobs(self, draws: Draws, base_seed: int, epoch: int, first: int = 0, dataset: Any = None) -> Jobs:
         return Jobs(draws, base_seed if self._seeded else None, epoch, first, dataset)
 
-    @property
-    def _persistent(self) -> bool:
-        return self.loader.num_workers > 0 and self.loader.persistent_workers
-
-    def _state(self) -> State:
+    def _snapshot(self) -> DatasetSnapshot:
         self._fetch.collate = self.loader.collate_fn  # which the user may have changed
-        return state_of(self._fetch)
+        return take_snapshot(self._fetch)
 
-    def _note_epoch(self, first: int, now: State) -> None:
+    def _note_epoch(self, first: int, now: DatasetSnapshot) -> None:
         """Learn how the sampler's epoch and the dataset move from one epoch to the next."""
         epoch = epoch_of(self.loader)
         if not first and self._began is not None:
             self._forecast.saw(self._began, now)
-        # After an early break some samplers stay where they are: that tells nothing of the end of an epoch.
+        # After an early break some samplers stay where they are: this says nothing about the end of an epoch.
         if not first and self._ended and epoch is not None and self._begun_at is not None:
             self._epoch_step = epoch - self._begun_at
         self._began, self._begun_at = now, epoch
-        told = self._renewals > _MOST_RENEWALS and not self._strict
-        self._glance = None if told else Glance(self.loader.dataset)
+        gave_up = self._renewals > _MOST_RENEWALS and not self._strict
+        self._quick_check = None if gave_up else QuickCheck(self.loader.dataset)
 
     def _refresh(self, epoch: int) -> None:
         """Bring the engine's copies of the dataset to its present state, as `epoch` begins or goes on."""
         assert self._began is not None
         change = compare(self._sent, self._began)
         # What can't be seen may have changed: then workers last as long as those of a plain loader.
-        unseen = not self._began.whole and not self._persistent and self._made_in.get(self.engine) != epoch
+        renewed = epochs.persistent(self.loader) or self._made_in.get(self.engine) == epoch
+        unseen = not self._began.whole and not renewed
         if unseen or (change and not change.sendable):
             self.engine.restart()
             self._made_in[self.engine] = epoch

@@ -1,4 +1,4 @@
-"""Draw an epoch's index lists before the loop asks for the epoch, and tell later whether they were the right ones.
+"""Draw an epoch's index lists before the loop asks for the epoch, and check later that they were the right ones.
 
 The next epoch is drawn under a *copy* of the random state, in the order in which a `DataLoader` draws: the workers'
 base seed first, then the sampler at its first index. When the loop does begin the epoch, the copy is compared with the
@@ -6,8 +6,8 @@ real state. If they are equal, the lists are exactly what the plain loader would
 advanced as it would have been, by the same draws.
 
 torch's own generator is one for all threads. So it is not written here for what torch's samplers draw: they draw from
-a copy of it. Only for a sampler that foresees its next pass, and was seen to draw from it while there was no other
-thread that could, it is put back.
+a copy of it. Only for a sampler with a method `peek_epoch` that draws from it, while no other thread could, it is put
+back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 
 from accel.dataio.fetching.drawing import others_could_draw
-from accel.dataio.foreseen import Foreseen
+from accel.dataio.peek import PeekedEpoch
 
 States = list[torch.Tensor]
 """Of torch's own generator, and of the loader's."""
@@ -85,7 +85,7 @@ class Draws:
             self._apart = None
 
     def drew(self, since: States) -> bool:
-        """Tell whether these lists needed random numbers, apart from the loop's: they moved the states `since`."""
+        """Return whether these lists needed random numbers, apart from the loop's: they moved the states `since`."""
         return self._apart is not None and not same(self._apart, since)
 
     def keep(self) -> None:
@@ -111,7 +111,7 @@ class Ahead:
     draws: Draws
     base_seed: int
     epoch: int | None
-    foreseen: Foreseen
+    peeked: PeekedEpoch
 
 
 def ordering(loader: DataLoader[Any]) -> Any:
@@ -122,11 +122,11 @@ def ordering(loader: DataLoader[Any]) -> Any:
 
 def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     own = [loader.generator, getattr(ordering(loader), "generator", None)]
-    found: list[torch.Generator] = []
+    distinct: list[torch.Generator] = []
     for generator in own:
-        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
-            found.append(generator)
-    return found
+        if isinstance(generator, torch.Generator) and all(generator is not other for other in distinct):
+            distinct.append(generator)
+    return distinct
 
 
 def put_back(loader: DataLoader[Any], drawn: States, wanted: States) -> None:
@@ -186,10 +186,10 @@ def set_epoch(loader: DataLoader[Any], epoch: int | None) -> None:
         ordering(loader).epoch = epoch
 
 
-def foreseeable(loader: DataLoader[Any]) -> bool:
-    """Tell whether the loader's next epoch can be drawn ahead: the sampler can, or is known to draw when it begins."""
+def can_draw_ahead(loader: DataLoader[Any]) -> bool:
+    """Return whether the loader's next epoch can be drawn ahead: its sampler's draws are known, or it can peek."""
     sampler = ordering(loader)
-    if _foresees(loader):
+    if _can_peek(loader):
         return epoch_of(loader) is not None
     if type(sampler) is RandomSampler:
         return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
@@ -197,12 +197,17 @@ def foreseeable(loader: DataLoader[Any]) -> bool:
 
 
 def of_torch(loader: DataLoader[Any]) -> bool:
-    """Tell whether the order is given by a sampler of torch's, of which it is known when they draw."""
+    """Return whether the order is given by a sampler of torch's, of which it is known when they draw."""
     return type(ordering(loader)) in (RandomSampler, SequentialSampler, DistributedSampler)
 
 
-def _foresees(loader: DataLoader[Any]) -> bool:
-    return hasattr(loader._index_sampler, "foresee")
+def _can_peek(loader: DataLoader[Any]) -> bool:
+    return hasattr(loader._index_sampler, "peek_epoch")
+
+
+def persistent(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader keeps its workers from epoch to epoch, and with them their base seed."""
+    return loader.num_workers > 0 and loader.persistent_workers
 
 
 def base_seed(loader: DataLoader[Any]) -> int:
@@ -243,17 +248,17 @@ def begin_apart(
 
 
 def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = None) -> Ahead | None:
-    """Draw the next epoch's index lists under a copy of the random state; None if they can't be foreseen or are none.
+    """Draw the next epoch's index lists under a copy of the random state; None if they can't be known or are none.
 
     Args:
         loader: map-style loader.
         step: by how much the sampler's epoch is expected to move on.
         seeded: see `begin`.
     """
-    if not foreseeable(loader):
+    if not can_draw_ahead(loader):
         return None
-    if _foresees(loader) and not others_could_draw():
-        return _foresee(loader, step, seeded)
+    if _can_peek(loader) and not others_could_draw():
+        return _draw_peeked(loader, step, seeded)
     before, epoch = capture(loader), epoch_of(loader)
     following = None if epoch is None else epoch + step
     apart = torch.Generator()
@@ -262,23 +267,23 @@ def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = N
     try:
         if seeded is None:
             seeded = _draw(apart if loader.generator is None else loader.generator)
-        if _foresees(loader):
-            foreseen = loader._index_sampler.foresee(following)
+        if _can_peek(loader):
+            peeked = loader._index_sampler.peek_epoch(following)
         else:
             set_epoch(loader, following)
         began, global_draws = [apart.get_state(), *capture(loader)[1:]], 0
-        if not _foresees(loader):
+        if not _can_peek(loader):
             sampler, global_draws = _seeded(loader, apart)
-            foreseen = Foreseen(iter(sampler))
-        first = None if foreseen is None else next(foreseen.lists, None)
+            peeked = PeekedEpoch(iter(sampler))
+        first = None if peeked is None else next(peeked.lists, None)
         after = [apart.get_state(), *capture(loader)[1:]]
     finally:
         restore_own(loader, before[1:])
         set_epoch(loader, epoch)
-    if foreseen is None or first is None:
+    if peeked is None or first is None:
         return None
-    draws = Draws(loader, itertools.chain([first], foreseen.lists), after, global_draws)
-    return Ahead(before, began, base_draws, lengths(loader), draws, seeded, following, foreseen)
+    draws = Draws(loader, itertools.chain([first], peeked.lists), after, global_draws)
+    return Ahead(before, began, base_draws, lengths(loader), draws, seeded, following, peeked)
 
 
 def _seeded(loader: DataLoader[Any], apart: torch.Generator) -> tuple[Any, int]:
@@ -295,27 +300,27 @@ def _seeded(loader: DataLoader[Any], apart: torch.Generator) -> tuple[Any, int]:
     return outer, 1
 
 
-def _foresee(loader: DataLoader[Any], step: int, seeded: int | None) -> Ahead | None:
-    """Draw ahead from a sampler that foresees; there is no other thread that torch's own generator could matter to."""
+def _draw_peeked(loader: DataLoader[Any], step: int, seeded: int | None) -> Ahead | None:
+    """Draw ahead from a sampler with `peek_epoch`, where no other thread could draw from torch's own generator."""
     sampler: Any = loader._index_sampler
     before, epoch = capture(loader), epoch_of(loader)
     assert epoch is not None
     try:
         seed = base_seed(loader) if seeded is None else seeded
         between = torch.get_rng_state()
-        foreseen: Foreseen | None = sampler.foresee(epoch + step)
+        peeked: PeekedEpoch | None = sampler.peek_epoch(epoch + step)
         began = capture(loader)
-        first = None if foreseen is None else next(foreseen.lists, None)
+        first = None if peeked is None else next(peeked.lists, None)
         after = capture(loader)
     finally:
         restore(loader, before)
         set_epoch(loader, epoch)
-    if foreseen is None or first is None:
+    if peeked is None or first is None:
         return None
     quiet = torch.equal(after[0], between)
     base_draws = int(seeded is None and loader.generator is None) if quiet else None
-    draws = Draws(loader, itertools.chain([first], foreseen.lists), after, 0 if quiet else None)
-    return Ahead(before, began, base_draws, lengths(loader), draws, seed, epoch + step, foreseen)
+    draws = Draws(loader, itertools.chain([first], peeked.lists), after, 0 if quiet else None)
+    return Ahead(before, began, base_draws, lengths(loader), draws, seed, epoch + step, peeked)
 
 
 def draw_as_exhausted(loader: DataLoader[Any]) -> None:
@@ -326,10 +331,10 @@ def draw_as_exhausted(loader: DataLoader[Any]) -> None:
 
 
 def same_draws(loader: DataLoader[Any], ahead: Ahead) -> bool:
-    """Tell whether the random states are those under which `ahead` was drawn."""
+    """Return whether the random states are those under which `ahead` was drawn."""
     return same(capture(loader), ahead.before)
 
 
-def same(one: States, other: States) -> bool:
-    """Tell whether two lists of random states are equal."""
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def same(states: States, other: States) -> bool:
+    """Return whether two lists of random states are equal."""
+    return len(states) == len(other) and all(torch.equal(a, b) for a, b in zip(states, other, strict=True))

@@ -1,4 +1,4 @@
-"""Jobs from index lists, as iterators that an interruption does not end, as it would end a generator."""
+"""Jobs from index lists, as iterators: an interruption would end a generator, but not these."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Jobs:
     Args:
         draws: the index lists.
         base_seed: of the epoch's random numbers; None to leave them alone.
-        epoch: which of the epochs that were drawn it is.
+        epoch: its number among the epochs drawn so far.
         first: number of the first list in its epoch.
-        dataset: what the batches are made from, see `BatchJob`.
-        worker_epoch: for workers that make them as a `DataLoader`'s own would.
+        dataset: to fetch from, see `BatchJob`.
+        worker_epoch: for workers that stand in for a `DataLoader`'s own.
     """
 
     def __init__(
@@ -64,18 +64,24 @@ def _kept(indices: Any) -> Any:
 class ListLost(RuntimeError):
     """An interruption came while the sampler drew an index list."""
 
+    def __init__(self) -> None:
+        super().__init__(
+            "this pass can't go on: it was interrupted while the sampler drew an index list, which is lost; begin a "
+            "new pass over the loader"
+        )
 
-class LostIndices:
-    """In place of index lists of which one was lost."""
+
+class NoMoreLists:
+    """In place of index lists that can't be drawn: raises `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
 
     def __iter__(self) -> Iterator[BatchJob]:
         return self
 
     def __next__(self) -> BatchJob:
-        raise ListLost(
-            "this pass can't go on: it was interrupted while the sampler drew an index list, which is lost; begin a "
-            "new pass over the loader"
-        )
+        raise self._error
 
 
 class AsDrawn:

@@ -1,29 +1,32 @@
-"""How a continuous loader's batches are made, and where its loop stands."""
+"""The maker of a continuous loader: its engines, and where its loop stands."""
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
 import sys
-import weakref
+import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.dataset.dataset_epoch import said
+from accel.dataio.dataset.dataset_epoch import declared
 from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.dataset.handles import HandleShared, check_fork, shared_handle
 from accel.dataio.dataset.thread_safety import unsafe
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.dataio.engine.engine import Engine, InlineEngine, ThreadEngine
+from accel.dataio.engine import transfer
+from accel.dataio.engine.engine import Engine, InlineEngine, ThreadEngine, ThreadsDraw, WorkersStuck
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.passes import epochs, resume
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.look_ahead import LookAhead
+from accel.dataio.passes.measured import Measured
 from accel.dataio.passes.movable import not_movable
-from accel.dataio.passes.rounds import Setting
+from accel.dataio.passes.passes import InlineRest, Maker, Newest, Pass, Skipping
+from accel.dataio.passes.rounds import INLINE, Setting
 from accel.dataio.passes.tuner import Tuner
 from accel.profiler.host import usable_cores
 
@@ -32,7 +35,6 @@ log = logging.getLogger("accel.dataio")
 Mode = Literal["auto", "inline", "threads", "processes", "fork", "forkserver", "spawn"]
 MODES = ("auto", "inline", "threads", "processes", "fork", "forkserver", "spawn")
 _STALL_S = 3.0
-INLINE = Setting("inline")
 _CALLS_INIT = "only processes call the loader's worker_init_fn"
 
 
@@ -46,28 +48,47 @@ class Options(NamedTuple):
     device: torch.device | str | None
 
 
-class Running(Protocol):
-    """A pass that is under way."""
+class CorePass(Pass):
+    """A pass whose position is where the loop stands."""
 
-    def detach(self) -> None:
-        """Go on without the engine."""
+    def __init__(self, core: LoaderCore) -> None:
+        self._core = core
+        super().__init__(core, core.copier())
+
+    def _stand_at(self, position: int) -> None:
+        super()._stand_at(position)
+        self._core.moved(self)
+
+    def _end(self) -> None:
+        self._core.ended(self)
+        super()._end()
 
 
-class LoaderCore:
-    """How a loader's batches are made, and where its loop stands."""
+class LoaderPass(CorePass):
+    """A pass over a continuous loader, as the profiler knows it: it marks this class, and asks for two attributes."""
+
+    def __init__(self, core: LoaderCore, loader: Any) -> None:
+        self._accel_loader = loader
+        super().__init__(core)
+
+    @property
+    def _workers(self) -> list[Any]:
+        return self._core.worker_processes()
+
+
+class LoaderCore(Maker):
+    """The engines of a loader, and the position of its loop."""
 
     def __init__(self, loader: DataLoader[Any], options: Options) -> None:
         self.loader, self.options = loader, options
         self.passed_through = not_movable(loader)
         self.device = None if options.device is None else torch.device(options.device)
         self.counts: bool | None = None
-        self.choice: Tuner | None = None
+        self.tuner: Tuner | None = None
         self.setting = self._first_setting()
-        self.reason = "as told"
-        # Draws are seen by the engine: around a fetch the sampler draws too. Whoever says that threads may read a
-        # dataset together means what it changes, too.
-        watch = options.mode == "auto" and self.setting.mode == "inline"
-        self.witness = FetchWatch(None if self._told else loader.dataset, draws=False) if watch else None
+        self.reason = "as requested"
+        self._measured = self._measuring()
+        self._pins = False
         self.served, self.finished = 0, True
         self.loaded: Mapping[str, Any] | None = None
         self.moved_file = ""  # by fetching, and open before
@@ -75,7 +96,7 @@ class LoaderCore:
         self.slowest_s = 0.0  # batch made in the loop's own thread
         self._engines: dict[Setting, Engine] = {}
         self._continuous: Continuous | None = None
-        self._running: weakref.ref[Running] | None = None
+        self._newest = Newest()
         self._begun: dict[str, Any] | None = None
         self._base_seed: int | None = None
 
@@ -90,21 +111,21 @@ class LoaderCore:
         return self.options.mode != "auto" or self.loader.num_workers > 0 or self.calls_init
 
     @property
-    def _told(self) -> bool | None:
-        """Whether threads may read the dataset at once, where somebody says so."""
+    def _declared_safe(self) -> bool | None:
+        """Whether threads may read the dataset at once, where an argument or the dataset declares it."""
         if self.options.thread_safe is not None:
             return self.options.thread_safe
-        told = said(self.loader.dataset, "thread_safe")
-        return told if isinstance(told, bool) else None
+        safe = declared(self.loader.dataset, "thread_safe")
+        return safe if isinstance(safe, bool) else None
 
     def _first_setting(self) -> Setting:
         mode, loader = self.options.mode, self.loader
         if mode == "auto" and not self.passed_through:
-            told = self.options.thread_safe
-            reason = unsafe(loader.dataset) if told is None else "" if told else "as told (thread_safe=False)"
+            safe = self.options.thread_safe
+            reason = unsafe(loader.dataset) if safe is None else "" if safe else "as requested (thread_safe=False)"
             ahead = LookAhead(self._prefetch, fixed=self.options.prefetch is not None)
             init, limit = self.calls_init, self.options.workers
-            self.choice = Tuner(
+            self.tuner = Tuner(
                 _start_method(loader, self._asked),
                 no_threads=reason,
                 ahead=ahead,
@@ -112,11 +133,19 @@ class LoaderCore:
                 processes_only=_CALLS_INIT if init else "",
                 own=loader.num_workers,
             )
-            return self.choice.current
+            return self.tuner.current
         if mode in ("auto", "inline"):
             return Setting("inline")
         count = self.options.workers or loader.num_workers or usable_cores()
         return Setting(_start_method(loader) if mode == "processes" else mode, count)
+
+    def _measuring(self) -> Measured | None:
+        if self.tuner is None:
+            return None
+        # Draws are seen by the engine: around a fetch the sampler draws too. Who declares that threads may read a
+        # dataset together means what it changes, too.
+        watch = FetchWatch(None if self._declared_safe else self.loader.dataset, draws=False)
+        return Measured(self.tuner, watch if self.setting == INLINE else None)
 
     # -- engines -----------------------------------------------------------------------------------------------------
 
@@ -134,21 +163,21 @@ class LoaderCore:
         if setting.mode == "inline":
             return InlineEngine(self.loader)
         if not self._asked and self.moved_file:
-            raise HandleShared(f"fetching reads on in a file that was open before: {self.moved_file}")
+            raise HandleShared(f"fetching reads from a file that was open before: {self.moved_file}")
         if setting.mode == "threads":
-            reason = "" if self._asked or self._told else shared_handle(self.loader)
+            reason = "" if self._asked or self._declared_safe else shared_handle(self.loader)
             if reason:
                 raise HandleShared(reason)
             return ThreadEngine(self.loader, setting.workers, prefetch=prefetch)
         # On trial the loop must not stand still for long: nobody asked for processes.
-        stall_s = None if self.choice is None else max(_STALL_S, 10 * self.slowest_s)
+        stall_s = None if self.tuner is None else max(_STALL_S, 10 * self.slowest_s)
         return ProcessEngine(
             self.loader,
             setting.workers,
             start_method=setting.mode,
             prefetch=prefetch,
             stall_s=stall_s,
-            check=None if self.choice is None else self._check_fork,
+            check=None if self.tuner is None else self._check_fork,
         )
 
     def _check_fork(self, start_method: str) -> None:
@@ -167,24 +196,24 @@ class LoaderCore:
         except Exception as error:
             log.info("%s can't be started: %s", setting, error)
 
-    def follow(self, choice: Tuner) -> None:
-        """Make batches as `choice` wants from the next one on; a setting that can't be had is not tried again."""
+    def follow(self, tuner: Tuner) -> None:
+        """Switch to the tuner's setting from the next batch on; one whose engine can't start is not tried again."""
         assert self._continuous is not None
-        while choice.current != self.setting:
+        while tuner.current != self.setting:
             try:
-                engine = self._engine(choice.current)
+                engine = self._engine(tuner.current)
                 engine.base_seed = self._continuous.base_seed
                 engine.start()
             except Exception as error:
-                choice.failed(error)
-                if choice.exhausted:
+                tuner.failed(error)
+                if tuner.exhausted:
                     raise
                 continue
             self._continuous.switch(engine)
-            self.setting = choice.current
+            self.setting = tuner.current
         if self.setting.mode != "inline":
-            self._engines[self.setting].capacity = self.setting.workers * choice.ahead.batches
-        if choice.decided:
+            self._engines[self.setting].capacity = self.setting.workers * tuner.ahead.batches
+        if tuner.decided:
             for other in [each for each in self._engines if each != self.setting]:
                 self._engines.pop(other).close()
 
@@ -201,7 +230,7 @@ class LoaderCore:
 
     def close(self) -> None:
         """End threads and processes."""
-        self._detach()
+        self._newest.detach()
         if self._continuous is not None:
             self._continuous.drop()
             self._continuous = None
@@ -209,20 +238,36 @@ class LoaderCore:
             engine.close()
         self._engines.clear()
 
-    def _detach(self) -> None:
-        running = None if self._running is None else self._running()
-        if running is not None:
-            running.detach()
+    # -- passes (passes.Maker) ---------------------------------------------------------------------------------------
 
-    # -- passes ------------------------------------------------------------------------------------------------------
+    def copier(self) -> transfer.AheadCopier | None:
+        """Return what copies a pass's batches to the device; None if they stay where they are."""
+        return None if self.device is None else transfer.AheadCopier(self.device)
 
-    def begin(self, running: Running) -> Continuous:
-        """Begin a pass: go on with what was fetched ahead, or draw the epoch now."""
-        self._detach()
-        self._running = weakref.ref(running)
+    def begin(self, running: Pass) -> None:
+        """Begin a pass: with the batches prefetched for it, or by drawing the epoch now."""
+        self._newest.begin(running)
+        if self.passed_through:
+            self._begin_plainly(running)
+        else:
+            continuous = self._begin_continuous()
+            running.position = self.served
+            running.attach(continuous, InlineRest)
+
+    def _begin_plainly(self, running: Pass) -> None:
+        """Iterate the loader itself, from after the batches that a loaded state has counted."""
+        loaded, self.loaded = self.loaded, None
+        batches = iter(self.loader)
+        self.finished, self.served = False, 0 if loaded is None else loaded["served"]
+        running.position, running.rest = self.served, Skipping(lambda: batches, self.served)
+
+    def _begin_continuous(self) -> Continuous:
+        self._pins = self.loader.pin_memory and self.device is None and torch.cuda.is_available()
+        if self._measured is not None:
+            self._measured.begin()
         if self._continuous is None:
             self._continuous = Continuous(self.loader, self._engine(self.setting), strict=not self._asked)
-            if self.choice is not None and self.loader.num_workers > 0 and not self.calls_init:
+            if self.tuner is not None and self.loader.num_workers > 0 and not self.calls_init:
                 self._start_own(self._continuous)
         loaded = self.loaded
         self.finished, self.served = False, 0
@@ -235,6 +280,38 @@ class LoaderCore:
             self._continuous.prime()  # a loader with workers draws its first lists now, one without when it is asked
         return self._continuous
 
+    def fetch(self, running: Pass) -> Any:
+        """Return the next batch."""
+        if running.continuous is None:
+            batch = next(running.rest)
+        elif self._measured is None:
+            batch = self._as_requested(running.continuous)
+        else:
+            batch = self._measured.fetch(self, running.continuous)
+        return transfer.pin(batch) if self._pins else batch
+
+    def _as_requested(self, continuous: Continuous) -> Any:
+        try:
+            return continuous.fetch()
+        except (ThreadsDraw, WorkersStuck) as error:
+            advice = ". Use mode='processes' for such a dataset" if isinstance(error, ThreadsDraw) else ""
+            mode = self.options.mode
+            warnings.warn(f"{error}: mode={mode!r} goes on in the loop's own thread{advice}", stacklevel=5)
+            self.go_inline(str(error))
+            return continuous.fetch()
+
+    def moved(self, running: Pass) -> None:
+        """Record the loop's position; a pass that goes on beside a newer one doesn't count."""
+        if self._newest.is_(running):
+            self.served, self.finished = running.position, False
+            if self._measured is not None:
+                self._measured.leave()
+
+    def ended(self, running: Pass) -> None:
+        """Record that the loop stands between two epochs."""
+        if self._newest.is_(running):
+            self.finished = True
+
     def _go_on(self, continuous: Continuous, loaded: Mapping[str, Any]) -> None:
         self._begun, self.served = resume.begun_again(self.loader, loaded), loaded["served"]
         indices, self._base_seed = resume.draw_again(self.loader, self._begun, loaded)
@@ -246,12 +323,9 @@ class LoaderCore:
             return
         continuous.drop()  # before anything is drawn: it puts the generators back
         self._begun = resume.begun(self.loader)
-        indices, self._base_seed = epochs.begin(self.loader, seeded=self._base_seed if self._persistent else None)
+        seeded = self._base_seed if epochs.persistent(self.loader) else None
+        indices, self._base_seed = epochs.begin(self.loader, seeded=seeded)
         continuous.take(indices, base_seed=self._base_seed)
-
-    @property
-    def _persistent(self) -> bool:
-        return self.loader.num_workers > 0 and self.loader.persistent_workers
 
     # -- the loop's place --------------------------------------------------------------------------------------------
 
@@ -268,12 +342,12 @@ class LoaderCore:
             "length": len(self.loader.dataset),  # type: ignore[arg-type]
             "begun": resume.begun(self.loader) if finished else self._begun,
             "base_seed": self._base_seed,
-            "kept_seed": self._persistent,
+            "kept_seed": epochs.persistent(self.loader),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take note of a state; the next pass goes on from it."""
-        self._detach()
+        """Record a state; the next pass goes on from it."""
+        self._newest.forget()
         if self._continuous is not None:
             self._continuous.drop()
         self.loaded = None if state["finished"] else dict(state)

@@ -42,7 +42,7 @@ class LookAhead:
         self._before: tuple[int, float] | None = None
 
     def saw(self, wait_s: float, step_s: float, workers: int) -> bool:
-        """Take note of the mean wait for a batch and the time of a step; return whether `batches` has changed."""
+        """Record the mean wait for a batch and the time of a step; return whether `batches` has changed."""
         if self._settled:
             return False
         if self._before is not None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, MapDataPipe
 def not_movable(loader: DataLoader[Any]) -> str:
     """Return '' if a `ContinuousLoader` can make the loader's batches, else the reason why not."""
     if loader._dataset_kind != 0:
-        return "its dataset is iterable: which items a worker reads is the dataset's own affair"
+        return "its dataset is iterable: the dataset itself decides which items a worker reads"
     return _own_iterator(loader)
 
 
@@ -22,7 +22,7 @@ def movable(loader: Any) -> str:
     if reason := _own_iterator(loader):
         return reason
     if loader._dataset_kind != 0:
-        return "the dataset is iterable: reading ahead would consume items that an early break leaves"
+        return "the dataset is iterable: prefetching would consume items that an early break leaves"
     if loader.batch_sampler is None:
         return "the loader has no batch sampler (batch_size=None)"
     return not_continuable(loader) if loader.num_workers > 0 else ""
@@ -33,11 +33,11 @@ def not_continuable(loader: DataLoader[Any]) -> str:
     if loader.persistent_workers:
         return "the loader keeps its workers itself (persistent_workers=True), and with them their random states"
     if not loader.in_order:
-        return "the loader hands batches out as they come (in_order=False)"
+        return "the loader yields batches out of order (in_order=False)"
     if isinstance(loader.dataset, MapDataPipe):
         return "the dataset is a MapDataPipe, which torch shards in its own workers"
     if type(loader)._get_iterator is not DataLoader._get_iterator:
-        return f"{type(loader).__name__} makes its iterators in its own way"
+        return f"{type(loader).__name__} overrides _get_iterator"
     if loader.pin_memory and torch.accelerator.is_available() and not torch.cuda.is_available():
         return "batches are pinned for a device that is not a CUDA one"
     return ""
@@ -45,5 +45,5 @@ def not_continuable(loader: DataLoader[Any]) -> str:
 
 def _own_iterator(loader: DataLoader[Any]) -> str:
     if type(loader).__iter__ is not DataLoader.__iter__:
-        return f"{type(loader).__name__} iterates in its own way"
+        return f"{type(loader).__name__} overrides __iter__"
     return ""

@@ -15,11 +15,11 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel.dataio.engine.engine import BatchJob, WorkerEpoch
 from accel.dataio.engine.processes import ProcessEngine
@@ -28,6 +28,7 @@ from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.epochs import Ahead, Draws
 from accel.dataio.passes.jobs import Jobs
 from accel.dataio.passes.movable import not_continuable
+from accel.dataio.passes.passes import Pass, Skipping
 
 # What batches are made by, and may be set anew between two epochs.
 _OPTIONS = ("num_workers", "prefetch_factor", "worker_init_fn", "timeout", "multiprocessing_context", "pin_memory")
@@ -51,38 +52,58 @@ class OwnWorkers:
         prefetch = loader.prefetch_factor or 2
         engine = ProcessEngine(loader, loader.num_workers, prefetch=prefetch, as_torch=True)
         self.continuous = _AsDrawnByWorkers(loader, engine)
-        self._running: weakref.ref[WorkersEpoch] | None = None
+        self._newest: weakref.ref[Pass] | None = None
 
-    def begin(self, failed: Callable[[Exception], None]) -> Iterator[Any] | None:
-        """Begin an epoch, as `iter(loader)` would; None if the plain loader has to, and nothing was drawn.
+    def begin(self, running: Pass, failed: Callable[[Pass, Exception], bool]) -> bool:
+        """Begin an epoch, as `iter(loader)` would; return False if nothing was drawn, and the plain loader has to.
 
         Args:
-            failed: told once if the workers fail; the plain loader then goes on from the very batch.
+            running: the workers make its batches.
+            failed: see `accel.dataio.passes.passes.Maker`.
         """
-        older = None if self._running is None else self._running()
-        if older is not None:
-            older.detach()
         if _options(self.loader) != self._options or not_continuable(self.loader):
-            return None
+            return False
         random_state = (self.loader.generator or torch.default_generator).get_state()
+        running.attach(self.continuous, _whole_epoch)
+        self._newest = weakref.ref(running)
         try:
             resumed = self.continuous.resume()
         except Exception as error:
-            self.close()
-            failed(error)
-            return None
+            return failed(running, error)
         drawn = None
         if not resumed:
             self.continuous.drop()
             drawn = epochs.begin(self.loader)
-        epoch = WorkersEpoch(self, random_state, failed)
-        self._running = weakref.ref(epoch)
-        epoch.start(drawn)
-        return epoch
+        running.attach(self.continuous, partial(self._begun_again, drawn, random_state))
+        try:
+            if drawn is not None:
+                self.continuous.take(drawn[0], base_seed=drawn[1])
+            self.continuous.prime()
+        except Exception as error:
+            if not failed(running, error):
+                raise
+        return True
+
+    def _begun_again(
+        self, drawn: tuple[Iterator[Any], int] | None, random_state: torch.Tensor, running: Pass, _: Continuous
+    ) -> Iterator[Any]:
+        """Return the plain loader's iterator, where the pass stands.
+
+        Args:
+            drawn: the index lists and the base seed; None if they were drawn ahead.
+            random_state: of the generator that the base seed was drawn from, before that.
+            running: goes on so.
+        """
+        lists = self.continuous.lists() if drawn is None or self.continuous.feeding else drawn[0]
+        loader = _with_lists(self.loader, lists)
+        loader.generator = torch.Generator()
+        loader.generator.set_state(random_state)
+        return Skipping(lambda: iter(loader), running.position)
 
     def rest(self) -> None:
-        """Throw away what was made ahead for an epoch that will be made otherwise."""
-        if self._running is None or (running := self._running()) is None or running.ended:
+        """Drop what was prefetched for an epoch that others will make."""
+        running = None if self._newest is None else self._newest()
+        if running is None or running.continuous is not self.continuous:
             self.continuous.drop()
 
     def close(self) -> None:
@@ -94,90 +115,8 @@ def _options(loader: DataLoader[Any]) -> tuple[Any, ...]:
     return tuple(getattr(loader, name) for name in _OPTIONS)
 
 
-class WorkersEpoch:
-    """One epoch, as an iterator.
-
-    Args:
-        workers: make its batches.
-        random_state: of the generator that the base seed was drawn from, before that.
-        failed: told if they fail.
-    """
-
-    def __init__(self, workers: OwnWorkers, random_state: torch.Tensor, failed: Callable[[Exception], None]) -> None:
-        self._workers, self._random_state, self._failed = workers, random_state, failed
-        self._pins = workers.loader.pin_memory and torch.cuda.is_available()
-        self._handed = 0
-        self._plain: Any = None
-        # Index lists of the whole epoch, for the plain loader to go on with.
-        self._lists: Iterator[Any] | None = None
-        self.ended = False
-
-    def start(self, drawn: tuple[Iterator[Any], int] | None) -> None:
-        """Hand out the first jobs.
-
-        Args:
-            drawn: the index lists and the base seed; None if they were drawn ahead.
-        """
-        continuous = self._workers.continuous
-        try:
-            if drawn is not None:
-                continuous.take(drawn[0], base_seed=drawn[1])
-            continuous.prime()
-        except Exception as error:
-            if drawn is not None and not continuous.feeding:
-                self._lists = drawn[0]
-            self._fail(error)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self.ended:
-            raise StopIteration
-        if self._lists is None:
-            try:
-                return self._fetch()
-            except StopIteration:
-                self.ended = True
-                raise
-            except Exception as error:
-                self._fail(error)
-            except BaseException:
-                self.detach()
-                raise
-        return next(self._go_on_plainly())
-
-    def _fetch(self) -> Any:
-        batch = self._workers.continuous.fetch()
-        if self._pins:
-            batch = pin_memory(batch)  # type: ignore[no-untyped-call]
-        self._handed += 1
-        return batch
-
-    def _fail(self, error: Exception) -> None:
-        """Leave the rest of the epoch to the plain loader; an error of the sampler's own is the loop's."""
-        if error is self._workers.continuous.sampler_error:
-            raise error
-        self.detach()
-        self._workers.close()
-        self._failed(error)
-
-    def detach(self) -> None:
-        """Go on without the workers, if at all."""
-        if self._lists is None and not self.ended:
-            self._lists = self._workers.continuous.lists()
-
-    def _go_on_plainly(self) -> Any:
-        """Return the plain loader's iterator, where this pass stands."""
-        if self._plain is None:
-            assert self._lists is not None
-            loader = _with_lists(self._workers.loader, self._lists)
-            loader.generator = torch.Generator()
-            loader.generator.set_state(self._random_state)
-            self._plain = iter(loader)
-            for _ in range(self._handed):
-                next(self._plain)
-        return self._plain
+def _whole_epoch(_: Pass, continuous: Continuous) -> Iterator[Any]:
+    return iter(continuous.loader)
 
 
 class _Lists:
@@ -206,12 +145,13 @@ class _AsDrawnByWorkers(Continuous):
     What the loop changes in the dataset within an epoch is not seen by workers that have begun it.
     """
 
+    whole_epochs = True
+    _errors_wait = False
     _fills_early_from = 1
 
     def __init__(self, loader: DataLoader[Any], engine: ProcessEngine) -> None:
         super().__init__(loader, engine)
         self._served_lists: list[Any] = []
-        self.sampler_error: Exception | None = None
 
     def lists(self) -> Iterator[Any]:
         """Return all index lists of the running epoch, and feed the workers no more."""
@@ -230,13 +170,6 @@ class _AsDrawnByWorkers(Continuous):
         super()._begin(ahead)
         self._served_lists = []
 
-    def _draw(self) -> bool:
-        try:
-            return super()._draw()
-        except Exception as error:
-            self.sampler_error = error
-            raise
-
     def _pop(self) -> None:
         job: BatchJob = self._record[0]
         super()._pop()
@@ -247,4 +180,4 @@ class _AsDrawnByWorkers(Continuous):
 
     def _note_epoch(self, first: int, now: Any) -> None:
         super()._note_epoch(first, now)
-        self._glance = None
+        self._quick_check = None

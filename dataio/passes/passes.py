@@ -1,237 +1,191 @@
-"""One pass over a continuous loader after the other: who iterates, and what is done when a setting fails."""
+"""One pass over a loader, as an iterator: its batches are prefetched by an engine, or come from a plain iterator.
+
+An engine works for one pass at a time, the newest. When a newer pass begins, when the engine fails or is no longer
+wanted, the pass is detached: another iterator makes the rest of its epoch. Which one depends on the maker:
+
+| maker | who decides | the rest is made by |
+|---|---|---|
+| `loader_core.LoaderCore` | the user, or the tuner | the loop's own thread |
+| `proxy.Controlled` | the controller, between two batches | torch's iterator, given the index lists that are left |
+| the same, with `own_workers.OwnWorkers` | the controller, between two epochs | torch's iterator, begun again |
+"""
 
 from __future__ import annotations
 
-import logging
-import math
 import sys
-import time
-import warnings
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
-from accel.dataio.dataset.fetch_watch import FetchWatch
-from accel.dataio.engine import transfer
-from accel.dataio.engine.engine import (
-    BatchJob,
-    FetchTimeout,
-    InlineEngine,
-    ThreadsDraw,
-    WorkerDied,
-    WorkersStuck,
-)
+from accel.dataio.engine.engine import BatchJob, InlineEngine
+from accel.dataio.engine.transfer import AheadCopier
 from accel.dataio.passes.continuous import Continuous
-from accel.dataio.passes.loader_core import INLINE, LoaderCore
-from accel.dataio.passes.tuner import Tuner
-
-log = logging.getLogger("accel.dataio")
-
-# Batches that a dataset is watched for: whether fetching changes it.
-_WATCHED = 3
 
 
-class _Handing(ABC):
-    """An iterator that hands batches over: copied to the device one ahead, counted."""
+class Maker(ABC):
+    """Decides which engine makes the batches of a pass."""
 
-    def __init__(self, way: LoaderCore) -> None:
-        self._way = way
-        self._copier = None if way.device is None else transfer.AheadCopier(way.device)
+    @abstractmethod
+    def begin(self, running: Pass) -> None:
+        """Begin the epoch: attach an engine, or set `rest`."""
+
+    @abstractmethod
+    def fetch(self, running: Pass) -> Any:
+        """Return the next batch, after switching engines if need be; raises StopIteration when there is none."""
+
+    def failed(self, running: Pass, error: Exception) -> bool:
+        """Detach the pass from an engine that raised and return True; return False if the loop is to get the error."""
+        return False
+
+
+class Pass:
+    """One pass over a loader, as an iterator.
+
+    Args:
+        maker: decides which engine makes the batches.
+        copier: copies each batch to the device while the one before it is used; None for no copies.
+
+    Attributes:
+        position: number of the next batch in the epoch.
+        continuous: prefetches the batches; None while detached.
+        rest: yields the batches while detached.
+    """
+
+    def __init__(self, maker: Maker, copier: AheadCopier | None = None) -> None:
+        self._maker, self._copier = maker, copier
         self._late: Exception | None = None
+        self.position = 0
+        self.continuous: Continuous | None = None
+        self.rest: Iterator[Any] = iter(())
+        maker.begin(self)
+
+    def attach(self, continuous: Continuous, go_on: Callable[[Pass, Continuous], Iterator[Any]]) -> None:
+        """Take batches from `continuous` from now on; `go_on` returns the iterator to go on with when detached."""
+        self.continuous, self._go_on = continuous, go_on
+
+    def detach(self) -> None:
+        """Go on without the engine, if one is attached."""
+        if self.continuous is not None:
+            self.rest = self._go_on(self, self.continuous)
+            self.continuous = None
+
+    def __del__(self) -> None:
+        continuous = self.__dict__.get("continuous")
+        if continuous is not None and not sys.is_finalizing():
+            continuous.leave()
 
     def __iter__(self) -> Any:
         return self
 
     def __next__(self) -> Any:
-        batch = self._fetch() if self._copier is None else self._copied(self._copier)
-        self._handed()
-        return batch
-
-    @abstractmethod
-    def _fetch(self) -> Any:
-        """Return the next batch."""
-
-    def _handed(self) -> None:
-        self._way.served += 1
-
-    @property
-    def _ahead(self) -> int:
-        """Batches that were fetched and not handed over: their copy to the device is under way."""
-        return 0 if self._copier is None else len(self._copier)
-
-    def _copied(self, copier: transfer.AheadCopier) -> Any:
-        """Return the batch whose copy was begun before, and begin that of the next one."""
-        if not len(copier) and self._late is None:
-            copier.start(self._fetch())
-        if not len(copier):
-            late, self._late = self._late, None
-            assert late is not None
-            if not isinstance(late, StopIteration):
-                raise late
-            self._way.finished = True
-            self._late = late
-            raise StopIteration
-        if self._late is None:
-            try:
-                copier.start(self._fetch())
-            except Exception as error:  # the end too: it comes after the batch in hand
-                self._late, self._way.finished = error, False
-        return copier.finish()
-
-
-class Pass(_Handing):
-    """One pass over the loader, as an iterator.
-
-    Args:
-        way: how batches are made.
-        loader: what the loop iterates.
-    """
-
-    def __init__(self, way: LoaderCore, loader: Any) -> None:
-        super().__init__(way)
-        self._accel_loader = loader  # the profiler asks for it, as it does for `_workers`
-        self._continuous: Continuous | None = None
-        self._rest: Iterator[Any] = iter(())
-        self._left_at = math.nan
-        self._pins = way.loader.pin_memory and way.device is None and torch.cuda.is_available()
-        self._continuous = way.begin(self)  # last: from here on the loader knows the pass, and may detach it
-
-    @property
-    def _workers(self) -> list[Any]:
-        return self._way.worker_processes()
-
-    def __del__(self) -> None:
-        continuous = self.__dict__.get("_continuous")
-        if continuous is not None and not sys.is_finalizing():
-            continuous.leave()
-
-    def detach(self) -> None:
-        """Go on without the engine: another pass has begun, or the loader was closed."""
-        if self._continuous is not None:
-            self._rest = _RestOfPass(InlineEngine(self._way.loader), self._continuous.jobs_left())
-            self._continuous = None
-
-    def __next__(self) -> Any:
-        handed = self._way.served
+        position = self.position
         try:
-            return super().__next__()
+            batch = self._fetch() if self._copier is None else self._copied(self._copier)
+            self._stand_at(position + 1 if self.continuous is None else self._reached)
+            return batch
+        except StopIteration:
+            self._end()
+            raise
         except Exception:
             raise
         except BaseException:
-            self._interrupted(handed)
+            self.give_back(position)
             raise
 
-    def _interrupted(self, handed: int) -> None:
-        """Have everything made again that has not reached the loop."""
+    def give_back(self, position: int) -> None:
+        """Make the batches from number `position` on again, which an interruption kept from the loop."""
         if self._copier is not None:
-            self._copier, self._late = transfer.AheadCopier(self._copier.device), None
-        if self._continuous is not None:
-            self._continuous.give_back(handed)
-            self._way.served, self._way.finished = handed, False
-
-    def _handed(self) -> None:
-        if self._continuous is not None:  # a pass that goes on beside a newer one is not the loop's place
-            self._way.served = self._continuous.served - self._ahead
-        self._left_at = time.perf_counter()
+            self._copier, self._late = AheadCopier(self._copier.device), None
+        if self.continuous is None:
+            return
+        self.continuous.give_back(position)
+        self._stand_at(position)
+        if self.continuous.whole_epochs:
+            self.detach()
 
     def _fetch(self) -> Any:
-        if self._continuous is None:
-            return next(self._rest)
         try:
-            batch = self._as_told() if self._way.choice is None else self._measured(self._way.choice)
+            return self._maker.fetch(self)
         except StopIteration:
-            self._way.finished = True
-            raise
-        except Exception:
-            self._continuous.skip_failed()
-            self._way.served = self._continuous.served - self._ahead
-            raise
-        return transfer.pin(batch) if self._pins else batch
-
-    def _as_told(self) -> Any:
-        assert self._continuous is not None
-        try:
-            return self._continuous.fetch()
-        except (ThreadsDraw, WorkersStuck) as error:
-            advice = ". Use mode='processes' for such a dataset" if isinstance(error, ThreadsDraw) else ""
-            mode = self._way.options.mode
-            warnings.warn(f"{error}: mode={mode!r} goes on in the loop's own thread{advice}", stacklevel=6)
-            self._way.go_inline(str(error))
-            return self._continuous.fetch()
-
-    # -- choosing ----------------------------------------------------------------------------------------------------
-
-    def _measured(self, choice: Tuner) -> Any:
-        """Fetch the next batch as the choice wants it, and tell it what that took."""
-        continuous, way = self._continuous, self._way
-        assert continuous is not None
-        if choice.current != way.setting:
-            way.follow(choice)
-        began, busy = time.perf_counter(), choice.busy()
-        try:
-            batch = continuous.fetch() if way.witness is None else self._watched(way.witness, choice)
-        except (StopIteration, FetchTimeout):
-            raise
-        except ThreadsDraw as error:
-            choice.forbid_threads(str(error))
-            return self._measured(choice)
+            if self.continuous is None or self.continuous.feeding:
+                raise
+            self.detach()  # the engine was drained
         except Exception as error:
-            return self._otherwise(choice, error)
-        if isinstance(continuous.engine, InlineEngine):
-            way.slowest_s = max(way.slowest_s, time.perf_counter() - began)
-            if continuous.engine.draws:
-                choice.forbid_threads("fetching a sample draws random numbers")
-        ended, changes = time.perf_counter(), choice.changes
-        choice.served(ended - began, began - self._left_at, choice.busy().since(busy), continuous.engine.capacity)
-        if choice.changes != changes:
-            way.follow(choice)
-            log.info("%s", choice.explain())
-        return batch
+            if self.continuous is None or not self._maker.failed(self, error):
+                self._pass_over()
+                raise
+        return self._fetch()
 
-    def _otherwise(self, choice: Tuner, error: Exception) -> Any:
-        """Make the batch that a setting failed at in the loop's own thread, as a plain loader would.
+    def _pass_over(self) -> None:
+        """Skip the batch that could not be made."""
+        if self.continuous is not None:
+            self.continuous.skip_failed()
+        self._stand_at(self.position + 1 if self.continuous is None else self._reached)
 
-        If that raises too, it is the dataset's own error and no fault of the setting.
-        """
-        continuous, way = self._continuous, self._way
-        assert continuous is not None
-        if way.setting == INLINE:
-            raise error
-        if isinstance(error, WorkerDied) or way.calls_init:
-            # What ended two workers could end the loop's own process; another setting may do.
-            choice.failed(error)
-            if choice.exhausted:
-                raise error
-            return self._measured(choice)
-        failed = choice.current
-        way.go_inline("")
-        batch = continuous.fetch()
-        if choice.current == failed:
-            choice.failed(error)
-        return batch
+    def _stand_at(self, position: int) -> None:
+        self.position = position
 
-    def _watched(self, witness: FetchWatch, choice: Tuner) -> Any:
-        """Fetch one of the first batches under a witness: may threads read this dataset?"""
-        continuous, way = self._continuous, self._way
-        assert continuous is not None
-        witness.before()
-        batch = continuous.fetch()
-        witness.after()
-        way.moved_file = way.moved_file or witness.moved_file
-        if witness.finding:
-            choice.forbid_threads(witness.finding)
-        if witness.finding or witness.fetches >= _WATCHED:
-            way.witness = None
-        return batch
+    def _end(self) -> None:
+        self.continuous, self.rest = None, iter(())  # a newer pass has nothing to detach, and keeps what is made ahead
+
+    @property
+    def _reached(self) -> int:
+        """Number of the next batch to be handed over; those before it, whose copy is under way, were fetched."""
+        assert self.continuous is not None
+        return self.continuous.served - (0 if self._copier is None else len(self._copier))
+
+    def _copied(self, copier: AheadCopier) -> Any:
+        """Return the batch whose copy was begun before, and begin that of the next one."""
+        if not len(copier):
+            if self._late is not None:
+                late, self._late = self._late, None
+                raise late
+            copier.start(self._fetch())
+        try:
+            copier.start(self._fetch())
+        except Exception as error:  # the end too: it comes after the batch in hand
+            self._late = error
+        return copier.finish()
 
 
-class _RestOfPass:
-    """What is left of a pass, made in the loop's own thread."""
+class Newest:
+    """The newest of the passes over a loader: the only one whose batches are prefetched."""
 
-    def __init__(self, engine: InlineEngine, jobs: Iterator[BatchJob]) -> None:
-        self._engine, self._jobs = engine, jobs
+    def __init__(self) -> None:
+        self._pass: weakref.ref[Pass] | None = None
+
+    def is_(self, running: Pass) -> bool:
+        """Return whether `running` is the newest."""
+        return self._pass is not None and self._pass() is running
+
+    def begin(self, newer: Pass) -> None:
+        """Make `newer` the newest, and detach the one before, which may go on, as in nested loops."""
+        self.detach()
+        self._pass = weakref.ref(newer)
+
+    def detach(self) -> None:
+        """Detach the newest from its engine."""
+        running = None if self._pass is None else self._pass()
+        if running is not None:
+            running.detach()
+
+    def forget(self) -> None:
+        """Detach the newest, and have none."""
+        self.detach()
+        self._pass = None
+
+
+class InlineRest:
+    """The rest of a pass, made in the loop's own thread.
+
+    Args:
+        running: the pass.
+        continuous: has made its batches until now.
+    """
+
+    def __init__(self, running: Pass, continuous: Continuous) -> None:
+        self._engine, self._jobs = InlineEngine(continuous.loader), continuous.jobs_left()
         self._job: BatchJob | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -253,20 +207,25 @@ class _RestOfPass:
         return batch
 
 
-class Through(_Handing):
-    """One pass over a loader that is left as it is; passes over the batches that were served before."""
+class Skipping:
+    """An iterator without its first batches, which are fetched and dropped at the first request.
 
-    def __init__(self, way: LoaderCore) -> None:
-        super().__init__(way)
-        loaded, way.loaded = way.loaded, None
-        self._batches = iter(way.loader)
-        way.finished, way.served = False, 0 if loaded is None else loaded["served"]
-        for _ in range(way.served):
-            next(self._batches, None)
+    Args:
+        begin: returns the whole iterator.
+        count: batches to skip.
+    """
 
-    def _fetch(self) -> Any:
-        try:
-            return next(self._batches)
-        except StopIteration:
-            self._way.finished = True
-            raise
+    def __init__(self, begin: Callable[[], Iterator[Any]], count: int) -> None:
+        self._begin, self._left = begin, count
+        self._batches: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = self._begin()
+        while self._left:
+            next(self._batches)
+            self._left -= 1
+        return next(self._batches)

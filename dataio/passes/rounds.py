@@ -27,7 +27,7 @@ _LEAST, _MOST = 3, 24
 
 
 class Setting(NamedTuple):
-    """A way to make batches."""
+    """An engine and its number of workers."""
 
     mode: str
     workers: int = 1
@@ -36,9 +36,12 @@ class Setting(NamedTuple):
         return self.mode if self.mode == "inline" else f"{self.mode}({self.workers})"
 
 
+INLINE = Setting("inline")
+
+
 @dataclass
 class Tried:
-    """What was measured of a setting."""
+    """The measurements of a setting."""
 
     setting: Setting
     step_s: list[float] = field(default_factory=list)
@@ -86,7 +89,7 @@ class Rounds:
         return next(each for each in self._left if statistics.fmean(self._against(each, fastest)) <= _SIMPLER)
 
     def record(self, step_s: float, wait_s: float) -> None:
-        """Take note of a block of the current setting: seconds of the loop per batch, and those that it waited."""
+        """Record a block of the current setting: seconds of the loop per batch, and those that it waited."""
         tried = self._to_come.pop(0)
         tried.step_s.append(max(step_s, 1e-9))
         tried.wait_s.append(wait_s)
@@ -113,22 +116,22 @@ class Rounds:
         if self.done < _MOST and len(self._left) > 1 and not self._settled(best):
             self._to_come = self._left[::-1] if self.done % 2 else self._left[:]
 
-    def _against(self, one: Tried, other: Tried) -> list[float]:
-        """Return by how much one was slower than the other, round by round: logarithms."""
-        return log_ratios(one.step_s[: self.done], other.step_s[: self.done])
+    def _against(self, tried: Tried, other: Tried) -> list[float]:
+        """Return by how much `tried` was slower than `other`, round by round: logarithms."""
+        return log_ratios(tried.step_s[: self.done], other.step_s[: self.done])
 
-    def _slow(self, one: Tried, best: Tried) -> bool:
-        """Tell whether `one` is surely too slow to be preferred."""
-        slower = self._against(one, best)
+    def _slow(self, tried: Tried, best: Tried) -> bool:
+        """Return whether `tried` is surely too slow to be preferred."""
+        slower = self._against(tried, best)
         if self.done < _LEAST:
             return min(slower) > (_FAR if self.done == 1 else _SLOWER)
         return interval(slower, _LEVEL)[0] > _REGRET
 
-    def _no_faster(self, one: Tried, best: Tried) -> bool:
-        """Tell whether `one`, which comes after `best`, is surely not so much faster that it would be taken."""
-        if self._slow(one, best):
+    def _no_faster(self, tried: Tried, best: Tried) -> bool:
+        """Return whether `tried`, which comes after `best`, is surely not so much faster that it would be taken."""
+        if self._slow(tried, best):
             return True
-        return self.done > 1 and interval(self._against(best, one), _LEVEL)[1] < _SIMPLER
+        return self.done > 1 and interval(self._against(best, tried), _LEVEL)[1] < _SIMPLER
 
     def _settled(self, best: Tried) -> bool:
         others = [each for each in self._left if each is not best]

@@ -84,7 +84,7 @@ def _same_object(thing: Any) -> Any:
 
 
 def is_stand_in(thing: Any) -> bool:
-    """Tell whether `thing` is a stand-in (its `__class__` is that of the loader it stands for)."""
+    """Return whether `thing` is a stand-in (its `__class__` is that of the loader it stands for)."""
     return issubclass(type(thing), StandIn)
 
 
@@ -95,12 +95,12 @@ def _plain(thing: Any) -> Any:
 def _type_for(base: type, kind: type) -> type:
     """Return the subclass of `base` whose instances stand for those of `kind`."""
     known = _types.setdefault(kind, weakref.WeakValueDictionary())
-    found = known.get(base)
-    if found is None:
+    stand_in = known.get(base)
+    if stand_in is None:
         # Errors name an object's type: they are the same as the plain loader's.
         names = {"__slots__": (), "__module__": __name__, "__qualname__": f"{base.__name__}[{kind.__qualname__}]"}
-        found = known[base] = type(kind.__name__, (base,), {"__doc__": kind.__doc__, **names, **_methods(kind)})
-    return found
+        stand_in = known[base] = type(kind.__name__, (base,), {"__doc__": kind.__doc__, **names, **_methods(kind)})
+    return stand_in
 
 
 def _methods(kind: type) -> dict[str, Any]:
@@ -133,16 +133,16 @@ def _forwarding(name: str) -> Callable[..., Any]:
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         loader = self._accel_loader
-        found = ask(loader, *map(_plain, args), **kwargs)
-        return self if found is loader else found  # `+=` and `with` hand on the one that is listened to
+        result = ask(loader, *map(_plain, args), **kwargs)
+        return self if result is loader else result  # `+=` and `with` hand on the one that is listened to
 
     return method
 
 
 def _special(loader: Any, name: str) -> Any:
-    """Return a special method of the loader, found on its type as Python finds it."""
-    found = next(vars(base)[name] for base in type(loader).__mro__ if name in vars(base))
-    return found.__get__(loader, type(loader)) if hasattr(type(found), "__get__") else found
+    """Return a special method of the loader, looked up on its type as Python does."""
+    method = next(vars(base)[name] for base in type(loader).__mro__ if name in vars(base))
+    return method.__get__(loader, type(loader)) if hasattr(type(method), "__get__") else method
 
 
 def _reflected(name: str) -> Callable[..., Any]:
@@ -157,7 +157,7 @@ def _reflected(name: str) -> Callable[..., Any]:
 
 
 def _is_in_place(frame: FrameType) -> bool:
-    """Tell whether what a frame is at is `+=` or its like."""
+    """Return whether what a frame is at is `+=` or its like."""
     code, at = frame.f_code.co_code, frame.f_lasti
     name = opcode.opname[code[at]]
     return name.startswith("INPLACE_") or (name == "BINARY_OP" and code[at + 1] in _IN_PLACE)  # Python 3.10, or later

@@ -104,7 +104,7 @@ class Busy(NamedTuple):
         """Return the seconds so far.
 
         Threads that help with a batch count: while the loop's thread sleeps, they may be at work on it. Where the
-        system keeps no record of the line, a crowded core can't be told from slow storage.
+        system keeps no record of the line, a crowded core can't be distinguished from slow storage.
         """
         meter = ThreadMeter("thread-self")
         seen = meter.read()
@@ -206,7 +206,7 @@ class Tuner:
         return Busy() if self.decided or self.current.mode != "inline" else Busy.now()
 
     def served(self, wait_s: float, own_s: float, busy: Busy, capacity: int) -> None:
-        """Take note of one batch.
+        """Record one batch.
 
         Args:
             wait_s: seconds that the loop waited for it.
@@ -279,7 +279,7 @@ class Tuner:
         most = most_workers(cost, usable_cores())
         idle = [each for each in self._usable() if each.setting.workers > most]
         for each in idle:
-            each.failure = "a batch waits for little but a core: no more workers than cores are of use"
+            each.failure = "fetching hardly waits for anything but a core: more workers than cores don't help"
         self._rounds.drop(idle)
 
     def _measured(self) -> tuple[float, float]:

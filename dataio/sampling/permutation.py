@@ -94,8 +94,8 @@ class Permutation:
             low, high = int(positions.min()), int(positions.max())
             raise ValueError(f"positions must lie in [0, {self.length}), got {low} to {high}")
         if self._table is not None:
-            found: Items = self._table[positions]
-            return found
+            looked_up: Items = self._table[positions]
+            return looked_up
         items = self._network(positions.astype(np.uint64))
         while True:
             outside = items >= self.length
@@ -128,9 +128,9 @@ def _scramble(numbers: Words, key: np.uint64, below: int) -> Words:
     return mixed
 
 
-def _add(one: Words, other: Words, modulus: int) -> Words:
-    """Return (one + other) mod modulus of numbers below it; below zero wraps to the largest ones."""
-    other += one
+def _add(words: Words, other: Words, modulus: int) -> Words:
+    """Return (words + other) mod modulus of numbers below it; below zero wraps to the largest ones."""
+    other += words
     np.minimum(other, other - np.uint64(modulus), out=other)
     return other
 

@@ -93,7 +93,7 @@ class RoundRobin:
         return full + (self.width(rest) > 0)
 
     def _shares(self, left: int) -> bool:
-        """Tell whether this step and the last one share what is left, so that each rank has a sample in both."""
+        """Return whether this step and the last one share what is left, so that each rank has a sample in both."""
         alone = 0 < left - self._all < self._ranks
         return self.tail == "uneven" and not self.drop_last and alone and left >= 2 * self._ranks
 

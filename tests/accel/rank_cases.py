@@ -55,11 +55,11 @@ def _train(
 def _noted() -> Iterator[dict[str, Any]]:
     found: dict[str, Any] = {}
     began = time.monotonic()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield found
     found["seconds"] = time.monotonic() - began
-    found["told"] = [str(one.message) for one in told if str(one.message).startswith("accel")]
+    found["told"] = [str(one.message) for one in caught if str(one.message).startswith("accel")]
 
 
 def _prepare() -> None:

@@ -25,7 +25,7 @@ HALF, INT8, ONE_BIT, POWER = (
 
 
 class Played(PlanSearch):
-    """A search whose steps last as told: the first value is that of the first trial, the second that of all others."""
+    """A search with given step times: the first value is that of the first trial, the second that of all others."""
 
     def __init__(self, predicted: dict[Plan, float], steps: dict[Plan, tuple[float, float]]) -> None:
         options = [Option(plan, step_s, 0.0) for plan, step_s in predicted.items()]

@@ -85,10 +85,10 @@ class Machine:
             rates.append(1 / (wait + step))
         return len(rates) / sum(rates)
 
-    def play(self, choice: Tuner, clock: Clock, batches: int) -> None:
+    def play(self, tuner: Tuner, clock: Clock, batches: int) -> None:
         """Let the loop run."""
         for number in range(batches):
-            setting = choice.current
+            setting = tuner.current
             if self.comes_s and clock.now > self._until:
                 self._here, self._until = not self._here, clock.now + self.chance.expovariate(1 / self.comes_s)
             wait, busy, step = self.times(setting)
@@ -96,7 +96,7 @@ class Machine:
             wait, busy, step = wait * one, Busy(busy.run_s * one, busy.line_s * one), step * other
             clock.now += wait + step
             capacity = 1 if setting.mode == "inline" else 2 * setting.workers
-            choice.served(wait, math.nan if number % 97 == 96 else step, busy, capacity)
+            tuner.served(wait, math.nan if number % 97 == 96 else step, busy, capacity)
 
     def _factor(self, now: float) -> float:
         burst = 5.0 if self.chance.random() < self.bursts else 1.0

@@ -16,9 +16,10 @@ from torch.utils.data.distributed import DistributedSampler
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes.continuous import Continuous
-from accel.dataio.passes.epochs import draw_ahead, foreseeable
+from accel.dataio.passes.epochs import can_draw_ahead, draw_ahead
 from accel.dataio.passes.movable import movable
-from accel.dataio.passes.proxy import LoaderProxy, same_as_plain
+from accel.dataio.passes.moved import same_as_plain
+from accel.dataio.passes.proxy import LoaderProxy
 from tests.dataio.engines import gone, pids
 
 
@@ -274,11 +275,11 @@ def test_fetching_is_compared_with_the_plain_one() -> None:
     assert not same_as_plain(bad, Continuous(bad, ProcessEngine(bad, 1)))
 
 
-def test_what_can_be_foreseen_and_moved() -> None:
+def test_what_can_be_drawn_ahead_and_moved() -> None:
     data = Squares()
-    assert foreseeable(make_loader())
-    assert foreseeable(DataLoader(data, batch_size=4))
-    assert not foreseeable(make_loader(data, sampler=RandomSampler(data, replacement=True)))
+    assert can_draw_ahead(make_loader())
+    assert can_draw_ahead(DataLoader(data, batch_size=4))
+    assert not can_draw_ahead(make_loader(data, sampler=RandomSampler(data, replacement=True)))
     assert draw_ahead(make_loader(data, sampler=RandomSampler(data, replacement=True))) is None
     assert movable(make_loader()) == ""
     assert movable(make_loader(num_workers=1)) == ""

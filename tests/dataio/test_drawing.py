@@ -181,8 +181,8 @@ def test_beside_another_thread_epochs_are_drawn_without_a_write(
         place = loader.state_dict()
         loader.load_state_dict(place)
         made += [torch.cat([batch.reshape(-1) for batch in loader]) for _ in range(2)]
-        assert loader._way._continuous is not None
-        assert loader._way._continuous.failed_guesses == 0
+        assert loader._core._continuous is not None
+        assert loader._core._continuous.failed_guesses == 0
 
     assert all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))
     assert random_state() == state

@@ -28,7 +28,7 @@ from accel.dataio.dataset.handles import HandleShared, check_fork, moved, positi
 from accel.dataio.dataset.thread_safety import unsafe
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.passes import tuner as choice
+from accel.dataio.passes import tuner
 
 # Files that are open are what these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -156,7 +156,7 @@ def test_a_file_that_no_walk_finds_is_seen_to_move(path: Path, monkeypatch: pyte
     with ContinuousLoader(DataLoader(_of_the_module(path), 4), workers=2) as loader:
         for _ in range(12):
             assert (torch.cat(list(loader)) == torch.arange(LENGTH)[:, None]).all()
-        assert "fetching reads on in a file that was open before" in loader.explain()
+        assert "fetching reads from a file that was open before" in loader.explain()
         assert loader.setting == "inline"
 
 
@@ -218,7 +218,7 @@ def test_positions_are_those_of_files_open_for_reading(path: Path, tmp_path: Pat
 def _try_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every setting tried at once, as if there were always something to be won."""
     for name, value in {"_NEGLIGIBLE": -1.0, "_BLOCK_S": 0.0, "_FIRST_S": 0.0}.items():
-        monkeypatch.setattr(choice, name, value)
+        monkeypatch.setattr(tuner, name, value)
 
 
 class Holds(Dataset[Any]):
@@ -311,4 +311,4 @@ def test_threads_know_of_globals_too(path: Path) -> None:
 
     assert unsafe(data) == ""  # which looks at what the dataset holds
     with pytest.raises(HandleShared, match="the global FILE is an open file"):
-        loader._way._engine(choice.Setting("threads", 2))
+        loader._core._engine(tuner.Setting("threads", 2))

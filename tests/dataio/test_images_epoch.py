@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import Subset, default_collate
 
 from accel.dataio.dataset.dataset_epoch import at_epoch, dataset_epoch
-from accel.dataio.dataset.mirror import Forecast, apply_leaves, compare, state_of
+from accel.dataio.dataset.snapshot import Forecast, apply_leaves, compare, take_snapshot
 from accel.dataio.fetching.fetch import Fetch
 from accel.dataio.image.epoch import Epoch
 from tests.dataio.numbers import Numbers
@@ -20,7 +20,7 @@ def copied(epoch: Epoch) -> Epoch:
     return copy.copy(epoch)
 
 
-def test_a_copy_that_is_told_nothing_follows() -> None:
+def test_a_copy_that_is_sent_nothing_follows() -> None:
     epoch = Epoch()
     kept = copied(epoch)
     for number in (1, 2, 7, 0, 0, 3):
@@ -28,34 +28,34 @@ def test_a_copy_that_is_told_nothing_follows() -> None:
         assert (epoch.number, kept.number) == (number, number)
 
 
-def test_a_copy_that_was_told_the_next_one_is_ahead() -> None:
+def test_a_copy_that_was_sent_the_next_epoch_is_ahead() -> None:
     epoch = Epoch()
-    kept, now = copied(epoch), state_of(epoch)
-    apply_leaves(kept, compare(now, state_of(epoch.at(1))).leaves)
+    kept, now = copied(epoch), take_snapshot(epoch)
+    apply_leaves(kept, compare(now, take_snapshot(epoch.at(1))).leaves)
 
     assert (epoch.number, kept.number) == (0, 1)
     epoch.set(1)
     assert (epoch.number, kept.number) == (1, 1)
 
 
-def test_a_copy_that_was_told_a_wrong_one_is_put_right() -> None:
+def test_a_copy_that_was_sent_a_wrong_epoch_is_corrected() -> None:
     epoch = Epoch()
-    kept, expected = copied(epoch), state_of(epoch.at(1))
-    apply_leaves(kept, compare(state_of(epoch), expected).leaves)
+    kept, expected = copied(epoch), take_snapshot(epoch.at(1))
+    apply_leaves(kept, compare(take_snapshot(epoch), expected).leaves)
     epoch.set(5)
-    apply_leaves(kept, compare(expected, state_of(epoch)).leaves)
+    apply_leaves(kept, compare(expected, take_snapshot(epoch)).leaves)
 
     assert kept.number == 5
 
 
 def test_a_change_can_be_sent_and_is_seen_once() -> None:
     epoch = Epoch()
-    before = state_of(epoch)
+    before = take_snapshot(epoch)
     epoch.set(0)
-    assert not compare(before, state_of(epoch))
+    assert not compare(before, take_snapshot(epoch))
     epoch.set(1)
-    assert compare(before, state_of(epoch)).sendable
-    assert compare(before, state_of(epoch)).leaves == compare(before, state_of(Epoch().at(1))).leaves
+    assert compare(before, take_snapshot(epoch)).sendable
+    assert compare(before, take_snapshot(epoch)).leaves == compare(before, take_snapshot(Epoch().at(1))).leaves
 
 
 def test_one_in_another_epoch_and_a_deep_copy_are_apart() -> None:
@@ -78,7 +78,7 @@ def test_a_dataset_in_another_epoch(wrap: Any) -> None:
     data = wrap(Viewed())
     fetch = Fetch(data, default_collate, batched=True)
     forecast = Forecast(fetch)
-    expected = forecast.next(state_of(fetch))
+    expected = forecast.next(take_snapshot(fetch))
     view = forecast.view(fetch, expected)
 
     assert (dataset_epoch(data), dataset_epoch(view), dataset_epoch(at_epoch(data, 5))) == (0, 1, 5)
@@ -91,14 +91,14 @@ def test_a_dataset_in_another_epoch(wrap: Any) -> None:
 def test_others_can_not_be_had_so(data: Any) -> None:
     assert dataset_epoch(data) is None
     fetch = Fetch(data, default_collate, batched=True)
-    assert Forecast(fetch).view(fetch, state_of(fetch)) is None
+    assert Forecast(fetch).view(fetch, take_snapshot(fetch)) is None
 
 
 def test_a_dataset_that_moves_otherwise_than_its_view_is_not_had() -> None:
     data = Viewed()
     fetch = Fetch(data, default_collate, batched=True)
-    forecast, before = Forecast(fetch), state_of(fetch)
+    forecast, before = Forecast(fetch), take_snapshot(fetch)
     data.epoch, data.length = 1, 49
-    forecast.saw(before, state_of(fetch))
+    forecast.saw(before, take_snapshot(fetch))
 
-    assert forecast.view(fetch, forecast.next(state_of(fetch))) is None
+    assert forecast.view(fetch, forecast.next(take_snapshot(fetch))) is None

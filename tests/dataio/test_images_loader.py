@@ -61,7 +61,7 @@ def assert_same(found: list[list[Batch]], expected: list[list[Batch]]) -> None:
 
 
 def wrong_guesses(loader: ContinuousLoader) -> int:
-    continuous = loader._way._continuous
+    continuous = loader._core._continuous
     assert continuous is not None
     return continuous.failed_guesses
 
@@ -90,7 +90,7 @@ def test_each_next_epoch_is_made_ahead_by_the_same_workers(samples: Any, mode: A
         pids: list[list[int]] = []
 
         def look() -> None:
-            pids.append([worker.pid for worker in loader._way.worker_processes()])
+            pids.append([worker.pid for worker in loader._core.worker_processes()])
 
         found = run(loader, dataset, list(range(5)), look)
 
@@ -112,7 +112,7 @@ def test_the_next_epochs_batches_are_under_way_when_one_ends(samples: Any) -> No
     dataset = make(samples)
     with ContinuousLoader(loader_of(dataset), mode="threads", workers=2) as loader:
         run(loader, dataset, [0])
-        continuous = loader._way._continuous
+        continuous = loader._core._continuous
         assert continuous is not None
 
         assert len(continuous._record) == 4
@@ -139,12 +139,12 @@ def test_threads_are_tried(samples: Any, wrap: Any) -> None:
 
 def test_fetching_does_not_change_it(samples: Any) -> None:
     dataset = make(samples)
-    witness = FetchWatch(dataset)
-    witness.before()
+    watch = FetchWatch(dataset)
+    watch.before()
     dataset.__getitems__(range(13))
-    witness.after()
+    watch.after()
 
-    assert witness.finding == ""
+    assert watch.finding == ""
 
 
 def test_optimize_may_move_it(samples: Any) -> None:
@@ -200,7 +200,7 @@ def first_batches(loader: ContinuousLoader) -> Iterator[None]:
         (Caching, None, None, "fetching a sample changes the dataset"),
         (Caching, True, None, ""),
         (Caching, None, True, ""),
-        (Caching, False, True, "as told (thread_safe=False)"),
+        (Caching, False, True, "as requested (thread_safe=False)"),
         (Drawing, True, None, "fetching a sample draws random numbers"),
     ],
 )

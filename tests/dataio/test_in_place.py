@@ -121,7 +121,7 @@ def test_workers_that_the_user_keeps_are_kept_where_nothing_is_known(monkeypatch
         workers = []
         for _ in range(3):
             list(loader)
-            workers.append([process.pid for process in loader._way.worker_processes()])
+            workers.append([process.pid for process in loader._core.worker_processes()])
 
     assert workers[0] == workers[1] == workers[2]
 
@@ -141,10 +141,10 @@ def test_an_attribute_of_the_users_own_ends_no_worker() -> None:
     with ContinuousLoader(DataLoader(Table(), 64), mode="fork", workers=1) as loader:
         batches = iter(loader)
         next(batches)
-        (before,) = loader._way.worker_processes()
+        (before,) = loader._core.worker_processes()
         loader.name = "training"  # type: ignore[attr-defined]
         assert len(list(batches)) == 4
-        assert loader._way.worker_processes() == [before]
+        assert loader._core.worker_processes() == [before]
 
 
 def test_workers_are_made_anew_once_in_an_epoch_where_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.passes import tuner as choice
+from accel.dataio.passes import tuner
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.jobs import ListLost
 from accel.dataio.passes.proxy import LoaderProxy
@@ -201,7 +201,7 @@ class Impatient(Numbers):
 @pytest.mark.parametrize("mode", ["inline", "auto"])
 def test_an_interruption_in_the_dataset_shifts_nothing(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # Only in the loop's own thread it comes through as it is: on a busy machine another setting could be on trial.
-    monkeypatch.setattr(choice, "candidates", lambda *_: [])
+    monkeypatch.setattr(tuner, "candidates", lambda *_: [])
     plain = DataLoader(Impatient(), 4)
     with ContinuousLoader(plain, mode=mode, workers=2) as loader:
         wanted = _whole(loader)

@@ -211,7 +211,7 @@ def test_an_epoch_that_moves_evenly_is_fetched_ahead() -> None:
     sampler = DistributedSampler(data, num_replicas=2, rank=0)
     with ContinuousLoader(DataLoader(data, 4, sampler=sampler), mode="fork", workers=1) as loader:
         seen = run(loader, 6, set_epoch=loader.set_epoch)
-        continuous = loader._way._continuous
+        continuous = loader._core._continuous
         assert continuous is not None
 
         assert [float(epoch[0][0, 1]) for epoch in seen] == [0, 1, 2, 3, 4, 5]
@@ -223,7 +223,7 @@ def test_threads_make_nothing_ahead_from_a_dataset_that_will_move() -> None:
     data = Numbers()
     with ContinuousLoader(DataLoader(data, 4), mode="threads", workers=1) as loader:
         seen = run(loader, 6, set_epoch=data.set_epoch)
-        continuous = loader._way._continuous
+        continuous = loader._core._continuous
         assert continuous is not None
 
         assert [float(epoch[0][0, 1]) for epoch in seen] == [0, 1, 2, 3, 4, 5]

@@ -1,4 +1,4 @@
-"""Mode auto on a real loop: what it tries is bounded as told, and it chooses anew when the loop becomes another."""
+"""Mode auto on a real loop: what it tries is bounded as requested, and it chooses again when the loop changes."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_a_dataset_that_becomes_slow_is_given_another_setting(monkeypatch: pytes
         data.seconds = 0.003
         for _ in range(30):
             assert epoch(loader) == torch.cat(list(plain))[:, 0].int().tolist()
-            choice = loader._way.choice
-            assert choice is not None
-            if choice.decided and loader.setting != "inline":
+            tuner = loader._core.tuner
+            assert tuner is not None
+            if tuner.decided and loader.setting != "inline":
                 break
         assert loader.setting != "inline", loader.explain()

@@ -40,7 +40,7 @@ class Augmented(Dataset[Tensor]):
 
 def made_ahead(loader: ContinuousLoader) -> None:
     """Return once no thread reads the dataset ahead any more."""
-    continuous = loader._way._continuous
+    continuous = loader._core._continuous
     if continuous is not None and isinstance(continuous.engine, ThreadEngine):
         wait([future for _, future in continuous.engine._futures])
 
@@ -80,7 +80,7 @@ def test_threads_are_left_with_a_warning_when_a_dataset_begins_to_draw(how: str)
     assert torch.equal(own_state, state)
 
 
-def test_threads_are_left_once_and_it_is_told() -> None:
+def test_threads_are_left_once_with_a_warning() -> None:
     torch.manual_seed(4)
     with ContinuousLoader(DataLoader(Augmented(1), 4), mode="threads", workers=3) as loader:
         with pytest.warns(UserWarning, match=SAYS) as caught:
@@ -96,11 +96,11 @@ def test_auto_leaves_threads_when_a_dataset_begins_to_draw() -> None:
     torch.manual_seed(4)
     with ContinuousLoader(DataLoader(data, 4, shuffle=True)) as loader:
         made = run_epochs(loader, 1)
-        choice = loader._way.choice
-        assert choice is not None
+        tuner = loader._core.tuner
+        assert tuner is not None
         assert "threads          not used" not in loader.explain()  # what the sampler draws is not the dataset's
         # As if threads had been found the fastest.
-        choice._phase, choice.current, choice._expected = "decided", Setting("threads", 2), (0.0, 1.0)
+        tuner._phase, tuner.current, tuner._expected = "decided", Setting("threads", 2), (0.0, 1.0)
         made += run_epochs(loader, 2)
         assert loader.setting == "threads(2)"
         made_ahead(loader)

@@ -181,36 +181,36 @@ def test_epochs_are_made_ahead(monkeypatch: pytest.MonkeyPatch, make: Any, numbe
     monkeypatch.setattr(Continuous, "resume", lambda self: gone_on.append(resume(self)) or gone_on[-1])
     with ContinuousLoader(make(), mode="threads", workers=2) as loader:
         passes(loader, [None] * 4, NUMBERS[number])
-        assert loader._way._continuous.failed_guesses == 0  # type: ignore[union-attr]
+        assert loader._core._continuous.failed_guesses == 0  # type: ignore[union-attr]
 
     assert gone_on == [False, True, True, True]
 
 
 @pytest.mark.parametrize("make", [balanced, elastic], ids=["balanced", "elastic"])
-def test_foreseeing_leaves_the_sampler_as_it_is(make: Any) -> None:
+def test_peeking_leaves_the_sampler_as_it_is(make: Any) -> None:
     sampler = make().batch_sampler
     lists = iter(sampler)
     next(lists)
     if isinstance(sampler, ElasticSampler):
-        assert sampler.foresee(1) is None  # nothing counts what the loop takes
+        assert sampler.peek_epoch(1) is None  # nothing counts what the loop takes
         sampler.advance()
     state, random = sampler.state_dict(), torch.get_rng_state()
-    foreseen = sampler.foresee(1)
-    ahead = list(islice(foreseen.lists, 3))
+    peeked = sampler.peek_epoch(1)
+    ahead = list(islice(peeked.lists, 3))
     assert sampler.state_dict() == state
     assert torch.equal(torch.get_rng_state(), random)
-    assert not foreseen.holds()
+    assert not peeked.holds()
 
     rest = list(lists)
     if isinstance(sampler, ElasticSampler):
         for _ in rest:
             sampler.advance()
     sampler.set_epoch(1)
-    assert foreseen.holds()
-    foreseen.begin()
+    assert peeked.holds()
+    peeked.begin()
     following = make().batch_sampler
     following.set_epoch(1)
-    assert [*ahead, *foreseen.lists] == list(following)
+    assert [*ahead, *peeked.lists] == list(following)
     if isinstance(sampler, LengthBalancedBatchSampler):
         assert sampler.state_dict() == following.state_dict()
 

@@ -45,7 +45,7 @@ def test_the_queue_has_a_bound(workers: int, most: int) -> None:
     assert windows(LookAhead(2), lambda batches: 1 / batches, workers)[-1] == most
 
 
-def test_what_was_told_stays() -> None:
+def test_a_requested_look_ahead_stays() -> None:
     assert windows(LookAhead(3, fixed=True), lambda batches: 1 / batches) == [3] * 12
 
 

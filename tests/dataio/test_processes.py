@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from accel.dataio.dataset.mirror import compare, state_of
+from accel.dataio.dataset.snapshot import compare, take_snapshot
 from accel.dataio.engine.engine import BatchJob, InlineEngine
 from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.fetching.randomness import derived_seed
@@ -240,9 +240,9 @@ def test_changes_hold_from_the_next_job_on() -> None:
     with engine_of(data, workers=2) as engine:
         fetch, wanted = fetch_of(engine._loader), []
         for step in range(6):
-            old = state_of(fetch)
+            old = take_snapshot(fetch)
             data.offset = step * 1000
-            engine.update(compare(old, state_of(fetch)).leaves)
+            engine.update(compare(old, take_snapshot(fetch)).leaves)
             for at in ([step], [step + 1]):
                 engine.submit(BatchJob(at, None))
                 wanted.append(expected(data, [at])[0])
@@ -394,4 +394,4 @@ def test_collecting_garbage_while_batches_are_held() -> None:
             cycle.append(cycle)
         del cycle
         gc.collect()
-        assert sum(handle.slots.held for handle in engine._handles) == 0
+        assert sum(handle.slots.in_use for handle in engine._handles) == 0

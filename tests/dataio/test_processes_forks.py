@@ -74,7 +74,7 @@ def test_a_loader_whose_workers_are_stuck_goes_on_in_the_loops_own_thread(
     data = Locks()
     with ContinuousLoader(DataLoader(data, 4), mode="fork", workers=2) as loader:
         batches = iter(loader)
-        loader._way._continuous.prime()  # type: ignore[union-attr]  # the workers are forked
+        loader._core._continuous.prime()  # type: ignore[union-attr]  # the workers are forked
         held_lock.set()
         with pytest.warns(UserWarning, match=r"waits for a lock[^$]*mode='fork' goes on in the loop's own thread"):
             assert_made([*batches], expected(data))

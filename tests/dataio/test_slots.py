@@ -39,7 +39,7 @@ class Link:
     def take_back(self) -> None:
         again, spent = self.reader.take_freed()
         for number in again:
-            slot = self.writer._held[number]
+            slot = self.writer._in_use[number]
             slot.memory[:] = b"\xff" * slot.size
             self.writer.release(number)
         for number in spent:
@@ -84,7 +84,7 @@ def test_a_batch_that_is_held_never_changes(kind: str) -> None:
     batch = link.send([torch.arange(8.0).reshape(2, 4), torch.tensor([7, 8])])
     copy = [each.clone() for each in batch]
     # The same memory, looked at from elsewhere: what is kept must keep it.
-    look = np.frombuffer(link.writer._held[0].memory, np.uint8)
+    look = np.frombuffer(link.writer._in_use[0].memory, np.uint8)
     before = look.copy()
     kept = KEEPS[kind](*batch)
     assert torch.equal(batch[0], copy[0])
@@ -110,7 +110,7 @@ def test_an_array_keeps_its_slot(keep: Any) -> None:
         link.send({"a": np.zeros((2, 3), int)})
 
     assert np.array_equal(np.array(kept), before)
-    assert link.reader.held == 1
+    assert link.reader.in_use == 1
 
 
 def test_what_backward_saved_is_held() -> None:
@@ -134,7 +134,7 @@ def test_a_tensor_may_be_dropped_by_another_thread() -> None:
     thread.start()
     thread.join()
 
-    assert link.reader.held == 0
+    assert link.reader.in_use == 0
     assert len(link.reader.take_freed()[0]) == 20
 
 
@@ -197,7 +197,7 @@ def test_no_memory_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> Non
             writer.acquire(100)
 
     assert len(os.listdir("/proc/self/fd")) == files
-    assert not writer._held
+    assert not writer._in_use
 
 
 def test_a_batch_that_a_forked_process_holds_too_is_never_overwritten() -> None:

@@ -20,14 +20,14 @@ from accel.dataio.engine import processes
 from accel.dataio.engine.engine import BatchJob, ThreadEngine
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes import loader_core as way
-from accel.dataio.passes import tuner as choice
+from accel.dataio.passes import tuner
 from tests.dataio.numbers import Numbers, indices
 
 
 @pytest.fixture(autouse=True)
 def everything_is_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"_NEGLIGIBLE": -1.0, "_BLOCK_S": 0.0, "_FIRST_S": 0.0}.items():
-        monkeypatch.setattr(choice, name, value)
+        monkeypatch.setattr(tuner, name, value)
 
 
 def told_after(loader: ContinuousLoader, data: Numbers, epochs: int = 12) -> str:

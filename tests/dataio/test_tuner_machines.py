@@ -23,17 +23,17 @@ def decide(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Tuner:
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(module, "usable_cores", lambda: machine.cores)
-    choice = Tuner("fork")
-    while not choice.decided:
-        machine.play(choice, clock, 20)
-    return choice
+    tuner = Tuner("fork")
+    while not tuner.decided:
+        machine.play(tuner, clock, 20)
+    return tuner
 
 
-def regret(machine: Machine, choice: Tuner, most: int) -> float:
+def regret(machine: Machine, tuner: Tuner, most: int) -> float:
     """Return how much slower the chosen setting is than the fastest: plain, or any number of persistent workers."""
     rivals = [Setting(mode, n) for mode in ("threads", "fork") for n in COUNTS if n <= most]
     best = min(machine.cost(setting) for setting in [Setting("inline"), *rivals])
-    return machine.cost(choice.current) / best
+    return machine.cost(tuner.current) / best
 
 
 def crowded(number: int) -> Machine:
@@ -76,9 +76,9 @@ def test_on_crowded_machines_nothing_is_faster_and_workers_are_no_more_than_core
     found = []
     for number in numbers:
         machine = crowded(number)
-        choice = decide(machine, monkeypatch)
-        assert max(each.setting.workers for each in choice.tried) <= machine.cores, machine
-        found.append(regret(machine, choice, machine.cores))
+        tuner = decide(machine, monkeypatch)
+        assert max(each.setting.workers for each in tuner.tried) <= machine.cores, machine
+        found.append(regret(machine, tuner, machine.cores))
 
     assert sum(found) / len(found) < 1.015
     assert sorted(found)[-max(2, len(found) // 20)] < 1.06
@@ -89,8 +89,8 @@ def test_where_storage_is_waited_for_more_workers_than_cores_are_found(monkeypat
     found = []
     for number in range(12):
         machine = stored(number)
-        choice = decide(machine, monkeypatch)
-        found.append(regret(machine, choice, 16))
+        tuner = decide(machine, monkeypatch)
+        found.append(regret(machine, tuner, 16))
 
     assert sum(found) / len(found) < 1.03
     assert max(found) < 1.1
@@ -114,43 +114,43 @@ def test_first_batches_from_a_cold_cache_are_no_slow_storage_later(monkeypatch: 
     machine, clock = Machine(cores=2, run_s=0.004, asleep_s=0.03, step_s=0.002), Clock()
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(module, "usable_cores", lambda: 2)
-    choice = Tuner("fork")
-    while len(choice.tried) == 1:
-        machine.play(choice, clock, 1)
-    assert max(each.setting.workers for each in choice.tried) > 2
+    tuner = Tuner("fork")
+    while len(tuner.tried) == 1:
+        machine.play(tuner, clock, 1)
+    assert max(each.setting.workers for each in tuner.tried) > 2
     machine = Machine(cores=2, run_s=0.004, step_s=0.002)  # all is read by now
-    while not choice.decided:
-        machine.play(choice, clock, 20)
+    while not tuner.decided:
+        machine.play(tuner, clock, 20)
 
-    assert choice.current.workers <= 2
-    assert all(len(each.step_s) <= 1 for each in choice.tried if each.setting.workers > 2)
+    assert tuner.current.workers <= 2
+    assert all(len(each.step_s) <= 1 for each in tuner.tried if each.setting.workers > 2)
 
 
 def test_a_crowd_that_has_gone_is_noticed_while_the_loop_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, clock = Machine(cores=2, crowd=0, run_s=0.004, step_s=0.002, send_s=0.0001, lock=1.0), Clock()
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(module, "usable_cores", lambda: 2)
-    choice = Tuner("fork")
+    tuner = Tuner("fork")
     # As if a crowd had made processes look no better.
-    choice.current, choice._phase, choice._expected, choice._took_s = Setting("inline"), "decided", (0.008, 0.01), 1.0
-    choice._decided_at = clock.now
+    tuner.current, tuner._phase, tuner._expected, tuner._took_s = Setting("inline"), "decided", (0.008, 0.01), 1.0
+    tuner._decided_at = clock.now
     while clock.now < 120:
-        machine.play(choice, clock, 100)
+        machine.play(tuner, clock, 100)
 
-    assert str(choice.current) == "fork(2)"
+    assert str(tuner.current) == "fork(2)"
 
 
 def test_a_choice_that_comes_to_the_same_is_made_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, clock = Machine(cores=1, run_s=0.004, step_s=0.002, lock=1.0), Clock()
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(module, "usable_cores", lambda: 1)
-    choice = Tuner("fork", "no threads")
+    tuner = Tuner("fork", "no threads")
     made, trial_s = [], 0.0
     while clock.now < 600:
-        before, decided = clock.now, choice.decided
-        machine.play(choice, clock, 20)
+        before, decided = clock.now, tuner.decided
+        machine.play(tuner, clock, 20)
         trial_s += 0.0 if decided else clock.now - before
-        if choice.decided and not decided:
+        if tuner.decided and not decided:
             made.append(clock.now)
     pauses = [later - earlier for earlier, later in itertools.pairwise(made)]
 
@@ -158,7 +158,7 @@ def test_a_choice_that_comes_to_the_same_is_made_ever_less_often(monkeypatch: py
     assert pauses[-1] > 3 * pauses[0]
 
 
-def test_seconds_asleep_running_and_in_line_are_told_apart() -> None:
+def test_seconds_asleep_running_and_in_line_are_distinguished() -> None:
     if not ThreadMeter().works:
         pytest.skip("this system keeps no /proc/…/schedstat")
     began = Busy.now()

@@ -1,4 +1,4 @@
-"""Every change that the mirror can see must reach a copy, or be known to need a new one."""
+"""Every change that the replica can see must reach a copy, or be known to need a new one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from accel.dataio.dataset import content
-from accel.dataio.dataset.mirror import Forecast, apply_leaves, compare, state_of
+from accel.dataio.dataset.snapshot import Forecast, apply_leaves, compare, take_snapshot
 
 Span = namedtuple("Span", "low high")
 
@@ -61,12 +61,12 @@ class Guarded:
 
 def changed(dataset: Any, change: Any) -> tuple[Any, Any]:
     """Return what comparing finds after `change`, and the copy of before that was sent the leaves."""
-    old, mirror = state_of(dataset), copy.deepcopy(dataset)
+    old, replica = take_snapshot(dataset), copy.deepcopy(dataset)
     change(dataset)
-    difference = compare(old, state_of(dataset))
+    difference = compare(old, take_snapshot(dataset))
     if difference.sendable:
-        apply_leaves(mirror, difference.leaves)
-    return difference, mirror
+        apply_leaves(replica, difference.leaves)
+    return difference, replica
 
 
 SENDABLE: dict[str, tuple[Any, Any, Any]] = {
@@ -105,11 +105,11 @@ SENDABLE: dict[str, tuple[Any, Any, Any]] = {
 def test_a_change_of_a_leaf_reaches_a_copy(case: str) -> None:
     make, change, seen = SENDABLE[case]
     dataset = make()
-    difference, mirror = changed(dataset, change)
+    difference, replica = changed(dataset, change)
 
     assert difference.leaves
     assert difference.sendable
-    assert seen(mirror) == seen(dataset)
+    assert seen(replica) == seen(dataset)
 
 
 ANEW: dict[str, tuple[Any, Any]] = {
@@ -140,9 +140,9 @@ ANEW: dict[str, tuple[Any, Any]] = {
 def test_any_other_change_needs_a_new_copy(case: str) -> None:
     make, change = ANEW[case]
     dataset = make()
-    old = state_of(dataset)
+    old = take_snapshot(dataset)
     change(dataset)
-    difference = compare(old, state_of(dataset))
+    difference = compare(old, take_snapshot(dataset))
 
     assert difference
     assert not difference.sendable
@@ -175,7 +175,7 @@ def _inference() -> Holder:
 def test_what_did_not_change_is_no_change(case: str) -> None:
     dataset = QUIET[case]()
 
-    assert not compare(state_of(dataset), state_of(dataset))
+    assert not compare(take_snapshot(dataset), take_snapshot(dataset))
 
 
 TABLES = {
@@ -191,17 +191,17 @@ def test_an_object_at_the_address_of_an_old_one_is_another(make: Any) -> None:
     """Replaced twice, the new one often lies where the first one lay: an id would be the same."""
     for _ in range(20):
         dataset = Holder(table=make(0))
-        old = state_of(dataset)
+        old = take_snapshot(dataset)
         dataset.table = None
         dataset.table = make(1)
 
-        assert not compare(old, state_of(dataset)).sendable
+        assert not compare(old, take_snapshot(dataset)).sendable
 
 
 def test_states_keep_no_big_array() -> None:
     dataset = Holder(table=np.arange(1000), picture=torch.ones(1000))
     array, tensor = weakref.ref(dataset.table), weakref.ref(dataset.picture)
-    state = state_of(dataset)
+    state = take_snapshot(dataset)
     dataset.table = dataset.picture = None
 
     assert array() is None
@@ -279,25 +279,25 @@ def test_a_change_in_place_needs_a_new_copy_or_reaches_it(case: str) -> None:
     dataset = make()
     if case == "tensor by way of an array":
         dataset.a.numpy()  # as who writes it so has done
-    old = state_of(dataset)
+    old = take_snapshot(dataset)
     assert old.whole
     change(dataset)
 
-    assert compare(old, state_of(dataset))
+    assert compare(old, take_snapshot(dataset))
 
 
 def test_a_file_that_each_process_opens_for_itself_is_no_change(tmp_path: Path) -> None:
     (tmp_path / "records").write_bytes(b"abc")
     dataset = Holder(file=None)
-    before = state_of(dataset)
+    before = take_snapshot(dataset)
     with (tmp_path / "records").open("rb") as dataset.file:
-        during = state_of(dataset)
+        during = take_snapshot(dataset)
         assert not compare(before, during)
         dataset.file.read(1)
-        assert not compare(during, state_of(dataset))
+        assert not compare(during, take_snapshot(dataset))
         with (tmp_path / "records").open("rb") as dataset.file:
-            assert compare(during, state_of(dataset))
-            assert not compare(during, state_of(dataset)).sendable
+            assert compare(during, take_snapshot(dataset))
+            assert not compare(during, take_snapshot(dataset)).sendable
 
 
 UNSEEN: dict[str, Any] = {
@@ -315,13 +315,13 @@ UNSEEN: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("case", UNSEEN)
-def test_what_can_not_be_looked_into_is_told(case: str) -> None:
-    assert not state_of(UNSEEN[case]()).whole
+def test_what_can_not_be_inspected_is_reported(case: str) -> None:
+    assert not take_snapshot(UNSEEN[case]()).whole
 
 
 @pytest.mark.parametrize("case", QUIET)
 def test_everyday_things_can_be(case: str) -> None:
-    assert state_of(QUIET[case]()).whole
+    assert take_snapshot(QUIET[case]()).whole
 
 
 def test_an_object_that_is_reached_twice_is_looked_into_from_the_nearest() -> None:
@@ -329,13 +329,13 @@ def test_an_object_that_is_reached_twice_is_looked_into_from_the_nearest() -> No
     dataset = Holder(far=Holder(a=Holder(b=shared)), near=shared)
     dataset.itself = dataset
     shared.parent = dataset
-    old, mirror = state_of(dataset), copy.deepcopy(dataset)
+    old, replica = take_snapshot(dataset), copy.deepcopy(dataset)
     shared.p = 2
-    difference = compare(old, state_of(dataset))
-    apply_leaves(mirror, difference.leaves)
+    difference = compare(old, take_snapshot(dataset))
+    apply_leaves(replica, difference.leaves)
 
     assert len(difference.leaves) == 1
-    assert mirror.near.p == mirror.far.a.b.p == 2
+    assert replica.near.p == replica.far.a.b.p == 2
 
 
 def test_the_cost_is_bounded() -> None:
@@ -351,32 +351,32 @@ def test_the_cost_is_bounded() -> None:
         model=torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(200)]),
     )
     began = time.process_time()
-    state = state_of(dataset)
+    state = take_snapshot(dataset)
 
     assert len(state.leaves) + len(state.rest) <= 10_001
     assert time.process_time() - began < 5  # 0.03 s on an idle core
 
 
-def test_an_epoch_counter_is_foreseen() -> None:
+def test_an_epoch_counter_is_expected() -> None:
     dataset = Holder(epoch=0, name="a", inner={"step": 10}, flag=True)
     forecast = Forecast()
-    first = state_of(dataset)
+    first = take_snapshot(dataset)
     dataset.epoch, dataset.inner["step"], dataset.flag = 1, 7, False
-    second = state_of(dataset)
+    second = take_snapshot(dataset)
     forecast.saw(first, second)
     expected = forecast.next(second)
     dataset.epoch, dataset.inner["step"] = 2, 4
 
-    assert not compare(expected, state_of(dataset))
+    assert not compare(expected, take_snapshot(dataset))
 
 
-def test_a_tuple_that_counts_is_not_foreseen() -> None:
+def test_a_tuple_that_counts_is_not_expected() -> None:
     """Its new values could not be set in a copy."""
     dataset = Holder(span=(0, 5))
     forecast = Forecast()
-    first = state_of(dataset)
+    first = take_snapshot(dataset)
     dataset.span = (1, 6)
-    second = state_of(dataset)
+    second = take_snapshot(dataset)
     forecast.saw(first, second)
 
     assert not compare(second, forecast.next(second))
@@ -388,10 +388,10 @@ def test_frozen_and_slotted_dataclasses() -> None:
         strength: float
 
     dataset = Holder(options=Frozen(0.1))
-    old = state_of(dataset)
+    old = take_snapshot(dataset)
     object.__setattr__(dataset.options, "strength", 0.2)
-    difference = compare(old, state_of(dataset))
-    mirror = Holder(options=Frozen(0.1))
-    apply_leaves(mirror, difference.leaves)
+    difference = compare(old, take_snapshot(dataset))
+    replica = Holder(options=Frozen(0.1))
+    apply_leaves(replica, difference.leaves)
 
-    assert mirror.options.strength == 0.2
+    assert replica.options.strength == 0.2

@@ -1,4 +1,4 @@
-"""Keep the worker processes' copies of a dataset like the loop's own.
+"""Snapshots of a dataset, by which the worker processes' copies are kept like the loop's own.
 
 A worker has the dataset as it was when the worker started. When the loop changes it between two epochs
 (`dataset.set_epoch(3)`, `dataset.transform.strength = 0.2`), workers that live on would never see it. So its state is
@@ -7,7 +7,7 @@ path. A change of anything else (another list, a generator, a tensor or an array
 long list, a global that the dataset's or the collate function's code names) can't be sent: they start anew.
 
 What can't be looked into whether it has changed (objects of C code, more than 64 MiB of arrays, more than a million
-entries of long containers or 10,000 other values) may have: `State.whole` is False then.
+entries of long containers or 10,000 other values) may have: `DatasetSnapshot.whole` is False then.
 
 A number that moved by the same step at two epochs running, as an epoch counter does, is expected to move so again. Then
 the batches that are fetched ahead are made under the expected state, and thrown away if it comes out otherwise.
@@ -62,13 +62,13 @@ _HOLDERS = 64
 _SCALARS = (int, float, bool, str, bytes, complex, type(None), np.number, np.bool_)
 
 
-class State(NamedTuple):
-    """A dataset's small state: what can be sent, by path, and a fingerprint of the rest."""
+class DatasetSnapshot(NamedTuple):
+    """A dataset's small state: values that can be sent, by path, and fingerprints of the rest."""
 
     leaves: dict[Path, Any]
     rest: dict[Path, Any]
     whole: bool = True
-    """False if there is more to it, which can't be seen."""
+    """False if a part of it can't be inspected."""
 
 
 class _Same:
@@ -101,7 +101,7 @@ class _Handle(_Same):
     __hash__ = None
 
 
-def state_of(dataset: Any, share: float = 1.0) -> State:
+def take_snapshot(dataset: Any, share: float = 1.0) -> DatasetSnapshot:
     """Return the small state of `dataset`, or of a `Fetch`.
 
     Args:
@@ -132,11 +132,11 @@ def state_of(dataset: Any, share: float = 1.0) -> State:
                 content.unseen()
                 break
             waiting.append((value, (*path, step)))
-    return State(leaves, rest, content.whole)
+    return DatasetSnapshot(leaves, rest, content.whole)
 
 
 def _fingerprint(thing: Any, content: Content | None) -> tuple[Any, ...]:
-    """Return what tells a thing from another and from itself when it was written; without `content`, from others."""
+    """Return what identifies an object and its contents; without `content`, the object alone."""
     same = _Same(thing)
     if isinstance(thing, torch.Generator):
         return (same, thing.get_state().numpy().tobytes())
@@ -166,7 +166,7 @@ def _fingerprint(thing: Any, content: Content | None) -> tuple[Any, ...]:
 
 
 def _looked_into(thing: Any) -> bool:
-    """Tell whether there is nothing to a thing but what its parts show; or nothing that can change."""
+    """Return whether there is nothing to a thing but what its parts show; or nothing that can change."""
     if is_code(thing) or isinstance(thing, _UNCHANGING):
         return True
     kind = type(thing)
@@ -205,8 +205,8 @@ def _parts(thing: Any, followed: set[str]) -> Iterator[tuple[tuple[str, Any], An
         yield ("code", "class"), type(thing)
 
 
-class Glance:
-    """Sees at little cost, 1 to 20 µs, that attributes or entries near the surface of a dataset are others now.
+class QuickCheck:
+    """Detects in 1 to 20 µs that attributes or entries near the surface of a dataset were replaced.
 
     Args:
         dataset: whose attributes, those of the objects it holds, and so on, are looked at: the nearest 64 objects.
@@ -226,7 +226,7 @@ class Glance:
         self._kept = [list(_values(holder)) for holder in self._holders]  # kept, so that no id is given again
 
     def changed(self) -> bool:
-        """Tell whether any attribute or entry is another object than when this was made."""
+        """Return whether any attribute or entry is another object than when this was made."""
         for holder, kept in zip(self._holders, self._kept, strict=True):
             values = _values(holder)
             if len(values) != len(kept) or any(map(is_not, values, kept)):
@@ -239,7 +239,7 @@ def _values(holder: Any) -> Any:
 
 
 class Change(NamedTuple):
-    """What became of a dataset: the leaves that differ, and whether they are all that differs."""
+    """The difference of two snapshots: the leaves that differ, and whether sending them is enough."""
 
     leaves: dict[Path, Any]
     sendable: bool
@@ -248,7 +248,7 @@ class Change(NamedTuple):
         return bool(self.leaves) or not self.sendable
 
 
-def compare(old: State, new: State) -> Change:
+def compare(old: DatasetSnapshot, new: DatasetSnapshot) -> Change:
     """Return what has to be sent to a copy in state `old` to bring it to `new`."""
     changed = {
         path: value
@@ -260,11 +260,11 @@ def compare(old: State, new: State) -> Change:
     return Change(changed, sendable and not gone and old.rest == new.rest)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, _Handle) or isinstance(other, _Handle):
-        return bool(one == other)
+def _equal(old: Any, new: Any) -> bool:
+    if isinstance(old, _Handle) or isinstance(new, _Handle):
+        return bool(old == new)
     # True is not 1, and a NaN is itself.
-    return one is other or (type(one) is type(other) and bool(one == other or (one != one and other != other)))
+    return old is new or (type(old) is type(new) and bool(old == new or (old != old and new != new)))
 
 
 def _sendable(path: Path) -> bool:
@@ -272,7 +272,7 @@ def _sendable(path: Path) -> bool:
 
 
 def apply_leaves(dataset: Any, leaves: dict[Path, Any]) -> None:
-    """Set the values in a copy of what `state_of` looked at, past any `__setattr__`: they were found that way."""
+    """Set the values in a copy of what `take_snapshot` looked at, past any `__setattr__`, as they were read."""
     for path, value in leaves.items():
         target = dataset
         for kind, name in path[:-1]:
@@ -296,17 +296,17 @@ class Forecast:
     """Expect a dataset's next state from how it moved between the last epochs.
 
     Args:
-        fetch: whose dataset's epoch, if it can tell how it will be in another, is expected to move by one at first.
+        fetch: of a dataset whose epoch is expected to increase by one at first, if it has `at_epoch`.
     """
 
     def __init__(self, fetch: Fetch | None = None) -> None:
         self._steps: dict[Path, int] = {}
         epoch = None if fetch is None else dataset_epoch(fetch.dataset)
         if fetch is not None and epoch is not None:
-            self.saw(state_of(fetch), state_of(fetch.of(at_epoch(fetch.dataset, epoch + 1))))
+            self.saw(take_snapshot(fetch), take_snapshot(fetch.of(at_epoch(fetch.dataset, epoch + 1))))
 
-    def saw(self, old: State, new: State) -> None:
-        """Take note of how the dataset moved from one epoch's beginning to the next one's."""
+    def saw(self, old: DatasetSnapshot, new: DatasetSnapshot) -> None:
+        """Record how the dataset changed from one epoch's beginning to the next one's."""
         self._steps = {
             path: value - old.leaves[path]
             for path, value in new.leaves.items()
@@ -316,12 +316,12 @@ class Forecast:
             and value != old.leaves[path]
         }
 
-    def next(self, now: State) -> State:
+    def next(self, now: DatasetSnapshot) -> DatasetSnapshot:
         """Return the state that is expected when the next epoch begins."""
         moved = {path: now.leaves[path] + step for path, step in self._steps.items() if path in now.leaves}
-        return State({**now.leaves, **moved}, now.rest, now.whole)
+        return DatasetSnapshot({**now.leaves, **moved}, now.rest, now.whole)
 
-    def view(self, fetch: Fetch, expected: State) -> Any:
+    def view(self, fetch: Fetch, expected: DatasetSnapshot) -> Any:
         """Return the dataset of `fetch` as it is expected to be, and leave itself alone; None if that can't be had."""
         dataset = fetch.dataset
         epoch = dataset_epoch(dataset)
@@ -330,6 +330,8 @@ class Forecast:
         # Its epoch is one of the numbers that moved; by how much, the comparison shows.
         for step in set(self._steps.values()):
             view = at_epoch(dataset, epoch + step)
-            if not compare(State(expected.leaves, {}), State(state_of(fetch.of(view)).leaves, {})):
+            if not compare(
+                DatasetSnapshot(expected.leaves, {}), DatasetSnapshot(take_snapshot(fetch.of(view)).leaves, {})
+            ):
                 return view
         return None

@@ -33,13 +33,13 @@ Times = Callable[[Setting], tuple[float, float]]
 """Setting → seconds waited for a batch, and of the step itself."""
 
 
-def play(choice: Tuner, clock: Clock, times: Times, batches: int, noise: float = 0.05, seed: int = 0) -> None:
+def play(tuner: Tuner, clock: Clock, times: Times, batches: int, noise: float = 0.05, seed: int = 0) -> None:
     chance = random.Random(seed)
     for number in range(batches):
-        wait, step = (value * chance.uniform(1 - noise, 1 + noise) for value in times(choice.current))
+        wait, step = (value * chance.uniform(1 - noise, 1 + noise) for value in times(tuner.current))
         clock.now += wait + step
-        capacity = 1 if choice.current.mode == "inline" else 2 * choice.current.workers
-        choice.served(wait, math.nan if number % 50 == 49 else step, Busy(wait), capacity)
+        capacity = 1 if tuner.current.mode == "inline" else 2 * tuner.current.workers
+        tuner.served(wait, math.nan if number % 50 == 49 else step, Busy(wait), capacity)
 
 
 def overlapped(fetch: float, step: float, *, ipc: float = 0.0, gil: float = 0.0) -> Times:
@@ -56,12 +56,12 @@ def overlapped(fetch: float, step: float, *, ipc: float = 0.0, gil: float = 0.0)
 
 
 def test_a_fetch_that_costs_next_to_nothing_stays_inline_without_a_trial(clock: Clock) -> None:
-    choice = Tuner("fork")
-    play(choice, clock, overlapped(1e-5, 0.01), 20)
+    tuner = Tuner("fork")
+    play(tuner, clock, overlapped(1e-5, 0.01), 20)
 
-    assert choice.decided
-    assert choice.current == Setting("inline")
-    assert "making a batch takes 0.01 ms of" in choice.reason
+    assert tuner.decided
+    assert tuner.current == Setting("inline")
+    assert "making a batch takes 0.01 ms of" in tuner.reason
 
 
 @pytest.mark.parametrize(
@@ -75,66 +75,66 @@ def test_a_fetch_that_costs_next_to_nothing_stays_inline_without_a_trial(clock: 
     ids=["threads", "no_threads", "the_lock_of_the_interpreter", "sending_costs_more"],
 )
 def test_the_fastest_is_chosen(clock: Clock, times: Times, no_threads: str, expected: str) -> None:
-    choice = Tuner("fork", no_threads)
-    play(choice, clock, times, 3000)
+    tuner = Tuner("fork", no_threads)
+    play(tuner, clock, times, 3000)
 
-    assert choice.decided
-    assert str(choice.current) == expected
-    assert ("not used: an open file" in choice.explain()) == bool(no_threads)
+    assert tuner.decided
+    assert str(tuner.current) == expected
+    assert ("not used: an open file" in tuner.explain()) == bool(no_threads)
 
 
 def test_of_two_that_are_equally_fast_the_simpler_one_is_chosen(clock: Clock) -> None:
-    choice = Tuner("fork")
-    play(choice, clock, overlapped(0.001, 0.003), 3000, noise=0.01)
+    tuner = Tuner("fork")
+    play(tuner, clock, overlapped(0.001, 0.003), 3000, noise=0.01)
 
-    assert choice.current == Setting("threads", 1)
+    assert tuner.current == Setting("threads", 1)
 
 
 def test_the_search_is_over_in_about_a_second(clock: Clock) -> None:
-    choice = Tuner("fork")
-    while not choice.decided:
-        play(choice, clock, overlapped(0.001, 0.003), 1)
+    tuner = Tuner("fork")
+    while not tuner.decided:
+        play(tuner, clock, overlapped(0.001, 0.003), 1)
 
     assert clock.now < 2.0
 
 
-def test_a_setting_that_fails_is_left_and_told(clock: Clock) -> None:
-    choice = Tuner("spawn", "no")
+def test_a_setting_that_fails_is_left_and_reported(clock: Clock) -> None:
+    tuner = Tuner("spawn", "no")
     for _ in range(3000):
-        if choice.current.mode == "spawn":
-            choice.failed(TypeError("cannot pickle 'lambda'\nat length"))
+        if tuner.current.mode == "spawn":
+            tuner.failed(TypeError("cannot pickle 'lambda'\nat length"))
         else:
-            play(choice, clock, overlapped(0.01, 0.003), 1)
+            play(tuner, clock, overlapped(0.01, 0.003), 1)
 
-    assert choice.current == Setting("inline")
-    assert "spawn(1)         not used: TypeError: cannot pickle 'lambda'" in choice.explain()
+    assert tuner.current == Setting("inline")
+    assert "spawn(1)         not used: TypeError: cannot pickle 'lambda'" in tuner.explain()
 
 
 def test_what_was_chosen_may_fail_later(clock: Clock) -> None:
-    choice = Tuner("fork", "no")
-    play(choice, clock, overlapped(0.001, 0.003), 3000)
-    assert choice.current.mode == "fork"
-    choice.failed(OSError("no memory"))
+    tuner = Tuner("fork", "no")
+    play(tuner, clock, overlapped(0.001, 0.003), 3000)
+    assert tuner.current.mode == "fork"
+    tuner.failed(OSError("no memory"))
 
-    assert choice.decided
-    assert choice.current.mode != "fork" or choice.current.workers != 1
+    assert tuner.decided
+    assert tuner.current.mode != "fork" or tuner.current.workers != 1
 
 
 def test_a_loop_that_waits_longer_than_before_chooses_anew(clock: Clock) -> None:
-    choice = Tuner("fork")
-    play(choice, clock, overlapped(1e-5, 0.01), 100)
-    assert str(choice.current) == "inline"
-    play(choice, clock, overlapped(0.02, 0.01), 4000)
+    tuner = Tuner("fork")
+    play(tuner, clock, overlapped(1e-5, 0.01), 100)
+    assert str(tuner.current) == "inline"
+    play(tuner, clock, overlapped(0.02, 0.01), 4000)
 
-    assert choice.changes == 2
-    assert str(choice.current) == "threads(2)"
+    assert tuner.changes == 2
+    assert str(tuner.current) == "threads(2)"
 
 
 def test_a_steady_loop_keeps_its_choice(clock: Clock) -> None:
-    choice = Tuner("fork")
-    play(choice, clock, overlapped(0.004, 0.003), 30000, noise=0.3)
+    tuner = Tuner("fork")
+    play(tuner, clock, overlapped(0.004, 0.003), 30000, noise=0.3)
 
-    assert choice.changes == 1
+    assert tuner.changes == 1
 
 
 def test_waiting_for_storage_is_worth_more_workers_than_there_are_cores() -> None:
@@ -148,54 +148,54 @@ def test_waiting_for_storage_is_worth_more_workers_than_there_are_cores() -> Non
 
 
 def test_a_dataset_that_draws_is_not_read_by_threads(clock: Clock) -> None:
-    choice = Tuner("fork")
-    choice.forbid_threads("fetching a sample draws random numbers")
-    play(choice, clock, overlapped(0.02, 0.01), 3000)
+    tuner = Tuner("fork")
+    tuner.forbid_threads("fetching a sample draws random numbers")
+    play(tuner, clock, overlapped(0.02, 0.01), 3000)
 
-    assert choice.current.mode == "fork"
-    assert "threads          not used: fetching a sample draws random numbers" in choice.explain()
+    assert tuner.current.mode == "fork"
+    assert "threads          not used: fetching a sample draws random numbers" in tuner.explain()
 
 
 def test_the_look_ahead_follows_the_wait_of_the_chosen_setting(clock: Clock) -> None:
-    choice = Tuner("fork", "no")
+    tuner = Tuner("fork", "no")
 
     def bursts(setting: Setting) -> tuple[float, float]:
         if setting.mode == "inline":
             return 0.002, 0.003
-        return 0.002 / choice.ahead.batches, 0.003
+        return 0.002 / tuner.ahead.batches, 0.003
 
-    play(choice, clock, bursts, 8000)
-    assert choice.current.mode == "fork"
-    assert choice.ahead.batches > 2
-    assert f"each {choice.ahead.batches} batches ahead" in choice.explain()
+    play(tuner, clock, bursts, 8000)
+    assert tuner.current.mode == "fork"
+    assert tuner.ahead.batches > 2
+    assert f"each {tuner.ahead.batches} batches ahead" in tuner.explain()
 
 
 @pytest.mark.parametrize(("limit", "most"), [(1, 1), (3, 3), (None, 4), (64, 4)])
 def test_no_more_workers_than_allowed_are_tried(clock: Clock, limit: int | None, most: int) -> None:
-    choice = Tuner("fork", limit=limit)
-    play(choice, clock, overlapped(0.020, 0.003), 3000)
+    tuner = Tuner("fork", limit=limit)
+    play(tuner, clock, overlapped(0.020, 0.003), 3000)
 
-    assert choice.decided
-    assert max(each.setting.workers for each in choice.tried) == most
-    assert choice.current.workers == most
+    assert tuner.decided
+    assert max(each.setting.workers for each in tuner.tried) == most
+    assert tuner.current.workers == most
 
 
 def test_where_only_processes_will_do_nothing_else_is_tried(clock: Clock) -> None:
-    choice = Tuner("fork", processes_only="a worker_init_fn")
-    assert choice.current == Setting("fork", 1)
-    play(choice, clock, overlapped(0.020, 0.003), 3000)
+    tuner = Tuner("fork", processes_only="a worker_init_fn")
+    assert tuner.current == Setting("fork", 1)
+    play(tuner, clock, overlapped(0.020, 0.003), 3000)
 
-    assert str(choice.current) == "fork(4)"
-    assert {each.setting.mode for each in choice.tried if each.step_s} == {"fork"}
-    assert "inline           not used: a worker_init_fn" in choice.explain()
-    assert "threads          not used: a worker_init_fn" in choice.explain()
+    assert str(tuner.current) == "fork(4)"
+    assert {each.setting.mode for each in tuner.tried if each.step_s} == {"fork"}
+    assert "inline           not used: a worker_init_fn" in tuner.explain()
+    assert "threads          not used: a worker_init_fn" in tuner.explain()
 
 
 def test_a_choice_without_anything_left_says_so() -> None:
-    choice = Tuner("spawn", processes_only="a worker_init_fn", limit=2)
-    choice.failed(TypeError("cannot pickle"))
-    assert not choice.exhausted
-    choice.failed(TypeError("cannot pickle"))
+    tuner = Tuner("spawn", processes_only="a worker_init_fn", limit=2)
+    tuner.failed(TypeError("cannot pickle"))
+    assert not tuner.exhausted
+    tuner.failed(TypeError("cannot pickle"))
 
-    assert choice.exhausted
-    assert choice.current.mode == "spawn"
+    assert tuner.exhausted
+    assert tuner.current.mode == "spawn"

@@ -85,24 +85,24 @@ LEAVES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("where", LEAVES)
 def test_what_a_fetch_changes(where: str) -> None:
     data = Data(LEAVES[where])
-    witness = FetchWatch(data)
-    witness.before()
+    watch = FetchWatch(data)
+    watch.before()
     data[0]
-    witness.after()
+    watch.after()
 
-    assert witness.finding == "fetching a sample changes the dataset"
+    assert watch.finding == "fetching a sample changes the dataset"
 
 
 def test_a_fetch_that_leaves_nothing() -> None:
     data = Data(lambda data: None)
-    witness = FetchWatch(data)
+    watch = FetchWatch(data)
     for index in range(5):
-        witness.before()
+        watch.before()
         data[index]
-        witness.after()
+        watch.after()
         data.array += 1  # the loop's own affair
 
-    assert witness.finding == ""
+    assert watch.finding == ""
 
 
 class Answers(Data):
