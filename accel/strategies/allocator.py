@@ -34,6 +34,7 @@ class Allocator(Strategy):
 
     def __init__(self) -> None:
         self._thresholds: tuple[int, int] | None = None
+        self._is_on = False
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: a GPU, another allocator, or thresholds that the user has set."""
@@ -47,16 +48,23 @@ class Allocator(Strategy):
             threshold = mmap_threshold()
             # glibc moves both together, in this proportion, as it frees mapped memory.
             self._thresholds = threshold, 2 * threshold
+        self._is_on = True
         _set(_MMAP_MAX, 0)
         _set(_TRIM_THRESHOLD, _NEVER)
 
     def disable(self, run: Run) -> None:
         """Set the thresholds as they were; glibc no longer moves them."""
+        self._is_on = False
         assert self._thresholds is not None
         mmap, trim = self._thresholds
         _set(_MMAP_THRESHOLD, mmap)
         _set(_TRIM_THRESHOLD, trim)
         _set(_MMAP_MAX, _DEFAULT_MMAP_MAX)
+
+    def close(self, run: Run) -> None:
+        """Return what lies free, unless it is on."""
+        if self._thresholds is not None and not self._is_on:
+            _libc().malloc_trim(0)
 
 
 # Parameters of mallopt and glibc's own limits, from malloc.h and malloc/malloc.c.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import resource
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,42 +19,39 @@ def run_of(device: str = "cpu") -> Any:
 
 pytestmark = pytest.mark.skipif(bool(allocator._refusal()), reason=f"not applicable here: {allocator._refusal()}")
 
-MEGABYTES = 48
-"""Of one tensor: more than glibc ever leaves to its heap by itself."""
 
+def test_large_requests_come_from_the_heap_while_it_is_on() -> None:
+    libc, strategy = allocator._libc(), Allocator()
+    blocks: list[int] = []
 
-def faults(times: int = 5) -> float:
-    """Return how many pages are faulted in each time that tensors are made and freed."""
-    for _ in range(2):
-        torch.ones(MEGABYTES << 18)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(times):
-        torch.ones(MEGABYTES << 18)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / times
+    def is_mapped() -> bool:
+        """Tell whether a block is mapped that is larger than any before, none of which is free; no page is touched."""
+        blocks.append(libc.malloc((64 + len(blocks)) << 20))
+        return allocator._is_mapped(blocks[-1])
 
-
-def test_pages_stay_while_it_is_on() -> None:
-    plain, strategy = faults(), Allocator()
-    pages = MEGABYTES << 8
-    assert plain > 0.9 * pages
-    for _ in range(2):
-        strategy.enable(run_of(), None)
-        try:
-            assert faults() < 0.05 * pages
-        finally:
-            strategy.disable(run_of())
-        assert faults() > 0.9 * pages
-
-
-def test_the_threshold_is_where_requests_begin_to_be_mapped() -> None:
-    threshold = mmap_threshold()
-    assert 64 * 1024 <= threshold <= 32 * 1024 * 1024
-    libc = allocator._libc()
-    block = libc.malloc(33 << 20)
     try:
-        assert allocator._is_mapped(block)
+        assert is_mapped()
+        for _ in range(2):
+            strategy.enable(run_of(), None)
+            assert not is_mapped()
+            strategy.disable(run_of())
+            assert is_mapped()
+        strategy.close(run_of())
     finally:
-        libc.free(block)
+        for block in blocks:
+            libc.free(block)
+
+
+def test_it_trims_only_what_it_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(allocator, "_set", lambda parameter, value: calls.append((parameter, value)))
+    strategy = Allocator()
+    strategy.enable(run_of(), None)
+    threshold = strategy._thresholds
+    assert calls == [(-4, 0), (-1, 2**31 - 1)]
+    strategy.disable(run_of())
+    assert threshold is not None
+    assert calls[2:] == [(-3, threshold[0]), (-1, threshold[1]), (-4, 65536)]
 
 
 def test_thresholds_are_those_of_before() -> None:
