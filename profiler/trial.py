@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from accel.profiler import t_distribution as student
@@ -57,6 +57,14 @@ class TrialConfig:
             raise ValueError(f"alpha and drop_alpha must lie in (0, 0.5), got {self.alpha} and {self.drop_alpha}")
         if self.min_pairs < 2:
             raise ValueError(f"min_pairs must be at least 2, got {self.min_pairs}")
+
+    def brief(self) -> TrialConfig | None:
+        """Return the knobs of a first trial, which ends after twelve pairs; None if these do so themselves.
+
+        A large gain is clear after four pairs. Half of `alpha` is left for the trial at length.
+        """
+        looks = (4, *(pairs for pairs in self.looks if 4 < pairs <= 12))
+        return replace(self, looks=looks, alpha=self.alpha / 2) if self.looks[-1] > 12 else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,9 @@ Compared, for a candidate with a base precision ε (fp32's 1.2e-7 for `reordered
     scale       |⟨g_c, g_r⟩ / ⟨g_r, g_r⟩ − 1| ≤ 2^-7 (reordered), 2^-6 (reduced): errors without direction average out
                                            in it, so it detects a gradient 5 % too long even in bfloat16
     exact       the same bits
+    draws       dropout and its like draw in canonical order in both (`draws`), so that it counts among the outputs. A
+                second replay from another seed catches a mask that is kept from call to call, and one in evaluation
+                mode dropout that is left on
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from torch import Tensor, nn
 
 from accel.dataio.batches import map_tensors, tensors
 from accel.dataio.fetching.randomness import streams
+from accel.guard.draws import Draw, DrawRecorder, difference
 from accel.strategies.base import Exactness
 
 _REDUCED_EPS = 2.0**-8
@@ -75,6 +79,8 @@ class Comparison:
     tolerance: float = 0.0
     unsure: str = ""
     """Why nothing could be compared; '' if something was."""
+    other_draws: bool = False
+    """It draws other random numbers than the plain path, of the same distributions: as with another seed."""
 
     def merge(self, other: Comparison) -> Comparison:
         """Return the worse of two comparisons; it is unsure only if both are."""
@@ -84,6 +90,7 @@ class Comparison:
             max(self.gradient_error, other.gradient_error),
             max(self.tolerance, other.tolerance),
             self.unsure and other.unsure,
+            self.other_draws or other.other_draws,
         )
 
 
@@ -128,6 +135,13 @@ class RandomStates:
                 stream.write(state)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's generators, of which this object restores the states."""
+        torch.default_generator.manual_seed(seed)
+        if self._cuda is not None:
+            with torch.cuda.device(self._device):
+                torch.cuda.manual_seed(seed)
 
 
 class ModuleState:
@@ -183,6 +197,9 @@ class Replayed:
     outputs: list[Tensor]
     gradients: list[Tensor | None]
     names: list[str]
+    draws: list[Draw] = field(default_factory=list)
+    other_draws: bool = False
+    """Some draws were made in canonical order, and come out otherwise in a real step."""
 
 
 @contextlib.contextmanager
@@ -196,28 +213,62 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
         states.restore()
 
 
-def replay(model: nn.Module, call: Any, recording: Recording) -> Replayed:
+def replay(
+    model: nn.Module, call: Any, recording: Recording, draws: DrawRecorder | None = None, seed: int | None = None
+) -> Replayed:
     """Make the recorded call again through `call`, and send the recorded gradient back through it.
 
     The modules must be in the recorded state (`recording.modules.restore()`); that is not done here, because a strategy
     may have set attributes of its own since. If no gradient arrived (the loop made none), a fixed random one is sent.
+
+    Args:
+        model: its parameters' gradients are returned.
+        call: the plain call, or a candidate's.
+        recording: what was recorded.
+        draws: notes the random draws; None notes none.
+        seed: of torch's generators; None for the recorded random state.
     """
     recording.state.restore()
+    if seed is not None:
+        recording.state.seed(seed)
     args, kwargs = map_tensors(_copied, recording.args), map_tensors(_copied, recording.kwargs)
     named: list[tuple[str, Tensor]] = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     named += [(f"input {i}", t) for i, t in enumerate(tensors((args, kwargs))) if t.requires_grad]
     enabled, dtype = recording.autocast
     no_sync: Any = getattr(model, "no_sync", contextlib.nullcontext)  # DDP: other ranks take no part in a replay
-    with torch.enable_grad(), no_sync(), torch.autocast(recording.device, dtype=dtype, enabled=enabled):
-        outputs = tensors(call(*args, **kwargs))
+    with draws or contextlib.nullcontext():
+        with torch.enable_grad(), no_sync(), torch.autocast(recording.device, dtype=dtype, enabled=enabled):
+            outputs = tensors(call(*args, **kwargs))
+        gradients = _sent_back(recording, outputs, [tensor for _, tensor in named])
+    names, noted = [name for name, _ in named], [] if draws is None else draws.noted
+    return Replayed([t.detach() for t in outputs], gradients, names, noted, draws is not None and draws.other_order)
+
+
+def _sent_back(recording: Recording, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of `inputs`, from those that arrived at the outputs."""
     roots = [(i, t) for i, t in enumerate(outputs) if t.requires_grad]
     backward_roots = [(i, t) for i, t in roots if i in recording.arrived] or roots
-    gradients: list[Tensor | None] = [None] * len(named)
-    if backward_roots and named:
-        sent = [_cotangent(recording, i, t) for i, t in backward_roots]
-        roots_only = [t for _, t in backward_roots]
-        gradients = list(torch.autograd.grad(roots_only, [p for _, p in named], sent, allow_unused=True))
-    return Replayed([t.detach() for t in outputs], gradients, [name for name, _ in named])
+    if not backward_roots or not inputs:
+        return [None] * len(inputs)
+    sent = [_cotangent(recording, i, t) for i, t in backward_roots]
+    return list(torch.autograd.grad([t for _, t in backward_roots], inputs, sent, allow_unused=True))
+
+
+def replay_evaluation(model: nn.Module, call: Any, recording: Recording, draws: DrawRecorder | None = None) -> Replayed:
+    """Make the recorded call again as one of evaluation: modules in their evaluation mode, without gradients."""
+    recording.state.restore()
+    training = [module for module in model.modules() if module.training]
+    enabled, dtype = recording.autocast
+    try:
+        model.eval()
+        args, kwargs = map_tensors(_copied, recording.args), map_tensors(_copied, recording.kwargs)
+        autocast = torch.autocast(recording.device, dtype=dtype, enabled=enabled)
+        with torch.no_grad(), autocast, draws or contextlib.nullcontext():
+            outputs = tensors(call(*args, **kwargs))
+    finally:
+        for module in training:
+            module.training = True
+    return Replayed(outputs, [], [], [] if draws is None else draws.noted)
 
 
 def _cotangent(recording: Recording, number: int, output: Tensor) -> Tensor:
@@ -237,7 +288,13 @@ def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Compa
     finding = Comparison()
     for expected, actual in zip(plain.outputs, candidate.outputs, strict=True):
         finding = finding.merge(_compare_output(expected, actual, exactness))
-    return finding if finding.problem else finding.merge(_compare_gradients(plain, candidate, exactness))
+    if not finding.problem:
+        finding = finding.merge(_compare_gradients(plain, candidate, exactness))
+    finding.other_draws = candidate.other_draws
+    drawn = difference(plain.draws, candidate.draws)
+    if drawn and (finding.problem or exactness == Exactness.EXACT):
+        finding.problem = f"{finding.problem}; {drawn}" if finding.problem else drawn
+    return finding
 
 
 def _compare_output(plain: Tensor, candidate: Tensor, exactness: Exactness) -> Comparison:

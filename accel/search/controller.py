@@ -14,12 +14,12 @@ import statistics
 from collections.abc import Callable, Generator, Sequence
 
 from accel.profiler import naming
-from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.diagnose import anatomy, causes
 from accel.profiler.diagnose.communication_wait import wait_as_communication
 from accel.profiler.evidence import Evidence
 from accel.profiler.trial import Outcome, Trial, TrialConfig
 from accel.report import Event, StrategyRow
+from accel.search import priority
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
 from accel.search.ledger import Ledger, refusal
@@ -64,6 +64,7 @@ class Controller:
         self._candidates = {candidate.name: candidate for candidate in candidates}
         self._budget = budget
         self._config = config or TrialConfig()
+        self._brief = self._config.brief()
         self._pace = pace or Pace()
         self._reduce = reduce
         self._say = say
@@ -86,6 +87,8 @@ class Controller:
         self.searched_until = 0
         """Step at which the last search ended."""
         self._pending = [c.name for c in candidates if c.ruled_out is None]
+        self._postponed: set[str] = set()
+        """Pending candidates whose brief trial had no verdict."""
         self._regime: object = None
         self._regime_changed = False
         self._reopened = 0
@@ -154,11 +157,9 @@ class Controller:
                 self._note("the machine is crowded: the search begins anyway")
                 break
             self._note("the machine is crowded: the search waits")
-            urgent = [name for name in self._pending if self._is_urgent(self._candidates[name])]
-            beside = f", but for {', '.join(urgent)}, which can't wait" if urgent else ""
             if not waits:
-                self._say(f"other processes keep the machine busy: the search waits{beside}")
-            yield from self._try_urgent(urgent)
+                self._say("other processes keep the machine busy: what that would hide or distort is tried later")
+            yield from self._try_at_once()
             if self._regime_changed:
                 return
 
@@ -166,22 +167,25 @@ class Controller:
             if self.rows[name].status == "not allowed" and (why := refusal(candidate)):
                 self._ledger.decide(name, "not applicable", why)
 
-    def _is_urgent(self, candidate: Candidate) -> bool:
-        """Return whether to try it on a crowded machine: the phase that it shortens is a large part of the step."""
-        urgent = (self._share(candidate) or 0.0) >= self._pace.urgent
-        return urgent and self._replay is None and not refusal(candidate)
+    def _try_at_once(self) -> Decisions:
+        """Try in brief what a crowded machine hides least.
 
-    def _try_urgent(self, names: Sequence[str]) -> Decisions:
-        """Try these now. Only a 'keep' counts: a gain that the noise may have hidden is tried again later."""
-        for name in names:
-            if not self._affordable(self._candidates[name].one_off_s):
+        Only a 'keep' counts: a gain that the noise may have hidden is tried again later.
+        """
+        for name in list(self._pending) if self._replay is None else []:
+            candidate = self._candidates[name]
+            shows = priority.may_be_tried_on_a_crowded_machine(
+                candidate, self.anatomy_after, self._config.drop_gain, self._pace
+            )
+            if not shows or refusal(candidate) or not self._affordable(candidate.one_off_s):
                 continue
-            yield from self._try(self._candidates[name])
+            yield from self._try(candidate, self._brief or self._config)
             if self._regime_changed:
                 return
             row = self.rows[name]
             if row.status == "kept" or row.gain is None:  # kept, or wrong or failing
                 self._pending = [other for other in self._pending if other != name]
+                self._ledger.settle(name)
             else:
                 self._ledger.withdraw(name)
 
@@ -203,7 +207,7 @@ class Controller:
             why = refusal(candidate)
             if why:
                 self._ledger.decide(name, "not applicable", why)
-            elif too_little := self._too_little(candidate):
+            elif too_little := priority.too_little(candidate, self.anatomy_after, self._config.drop_gain):
                 self._ledger.decide(name, "not tried", too_little)
             elif not self._affordable(candidate.one_off_s):
                 self._ledger.decide(name, "not tried", self._budget.too_dear(self.cost_s, candidate.one_off_s))
@@ -211,36 +215,33 @@ class Controller:
             elif too_little := (yield from self._too_little_of_epoch(candidate)):
                 self._ledger.decide(name, "not tried", too_little)
             else:
-                yield from self._try(candidate)
+                yield from self._try_or_postpone(candidate)
                 if self._regime_changed:
                     return
         self._pending = waiting
 
+    def _try_or_postpone(self, candidate: Candidate) -> Decisions:
+        """Try a candidate in brief, and at length once all others have been tried: noise must not hold them up."""
+        name = candidate.name
+        brief = None if candidate.by_epoch() or name in self._postponed else self._brief
+        yield from self._try(candidate, brief or self._config)
+        if self._regime_changed:
+            return
+        if brief and self.rows[name].status == "refused":
+            self._ledger.withdraw(name)
+            self._postponed.add(name)
+            self._pending.append(name)
+        else:
+            self._ledger.settle(name)
+
     def _next(self) -> str:
-        """Return the next candidate: free ones first, and among them what treats the present bottleneck."""
-        named = [finding.strategy for finding in self.diagnosis.findings]
-        limits = [Bottleneck(finding.bottleneck) for finding in self.diagnosis.findings] + self.diagnosis.limits
         order = list(self._candidates)
-
-        def rank(name: str) -> tuple[bool, bool, bool, int, int]:
-            candidate = self._candidates[name]
-            treated = (limits.index(limit) for limit in candidate.treats if limit in limits)
-            return (
-                candidate.by_epoch(),
-                candidate.one_off_s > 0,
-                name not in named,
-                min(treated, default=len(limits)),
-                order.index(name),
-            )
-
-        return min(self._pending, key=rank)
-
-    def _too_little(self, candidate: Candidate) -> str:
-        """Return why a candidate can't gain enough: its whole phase is shorter than the least gain; else ''."""
-        share = None if candidate.by_epoch() else self._share(candidate)
-        if share is None or share >= self._config.drop_gain:
-            return ""
-        return f"{candidate.phase} is {share:.1%} of the step: too little to win"
+        return min(
+            self._pending,
+            key=lambda name: priority.rank(
+                self._candidates[name], order.index(name), name in self._postponed, self.diagnosis
+            ),
+        )
 
     def _too_little_of_epoch(self, candidate: Candidate) -> Generator[Action, Result, str]:
         """Say the same of a candidate that takes effect when an epoch begins, after one epoch."""
@@ -256,15 +257,10 @@ class Controller:
             else f"{candidate.phase} is {share:.1%} of an epoch: too little to win"
         )
 
-    def _share(self, candidate: Candidate) -> float | None:
-        """Return the share of the step that a candidate can shorten; None if that is not one phase, or not known."""
-        total = sum(self.anatomy_after.values())
-        return self.anatomy_after.get(candidate.phase, 0.0) / total if candidate.phase and total > 0 else None
-
     def _affordable(self, expected: float) -> bool:
         return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=self.elapsed_s)
 
-    def _try(self, candidate: Candidate) -> Decisions:
+    def _try(self, candidate: Candidate, config: TrialConfig) -> Decisions:
         """Try each setting of a candidate against the plan so far; a setting that wins becomes part of the plan."""
         name, row = candidate.name, self.rows[candidate.name]
         for setting in candidate.settings():
@@ -275,7 +271,7 @@ class Controller:
             cost, steps = self.cost_s, self.steps
             outcome = None
             if (yield from self._guard(candidate, trial_plan)):
-                outcome = yield from self._trial(self.plan, trial_plan, candidate.settling(setting))
+                outcome = yield from self._trial(self.plan, trial_plan, candidate.settling(setting), config)
             row.cost_s += self.cost_s - cost
             row.steps += self.steps - steps
             self.search_steps += self.steps - steps
@@ -286,8 +282,6 @@ class Controller:
             self._ledger.judge(candidate, setting, outcome, self.plan)
             if outcome.verdict == "keep":
                 yield from self._measure_anatomy()
-        if not self._regime_changed:  # else there is no verdict: the search starts over
-            self._ledger.settle(name)
 
     def _guard(self, candidate: Candidate, trial_plan: Choices) -> Generator[Action, Result, bool]:
         row = self.rows[candidate.name]
@@ -308,11 +302,11 @@ class Controller:
             self._ledger.decide(candidate.name, "not tried", f"the guard could compare nothing: {finding.unsure}")
         return not finding.problem and not finding.unsure
 
-    def _trial(self, a: Choices, b: Choices, settle: int) -> Trying:
+    def _trial(self, a: Choices, b: Choices, settle: int, config: TrialConfig | None = None) -> Trying:
         """Run one interleaved trial; None if a strategy tripped or the regime changed meanwhile."""
         if any(self._candidates[name].by_epoch() for name in (*a, *b) if a.get(name, self) != b.get(name, self)):
             return (yield from self._trial_of_epochs(a, b))
-        trial = Trial(self._config, reduce=self._reduce)
+        trial = Trial(config or self._config, reduce=self._reduce)
         last = None
         settling = 0.0
         while trial.verdict is None:
@@ -439,6 +433,7 @@ class Controller:
         self._reopened += 1
         self.plan, self.closing, self._epochs_outcome = {}, None, None
         self._ledger.begin_anew()
+        self._postponed = set()
         self._pending = [name for name, c in self._candidates.items() if c.ruled_out is None]
         yield from self._observe()
 

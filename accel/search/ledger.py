@@ -32,6 +32,7 @@ class Ledger:
         self.moving = False
         """The regime is changing: a first decision is not announced, since it is made again under the new one."""
         self._announced: dict[str, tuple[str, str, str]] = {}
+        self._other_draws: dict[str, bool] = {}
 
     @property
     def has_announced(self) -> bool:
@@ -75,6 +76,7 @@ class Ledger:
         row = self.rows[name]
         row.output_error, row.gradient_error = _json(finding.output_error), _json(finding.gradient_error)
         row.tolerance = finding.tolerance
+        self._other_draws[name] = finding.other_draws
 
     def judge(self, candidate: Candidate, setting: object, outcome: Outcome, plan: Choices) -> None:
         """Record a trial's outcome in the row: the report shows the best setting.
@@ -96,6 +98,8 @@ class Ledger:
             row.after_ms = row.before_ms / row.gain  # of several settings, the product of their trials
             row.spread_ms = outcome.spread_ms * row.after_ms / outcome.after_ms
             row.status, row.why = "kept", f"faster in {outcome.pairs} pairs of interleaved blocks"
+            if self._other_draws.get(candidate.name):
+                row.why += "; dropout draws other numbers, as with another seed"
         elif row.status != "kept" and (row.gain is None or outcome.gain > row.gain):
             row.before_ms, row.after_ms, row.spread_ms = outcome.before_ms, outcome.after_ms, outcome.spread_ms
             row.gain, row.gain_low, row.gain_high = outcome.gain, outcome.low, outcome.high

@@ -9,6 +9,8 @@ in each step under it    its gradients are checked; if one is not finite, the st
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from accel.guard import guard, update_guard
 from accel.guard.blame import Blame
+from accel.guard.draws import DrawRecorder
 from accel.guard.guard import Comparison, Recording, Replayed
 from accel.guard.watch import Excuse, Watch
 from accel.run.context import Run
@@ -26,6 +29,9 @@ from accel.session.switchboard import Switchboard
 from accel.strategies.base import Exactness
 
 log = logging.getLogger("accel")
+
+# Of a replay beside the one from the recorded random state.
+_OTHER_SEED = 2_718_281
 
 
 class GuardRunner:
@@ -102,16 +108,54 @@ class GuardRunner:
             self._switchboard.switch(before)
 
     def _check_model(self, plan: Choices, recording: Recording, exactness: Exactness) -> Comparison:
-        gate, model, switch = self._run.gate, self._run.model, self._switchboard.switch
-        with guard.untouched(model, self._run.device), self._state.suspended():
-            switch({})
-            recording.modules.restore()
-            plain = guard.replay(model, gate.plain, recording)
-            recording.modules.restore()
-            switch(self._switchboard.acting_on("model", plan))
-            candidate = guard.replay(model, gate.call, recording)
+        with guard.untouched(self._run.model, self._run.device), self._state.suspended():
+            plain, candidate = self._both(plan, recording, partial(guard.replay, self._run.model), exactness)
+            finding = guard.compare(plain, candidate, exactness)
+            if finding.problem or not plain.draws:
+                return finding
+            again = partial(guard.replay, self._run.model, seed=_OTHER_SEED)
+            finding = finding.merge(guard.compare(*self._both(plan, recording, again, exactness), exactness))
+            return finding if finding.problem else finding.merge(self._check_evaluation(plan, recording, exactness))
+
+    def _check_evaluation(self, plan: Choices, recording: Recording, exactness: Exactness) -> Comparison:
+        if self._switchboard.compiles(plan):
+            return Comparison()  # a graph of its own, which takes as long again to compile
+        replay = partial(guard.replay_evaluation, self._run.model)
+        try:
+            plain, candidate = self._both(plan, recording, replay, exactness)
+        except Exception as error:
+            log.debug("accel: the call could not be made in evaluation mode: %s", error)
+            return Comparison()
+        finding = guard.compare(plain, candidate, exactness)
+        finding.problem = finding.problem and f"in evaluation mode {finding.problem}"
+        return finding
+
+    def _both(
+        self, plan: Choices, recording: Recording, replay: Callable[..., Replayed], exactness: Exactness
+    ) -> tuple[Replayed, Replayed]:
+        """Replay the call plainly and under the plan."""
+        gate, switch = self._run.gate, self._switchboard.switch
+        canonical = exactness != Exactness.EXACT
+        switch({})
+        recording.modules.restore()
+        plain = replay(gate.plain, recording, draws=self._draws(canonical))
+        recording.modules.restore()
+        switch(self._switchboard.acting_on("model", plan))
+        try:
+            compiles = self._switchboard.compiles(plan)
+            candidate = replay(gate.call, recording, draws=None if compiles else self._draws(canonical))
+            if compiles:
+                candidate.draws = plain.draws
+        finally:
             switch({})  # before attributes are restored: a strategy undoes its own changes
-        return guard.compare(plain, candidate, exactness)
+        return plain, candidate
+
+    def _draws(self, canonical: bool) -> DrawRecorder | None:
+        """Return what notes the draws of a replay; None where the user has compiled: that runs under no mode."""
+        model = self._run.model  # whose own slot the gate is in
+        inner = any(module._compiled_call_impl for module in model.modules() if module is not model)
+        wrapped = any(hasattr(module, "_orig_mod") for module in model.modules())
+        return None if inner or wrapped or self._run.gate.compiled_by_user else DrawRecorder(canonical)
 
     def _check_update(self, plan: Choices, exactness: Exactness) -> Comparison:
         finding = Comparison()

@@ -135,6 +135,10 @@ class Switchboard:
         """Return how far a plan may move the numbers."""
         return max((self._strategies[name].exactness for name in plan), default=Exactness.EXACT)
 
+    def compiles(self, plan: Iterable[str]) -> bool:
+        """Tell whether the model's call is compiled under a plan."""
+        return any(self._strategies[name].compiles for name in plan)
+
     def collective(self) -> Choices:
         """Return what is on and must be switched by all ranks at the same step."""
         return {name: setting for name, setting in self.active.items() if self._strategies[name].collective}

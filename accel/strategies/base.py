@@ -62,6 +62,8 @@ class Strategy(ABC):
     """The one phase of the step that it can shorten (`data`, `optimizer`); not tried when that phase is negligible."""
     host_dependent: ClassVar[bool] = False
     """Its gain depends on what else the machine does: once kept, it is tried again from time to time."""
+    compiles: ClassVar[bool] = False
+    """The model's call is compiled. It draws random numbers in canonical order (`accel.guard.draws`) by itself."""
     collective: ClassVar[bool] = False
     """With it, ranks talk to each other in another way: all must switch it at the same step, or none."""
     opt_in: ClassVar[str] = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import io
 import os
@@ -25,6 +24,7 @@ from accel.dataio.passes.proxy import Fetching
 from accel.run import Run
 from accel.run.gate import Gate
 from accel.search.controller import Controller
+from accel.strategies import compiled_draws
 from accel.strategies.fused_optimizer import FusedOptimizer
 from accel.strategies.torch_compile import TorchCompile
 from tests.accel.loops import (
@@ -455,7 +455,7 @@ def test_a_model_of_torch_s_own_modules_is_compiled_too(monkeypatch: pytest.Monk
     """torch leaves frames of its own files as they are; for an `nn.Sequential` that is the whole model."""
     torch.compiler.reset()
     backend = Counting()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr(compiled_draws, "compile_fx", lambda graph, inputs, **_: backend(graph, inputs))
     model = nn.Sequential(nn.Linear(6, 3), nn.ReLU())
     gate = Gate(model, ["torch_compile"])
     run = Run(model, make_loader(), [], gate, Fetching())

@@ -1,0 +1,57 @@
+"""Which candidate comes next, and which could gain too little to be tried."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.naming import Diagnosis
+from accel.search.actions import Candidate
+from accel.search.pace import Pace
+
+
+def rank(
+    candidate: Candidate, order: int, postponed: bool, diagnosis: Diagnosis
+) -> tuple[bool, bool, bool, bool, int, int]:
+    """Return what sorts candidates: free ones first, and among them what treats the present bottleneck.
+
+    Args:
+        candidate: to be ranked.
+        order: its place in the registry, which decides among equals.
+        postponed: it has had a brief trial without a verdict.
+        diagnosis: names the bottleneck.
+    """
+    limits = [Bottleneck(finding.bottleneck) for finding in diagnosis.findings] + diagnosis.limits
+    treated = (limits.index(limit) for limit in candidate.treats if limit in limits)
+    return (
+        candidate.by_epoch(),
+        postponed,
+        candidate.one_off_s > 0,
+        candidate.name not in [finding.strategy for finding in diagnosis.findings],
+        min(treated, default=len(limits)),
+        order,
+    )
+
+
+def share(candidate: Candidate, anatomy: Mapping[str, float]) -> float | None:
+    """Return the share of the step that a candidate can shorten; None if that is not one phase, or not known."""
+    total = sum(anatomy.values())
+    return anatomy.get(candidate.phase, 0.0) / total if candidate.phase and total > 0 else None
+
+
+def too_little(candidate: Candidate, anatomy: Mapping[str, float], drop_gain: float) -> str:
+    """Return why a candidate can't gain enough: its whole phase is shorter than the least gain; else ''."""
+    of_step = None if candidate.by_epoch() else share(candidate, anatomy)
+    if of_step is None or of_step >= drop_gain:
+        return ""
+    return f"{candidate.phase} is {of_step:.1%} of the step: too little to win"
+
+
+def may_be_tried_on_a_crowded_machine(
+    candidate: Candidate, anatomy: Mapping[str, float], drop_gain: float, pace: Pace
+) -> bool:
+    """Return whether its gain shows beside other processes: it doesn't depend on them, or is large."""
+    if (share(candidate, anatomy) or 0.0) >= pace.urgent:
+        return True
+    free = not candidate.host_dependent and not candidate.one_off_s and not candidate.by_epoch()
+    return free and not too_little(candidate, anatomy, drop_gain)

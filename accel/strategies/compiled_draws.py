@@ -1,0 +1,100 @@
+"""Compile so that random numbers are those of the plain path: from the same generator, in the same order.
+
+TorchInductor draws from a seed of its own, so a compiled model with dropout drops other values than the plain one, and
+its outputs can't be compared. Here the graph that Dynamo has captured is changed before it is compiled: dropout takes
+its mask from one operator that the compiler doesn't look into, and that draws as eager PyTorch does, on contiguous
+memory. All other draws (`rand_like`, `bernoulli`) are left to eager operators by `fallback_random`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor.compile_fx import compile_fx
+from torch.nn import functional
+
+
+@torch.library.custom_op("accel::dropout_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def dropout_mask(like: Tensor, p: float, features: bool) -> Tensor:
+    """Return a mask for `like`: 0 with probability p, else 1 ÷ (1 − p).
+
+    Args:
+        like: of shape (N, C, ...) if `features`.
+        p: probability, in (0, 1).
+        features: whether to drop whole features, as `dropout2d` does; the mask is then (N, C, 1, ...).
+    """
+    mask = torch.empty(_shape(like, features), device=like.device).bernoulli_(1 - p)
+    return mask.div_(1 - p).to(like.dtype)
+
+
+@dropout_mask.register_fake
+def _(like: Tensor, p: float, features: bool) -> Tensor:
+    return torch.empty(_shape(like, features), dtype=like.dtype, device=like.device)
+
+
+def _shape(like: Tensor, features: bool) -> list[Any]:
+    return [*like.shape[:2], *(1 for _ in like.shape[2:])] if features else list(like.shape)
+
+
+def compile_with_plain_draws(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """Compile a captured graph; a backend for `torch.compile`."""
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target in _REPLACED:
+            node.target = _REPLACED[node.target]
+    graph.recompile()
+    compiled: Any = compile_fx(graph, inputs, config_patches={"fallback_random": True})
+    return compiled  # type: ignore[no-any-return]
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return _masked(x, p, training, inplace, features=False)
+
+
+def _feature_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return _masked(x, p, training, inplace, features=True)
+
+
+def _masked(x: Tensor, p: float, training: bool, inplace: bool, *, features: bool) -> Tensor:
+    if not training or not 0 < p <= 1 or (features and x.dim() < 3):
+        plain = functional.dropout2d if features else functional.dropout
+        return plain(x, p, training, inplace)
+    mask = x.new_zeros(()) if p == 1 else dropout_mask(x.detach(), p, features)  # eager draws nothing where p is 1
+    return x.mul_(mask) if inplace else x * mask
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention as eager PyTorch computes it where there is dropout and no fused kernel."""
+    if not 0 < dropout_p < 1 or query.device.type != "cpu":
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.size(-3) // each.size(-3), -3) for each in (key, value))
+    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return _dropout(torch.softmax(scores, -1), dropout_p) @ value
+
+
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    functional.dropout: _dropout,
+    functional.dropout1d: _feature_dropout,
+    functional.dropout2d: _feature_dropout,
+    functional.dropout3d: _feature_dropout,
+    functional.scaled_dot_product_attention: _attention,
+}

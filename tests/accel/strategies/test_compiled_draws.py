@@ -1,0 +1,115 @@
+"""A compiled model draws the random numbers of the plain one, from the same generator and in the same order."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.nn import functional
+
+from accel.guard.draws import DrawRecorder
+from accel.strategies import compiled_draws
+from accel.strategies.compiled_draws import compile_with_plain_draws
+
+
+class Attention(nn.Module):
+    """Causal or masked attention with dropout on weights and outputs."""
+
+    def __init__(self, heads: int = 2, mask: str = "causal") -> None:
+        super().__init__()
+        self.heads, self.mask = heads, mask
+        self.into, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, length, _ = x.shape
+        q, k, v = self.into(x).view(n, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        allowed = torch.ones(length, length).tril(1)
+        mask = {"causal": None, "boolean": allowed.bool(), "added": (1 - allowed) * -3.0}[self.mask]
+        rate = 0.3 if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(q, k, v, mask, rate, is_causal=self.mask == "causal")
+        return x + self.drop(self.out(mixed.transpose(1, 2).reshape(n, length, -1)))
+
+
+class Reparametrised(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        mean = super().forward(x)
+        return mean + torch.randn_like(mean) * mean.exp() + torch.rand(mean.shape) + torch.bernoulli(mean.sigmoid())
+
+
+def images() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.Dropout2d(0.3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5), nn.Dropout(0.2, inplace=True)
+    )
+
+
+MODELS = {
+    "dropout": (lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3), nn.Dropout(0.1)), (4, 6)),
+    "same shapes": (lambda: nn.Sequential(*(nn.Dropout(0.5) for _ in range(4)), nn.Linear(6, 3)), (4, 6)),
+    "nothing and all": (lambda: nn.Sequential(nn.Dropout(0.0), nn.Linear(6, 3), nn.Dropout(1.0)), (4, 6)),
+    "images": (images, (2, 3, 8, 8)),
+    "attention": (lambda: nn.Sequential(Attention(), Attention()), (2, 5, 16)),
+    "boolean mask": (lambda: Attention(mask="boolean"), (2, 5, 16)),
+    "added mask": (lambda: Attention(mask="added"), (2, 5, 16)),
+    "other draws": (lambda: Reparametrised(6, 6), (4, 6)),
+}
+
+
+def step(model: nn.Module, call: object, x: Tensor, seed: int) -> tuple[Tensor, list[Tensor], Tensor]:
+    torch.manual_seed(seed)
+    model.zero_grad()
+    out = call(x)  # type: ignore[operator]
+    out.square().sum().backward()
+    return out.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None], torch.get_rng_state()
+
+
+def assert_draws_alike(name: str) -> None:
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    compiled = torch.compile(copy.deepcopy(model), backend=compile_with_plain_draws)
+    x = torch.randn(shape)
+    for seed in range(3):
+        with DrawRecorder(canonical=True):
+            out, gradients, state = step(model, model, x, seed)
+        out_too, gradients_too, state_too = step(compiled, compiled, x, seed)
+        torch.testing.assert_close(out_too, out)
+        torch.testing.assert_close(gradients_too, gradients, rtol=1e-4, atol=1e-5)
+        assert torch.equal(state_too, state)
+    model.eval(), compiled.eval()
+    torch.testing.assert_close(compiled(x), model(x)) if name != "other draws" else None
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_changed_graph_draws_as_the_model_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_draws, "compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
+    assert_draws_alike(name)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_models_draw_as_plain_ones_do(name: str) -> None:
+    assert_draws_alike(name)
+
+
+def test_the_mask_has_its_mean_and_leaves_other_values_alone() -> None:
+    torch.manual_seed(0)
+    mask = compiled_draws.dropout_mask(torch.ones(100, 1000), 0.2, False)
+    assert set(mask.unique().tolist()) == {0.0, 1.25}
+    assert math.isclose(mask.mean(), 1, abs_tol=0.01)
+    features = compiled_draws.dropout_mask(torch.ones(10, 8, 4, 4, dtype=torch.bfloat16), 0.5, True)
+    assert features.shape == (10, 8, 1, 1)
+    assert features.dtype == torch.bfloat16
