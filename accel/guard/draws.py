@@ -20,7 +20,7 @@ Draw = tuple[str, tuple[int, ...], tuple[Any, ...]]
 """Operator, shape and parameters of one draw, such as the probability."""
 
 
-class DrawRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Note the draws in a block.
 
     Args:

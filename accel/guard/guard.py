@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from accel.dataio.batches import map_tensors, tensors
 from accel.dataio.fetching.randomness import streams
-from accel.guard.draws import Draw, DrawRecorder, difference
+from accel.guard.draws import Draw, ReplayedDraws, difference
 from accel.strategies.base import Exactness
 
 _REDUCED_EPS = 2.0**-8
@@ -214,7 +214,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def replay(
-    model: nn.Module, call: Any, recording: Recording, draws: DrawRecorder | None = None, seed: int | None = None
+    model: nn.Module, call: Any, recording: Recording, draws: ReplayedDraws | None = None, seed: int | None = None
 ) -> Replayed:
     """Make the recorded call again through `call`, and send the recorded gradient back through it.
 
@@ -254,7 +254,9 @@ def _sent_back(recording: Recording, outputs: list[Tensor], inputs: list[Tensor]
     return list(torch.autograd.grad([t for _, t in backward_roots], inputs, sent, allow_unused=True))
 
 
-def replay_evaluation(model: nn.Module, call: Any, recording: Recording, draws: DrawRecorder | None = None) -> Replayed:
+def replay_evaluation(
+    model: nn.Module, call: Any, recording: Recording, draws: ReplayedDraws | None = None
+) -> Replayed:
     """Make the recorded call again as one of evaluation: modules in their evaluation mode, without gradients."""
     recording.state.restore()
     training = [module for module in model.modules() if module.training]

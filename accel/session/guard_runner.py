@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from accel.guard import guard, update_guard
 from accel.guard.blame import Blame
-from accel.guard.draws import DrawRecorder
+from accel.guard.draws import ReplayedDraws
 from accel.guard.guard import Comparison, Recording, Replayed
 from accel.guard.watch import Excuse, Watch
 from accel.run.context import Run
@@ -150,12 +150,12 @@ class GuardRunner:
             switch({})  # before attributes are restored: a strategy undoes its own changes
         return plain, candidate
 
-    def _draws(self, canonical: bool) -> DrawRecorder | None:
+    def _draws(self, canonical: bool) -> ReplayedDraws | None:
         """Return what notes the draws of a replay; None where the user has compiled: that runs under no mode."""
         model = self._run.model  # whose own slot the gate is in
         inner = any(module._compiled_call_impl for module in model.modules() if module is not model)
         wrapped = any(hasattr(module, "_orig_mod") for module in model.modules())
-        return None if inner or wrapped or self._run.gate.compiled_by_user else DrawRecorder(canonical)
+        return None if inner or wrapped or self._run.gate.compiled_by_user else ReplayedDraws(canonical)
 
     def _check_update(self, plan: Choices, exactness: Exactness) -> Comparison:
         finding = Comparison()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import strategies
-from accel.guard.draws import DrawRecorder, difference
+from accel.guard.draws import ReplayedDraws, difference
 from accel.report import StrategyRow
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
@@ -170,7 +170,7 @@ def test_a_fault_of_dropout_is_caught(
 
 
 def test_what_was_drawn_otherwise_is_said() -> None:
-    plain, other = DrawRecorder(canonical=True), DrawRecorder(canonical=True)
+    plain, other = ReplayedDraws(canonical=True), ReplayedDraws(canonical=True)
     x = torch.ones(3, 4)
     with plain:
         _dropout(x, 0.5)
@@ -203,9 +203,9 @@ def test_channels_last_passes_with_dropout(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_draws_are_those_of_float32_in_canonical_order(draw: Callable[[Tensor], Tensor]) -> None:
-    def drawn(x: Tensor) -> tuple[Tensor, DrawRecorder]:
+    def drawn(x: Tensor) -> tuple[Tensor, ReplayedDraws]:
         torch.manual_seed(3)
-        with DrawRecorder(canonical=True) as draws:
+        with ReplayedDraws(canonical=True) as draws:
             return draw(x).float(), draws
 
     plain, noted = drawn(torch.ones(2, 3, 5, 4))

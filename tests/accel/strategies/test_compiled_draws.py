@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.nn import functional
 
-from accel.guard.draws import DrawRecorder
+from accel.guard.draws import ReplayedDraws
 from accel.strategies import compiled_draws
 from accel.strategies.compiled_draws import compile_with_plain_draws
 
@@ -75,7 +75,7 @@ def assert_draws_alike(name: str) -> None:
     compiled = torch.compile(copy.deepcopy(model), backend=compile_with_plain_draws)
     x = torch.randn(shape)
     for seed in range(3):
-        with DrawRecorder(canonical=True):
+        with ReplayedDraws(canonical=True):
             out, gradients, state = step(model, model, x, seed)
         out_too, gradients_too, state_too = step(compiled, compiled, x, seed)
         torch.testing.assert_close(out_too, out)
