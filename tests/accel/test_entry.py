@@ -23,7 +23,7 @@ from accel import strategies
 from accel.dataio.passes.proxy import Fetching
 from accel.run import Run
 from accel.run.gate import Gate
-from accel.search.controller import Controller
+from accel.search import priority
 from accel.strategies import compiled_draws
 from accel.strategies.fused_optimizer import FusedOptimizer
 from accel.strategies.torch_compile import TorchCompile
@@ -270,7 +270,7 @@ def test_gradient_scalers_leave_out_the_same_steps(only_quick: None) -> None:
 def test_an_optimizer_made_later_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "REGISTRY", [FusedOptimizer])
     # Its share of the step is about what makes a trial worth while, or not.
-    monkeypatch.setattr(Controller, "_too_little", lambda self, candidate: "")
+    monkeypatch.setattr(priority, "too_little", lambda candidate, anatomy, drop_gain: "")
     model, loader, _ = make()
     model, loader = accel.optimize(model, loader, budget=60)
     assert any("an optimizer" in unseen for unseen in accel.explain(model).unseen)
