@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -224,13 +225,17 @@ def test_every_operation_is_right_at_every_size_and_equal_on_all_ranks(dtype: to
 
 
 def test_bytes_on_the_wire_are_those_of_the_algorithms() -> None:
-    speed = run_ranks(bandwidth_ranks.plain, 2, ["all_reduce", "all_gather", "broadcast"], [1 << 20, 4 << 20], {}, {})[
-        0
-    ]
-    sent = {row.operation: row.sent_bytes / row.size_bytes for row in speed.rows if row.size_bytes == 4 << 20}
-    assert 1.0 <= sent["all_reduce"] < 1.5
-    assert 0.5 <= sent["all_gather"] < 0.9
-    assert 0.5 <= sent["broadcast"] < 0.9  # the root sends S, the other nothing: half of it for each
+    # Of the largest size, in bytes of the operation: the root of a broadcast sends all, the other rank nothing.
+    bounds = {"all_reduce": (1.0, 1.5), "all_gather": (0.5, 0.9), "broadcast": (0.5, 0.9)}
+    least = dict.fromkeys(bounds, math.inf)
+    for _ in range(8):  # the counters are the interface's: what other processes send meanwhile only adds to them
+        speed = run_ranks(bandwidth_ranks.plain, 2, list(bounds), [1 << 20, 4 << 20], {}, {})[0]
+        for row in speed.rows:
+            if row.size_bytes == 4 << 20:
+                least[row.operation] = min(least[row.operation], row.sent_bytes / row.size_bytes)
+        if all(least[name] < most for name, (_, most) in bounds.items()):
+            break
+    assert all(low <= least[name] < most for name, (low, most) in bounds.items()), least
 
 
 def test_probe_ends_in_time_with_the_same_lines_everywhere() -> None:
