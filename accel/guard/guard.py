@@ -19,8 +19,8 @@ Compared, for a candidate with a base precision ε (fp32's 1.2e-7 for `reordered
                                            in it, so it detects a gradient 5 % too long even in bfloat16
     exact       the same bits
     draws       dropout and its like draw in canonical order in both (`draws`), so that it counts among the outputs. A
-                second replay from another seed catches a mask that is kept from call to call, and one in evaluation
-                mode dropout that is left on
+                mask that is kept from call to call shows in the second of the steps compared, and dropout that is left
+                on in a replay in evaluation mode
 """
 
 from __future__ import annotations
@@ -136,13 +136,6 @@ class RandomStates:
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
 
-    def seed(self, seed: int) -> None:
-        """Seed torch's generators, of which this object restores the states."""
-        torch.default_generator.manual_seed(seed)
-        if self._cuda is not None:
-            with torch.cuda.device(self._device):
-                torch.cuda.manual_seed(seed)
-
 
 class ModuleState:
     """What a forward pass may change in a model: buffers, and plain attributes such as counters and caches."""
@@ -213,9 +206,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
         states.restore()
 
 
-def replay(
-    model: nn.Module, call: Any, recording: Recording, draws: ReplayedDraws | None = None, seed: int | None = None
-) -> Replayed:
+def replay(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDraws | None = None) -> Replayed:
     """Make the recorded call again through `call`, and send the recorded gradient back through it.
 
     The modules must be in the recorded state (`recording.modules.restore()`); that is not done here, because a strategy
@@ -226,11 +217,8 @@ def replay(
         call: the plain call, or a candidate's.
         recording: what was recorded.
         draws: notes the random draws; None notes none.
-        seed: of torch's generators; None for the recorded random state.
     """
     recording.state.restore()
-    if seed is not None:
-        recording.state.seed(seed)
     args, kwargs = map_tensors(_copied, recording.args), map_tensors(_copied, recording.kwargs)
     named: list[tuple[str, Tensor]] = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     named += [(f"input {i}", t) for i, t in enumerate(tensors((args, kwargs))) if t.requires_grad]
