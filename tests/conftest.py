@@ -60,8 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    # Two for a core: tests of ranks and worker processes wait a third of their time.
-    return min(2 * usable_cores(), _MOST_WORKERS)
+    # One more than cores: tests of ranks and worker processes wait a third of their time.
+    return min(usable_cores() + 1, _MOST_WORKERS)
 
 
 @pytest.hookimpl(wrapper=True)
