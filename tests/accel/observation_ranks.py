@@ -17,12 +17,12 @@ def waits(rank: int, world: int) -> dict[str, float]:
     """Let rank 0 wait for rank 1's gradients; return its step anatomy, ms."""
     model = DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain = DataLoader(TensorDataset(torch.randn(160, 4), torch.zeros(160, dtype=torch.long)), batch_size=4)
+    plain = DataLoader(TensorDataset(torch.randn(72, 4), torch.zeros(72, dtype=torch.long)), batch_size=4)
     _, loader, _ = accel.optimize(model, plain, optimizer, disable=strategies.names(), budget=60)
     for x, y in loader:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
-        time.sleep(0.02 * rank)
+        time.sleep(0.1 * rank)
         loss.backward()
         optimizer.step()
     found = dict(accel.explain(model).anatomy_before) if rank == 0 else {}

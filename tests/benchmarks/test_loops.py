@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,15 @@ WITHOUT_OPTIMIZER = {"mlp", "rnn", "no_optimizer"}
 """Loops that call `wrap(model, loader)`; all others give their optimizer too."""
 NO_DESCENT = {"gan"}
 """Loops whose loss need not fall."""
+SAMPLE = {"accumulation", "cnn_dropout", "gan", "no_optimizer", "workers_augment"}
+"""Those with the traps that differ most; `make slow` runs all."""
+
+
+def each(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Run a test on these loops: on a sample of them but in slow runs."""
+    assert set(LOOPS) >= SAMPLE
+    slow = [pytest.mark.slow]
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SAMPLE else slow) for name in names])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -54,14 +63,14 @@ def assert_same(a: Outcome, b: Outcome) -> None:
         assert same(getattr(a, name), getattr(b, name)), f"{name} differs"
 
 
-@pytest.mark.parametrize("name", sorted(LOOPS.keys() - NO_DESCENT))
+@each(sorted(LOOPS.keys() - NO_DESCENT))
 def test_learns(first_run: Callable[[str], Outcome], name: str) -> None:
     losses = first_run(name).losses
     quarter = STEPS // 4
     assert sum(losses[-quarter:]) < 0.9 * sum(losses[:quarter])
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@each(LOOPS)
 def test_same_bits_every_time(first_run: Callable[[str], Outcome], name: str) -> None:
     assert_same(first_run(name), run(name, steps=STEPS))
 
@@ -84,7 +93,7 @@ def test_wrap_is_called_once_with_what_it_documents(name: str) -> None:
     assert all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in rest)
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@each(LOOPS)
 def test_outcome_is_whole_and_a_copy(name: str) -> None:
     jobs: list[nn.Module] = []
 
@@ -104,7 +113,7 @@ def test_outcome_is_whole_and_a_copy(name: str) -> None:
     assert len(outcome.optimizer_state) == {"no_optimizer": 0, "gan": 2, "own_autocast": 2}.get(name, 1)
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@each(LOOPS)
 def test_trains_all_that_is_not_frozen(name: str) -> None:
     start, end = run(name, steps=1).state, run(name, steps=4).state
     still = {key for key in start if same(start[key], end[key])}
@@ -125,6 +134,7 @@ def figures() -> str:
     return str([(one.losses, one.seen, checksum(one.state), checksum(one.rng)) for one in runs])
 
 
+@pytest.mark.slow
 def test_a_fresh_process_gives_the_same_bits() -> None:
     code = "import torch; torch.set_num_threads(1)\nfrom tests.benchmarks.test_loops import figures\nprint(figures())"
     fresh = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
