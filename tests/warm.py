@@ -124,6 +124,14 @@ class Running:
             self._folder.cleanup()
 
 
+def wait_for(file: Path, timeout_s: float = 120) -> None:
+    """Wait until a run has made a file."""
+    deadline = time.monotonic() + timeout_s
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file.name} was not made"
+        time.sleep(0.01)
+
+
 class _Server:
     def __init__(self) -> None:
         self._connection, its = multiprocessing.Pipe()

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -206,26 +205,36 @@ def in_an_interpreter_of_its_own(folder: Path, *arguments: str) -> subprocess.Co
     return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
-def test_a_crash_is_shown_as_python_shows_it_and_reported(tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        """
-        for epoch in range(3):
-            for x, y in loader:
-                step(x, y)
-        def last():
-            raise KeyError("gone")
-        last()
-        """,
-    )
+RAISES = """
+for epoch in range(3):
+    for x, y in loader:
+        step(x, y)
+def last():
+    raise KeyError("gone")
+last()
+"""
+
+
+def test_a_crash_is_reported(tmp_path: Path) -> None:
+    script(tmp_path, RAISES)
+    done = accel_profile(tmp_path, "--no-confirm", "train.py")
+
+    assert done.returncode == 1
+    assert "in last\n    raise KeyError(\"gone\")\nKeyError: 'gone'\n" in done.stderr
+    assert "profiler/script.py" not in done.stderr
+    assert report(tmp_path).ended == "raised KeyError"
+    assert report(tmp_path).steps > 50
+
+
+@pytest.mark.slow
+def test_a_crash_is_shown_as_python_shows_it(tmp_path: Path) -> None:
+    script(tmp_path, RAISES)
     done = in_an_interpreter_of_its_own(tmp_path, "-m", "accel", "profile", "train.py")
     plain = in_an_interpreter_of_its_own(tmp_path, "train.py")
 
     assert done.returncode == plain.returncode == 1
     shown = done.stderr[done.stderr.index("Traceback") :]
     assert shown.startswith(plain.stderr.strip())
-    assert report(tmp_path).ended == "raised KeyError"
-    assert report(tmp_path).steps > 50
 
 
 @pytest.mark.parametrize(
@@ -251,13 +260,6 @@ while True:
 """
 
 
-def wait_for(file: Path, timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not file.exists():
-        assert time.monotonic() < deadline, f"{file.name} was not made"
-        time.sleep(0.01)
-
-
 def check_interrupted(folder: Path, ended: str) -> None:
     assert report(folder).ended == ended
     assert report(folder).steps > 50
@@ -271,7 +273,7 @@ def test_an_interrupted_script_leaves_a_report(tmp_path: Path, number: int, stat
     script(tmp_path, UNTIL_STOPPED)
     running = warm.Running(["-m", "accel", "profile", "train.py"], cwd=tmp_path, environment=ONE_THREAD)
     try:
-        wait_for(tmp_path / "ready")
+        warm.wait_for(tmp_path / "ready")
         os.kill(running.pid, number)
         done = running.wait()
     finally:
@@ -294,7 +296,7 @@ def test_ctrl_c_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        wait_for(tmp_path / "ready")
+        warm.wait_for(tmp_path / "ready")
         running.send_signal(signal.SIGINT)
         _, errors = running.communicate(timeout=120)
     finally:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from torch.utils.data import default_collate
 import accel
 from accel.report import Report
 from accel.search.plan import Plan, fingerprint
+from tests import warm
 from tests.accel.loops import (
     Net,
     Quick,
@@ -35,7 +34,6 @@ from tests.accel.loops import (
     training,
 )
 
-ROOT = Path(__file__).parents[2]
 PLACES = ("forward", "loss", "dataset", "collate")
 
 
@@ -219,16 +217,17 @@ def test_an_interrupt_in_a_replay_leaves_no_trace(only_quick: None) -> None:
 
 _SCRIPT = """
 import sys, torch, accel
+from pathlib import Path
 from accel import strategies
 from tests.accel.loops import Net, Quick, Samples, in_trial, make, training
 strategies.REGISTRY[:] = [Quick]
 model, loader, optimizer = make()
-model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60, report=sys.argv[1])
-go_on = sys.argv[2] == "go on"
+model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60, report="out")
+go_on = sys.argv[1] == "go on"
 try:
     for _ in training(model, loader, optimizer):
         if in_trial():
-            print("trial", flush=True)
+            Path("trial").touch()
             while in_trial():
                 torch.nn.functional.mse_loss(model(torch.zeros(8, 6)), torch.ones(8, 3)).backward()
 except KeyboardInterrupt:
@@ -244,29 +243,21 @@ print("trained" if model.head.weight.isfinite().all() and not torch.equal(before
 
 @pytest.mark.parametrize("way", ["end", "go on"])
 def test_a_run_that_is_interrupted_writes_its_report(tmp_path: Path, way: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _SCRIPT, str(tmp_path / "out"), way],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell's background jobs ignore Ctrl-C, and their children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stdout is not None
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    running = warm.Running(["train.py", way], cwd=tmp_path)
     try:
-        assert process.stdout.readline() == "trial\n"
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=200)
+        warm.wait_for(tmp_path / "trial")
+        os.kill(running.pid, signal.SIGINT)
+        done = running.wait()
     finally:
-        process.kill()
+        running.kill()
+    code, out, err = done.returncode, done.stdout, done.stderr
 
     if way == "go on":
-        assert process.returncode == 0, err
+        assert code == 0, err
         assert out == "trained\n"
     else:
-        assert process.returncode == -signal.SIGINT, err
+        assert code == -signal.SIGINT, err
         *_, error, told = err.rstrip().splitlines()
         assert error == "KeyboardInterrupt"
         assert "before the search for Net had a verdict" in told
