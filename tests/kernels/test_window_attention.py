@@ -75,9 +75,9 @@ def assert_close(found: dict[str, Tensor], exact: dict[str, Tensor], layer: Laye
 
 
 LAYERS = {
-    "swin, shifted": Layer(),
+    "swin, shifted": Layer(heads=1),
     "swin, not shifted": Layer(shift=(0, 0), size=(7, 14)),
-    "half": Layer(dtype=torch.float16),
+    "half": Layer((7, 7), (3, 3), (7, 14), heads=1, dtype=torch.float16),
     "half, head of 16": Layer(dtype=torch.float16, channels=16, size=(7, 7), heads=1),
     "half, head of 64": Layer(dtype=torch.float16, channels=64, heads=1),
     "head of no power of two": Layer(channels=24, heads=1),
@@ -85,7 +85,7 @@ LAYERS = {
     "window 8": Layer((8, 8), (4, 4), (16, 8), heads=1),
     "window 12: several row blocks": Layer((12, 12), (6, 6), (12, 24), heads=1),
     "window 12, half": Layer((12, 12), (6, 6), (24, 12), heads=1, dtype=torch.float16),
-    "cosine": Layer(cosine=True),
+    "cosine": Layer((7, 7), (3, 3), (14, 7), cosine=True),
     "cosine, half": Layer(cosine=True, dtype=torch.float16, heads=1),
     "cosine, window 12": Layer((12, 12), (6, 6), (12, 12), heads=1, cosine=True),
     "oblong window, shifted one way": Layer((3, 4), (1, 0), (6, 8), batch=2),
@@ -156,12 +156,12 @@ def test_gradcheck_of_the_reference(cosine: bool, shift: Window) -> None:
 
 
 def test_windows_that_were_cut_out_already(interpreted: None) -> None:
-    layer = Layer()
-    rolled = layer.qkv.roll((-3, -3), (1, 2))
-    regions = shift_regions((14, 14), (7, 7), (3, 3), torch.device("cpu"))
-    cut = window_attention(partition(rolled, (7, 7)), layer.table, heads=2, window=(7, 7), regions=regions)
+    layer = Layer((5, 3), (2, 1), (10, 6))
+    rolled = layer.qkv.roll((-2, -1), (1, 2))
+    regions = shift_regions((10, 6), (5, 3), (2, 1), torch.device("cpu"))
+    cut = window_attention(partition(rolled, (5, 3)), layer.table, heads=2, window=(5, 3), regions=regions)
 
-    found = merge(cut, (7, 7), (14, 14)).roll((3, 3), (1, 2))
+    found = merge(cut, (5, 3), (10, 6)).roll((2, 1), (1, 2))
     torch.testing.assert_close(found, layer.run()["out"], rtol=0, atol=0)
 
 
@@ -322,7 +322,7 @@ DROPPED = {
     "plain": Layer((4, 4), (0, 0), (4, 8), heads=2, channels=16),
     "half, shifted": Layer((4, 4), (2, 2), (8, 4), heads=1, channels=16, dtype=torch.float16),
     "cosine": Layer((4, 4), (2, 2), (8, 8), heads=1, channels=16, cosine=True),
-    "several row blocks": Layer((12, 12), (6, 6), (12, 12), heads=1, channels=16),
+    "several row blocks": Layer((9, 8), (4, 4), (9, 8), heads=1, channels=16),
     "several row blocks, half, cosine": Layer((9, 8), (4, 4), (9, 8), 1, 16, torch.float16, cosine=True),
 }
 
