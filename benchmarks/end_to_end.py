@@ -53,7 +53,7 @@ def train(workload: Workload, until: float, allow: str | None) -> dict[str, Any]
         until: when to stop.
         allow: of `accel.optimize`; None trains plainly.
     """
-    model, loader, optimizer, loss = workload
+    model, loader, optimizer, loss, clip, beside = workload
     if allow is not None:
         model, loader, optimizer = accel.optimize(model, loader, optimizer, allow=allow)
     steps = 0
@@ -61,7 +61,11 @@ def train(workload: Workload, until: float, allow: str | None) -> dict[str, Any]
         for x, target in loader:
             optimizer.zero_grad()
             loss(model(x), target).backward()  # type: ignore[no-untyped-call]
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
+            if beside is not None:
+                beside(target)
             steps += 1
             if time.time() >= until:
                 break
@@ -114,7 +118,7 @@ def main(
     """Compare whole processes that train MODELS (default: all)."""
     if until is not None:  # one of the processes
         torch.manual_seed(0)
-        click.echo(json.dumps(train(MODELS[models[0]](), until, None if plain else allow)))
+        click.echo(json.dumps(train(MODELS[models[0]]("tiny"), until, None if plain else allow)))
         return
     console = Console(highlight=False, soft_wrap=True)
     rows = []

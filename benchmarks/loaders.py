@@ -27,6 +27,7 @@ from benchmarks.loading.jobs import BURSTS, FAR, LARGE, LARGE_OURS, PHOTOS, SMAL
 from benchmarks.record import Column, Record
 from benchmarks.render import SOURCE, Row, times
 from benchmarks.spread import extremes, ratios
+from benchmarks.suite.packages import let_torchvision_import
 
 # Of warming up an automatic choice.
 _SETTLED_S = 8.0
@@ -117,20 +118,9 @@ def stateful(job: Job, workers: int) -> Any:
 
 def multi_epochs(job: Job, workers: int) -> Any:
     """Return timm's loader that keeps its workers over epochs."""
-    _let_torchvision_import()
+    let_torchvision_import()
     return plain(job, workers, importlib.import_module("timm.data.loader").MultiEpochsDataLoader)
 
-
-def _let_torchvision_import() -> None:
-    """Declare the operators that torchvision's compiled part would have declared; they are not called."""
-    for operator in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, operator):
-            library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            _LIBRARIES.append(library)
-
-
-_LIBRARIES: list[Any] = []
 
 Maker = Callable[[], Any]
 

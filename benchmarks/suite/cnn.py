@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Adadelta
-from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.suite.workload import Workload
+from benchmarks.suite.data import images
+from benchmarks.suite.workload import Size, Workload
 
 
-def make() -> Workload:
-    """Make the workload: 64 images a batch."""
+def make(size: Size) -> Workload:
+    """Make the workload: 64 or 1,024 images a batch."""
+    batch = 64 if size == "tiny" else 1024
     model = nn.Sequential(
         nn.Conv2d(1, 32, 3),
         nn.ReLU(),
@@ -26,5 +26,5 @@ def make() -> Workload:
         nn.Dropout(0.5),
         nn.Linear(128, 10),
     )
-    data = TensorDataset(torch.randn(6400, 1, 28, 28), torch.randint(0, 10, (6400,)))
-    return Workload(model, DataLoader(data, 64, shuffle=True), Adadelta(model.parameters(), lr=1.0), cross_entropy)
+    loader = images(100 * batch, 28, 10, batch, channels=1)
+    return Workload(model, loader, Adadelta(model.parameters(), lr=1.0), cross_entropy)

@@ -11,18 +11,16 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import Adam
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.suite.workload import Workload
-
-ENTRIES, WIDTH = 80_000, 32
+from benchmarks.suite.workload import Size, Workload
 
 
 class NCF(nn.Module):
     """Score pairs of a user and an item."""
 
-    def __init__(self) -> None:
+    def __init__(self, entries: int, width: int) -> None:
         super().__init__()
-        self.users, self.items = nn.Embedding(ENTRIES, WIDTH), nn.Embedding(ENTRIES, WIDTH)
-        self.head = nn.Sequential(nn.Linear(2 * WIDTH, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 1))
+        self.users, self.items = nn.Embedding(entries, width), nn.Embedding(entries, width)
+        self.head = nn.Sequential(nn.Linear(2 * width, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 1))
 
     def forward(self, pairs: Tensor) -> Tensor:
         """Return a score for each row (user, item)."""
@@ -30,9 +28,10 @@ class NCF(nn.Module):
         return self.head(both).squeeze(1)  # type: ignore[no-any-return]
 
 
-def make() -> Workload:
-    """Make the workload: 1,024 pairs a batch, dense gradients, Adam."""
-    model = NCF()
-    data = TensorDataset(torch.randint(0, ENTRIES, (200_000, 2)), torch.randint(0, 2, (200_000,)).float())
-    loader = DataLoader(data, 1024, shuffle=True)
+def make(size: Size) -> Workload:
+    """Make the workload: 1,024 or 16,384 pairs a batch, dense gradients, Adam."""
+    entries, width, batch = (80_000, 32, 1024) if size == "tiny" else (1_000_000, 64, 16_384)
+    model = NCF(entries, width)
+    data = TensorDataset(torch.randint(0, entries, (200 * batch, 2)), torch.randint(0, 2, (200 * batch,)).float())
+    loader = DataLoader(data, batch, shuffle=True)
     return Workload(model, loader, Adam(model.parameters()), binary_cross_entropy_with_logits)

@@ -1,4 +1,4 @@
-"""A small U-Net for segmentation, 128x128.
+"""U-Net for segmentation: three levels, full size from 64 channels at 512x512, tiny from 16 at 128x128.
 
 Source: Ronneberger et al., U-Net, MICCAI 2015.
 """
@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Adam
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.suite.workload import Workload
+from benchmarks.suite.workload import Size, Workload
 
 
 def block(inputs: int, outputs: int) -> nn.Sequential:
@@ -21,14 +21,14 @@ def block(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Three levels of 16, 32 and 64 channels."""
+    """Three levels of w, 2w and 4w channels."""
 
-    def __init__(self) -> None:
+    def __init__(self, w: int) -> None:
         super().__init__()
-        self.down = nn.ModuleList([block(3, 16), block(16, 32), block(32, 64)])
-        self.widen = nn.ModuleList([nn.ConvTranspose2d(64, 32, 2, 2), nn.ConvTranspose2d(32, 16, 2, 2)])
-        self.up = nn.ModuleList([block(64, 32), block(32, 16)])
-        self.pool, self.drop, self.head = nn.MaxPool2d(2), nn.Dropout(0.1), nn.Conv2d(16, 2, 1)
+        self.down = nn.ModuleList([block(3, w), block(w, 2 * w), block(2 * w, 4 * w)])
+        self.widen = nn.ModuleList([nn.ConvTranspose2d(4 * w, 2 * w, 2, 2), nn.ConvTranspose2d(2 * w, w, 2, 2)])
+        self.up = nn.ModuleList([block(4 * w, 2 * w), block(2 * w, w)])
+        self.pool, self.drop, self.head = nn.MaxPool2d(2), nn.Dropout(0.1), nn.Conv2d(w, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the classes' scores for each pixel."""
@@ -39,8 +39,9 @@ class UNet(nn.Module):
         return self.head(self.up[1](torch.cat([self.widen[1](x), fine], 1)))  # type: ignore[no-any-return]
 
 
-def make() -> Workload:
-    """Make the workload: 4 images a batch, Adam."""
-    model = UNet()
-    data = TensorDataset(torch.randn(256, 3, 128, 128), torch.randint(0, 2, (256, 128, 128)))
-    return Workload(model, DataLoader(data, 4, shuffle=True), Adam(model.parameters()), cross_entropy)
+def make(size: Size) -> Workload:
+    """Make the workload: 4 images of 128x128 or 16 of 512x512 a batch, Adam."""
+    side, batch, width = (128, 4, 16) if size == "tiny" else (512, 16, 64)
+    model, count = UNet(width), 64 * batch
+    data = TensorDataset(torch.randn(count, 3, side, side), torch.randint(0, 2, (count, side, side)))
+    return Workload(model, DataLoader(data, batch, shuffle=True), Adam(model.parameters()), cross_entropy)

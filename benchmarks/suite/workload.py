@@ -1,12 +1,15 @@
-"""What a model of the suite is: all that a training loop needs."""
+"""What a model of the suite is: all that a training loop needs, at one of two sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+Size = Literal["tiny", "full"]
+"""For two CPU cores, or as published, for one GPU."""
 
 
 class Workload(NamedTuple):
@@ -16,4 +19,9 @@ class Workload(NamedTuple):
     loader: Any
     """Yields (input, target)."""
     optimizer: Optimizer
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Callable[[Any, Any], Tensor]
+    """Takes the model's output and the target."""
+    clip: float | None = None
+    """Norm that gradients are clipped to."""
+    beside: Callable[[Any], None] | None = None
+    """What a step does after the update, given its target: a GAN trains its discriminator."""

@@ -14,27 +14,14 @@ from torch.nn import functional as F
 
 from accel.kernels import support
 from accel.kernels.window_attention import attention as window_attention
-
-_library: Any = None
+from benchmarks.suite.packages import let_torchvision_import
 
 
 def need(name: str) -> None:
     """Skip without a package; torchvision's models load beside any build of torch."""
-    global _library
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"needs {name}, which is not installed")
-    try:
-        torch.ops.torchvision.nms  # noqa: B018
-    except (AttributeError, RuntimeError):
-        # The index's wheel of torchvision is built for CUDA; beside a CPU build of torch its compiled operators don't
-        # load, and its Python code wants these two to be known. No Swin model calls them.
-        if _library is None and importlib.util.find_spec("torchvision") is not None:
-            try:
-                __import__("torchvision")
-            except RuntimeError:
-                _library = torch.library.Library("torchvision", "FRAGMENT")
-                for operator in ("nms", "qnms"):
-                    _library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    let_torchvision_import()
 
 
 def serve_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
