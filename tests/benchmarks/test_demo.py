@@ -57,6 +57,12 @@ def test_where_no_figure_is_promised_slower_is_not_as_promised(high: float, held
     assert wanted_text(None) == "not slower"
 
 
+@pytest.mark.parametrize(("high", "held"), [(1.86, True), (1.79, False)])
+def test_an_interval_that_holds_the_figure_is_as_promised(high: float, held: bool) -> None:
+    """1.80 [1.73, 1.86] stood beside "as promised: NO", since it was just below 1.8."""
+    assert kept({"speedup": 1.7996, "high": high, "wanted": 1.8}) is held
+
+
 def test_recorded_runs_are_told_from_the_committed_results(tmp_path: Path) -> None:
     committed = elsewhere()
     assert committed
