@@ -142,7 +142,13 @@ def test_the_strategy_of_the_manual_gets_a_verdict_and_is_taken_back(
     assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(example, id=example.stem, marks=[] if example.stem == "plain_loop" else pytest.mark.slow)
+        for example in EXAMPLES
+    ],
+)
 def test_example_runs(example: Path) -> None:
     done = warm.run(["-m", f"examples.{example.stem}"], cwd=ROOT, environment={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
