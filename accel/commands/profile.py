@@ -218,15 +218,16 @@ def _nothing(recorder: Recorder, wall_s: float) -> str:
 
 
 def _write(report: ProfileReport, target: Path) -> None:
-    from accel.report.rendering import as_page, as_text
+    from accel.report.rendering import as_page, as_text, as_verdict
 
     page = target.with_suffix(".html")
     click.echo(as_text(report), err=True)
     try:
         write_atomic(target, report.to_json() + "\n")
         write_atomic(page, as_page(report))
+        written = f"wrote {target}, {page}" + (f", {report.trace_file}" if report.trace_file else "")
     except OSError as error:
         # The script's own exit status matters more than the report's.
-        click.echo(f"accel: the report could not be written: {error}", err=True)
-        return
-    click.echo(f"accel: wrote {target}, {page}" + (f", {report.trace_file}" if report.trace_file else ""), err=True)
+        written = f"the report could not be written: {error}"
+    click.echo(f"accel: {written}", err=True)
+    click.echo(as_verdict(report), err=True)  # again: the report's first line has left the screen by now

@@ -88,11 +88,12 @@ class Journal:
         )
 
     def settled(self) -> None:
-        """The search is over: print the report and write the files."""
-        from accel.report.rendering import as_text  # brings rich: only where there is something to print
+        """The search is over: print its outcome in a few lines and write the files."""
+        from accel.report.summary import summary, whole_text  # brings rich: only where there is something to print
 
         report = self.report()
-        print(as_text(report), file=sys.stderr, flush=True)
+        print(summary(report, whole_text(self._target)), file=sys.stderr, flush=True)
+        self._announcer.search_has_ended()
         self._write(report)
 
     def finish(self) -> None:
