@@ -376,12 +376,17 @@ def explain(model: nn.Module) -> Report:
         >>> print(accel.explain(model))
         >>> accel.explain(model).save("report.html")
     """
-    optimized = _optimized.get(model)
-    if optimized is None:
+    record = optimized(model)
+    if record is None:
         raise InvalidArgument(
             "the model must have been passed to accel.optimize (and not undone); accel holds no report for it"
         )
-    return optimized.journal.report()
+    return record.journal.report()
+
+
+def optimized(model: nn.Module) -> _Optimized | None:
+    """Return the session, journal and loaders of a model that was passed to `optimize`, None for any other."""
+    return _optimized.get(model)
 
 
 @atexit.register

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
 from accel.report.model import Report
 from accel.report.optimize_document import limit_text, name_text, search_text
@@ -25,15 +23,6 @@ def summary(report: Report, whole: str) -> str:
         page.paragraph(sentence, indent=2)
     page.paragraph(f"all strategies: {whole}", indent=2)
     return page.text()
-
-
-def whole_text(target: Path | None) -> str:
-    """Return how to see the whole report that is written to `target`: a file, a folder, or None for nowhere."""
-    if target is None:
-        return "print(accel.explain(model))"
-    if target.suffix == ".html":
-        return str(target)
-    return f"accel report {shlex.quote(str(target if target.suffix == '.json' else target / 'report.json'))}"
 
 
 def _headline(report: Report) -> str:

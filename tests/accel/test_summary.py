@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from accel.report import Report
-from accel.report.summary import summary, whole_text
+from accel.report.summary import summary
 from accel.session.announcer import Announcer
+from accel.session.journal import _whole_text
 from tests.accel.run_reports import full, row
 
 WHOLE = "print(accel.explain(model))"
@@ -60,7 +61,7 @@ def test_a_replayed_plan_is_named_once() -> None:
     ],
 )
 def test_where_the_whole_report_is(target: str | None, text: str) -> None:
-    assert whole_text(None if target is None else Path(target)) == text
+    assert _whole_text(None if target is None else Path(target)) == text
 
 
 def test_decisions_of_the_search_are_logged_and_later_changes_printed(
