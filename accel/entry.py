@@ -149,7 +149,7 @@ def optimize(
         disable: names of strategies not to try.
         plan: a plan or its file, replayed without a search; refused if made for another model.
         report: where the report goes: a `.json` or `.html` file, or a folder for report.json, report.html and
-            plan.json. It is always printed to stderr when the search ends.
+            plan.json. Its outcome is printed to stderr when the search ends.
         budget: what the search may cost in guards, one-off work and slower trial steps: seconds (60), "90s", "2m", or a
             share of the run ("10%", default).
 
@@ -376,12 +376,17 @@ def explain(model: nn.Module) -> Report:
         >>> print(accel.explain(model))
         >>> accel.explain(model).save("report.html")
     """
-    optimized = _optimized.get(model)
-    if optimized is None:
+    record = optimized(model)
+    if record is None:
         raise InvalidArgument(
             "the model must have been passed to accel.optimize (and not undone); accel holds no report for it"
         )
-    return optimized.journal.report()
+    return record.journal.report()
+
+
+def optimized(model: nn.Module) -> _Optimized | None:
+    """Return the session, journal and loaders of a model that was passed to `optimize`, None for any other."""
+    return _optimized.get(model)
 
 
 @atexit.register

@@ -2,8 +2,8 @@
 
     python -m examples.plain_loop
 
-accel prints one line for each strategy it has decided on, and the report when its search ends; both go to stderr. With
-`ACCEL=0` in the environment the same script runs without accel.
+accel prints a handful of lines to stderr when its search ends. With `ACCEL=0` in the environment the same script runs
+without accel.
 """
 
 from __future__ import annotations

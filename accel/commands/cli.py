@@ -12,7 +12,9 @@ import click
 from accel import __version__
 from accel.commands.bench import bench
 from accel.commands.doctor import doctor
-from accel.commands.profile import ProfileJob, profile
+from accel.commands.profile import profile
+from accel.commands.run import run
+from accel.commands.script_job import ScriptJob
 from accel.errors import AccelError, ReportError
 from accel.files import check_folder, write_atomic
 from accel.profiler.report import ProfileReport
@@ -36,9 +38,9 @@ class _Group(click.Group):
             click.echo(f"error: {clean(error)}", err=True)
             ctx.exit(UNUSABLE)
 
-    def prepared(self, *args: Any, **kwargs: Any) -> ProfileJob | None:
+    def prepared(self, *args: Any, **kwargs: Any) -> ScriptJob | None:
         """Run a command; if it has a script to run, return that instead, so that it runs outside of click's frames."""
-        jobs: list[ProfileJob] = []
+        jobs: list[ScriptJob] = []
         try:
             self.main(*args, obj=jobs, **kwargs)
         except SystemExit:
@@ -67,7 +69,7 @@ def _threshold(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.group(cls=_Group)
 @click.version_option(__version__, prog_name="accel")
 def main() -> None:
-    """Read and compare the reports of accelerated and of profiled training runs."""
+    """Make an unmodified training script faster, profile it, and read and compare the reports."""
 
 
 @main.command()
@@ -107,6 +109,7 @@ def _write_page(loaded: Report | ProfileReport, file: Path, page: Path) -> None:
     click.echo(f"wrote {page}", err=True)
 
 
+main.add_command(run)
 main.add_command(profile)
 main.add_command(doctor)
 main.add_command(bench)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import shlex
-import sys
-import threading
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING
 
 import click
 
 from accel import __version__
+from accel.commands.script_job import ScriptJob, check_script, own_arguments, training_in_children
 from accel.errors import InvalidArgument
 from accel.files import check_folder, write_atomic
 
@@ -30,9 +26,6 @@ _DIAGNOSING = (
     "accel: profiling. Suspects are tried on real steps; what that changes in the training is put back. "
     "This is a diagnosing run: --no-confirm leaves the training as it is."
 )
-
-_CHILDREN_S = 1.0
-"""CPU seconds of child processes above which they may have trained; importing torch takes about as long."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -62,7 +55,7 @@ def profile(
     """
     _check(script, module, target)
     target = target.absolute()  # the script may change its directory
-    script_arguments = list(arguments[1:] if arguments[:1] == ("--",) else arguments)
+    script_arguments = own_arguments(arguments)
 
     from accel.dataio.loader import ContinuousLoader
     from accel.dataio.passes.loader_core import LoaderPass
@@ -79,20 +72,11 @@ def profile(
     line = shlex.join(["accel", "profile", *(["-m"] if module else []), script, *script_arguments])
     job = ProfileJob(Script(script, script_arguments, module=module), session, exchange, target, line)
     session.start()
-    if isinstance(context.obj, list):  # the caller of click runs it, outside of click's frames
-        context.obj.append(job)
-        return
-    with job:
-        exec(job.script.code(), job.script.globals)
-    context.exit(job.script.ending.status)
+    job.begin(context)
 
 
-class ProfileJob:
-    """A script ready to be profiled; once it has run, the report is made.
-
-        with job:
-            exec(job.script.code(), job.script.globals)
-        sys.exit(job.script.ending.status)
+class ProfileJob(ScriptJob):
+    """A script to be profiled; once it has run, the report is made.
 
     Args:
         script: what to run.
@@ -103,59 +87,23 @@ class ProfileJob:
     """
 
     def __init__(self, script: Script, session: ProfileSession, exchange: Exchange, target: Path, line: str) -> None:
-        self.script, self._session, self._exchange = script, session, exchange
+        super().__init__(script)
+        self._session, self._exchange = session, exchange
         self._target, self._line = target, line
         self._started = datetime.now(timezone.utc)
-        self._process = os.getpid()
 
-    def __enter__(self) -> None:
-        self.script.__enter__()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forked)
-
-    def _forked(self) -> None:
-        """Don't profile a forked child: its training is not part of the report, and SIGTERM ends it at once."""
+    def leave_alone(self) -> None:
+        """Stop recording: training in a forked child is not part of the report."""
         self._session.recorder.stop()
-        self.script.untouched()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Literal[True]:
-        self.script.__exit__(kind, error, trace)
-        if os.getpid() != self._process:
-            _end_of_child(self.script.ending.status)
-        self._report()
-        sys.stdout.flush()
-        return True
-
-    def _report(self) -> None:
-        try:
-            self._session.stop()
-            _conclude(self._session, self._exchange, self.script.ending, self._target, self._line, self._started)
-        except Exception as fault:  # the script has run; a report that fails must not change its exit status
-            click.echo(f"accel: the report could not be made: {type(fault).__name__}: {fault}", err=True)
-
-
-def _end_of_child(status: int) -> NoReturn:
-    """End a forked child that leaves through its parent's frames.
-
-    It ends as Python does, but without the exit handlers of libraries: after a trace, that of torch's profiler waits
-    for a thread that only the parent has.
-    """
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    def conclude(self) -> None:
+        """Make the report."""
+        self._session.stop()
+        _conclude(self._session, self._exchange, self.script.ending, self._target, self._line, self._started)
 
 
 def _check(script: str, module: bool, target: Path) -> None:
-    if not module and not os.path.isfile(script):
-        raise InvalidArgument(
-            f"SCRIPT must be a Python file, got {script!r}, which is not there; -m takes a module name"
-        )
+    check_script(script, module)
     if target.suffix.lower() == ".html":
         raise InvalidArgument(f"--json must not end in .html, where the web page goes, got {str(target)!r}")
     if target.exists() and not target.is_file():
@@ -207,26 +155,22 @@ def _nothing(recorder: Recorder, wall_s: float) -> str:
             f"\naccel: {recorder.updates_elsewhere} updates ran in other threads, which are not seen; "
             "train in the thread that runs the script"
         )
-    used = os.times()
-    children_s = used.children_user + used.children_system
-    if not recorder.backwards and children_s >= _CHILDREN_S:
-        text += (
-            f"\naccel: child processes ran for {children_s:.1f} s; training in them is not seen. Start the ranks with "
-            "torchrun --nproc-per-node N -m accel profile, or call accel.optimize in the child"
-        )
+    if not recorder.backwards and (children := training_in_children("profile")):
+        text += f"\n{children}"
     return text
 
 
 def _write(report: ProfileReport, target: Path) -> None:
-    from accel.report.rendering import as_page, as_text
+    from accel.report.rendering import as_page, as_text, as_verdict
 
     page = target.with_suffix(".html")
     click.echo(as_text(report), err=True)
     try:
         write_atomic(target, report.to_json() + "\n")
         write_atomic(page, as_page(report))
+        written = f"wrote {target}, {page}" + (f", {report.trace_file}" if report.trace_file else "")
     except OSError as error:
         # The script's own exit status matters more than the report's.
-        click.echo(f"accel: the report could not be written: {error}", err=True)
-        return
-    click.echo(f"accel: wrote {target}, {page}" + (f", {report.trace_file}" if report.trace_file else ""), err=True)
+        written = f"the report could not be written: {error}"
+    click.echo(f"accel: {written}", err=True)
+    click.echo(as_verdict(report), err=True)  # again: the report's first line has left the screen by now

@@ -136,9 +136,10 @@ class Report(ReportHead):
         if not self.plan:
             return f"left as it was: nothing tried made the step faster ({ms_text(self.plain_ms)} ms)"
         same = f", {self.training_same}" if self.training_same else ""
-        return f"{self.speedup:.2f}x: {self._throughput()}{same}"
+        return f"{self.speedup:.2f}x: {self.throughput()}{same}"
 
-    def _throughput(self) -> str:
+    def throughput(self) -> str:
+        """Return samples a second, or else ms per step, without and with the plan; both must be known."""
         assert self.plain_ms is not None and self.accel_ms is not None
         if self.samples_per_step and self.plain_ms > 0 and self.accel_ms > 0:
             before, after = (1e3 * self.samples_per_step / ms for ms in (self.plain_ms, self.accel_ms))

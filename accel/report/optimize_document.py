@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from accel.report import blocks, head
 from accel.report import optimize_pictures as pictures
@@ -23,6 +23,7 @@ from accel.report.words import (
 )
 
 EVENT_LIMIT = 20
+_NOT_APPLICABLE = "not applicable"
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -74,13 +75,14 @@ def search_text(report: Report) -> str:
     return f"{trials}, cost {seconds_text(report.search_s)}; {pay_back_text(report)}"
 
 
-def limit_text(report: Report) -> str:
-    """Return what limits the run now, its share of the step and what would treat it."""
+def limit_text(report: Report, *, remedy: bool = True) -> str:
+    """Return what limits the run now, its share of the step and, with `remedy`, what would treat it."""
     if not report.bottleneck:
         return "not known"
     share = finite(report.bottleneck_share)
     part = "" if share is None else f", {100 * share:.0f} % of the step"
-    return f"{report.bottleneck}{part}" + (f"; {report.bottleneck_advice}" if report.bottleneck_advice else "")
+    advice = report.bottleneck_advice if remedy else report.bottleneck_advice.partition(": ")[0]
+    return f"{report.bottleneck}{part}" + (f"; {advice}" if advice else "")
 
 
 def model_text(report: Report) -> str:
@@ -101,7 +103,7 @@ def decision_line(row: StrategyRow, done: int, total: int) -> str:
     Returns:
         One line of at most 100 columns, unless the name alone is longer; a long reason is cut there.
     """
-    start = f"accel{f' [{done}/{total}]' if done else ':'} {clean(_name(row))} {clean(row.status)}"
+    start = f"accel{f' [{done}/{total}]' if done else ':'} {clean(name_text(row))} {clean(row.status)}"
     if finite(row.gain) is not None:
         start += f": {gain_text(row.gain, row.gain_low, row.gain_high)}"
     if finite(row.before_ms) is not None and finite(row.after_ms) is not None:
@@ -111,7 +113,8 @@ def decision_line(row: StrategyRow, done: int, total: int) -> str:
     return f"{start}; {why}" if why else start
 
 
-def _name(row: StrategyRow) -> str:
+def name_text(row: StrategyRow) -> str:
+    """Return a strategy's name and its setting."""
     return f"{row.name} {row.setting}".strip()
 
 
@@ -160,6 +163,8 @@ def _strategies(report: Report) -> Iterator[Block]:
         *blocks.columns("why<0", only="page"),
     ]
     yield Table(columns=columns, rows=[_strategy(row) for row in report.rows])
+    if not_applicable := _not_applicable_text(report.rows):
+        yield Paragraph(text=not_applicable, tone="idle", only="terminal")
     note = "numerics: relative difference of the outputs / of the worst gradient from the plain path"
     yield Paragraph(text=note, tone="idle", only="page")
 
@@ -170,7 +175,7 @@ def _strategy(row: StrategyRow) -> TableRow:
     allowed = "" if row.tolerance is None else f"allowed {row.tolerance:.1g}"
     cost = seconds_text(row.cost_s) if row.cost_s else "-"
     cells = blocks.cells(
-        TableCell(text=_name(row), tone="strong", small=_nonempty(row.summary, treats)),
+        TableCell(text=name_text(row), tone="strong", small=_nonempty(row.summary, treats)),
         TableCell(text=row.status, tone=tone, sign=blocks.SIGNS[tone]),
         gain_text(row.gain, row.gain_low, row.gain_high),
         step_text(row),
@@ -178,7 +183,17 @@ def _strategy(row: StrategyRow) -> TableRow:
         TableCell(text=cost, small=_nonempty(row.steps and f"{row.steps} steps")),
         row.why or "-",
     )
-    return TableRow(cells=cells, below=row.why)
+    return TableRow(cells=cells, below=row.why, only="page" if row.status == _NOT_APPLICABLE else "")
+
+
+def _not_applicable_text(rows: Iterable[StrategyRow]) -> str:
+    """Return which strategies don't apply, those with one reason together; '' if all do."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if row.status == _NOT_APPLICABLE:
+            names.setdefault(row.why, []).append(row.name)
+    reasons = (f"{', '.join(group)}{f' ({why})' if why else ''}" for why, group in names.items())
+    return f"{_NOT_APPLICABLE}: {'; '.join(reasons)}" if names else ""
 
 
 def _nonempty(*texts: object) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from accel.profiler.report import ProfileReport
 from accel.report import optimize_document, profile_document, terminal
 from accel.report.blocks import Document
@@ -18,6 +20,11 @@ def document(report: Report | ProfileReport) -> Document:
 def as_text(report: Report | ProfileReport, width: int | None = None, color: bool | None = None) -> str:
     """Render a report for a terminal or a log; see `terminal.render`."""
     return terminal.render(document(report), width, color)
+
+
+def as_verdict(report: Report | ProfileReport) -> str:
+    """Render the first line of a report alone."""
+    return terminal.render(replace(document(report), lead=(), sections=()))
 
 
 def as_page(report: Report | ProfileReport) -> str:

@@ -112,7 +112,8 @@ class Page:
         fitting = _fitting(widths, self.width)
         if columns[-1].prose and fitting == len(columns):
             widths[-1] = max(widths[-1], self.width - sum(widths[:-1]) - 2 * len(widths[:-1]))
-        self._cells(columns[:fitting], blocks.cells(*(column.title for column in columns), tone="idle"), widths)
+        if rows:
+            self._cells(columns[:fitting], blocks.cells(*(column.title for column in columns), tone="idle"), widths)
         for row, cells in rows:
             if fitting:
                 self._cells(columns[:fitting], cells, widths)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from accel.report.model import StrategyRow
 from accel.run import ranks
 
+log = logging.getLogger("accel")
+
 
 class Announcer:
-    """Print messages for the user."""
+    """Print messages for the user; decisions of the first search are logged, and their outcome is the report's."""
 
     def __init__(self) -> None:
         self._printed: set[str] = set()
+        self._kept: set[str] = set()
+        self._prints_decisions = False
 
     @property
     def has_printed(self) -> bool:
@@ -25,8 +30,23 @@ class Announcer:
             self._printed.add(line)
             print(f"accel: {line}", file=sys.stderr, flush=True)
 
+    def search_has_ended(self) -> None:
+        """The report has been printed: from now on, print what changes the plan."""
+        self._prints_decisions = True
+
     def announce(self, row: StrategyRow, done: int, total: int) -> None:
-        """Print one line about a decision."""
+        """Log a decision; print it if it changes the plan that was reported."""
+        changes_plan = row.status == "kept" or row.name in self._kept
+        if row.status == "kept":
+            self._kept.add(row.name)
+        else:
+            self._kept.discard(row.name)
+        prints = self._prints_decisions and changes_plan
+        if not prints and not log.isEnabledFor(logging.DEBUG):
+            return
         from accel.report.optimize_document import decision_line  # brings rich: only where there is something to print
 
-        print(decision_line(row, done, total), file=sys.stderr, flush=True)
+        line = decision_line(row, done, total)
+        log.debug(line)
+        if prints:
+            print(line, file=sys.stderr, flush=True)

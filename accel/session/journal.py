@@ -72,6 +72,8 @@ class Journal:
         if self._target is not None and self._target.suffix != ".json":
             # Now, not at exit: there the import makes Python forget that Ctrl-C ended the run: exit status 1, not 130.
             import_module("accel.report.page")
+        self.whole = _whole_text(self._target)
+        """How to see the whole report."""
         self._replayed = replayed
         self._finished = False
         self._concluded: Report | None = None
@@ -88,11 +90,12 @@ class Journal:
         )
 
     def settled(self) -> None:
-        """The search is over: print the report and write the files."""
-        from accel.report.rendering import as_text  # brings rich: only where there is something to print
+        """The search is over: print its outcome in a few lines and write the files."""
+        from accel.report.summary import summary  # brings rich: only where there is something to print
 
         report = self.report()
-        print(as_text(report), file=sys.stderr, flush=True)
+        print(summary(report, self.whole), file=sys.stderr, flush=True)
+        self._announcer.search_has_ended()
         self._write(report)
 
     def finish(self) -> None:
@@ -248,6 +251,15 @@ def _limit(report: Report, controller: Controller) -> None:
         largest = max(parts, key=lambda part: parts[part])
         report.bottleneck, report.bottleneck_share = largest.value, parts[largest]
         report.bottleneck_advice = "the largest part; nothing else stands out"
+
+
+def _whole_text(target: Path | None) -> str:
+    """Return how to see the whole report that is written to `target`: a file, a folder, or None for nowhere."""
+    if target is None:
+        return "print(accel.explain(model))"
+    if target.suffix == ".html":
+        return str(target)
+    return f"accel report {shlex.quote(str(target if target.suffix == '.json' else target / 'report.json'))}"
 
 
 def _machine(run: Run) -> Machine:

@@ -121,6 +121,15 @@ class _Listened:
             self._batches.give_back(position)
             raise
 
+    def unheard(self) -> Any:
+        """Return the next batch without a word to the listener: another thread than the loop's asks for it."""
+        return next(self._batches)
+
+    @property
+    def plain(self) -> Iterator[Any]:
+        """The loader's own iterator, or an empty one while workers make the batches."""
+        return self._batches.rest
+
 
 class Controlled(Maker):
     """The maker under the controller, which may switch engines between any two batches.

@@ -44,6 +44,11 @@ class CalledModules:
         return [module for module, *_ in entries]
 
     @property
+    def called_modules(self) -> list[nn.Module]:
+        """Those that were called with gradients, the most called first."""
+        return [module for module in self.modules if self._calls[id(module)][0]]
+
+    @property
     def called(self) -> bool:
         """True once one of them was called with gradients."""
         return any(count[0] for count in self._calls.values())

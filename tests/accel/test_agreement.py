@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import logging
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
@@ -143,10 +144,6 @@ class Followed:
                 self.settled = True
                 self.journal.settled()
 
-    @property
-    def decisions(self) -> list[tuple[int, int]]:
-        return numbers_of_decisions(self.printed.getvalue().splitlines())
-
 
 def some_candidates() -> list[Any]:
     return [
@@ -214,8 +211,9 @@ def test_reports_of_a_search_agree_at_every_moment(
 
 
 @pytest.mark.parametrize("speed", [1.0, 1.5])
-def test_decisions_are_counted_once_each_and_to_the_end(speed: float) -> None:
+def test_decisions_are_counted_once_each_and_to_the_end(speed: float, caplog: pytest.LogCaptureFixture) -> None:
     """[13/14] was printed twice, and 14/14 never: what is told again is not counted again, nor what is never tried."""
+    caplog.set_level(logging.DEBUG, logger="accel")
     search = Followed(some_candidates(), Machine(speed={"good": speed, "several": speed}, noise=0.02))
     while not search.settled:
         search.step()
@@ -223,9 +221,8 @@ def test_decisions_are_counted_once_each_and_to_the_end(speed: float) -> None:
         search.step()
     search.controller._remove("wrong", "again")
 
-    assert search.decisions == [(number, 5) for number in range(1, 6)]
-    lines = search.printed.getvalue().splitlines()
-    assert any(line.startswith("accel: barred not applicable; it does not apply") for line in lines)
+    assert numbers_of_decisions(caplog.messages) == [(number, 5) for number in range(1, 6)]
+    assert any(line.startswith("accel: barred not applicable; it does not apply") for line in caplog.messages)
 
 
 def test_left_as_it_was_stays_the_verdict_while_the_search_goes_on() -> None:
@@ -273,7 +270,8 @@ def test_crowded_cores_are_no_phase() -> None:
 # -- real runs ---------------------------------------------------------------------------------------------------------
 
 
-def test_report_of_a_real_run_agrees(only_quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_a_real_run_agrees(only_quick: None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="accel")
     model, batches, optimizer = make()
     accelerated, stand_in, _ = accel.optimize(model, batches, optimizer, budget=60)
     loop = training(accelerated, stand_in, optimizer)
@@ -283,8 +281,7 @@ def test_report_of_a_real_run_agrees(only_quick: None, capsys: pytest.CaptureFix
     accel.undo(model)
 
     assert of_report(report) == []
-    numbers = numbers_of_decisions(capsys.readouterr().err.splitlines())
-    assert numbers == [(1, 1)]
+    assert numbers_of_decisions(caplog.messages) == [(1, 1)]
 
 
 def test_profile_of_real_steps_agrees() -> None:

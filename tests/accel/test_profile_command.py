@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from accel.report.rendering import as_verdict
 from tests import warm
 from tests.accel.profiled import ONE_THREAD, ROOT, accel_profile, causes, profile_ranks, report, script
 
@@ -56,6 +57,8 @@ def test_a_slow_loader_is_named_tried_and_written_down(tmp_path: Path) -> None:
     assert found.evidence is not None
     assert sum(child.share for child in found.evidence.children) == pytest.approx(1.0)
     assert "input.collate" in done.stderr
+    said, verdict = (" ".join(text.split()) for text in (done.stderr, as_verdict(found)))
+    assert said.endswith(verdict) and said.count(verdict) == 2
     assert (tmp_path / "accel-profile.html").read_text().startswith("<!DOCTYPE html>")
     assert json.loads((tmp_path / "accel-profile.trace.json").read_text())["traceEvents"]
 

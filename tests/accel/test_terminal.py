@@ -135,6 +135,19 @@ def test_row_without_numbers_shows_dashes() -> None:
     assert line.split() == ["bf16", "not", "allowed", "-", "-", "-", "-"]
 
 
+def test_what_does_not_apply_is_one_line() -> None:
+    names = [("tf32", "no CUDA"), ("channels_last", "no convolution"), ("pin_memory", "no CUDA"), ("odd", "")]
+    rows = [row(), *(row(name=name, status="not applicable", why=why) for name, why in names)]
+    lines = _lines(full(rows=rows))
+    assert "not applicable: tf32, pin_memory (no CUDA); channels_last (no convolution); odd" in lines
+    assert sum("not applicable" in line for line in lines) == 1
+
+
+def test_a_table_of_nothing_has_no_header() -> None:
+    lines = _lines(full(rows=[row(status="not applicable", why="no")]))
+    assert lines[lines.index("strategies") + 1] == "not applicable: channels_last (no)"
+
+
 def test_markup_is_shown_literally_and_escapes_are_stripped() -> None:
     text = render(full(rows=[row(name="[red]x[/]", why="\x1b[31mred\x1b[0m \u202erl")]), width=100, color=False)
     assert "[red]x[/]" in text

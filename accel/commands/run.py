@@ -1,0 +1,132 @@
+"""`accel run`: run an unmodified script, with `accel.optimize` on what it is seen to train."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accel.commands.script_job import ScriptJob, check_script, own_arguments, training_in_children
+from accel.errors import InvalidArgument
+from accel.files import check_folder
+
+if TYPE_CHECKING:
+    from accel.profiler.script import Script
+    from accel.script.training import ScriptTraining
+
+ALLOW = ("exact", "reordered", "reduced", "lossy")
+"""The words of `accel.strategies.Exactness`, which is not imported before the script imports torch."""
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as with python -m.")
+@click.option(
+    "--allow", default="reordered", show_default=True, metavar="|".join(ALLOW), help="How far the numbers may move."
+)
+@click.option("--budget", default="10%", show_default=True, metavar="90s|10%", help="What the search may cost.")
+@click.option("--report", type=click.Path(path_type=Path), help="A folder, a .json or a .html file for the report.")
+@click.option("--enable", multiple=True, metavar="NAME", help="A strategy to try although it is opt-in; repeatable.")
+@click.option("--disable", multiple=True, metavar="NAME", help="A strategy not to try; repeatable.")
+@click.pass_context
+def run(
+    context: click.Context,
+    script: str,
+    arguments: tuple[str, ...],
+    module: bool,
+    allow: str,
+    budget: str,
+    report: Path | None,
+    enable: tuple[str, ...],
+    disable: tuple[str, ...],
+) -> None:
+    """Run SCRIPT with its own ARGUMENTS, and make its training faster.
+
+    \b
+        accel run train.py -- --epochs 10
+        accel run --allow reduced --report runs/one train.py
+        torchrun --nproc-per-node 2 -m accel run train.py
+
+    The script runs unmodified, as with `accel.optimize` on the models, loaders and optimizers that it is seen to train.
+    Its output and its exit status are its own; what accel says goes to stderr. ACCEL=0 runs it plainly.
+    """
+    from accel.profiler.script import Script
+
+    check_script(script, module)
+    options = _checked(allow, budget, report, enable, disable)
+    RunJob(Script(script, own_arguments(arguments), module=module), options).begin(context)
+
+
+def _checked(
+    allow: str, budget: str, report: Path | None, enable: tuple[str, ...], disable: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return the options as `accel.optimize` takes them."""
+    from accel.search.budget import Budget
+
+    if allow not in ALLOW:
+        raise InvalidArgument(f"--allow must be one of {', '.join(map(repr, ALLOW))}, got {allow!r}")
+    seconds = f"{budget}s" if budget.replace(".", "", 1).isdecimal() else budget
+    Budget.parse(seconds)
+    if report is not None:
+        report = report.absolute()  # the script may change its directory
+        check_folder("--report", report)
+        if report.is_file() and report.suffix not in (".json", ".html"):
+            raise InvalidArgument(f"--report must be a folder, a .json or a .html file, got the file {str(report)!r}")
+    if enable or disable:
+        from accel import strategies
+
+        both = strategies.check_names("--enable", enable) & strategies.check_names("--disable", disable)
+        if both:
+            raise InvalidArgument(f"--enable and --disable must differ, both have {', '.join(sorted(both))}")
+    return {"allow": allow, "budget": seconds, "report": report, "enable": enable, "disable": disable}
+
+
+class RunJob(ScriptJob):
+    """A script to run with `accel.optimize` on what it trains.
+
+    Args:
+        script: what to run.
+        options: of `accel.optimize`.
+    """
+
+    def __init__(self, script: Script, options: dict[str, Any]) -> None:
+        super().__init__(script)
+        self._options, self._thread = options, threading.get_ident()
+        self._training: ScriptTraining | None = None
+
+    def __enter__(self) -> None:
+        from accel.script.after_import import after_import
+
+        super().__enter__()
+        if os.environ.get("ACCEL") != "0":
+            after_import("torch", self._begin)
+
+    def _begin(self) -> None:
+        """Follow the training; torch has been imported."""
+        try:
+            from accel.script.training import ScriptTraining
+
+            self._training = ScriptTraining(self._options, self._thread)
+            self._training.start()
+        except Exception as fault:
+            click.echo(f"accel: {type(fault).__name__}: {fault}; the script goes on without accel", err=True)
+
+    def leave_alone(self) -> None:
+        """Restore torch."""
+        if self._training is not None:
+            self._training.stop()
+
+    def conclude(self) -> None:
+        """Restore torch, and say why nothing was made faster if that is so; a report comes when the process ends."""
+        why = "the script did not import torch"
+        if self._training is not None:
+            self._training.stop()
+            why = self._training.why_nothing()
+        if why and os.environ.get("ACCEL") != "0" and os.environ.get("RANK", "0") == "0":
+            click.echo(f"accel: nothing was made faster: {why}", err=True)
+            if children := training_in_children("run"):
+                click.echo(children, err=True)

@@ -1,0 +1,116 @@
+"""A script that a command runs as Python would, with something of ours around it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+import click
+
+from accel.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from accel.profiler.script import Script
+
+_CHILDREN_S = 1.0
+"""CPU seconds of child processes above which they may have trained; importing torch takes about as long."""
+
+
+class ScriptJob:
+    """A script ready to be run.
+
+        with job:
+            exec(job.script.code(), job.script.globals)
+        sys.exit(job.script.ending.status)
+
+    Args:
+        script: what to run.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self._process = os.getpid()
+
+    def begin(self, context: click.Context) -> None:
+        """Let the caller of click run the script, outside of click's frames; run it here if there is none."""
+        if isinstance(context.obj, list):
+            context.obj.append(self)
+            return
+        with self:
+            exec(self.script.code(), self.script.globals)
+        context.exit(self.script.ending.status)
+
+    def leave_alone(self) -> None:
+        """Restore what was changed in this process: it is a forked child."""
+        raise NotImplementedError
+
+    def conclude(self) -> None:
+        """The script has ended: say what there is to say."""
+        raise NotImplementedError
+
+    def __enter__(self) -> None:
+        self.script.__enter__()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        """Leave a forked child alone: its training is not seen, and SIGTERM ends it at once."""
+        self.leave_alone()
+        self.script.untouched()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[True]:
+        self.script.__exit__(kind, error, trace)
+        if os.getpid() != self._process:
+            _end_of_child(self.script.ending.status)
+        try:
+            self.conclude()
+        except Exception as fault:  # the script has run: its exit status stays
+            click.echo(f"accel: the report could not be made: {type(fault).__name__}: {fault}", err=True)
+        sys.stdout.flush()
+        return True
+
+
+def _end_of_child(status: int) -> NoReturn:
+    """End a forked child that leaves through its parent's frames.
+
+    It ends as Python does, but without the exit handlers of libraries: after a trace, that of torch's profiler waits
+    for a thread that only the parent has.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def own_arguments(arguments: tuple[str, ...]) -> list[str]:
+    """Return the script's own arguments, without the `--` before them."""
+    return list(arguments[1:] if arguments[:1] == ("--",) else arguments)
+
+
+def check_script(script: str, module: bool) -> None:
+    """Raise InvalidArgument if there is no such script."""
+    if not module and not os.path.isfile(script):
+        raise InvalidArgument(
+            f"SCRIPT must be a Python file, got {script!r}, which is not there; -m takes a module name"
+        )
+
+
+def training_in_children(command: str) -> str:
+    """Say that child processes may have trained, and what to do; '' if they hardly ran."""
+    used = os.times()
+    children_s = used.children_user + used.children_system
+    if children_s < _CHILDREN_S:
+        return ""
+    return (
+        f"accel: child processes ran for {children_s:.1f} s; training in them is not seen. Start the ranks with "
+        f"torchrun --nproc-per-node N -m accel {command}, or call accel.optimize in the child"
+    )

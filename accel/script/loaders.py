@@ -1,0 +1,136 @@
+"""The script's DataLoaders: those that it iterates with gradients hand out their batches through a proxy.
+
+Only `DataLoader.__iter__` is replaced, while the script runs: the loaders, their classes and their pickles stay as they
+are. A proxy that nobody but this module follows fetches as the loader itself does.
+
+Left alone are loaders iterated without gradients (for an evaluation), in another thread, or by a class with an
+`__iter__` of its own, whose batches are not those that `DataLoader.__iter__` yields.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel.dataio.passes.proxy import Fetching, LoaderProxy
+from accel.profiler.clocks.probes import Function, Patches
+from accel.session.listeners import follow
+
+# Loaders whose proxies are kept; a script that makes a loader for each epoch or fold leaves many.
+_KEPT = 8
+
+
+class ScriptLoaders:
+    """Follow the loaders of the script.
+
+    Args:
+        thread: the one that runs the script.
+
+    Attributes:
+        delivered: batches that it was given.
+        latest: where the last of them came from.
+        fetching: no loader's (a follower has one).
+        on_new: called with each proxy that is made.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+        self.delivered = 0
+        self.latest: LoaderProxy | None = None
+        self.fetching = Fetching()
+        self.on_new: Callable[[LoaderProxy], None] = lambda proxy: None
+        self._proxies: OrderedDict[int, LoaderProxy] = OrderedDict()
+        self._patches = Patches()
+
+    @property
+    def proxies(self) -> list[LoaderProxy]:
+        """The proxies, the one that was iterated last at the end."""
+        return list(self._proxies.values())
+
+    def start(self) -> None:
+        """Follow loaders from now on."""
+        self._patches.replace(DataLoader, "__iter__", self._handing_out)
+
+    def stop(self) -> None:
+        """Restore `DataLoader.__iter__`."""
+        self._patches.remove()
+
+    def _handing_out(self, original: Function) -> Function:
+        @functools.wraps(original)
+        def iterate(loader: Any) -> Any:
+            if get_ident() != self._thread or not self._follows(loader, sys._getframe(1)):
+                return original(loader)
+            return HandedOut(iter(self._proxy_of(loader)), self._thread)
+
+        return iterate
+
+    def _follows(self, loader: Any, caller: FrameType) -> bool:
+        if caller.f_globals.get("__name__", "").startswith("accel.dataio."):
+            return False  # a proxy, or a loader of ours, asks for torch's own iterator
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            return False
+        return id(loader) in self._proxies or torch.is_grad_enabled()
+
+    def _proxy_of(self, loader: Any) -> LoaderProxy:
+        proxy = self._proxies.get(id(loader))
+        if proxy is None:
+            proxy = self._proxies[id(loader)] = LoaderProxy(loader)
+            follow(proxy, self)
+            self.on_new(proxy)
+        self._proxies.move_to_end(id(loader))
+        if len(self._proxies) > _KEPT:
+            self._proxies.popitem(last=False)
+        return proxy
+
+    # -- what a follower of a loader is told (session.listeners.Follower) ----------------------------------------------
+
+    def epoch_begins(self, proxy: LoaderProxy) -> None:
+        """Nothing yet: a loader that is asked for an iterator need not be trained on."""
+
+    def batch_requested(self) -> None:
+        """Nothing: steps end elsewhere."""
+
+    def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
+        """Note where the batch comes from."""
+        self.delivered += 1
+        self.latest = proxy
+
+    def epoch_ended(self, proxy: LoaderProxy) -> None:
+        """Nothing."""
+
+    def fetching_failed(self, error: Exception) -> None:
+        """Nothing: the fetching of a loader is a session's."""
+
+
+class HandedOut:
+    """The iterator that the script gets. What another thread asks for says nothing of where the training is.
+
+    Args:
+        batches: a proxy's iterator.
+        thread: the one that trains.
+    """
+
+    def __init__(self, batches: Any, thread: int) -> None:
+        self._batches, self._thread = batches, thread
+
+    def __iter__(self) -> HandedOut:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches) if get_ident() == self._thread else self._batches.unheard()
+
+    def __len__(self) -> int:
+        return len(self._batches.plain)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._batches.plain, name)

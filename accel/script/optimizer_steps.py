@@ -1,0 +1,117 @@
+"""The first steps of an optimizer: which modules they train, and whether a loader feeds them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from threading import get_ident
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel.profiler.clocks.called_modules import CalledModules
+
+_LEARNING = 12
+"""Steps after which a module that is called by no loop is no more looked for."""
+
+_MODULES = 2
+"""Modules of one optimizer that are optimized: their searches take turns, so each makes the last one begin later."""
+
+
+class OptimizerSteps:
+    """Follow the steps of one optimizer.
+
+    What is done after a step is not done in a hook of torch's: hooks can't be added or removed within one.
+
+    Args:
+        optimizer: has just stepped for the first time.
+        batches: how many the script has been given so far.
+        after: called after each of its steps, with these steps.
+
+    Attributes:
+        from_loader: batches came from a loader between the last two steps.
+    """
+
+    def __init__(self, optimizer: Optimizer, batches: int, after: Callable[[OptimizerSteps], None]) -> None:
+        self.optimizer = optimizer
+        self.from_loader = False
+        self._batches, self._after = batches, after
+        self._steps = 1
+        self._modules = CalledModules(_counting, _counting_hooks)
+        self._modules.learn(optimizer, self._steps)
+        self.roots = self._modules.modules
+        """The outermost modules that own its parameters."""
+        self._own_step = vars(optimizer).get("step")
+        self._step = _followed(optimizer, self._stepped)
+        vars(optimizer)["step"] = self._step
+
+    def _stepped(self) -> None:
+        self._after(self)
+
+    def learned(self, batches: int) -> bool:
+        """Count a step; return whether what it trains is known, as far as it can be."""
+        self._steps += 1
+        self.from_loader, self._batches = batches > self._batches, batches
+        if self._modules.called or self._steps >= _LEARNING:
+            return True
+        self._modules.descend(self._steps)
+        return False
+
+    def trained(self) -> list[nn.Module]:
+        """Return the largest modules that the loop calls, if they are most of what is trained, or else the whole."""
+        called = sorted(self._modules.called_modules, key=_size, reverse=True)[:_MODULES]
+        whole = max(self.roots, key=_size)
+        return called if 2 * sum(map(_size, called)) >= _size(whole) else [whole]
+
+    def release_modules(self) -> None:
+        """Restore the modules."""
+        self._modules.release()
+
+    def release(self) -> None:
+        """Restore the modules and the optimizer."""
+        self.release_modules()
+        self._after = lambda steps: None
+        if vars(self.optimizer).get("step") is self._step:  # within another wrapper it stays
+            del self.optimizer.step
+            if self._own_step is not None:
+                vars(self.optimizer)["step"] = self._own_step
+
+
+def _followed(optimizer: Optimizer, stepped: Callable[[], None]) -> MethodType:
+    """Return the optimizer's `step` with a call after it: a bound method, as schedulers expect, with their marks."""
+    plain = optimizer.step
+
+    @functools.wraps(plain)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        stepped()
+        return result
+
+    return MethodType(step, optimizer)
+
+
+def _counting(target: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
+    """Return a module's call that counts itself, if it is made with gradients in this thread."""
+    thread = get_ident()
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += torch.is_grad_enabled() and get_ident() == thread
+        return target(*args, **kwargs)
+
+    return counting
+
+
+def _counting_hooks(calls: list[int]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return forward hooks that do the same."""
+
+    def before(module: Any, args: Any) -> None:
+        calls[0] += torch.is_grad_enabled()
+
+    return before, lambda module, args, output: None
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

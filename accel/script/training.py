@@ -1,0 +1,202 @@
+"""What the script trains, handed to `accel.optimize` as soon as it is known.
+
+    first step of an optimizer    the modules that own its parameters are marked
+    the next ones                 which of them are called, and whether batches come from a loader
+    then                          optimize(model, loader, optimizer), in the middle of the epoch
+
+Everything is decided by counting steps, so the ranks of a launch do the same at the same step.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from accel import entry
+from accel.dataio.passes.proxy import LoaderProxy
+from accel.run import ranks
+from accel.script.loaders import ScriptLoaders
+from accel.script.optimizer_steps import OptimizerSteps
+from accel.script.own_batches import UpdateBoundary
+from accel.session.session import Session
+
+_AT_ONCE = 8
+"""Models that are optimized at a time."""
+_GONE_AFTER = 200
+"""Updates without a step of a model after which it is taken to be trained no more, once another one is found."""
+
+
+class ScriptTraining:
+    """Follow the training in a script, and optimize it.
+
+    Args:
+        options: of `accel.optimize`, checked.
+        thread: the one that runs the script.
+
+    Attributes:
+        updates: steps of optimizers in that thread.
+        updates_elsewhere: those in others.
+        models: how many have been optimized.
+        has_failed: accel itself failed, and the script goes on without it.
+    """
+
+    def __init__(self, options: dict[str, Any], thread: int) -> None:
+        self.updates = self.updates_elsewhere = self.models = 0
+        self.has_failed = False
+        self.loaders = ScriptLoaders(thread)
+        self._options, self._thread = options, thread
+        self._boundary = UpdateBoundary()
+        self._learning: dict[int, OptimizerSteps] = {}
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._optimized: dict[int, _Model] = {}
+        self._hook: Any = None
+
+    def start(self) -> None:
+        """Follow loaders and optimizers from now on."""
+        self.loaders.on_new = self._follow
+        self.loaders.start()
+        self._hook = register_optimizer_step_post_hook(self._updated)
+
+    def stop(self) -> None:
+        """Restore torch and the script's objects; what has been optimized stays so."""
+        self.loaders.stop()
+        if self._hook is not None:
+            self._hook.remove()
+        for steps in list(self._learning.values()):
+            steps.release()
+        self._learning.clear()
+
+    def why_nothing(self) -> str:
+        """Say why no model was optimized, '' if one was or that was said."""
+        if self.models or self.has_failed:
+            return ""
+        if self.updates_elsewhere:
+            return f"{self.updates_elsewhere} updates ran in other threads; train in the thread that runs the script"
+        if self.updates:
+            return f"{self.updates} optimizer steps were seen, too few to learn from, or of parameters of no module"
+        return f"no step of a torch optimizer was seen ({self.loaders.delivered} batches from a DataLoader)"
+
+    # -- updates -------------------------------------------------------------------------------------------------------
+
+    def _updated(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if get_ident() != self._thread:
+            self.updates_elsewhere += 1
+            return
+        self.updates += 1
+        if optimizer in self._known or self.has_failed:
+            return
+        self._known.add(optimizer)
+        try:
+            self._meet(optimizer)
+        except Exception as error:
+            self._fail(error)
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        steps = OptimizerSteps(optimizer, self.loaders.delivered, self._stepped)
+        if any(entry.optimized(root) for root in steps.roots) or not steps.roots:
+            steps.release()  # its model's session meets it too; parameters of no module are nobody's
+            return
+        self._learning[id(optimizer)] = steps
+
+    def _stepped(self, steps: OptimizerSteps) -> None:
+        if get_ident() != self._thread or self.has_failed:
+            return
+        try:
+            if id(steps.optimizer) not in self._learning:
+                self._boundary.updated(steps.optimizer)
+            elif steps.learned(self.loaders.delivered):
+                self._optimize(steps)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.has_failed = True
+        _say(f"{type(error).__name__}: {error}; the script goes on without accel")
+
+    # -- models --------------------------------------------------------------------------------------------------------
+
+    def _optimize(self, steps: OptimizerSteps) -> None:
+        """Optimize what an optimizer trains; its loop is between two steps."""
+        del self._learning[id(steps.optimizer)]
+        models = steps.trained()
+        steps.release_modules()
+        loader = self.loaders.latest if steps.from_loader else None
+        self._undo_ended()
+        for model in models:
+            if entry.optimized(model) is None and len(self._optimized) < _AT_ONCE:
+                self._begin(model, loader, steps.optimizer)
+        if loader is not None:
+            steps.release()
+
+    def _begin(self, model: nn.Module, loader: LoaderProxy | None, optimizer: Optimizer) -> None:
+        self.models += 1
+        report = self._options["report"]
+        options = {**self._options, "report": _numbered(report, self.models)}
+        entry.optimize(model, loader or self._boundary.proxy, optimizer, **options)
+        optimized = entry.optimized(model)
+        if optimized is None:
+            return  # ACCEL=0 was set meanwhile
+        if report is None:
+            optimized.journal.whole = "run it with --report FOLDER"
+        session = optimized.session
+        follow = optimized.follow if loader is not None else lambda proxy: None
+        self._optimized[id(model)] = _Model(model, session, follow, self.updates)
+        for proxy in self.loaders.proxies:
+            follow(proxy)
+        if loader is None:
+            self._boundary.join(session.events)
+        else:
+            session.events.epoch_begins(loader)  # it has, and the session did not hear of it
+
+    def _follow(self, proxy: LoaderProxy) -> None:
+        """Let all sessions follow a new loader: one for the next epoch, say."""
+        for model in self._optimized.values():
+            model.follow(proxy)
+
+    def _undo_ended(self) -> None:
+        """Let go of models that are trained no more: those of earlier folds, say."""
+        for key, model in list(self._optimized.items()):
+            if model.has_stepped():
+                model.updates = self.updates
+            elif self.updates - model.updates >= _GONE_AFTER:
+                entry.undo(model.module)
+                del self._optimized[key]
+
+
+class _Model:
+    """A model that has been optimized.
+
+    Args:
+        module: the model.
+        session: counts its steps.
+        follow: lets the session follow a loader.
+        updates: made in all when it was last seen to be trained.
+    """
+
+    def __init__(
+        self, module: nn.Module, session: Session, follow: Callable[[LoaderProxy], None], updates: int
+    ) -> None:
+        self.module, self.follow, self.updates = module, follow, updates
+        self._session, self._steps = session, 0
+
+    def has_stepped(self) -> bool:
+        """Return whether there were steps since the last call."""
+        before, self._steps = self._steps, self._session.steps
+        return self._steps > before
+
+
+def _numbered(report: Path | None, model: int) -> Path | None:
+    """Return where the report of the n-th model goes."""
+    return report if report is None or model == 1 else report.with_name(f"{report.stem}-{model}{report.suffix}")
+
+
+def _say(line: str) -> None:
+    if ranks.leads():
+        print(f"accel: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,174 @@
+"""`accel run` on whole scripts, each in a process of its own: what they print and how they end is their own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from accel import Report, strategies
+from accel.commands.run import ALLOW
+from accel.script.after_import import after_import
+from accel.strategies import Exactness
+from tests import warm
+from tests.accel.profiled import ONE_THREAD, script
+
+QUIET = "from accel.search import controller\ncontroller._is_crowded = lambda diagnosis: False\n"
+"""Code to run first: what else runs on the machine is no reason to wait."""
+
+TRAINING = """
+if __name__ == "__main__":
+    for epoch in range(3):
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            loss = step(nn.functional.dropout(x), y)
+        print(loss.item().hex(), torch.rand(1).item())
+    with torch.no_grad():
+        print(sum(nn.functional.cross_entropy(model(x), y) for x, y in loader).item().hex())
+"""
+
+
+def accel_run(folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> CompletedProcess[str]:
+    environment = {**ONE_THREAD, **(environment or {})}
+    return warm.run(["-m", "accel", "run", *arguments], cwd=folder, environment=environment, before=QUIET)
+
+
+def test_the_exact_level_prints_the_losses_of_the_plain_script(tmp_path: Path) -> None:
+    script(tmp_path, TRAINING)
+    plain = warm.run(["train.py"], cwd=tmp_path, environment=ONE_THREAD)
+    done = accel_run(tmp_path, "--allow", "exact", "--report", "runs", "--budget", "60", "train.py")
+
+    assert done.stdout == plain.stdout
+    assert done.returncode == plain.returncode == 0
+    report = Report.load(tmp_path / "runs" / "report.json")
+    assert (report.model, report.allow, report.budget) == ("Sequential", "exact", "60s")
+    assert report.steps >= 3 * 40 - 4
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 8
+
+
+def test_arguments_exit_status_and_errors_are_the_script_s_own(tmp_path: Path) -> None:
+    script(tmp_path, "step(*next(iter(loader)))\nprint(sys.argv[1:], __name__)\nsys.exit(3)")
+    done = accel_run(tmp_path, "train.py", "--", "--lr", "3", "--allow", "x")
+    assert done.stdout == "['--lr', '3', '--allow', 'x'] __main__\n"
+    assert done.returncode == 3
+
+    script(tmp_path, "raise KeyError('gone')")
+    done = accel_run(tmp_path, "train.py")
+    assert done.returncode == 1
+    assert "KeyError: 'gone'" in done.stderr and "commands/" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("print(model)", "no step of a torch optimizer was seen (0 batches from a DataLoader)"),
+        ("step(*next(iter(loader)))", "1 optimizer steps were seen, too few"),
+    ],
+)
+def test_what_could_not_be_made_faster_is_said_in_a_sentence(tmp_path: Path, body: str, sentence: str) -> None:
+    script(tmp_path, body)
+    done = accel_run(tmp_path, "train.py")
+    assert done.returncode == 0
+    assert done.stderr.startswith(f"accel: nothing was made faster: {sentence}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_switched_off_it_runs_the_script_and_says_nothing(tmp_path: Path) -> None:
+    script(tmp_path, "print(DataLoader.__iter__.__qualname__)" + TRAINING)
+    done = accel_run(tmp_path, "train.py", environment={"ACCEL": "0"})
+    assert done.stdout.startswith("DataLoader.__iter__\n")
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+def test_nothing_is_patched_in_spawned_workers(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        class Look(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+
+            def __getitem__(self, index):
+                return hasattr(DataLoader.__iter__, "__wrapped__")
+
+        if __name__ == "__main__":
+            spawned = DataLoader(Look(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
+            print(hasattr(DataLoader.__iter__, "__wrapped__"), next(iter(spawned)).any().item())
+        """,
+    )
+    assert accel_run(tmp_path, "train.py").stdout == "True False\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gone.py"], "SCRIPT must be a Python file, got 'gone.py'"),
+        (
+            ["--allow", "fast", "train.py"],
+            "--allow must be one of 'exact', 'reordered', 'reduced', 'lossy', got 'fast'",
+        ),
+        (["--budget", "much", "train.py"], "budget must be a time or a share, got 'much'"),
+        (["--report", "no/where", "train.py"], "--report must lie in a directory that exists"),
+        (["--report", "train.py", "train.py"], "--report must be a folder, a .json or a .html file"),
+        (["--disable", "tf23", "train.py"], "--disable names an unknown strategy 'tf23'; did you mean 'tf32'?"),
+        (["--enable", "tf32", "--disable", "tf32", "train.py"], "--enable and --disable must differ, both have tf32"),
+    ],
+)
+def test_bad_input_is_one_sentence_before_the_script_runs(tmp_path: Path, arguments: list[str], message: str) -> None:
+    script(tmp_path, "print('ran')")
+    done = accel_run(tmp_path, *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+
+
+def test_the_levels_are_those_of_the_strategies() -> None:
+    assert tuple(level.word for level in Exactness) == ALLOW
+    assert strategies.names()
+
+
+def test_ranks_follow_their_models_at_the_same_step(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        torch.distributed.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(model)
+        for epoch in range(2):
+            for x, y in loader:
+                loss = step(x, y)
+        print(loss.item().hex())
+        torch.distributed.destroy_process_group()
+        """,
+    )
+    command = ["-m", "accel", "run", "--allow", "exact", "--report", "report.json", "train.py"]
+    ranks = warm.run_ranks(2, command, cwd=tmp_path, before=QUIET)
+    plain = warm.run_ranks(2, ["train.py"], cwd=tmp_path)
+
+    assert [done.returncode for done in ranks] == [0, 0]
+    assert [done.stdout for done in ranks] == [done.stdout for done in plain]
+    assert ranks[1].stderr == ""
+    assert "accel stopped" not in ranks[0].stderr
+    report = Report.load(tmp_path / "report.json")
+    assert (report.model, report.machine.world_size) == ("DistributedDataParallel", 2)
+    assert report.steps >= 76
+
+
+def test_what_waits_for_an_import_is_done_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "waited_for.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[int] = []
+    after_import("waited_for", lambda: seen.append(sys.modules["waited_for"].value))
+    import json as another  # noqa: F401
+
+    assert seen == []
+    import waited_for  # type: ignore[import-not-found]
+
+    assert seen == [1] and waited_for.value == 1
+    assert type(waited_for.__loader__).__name__ == "SourceFileLoader"
+    assert "exec_module" not in vars(waited_for.__loader__)
+    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "accel.script.after_import"]
+    after_import("waited_for", lambda: seen.append(2))
+    assert seen == [1, 2]
+    del sys.modules["waited_for"]

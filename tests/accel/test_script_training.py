@@ -1,0 +1,333 @@
+"""What a script trains is found while it runs: models, loaders and optimizers of all kinds of loops."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import accel
+from accel import entry
+from accel.script.training import ScriptTraining
+from tests.accel.loops import Net, Quick, Samples, assert_same, everything, loss_of, make, make_loader
+
+OPTIONS = {"allow": "exact", "budget": "60s", "report": None, "enable": (), "disable": ()}
+
+
+@pytest.fixture
+def training(only_quick: None) -> Iterator[ScriptTraining]:
+    followed = ScriptTraining(dict(OPTIONS), threading.get_ident())
+    followed.start()
+    yield followed
+    followed.stop()
+
+
+def step(model: Any, optimizer: Any, x: Tensor, target: Tensor) -> None:
+    optimizer.zero_grad()
+    loss_of(model(x), target).backward()
+    optimizer.step()
+
+
+def epochs(model: Any, loader: Any, optimizer: Any, count: int) -> None:
+    for _ in range(count):
+        for x, target in loader:
+            step(model, optimizer, x, target)
+
+
+def steps_of(model: nn.Module) -> int:
+    return accel.explain(model).steps
+
+
+def test_a_loop_over_a_loader_is_optimized_in_the_middle_of_its_first_epoch(training: ScriptTraining) -> None:
+    model, loader, optimizer = make()
+    epochs(model, loader, optimizer, 1)
+    assert 8 <= steps_of(model) <= 11  # of 13: the first two are needed to learn
+    epochs(model, loader, optimizer, 12)
+    report = accel.explain(model)
+    assert report.state == "done" and report.plan == {"quick": None}
+    assert steps_of(model) >= 13 * 13 - 4
+    assert type(model) is Net and type(loader) is DataLoader and "step" not in vars(optimizer)
+
+
+def test_the_bits_are_those_of_the_plain_script(only_quick: None) -> None:
+    def run() -> dict[str, Tensor]:
+        model, loader, optimizer = make()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4)
+        for _ in range(8):
+            epochs(model, loader, optimizer, 1)
+            scheduler.step()
+            with torch.no_grad():
+                for x, _ in loader:
+                    model(x)
+        return everything(model, optimizer)
+
+    plain = run()
+    training = ScriptTraining(dict(OPTIONS), threading.get_ident())
+    training.start()
+    followed = run()
+    training.stop()
+    assert training.models == 1
+    assert_same(followed, plain)
+
+
+def test_a_loop_that_makes_its_own_batches_ends_its_steps_where_the_optimizer_steps(training: ScriptTraining) -> None:
+    def train(count: int) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        model, _, optimizer = make()
+        for _ in range(count):
+            step(model, optimizer, torch.randn(8, 6), torch.randint(9, (8,)))
+        models.append(model)
+        return everything(model, optimizer)
+
+    models: list[nn.Module] = []
+    followed = train(300)
+    report = accel.explain(models[0])
+    assert report.steps >= 290
+    assert report.state == "done" and report.plan == {"quick": None}
+    training.stop()
+    Quick.on = False
+    assert_same(followed, train(300))
+
+
+def test_loops_that_keep_the_batches_of_a_loader_count_as_their_own(training: ScriptTraining) -> None:
+    model, loader, optimizer = make()
+    batches = list(loader)
+    for x, target in batches * 2:
+        step(model, optimizer, x, target)
+    assert steps_of(model) >= 20
+
+
+@pytest.mark.parametrize("has_loader", [True, False])
+def test_both_models_of_a_gan_are_found(training: ScriptTraining, has_loader: bool) -> None:
+    generator, discriminator = nn.Linear(6, 6), nn.Linear(6, 1)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (discriminator, generator)]
+    loader = make_loader() if has_loader else [(torch.randn(8, 6), None)] * 13
+    for _ in range(3):
+        for x, _ in loader:
+            fake = generator(torch.randn_like(x))
+            for optimizer, loss in zip(
+                optimizers,
+                (
+                    lambda x=x, fake=fake: discriminator(x).mean() - discriminator(fake.detach()).mean(),
+                    lambda fake=fake: discriminator(fake).mean(),
+                ),
+                strict=True,
+            ):
+                optimizer.zero_grad()
+                loss().backward()
+                optimizer.step()
+    assert training.models == 2
+    assert min(steps_of(generator), steps_of(discriminator)) >= 30
+
+
+def test_a_loader_that_is_made_anew_for_each_epoch_goes_on(training: ScriptTraining) -> None:
+    model, _, optimizer = make()
+    for _ in range(20):
+        epochs(model, make_loader(), optimizer, 1)
+    assert steps_of(model) >= 20 * 13 - 24
+    assert len(training.loaders.proxies) <= 8
+
+
+def test_a_loader_that_is_validated_on_with_gradients_is_not_taken_for_the_one_trained_on(
+    training: ScriptTraining,
+) -> None:
+    model, loader, optimizer = make()
+    checked = make_loader(Samples(24))
+    for _ in range(4):
+        epochs(model, loader, optimizer, 1)
+        for x, _ in checked:
+            model(x)
+    session = entry._optimized[model].session
+    assert session.run.loader is loader
+    assert session.steps >= 4 * 13 - 6
+
+
+def test_an_evaluation_is_left_alone(training: ScriptTraining) -> None:
+    loader = make_loader()
+    with torch.no_grad():
+        iterator = iter(loader)
+    assert type(iterator) is type(DataLoader.__iter__.__wrapped__(loader))
+    assert training.loaders.proxies == []
+
+
+class Twice(DataLoader[Any]):
+    """Yields each batch twice, so its batches are not those of `DataLoader.__iter__`."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+
+def test_a_loader_with_an_iterator_of_its_own_is_left_alone_and_its_model_is_not(training: ScriptTraining) -> None:
+    model, _, optimizer = make()
+    epochs(model, Twice(Samples(), batch_size=8), optimizer, 2)
+    assert training.loaders.proxies == []
+    assert steps_of(model) >= 48
+
+
+class Shifted(DataLoader[Any]):
+    """A subclass that iterates as torch does, like those of PyTorch Geometric."""
+
+
+def test_a_loader_of_a_subclass_is_followed(training: ScriptTraining) -> None:
+    model, _, optimizer = make()
+    loader = Shifted(Samples(), batch_size=8)
+    epochs(model, loader, optimizer, 2)
+    assert entry._optimized[model].session.run.loader is loader
+
+
+def test_batches_taken_by_another_thread_say_nothing_of_the_training(training: ScriptTraining) -> None:
+    model, loader, optimizer = make()
+    iterator = iter(loader)
+    for _ in range(13):
+        taken: list[Any] = []
+        thread = threading.Thread(target=lambda into=taken: into.append(next(iterator)))
+        thread.start()
+        thread.join()
+        step(model, optimizer, *taken[0])
+    assert training.loaders.delivered == 0
+    assert steps_of(model) >= 9  # its steps end where the optimizer steps
+
+
+def test_what_the_script_gets_from_iter_answers_as_torch_s_iterator(training: ScriptTraining) -> None:
+    loader = make_loader()
+    iterator = iter(loader)
+    assert len(iterator) == 13
+    assert iterator._num_workers == 0
+    assert iter(iterator) is iterator
+    assert not hasattr(iterator, "__array__")
+    assert pickle.loads(pickle.dumps(loader)).batch_size == copy.copy(loader).batch_size == 8
+
+
+class Parts(nn.Module):
+    """A module that is never called: its loop calls a part of it, or a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.other = Net(), nn.Linear(2, 2)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.net.inner.weight)
+
+
+def test_a_part_that_is_called_in_place_of_the_whole_is_optimized(training: ScriptTraining) -> None:
+    model = Parts()
+    epochs(model.net, make_loader(), torch.optim.SGD(model.parameters(), lr=0.01), 2)
+    assert entry.optimized(model) is None
+    assert steps_of(model.net) >= 20
+
+
+def test_of_a_module_that_is_never_called_loader_and_optimizer_remain(
+    training: ScriptTraining, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Parts()
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.01), make_loader()
+    for _ in range(4):
+        for x, target in loader:
+            optimizer.zero_grad()
+            loss_of(model.loss(x), target).backward()
+            optimizer.step()
+    assert steps_of(model) >= 20
+    assert "the training steps call neither Parts nor a part of it" in capsys.readouterr().err
+
+
+def test_an_optimizer_made_later_for_a_model_that_is_known_is_left_to_its_session(training: ScriptTraining) -> None:
+    model, loader, optimizer = make()
+    epochs(model, loader, optimizer, 1)
+    later = torch.optim.Adam(model.parameters(), lr=1e-3)
+    epochs(model, loader, later, 1)
+    assert training.models == 1
+    assert entry._optimized[model].session.run.optimizers == [optimizer, later]
+
+
+def test_models_of_earlier_folds_are_let_go(training: ScriptTraining) -> None:
+    folds = [make(seed) for seed in range(4)]
+    for model, loader, optimizer in folds:
+        epochs(model, loader, optimizer, 20)
+    assert [entry.optimized(model) is not None for model, *_ in folds] == [False, False, True, True]
+
+
+def test_a_script_that_calls_optimize_itself_is_left_to_it(training: ScriptTraining) -> None:
+    model, loader, optimizer = accel.optimize(*make(), budget=60)
+    epochs(model, loader, optimizer, 2)
+    assert training.models == 0
+    assert steps_of(model) >= 23
+
+
+def test_each_model_s_report_has_a_place(training: ScriptTraining, tmp_path: Any) -> None:
+    training._options["report"] = tmp_path / "runs"
+    for seed in range(2):
+        epochs(*make(seed), 1)
+    entry._at_exit()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "runs-2"]
+    assert accel.Report.load(tmp_path / "runs-2" / "report.json").steps >= 8
+
+
+@pytest.mark.parametrize("place", ["optimize", "learn"])
+def test_a_failure_of_accel_s_own_ends_accel_and_not_the_script(
+    training: ScriptTraining, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(*{"optimize": (entry, "optimize"), "learn": (training, "_meet")}[place], broken)
+    model, loader, optimizer = make()
+    epochs(model, loader, optimizer, 2)
+    assert capsys.readouterr().err == "accel: RuntimeError: broken; the script goes on without accel\n"
+    assert entry.optimized(model) is None
+    assert training.why_nothing() == ""
+
+
+def test_everything_is_restored_when_the_script_has_ended(only_quick: None) -> None:
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+    before = DataLoader.__iter__, dict(hooks)
+    training = ScriptTraining(dict(OPTIONS), threading.get_ident())
+    training.start()
+    model, loader, optimizer = make()
+    step(model, optimizer, *next(iter(loader)))
+    training.stop()
+    assert (DataLoader.__iter__, dict(hooks)) == before
+    assert "step" not in vars(optimizer) and "_compiled_call_impl" not in vars(model)
+    assert training.why_nothing().startswith("1 optimizer steps were seen, too few")
+
+
+def test_a_scheduler_made_after_the_first_step_finds_the_optimizer_s_step(training: ScriptTraining) -> None:
+    model, loader, optimizer = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, optimizer, *next(iter(loader)))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        epochs(model, loader, optimizer, 1)
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.025
+    assert steps_of(model) >= 8
+
+
+@pytest.mark.parametrize(
+    ("train", "why"),
+    [
+        (lambda: None, "no step of a torch optimizer was seen (0 batches from a DataLoader)"),
+        (lambda: list(make_loader()), "no step of a torch optimizer was seen (13 batches from a DataLoader)"),
+    ],
+)
+def test_a_script_that_trains_nothing_is_told(training: ScriptTraining, train: Callable[[], Any], why: str) -> None:
+    train()
+    assert training.why_nothing() == why
+
+
+def test_training_in_another_thread_is_told(training: ScriptTraining) -> None:
+    thread = threading.Thread(target=lambda: epochs(*make(), 1))
+    thread.start()
+    thread.join()
+    assert training.models == 0
+    assert training.why_nothing() == "13 updates ran in other threads; train in the thread that runs the script"
