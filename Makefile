@@ -16,17 +16,20 @@ endif
 workers = $(shell $(run) -c 'import xdist' 2>/dev/null && echo "-n auto --dist worksteal")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint bench gpu versions clean
+.PHONY: help demo test integrations slow lint bench gpu versions clean
 
 help: ## print this table
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'PYTHON=...     use this interpreter as it is: no .venv, nothing installed'
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo 'PYTHON=...         use this interpreter as it is: no .venv, nothing installed'
 
 demo: $(ready) ## speed up a training loop on this machine and show the report
 	$(run) -m benchmarks.demo
 
 test: $(ready) ## the tests that need neither a GPU nor patience
-	$(run) -m pytest -q -m "not slow and not gpu" $(workers)
+	$(run) -m pytest -q -m "not slow and not gpu and not integration" $(workers)
+
+integrations: $(ready) ## the tests that train under frameworks: transformers, Lightning, Accelerate
+	$(run) -m pytest -q -m integration
 
 slow: $(ready) ## the slow suites: several processes, shaped networks, long runs
 	$(run) -m pytest -m slow

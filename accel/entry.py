@@ -173,7 +173,7 @@ def optimize(
         return arguments
     optimizer_if_passed = None if isinstance(optimizer, _LeftOut) else optimizer
     _check_objects(model, loader, optimizer_if_passed)
-    settings = _check_settings(model, allow, enable, disable, plan, budget, report)
+    settings = check_settings(model, allow, enable, disable, plan, budget, report)
     proxy = loader if is_proxy(loader) else _proxy_of(loader)
 
     optimized = _optimized.get(model)
@@ -183,9 +183,10 @@ def optimize(
     return model, proxy, *arguments[2:]
 
 
-def _check_settings(
+def check_settings(
     model: nn.Module, allow: Any, enable: Any, disable: Any, plan: Any, budget: Any, report: Any
 ) -> OptimizeSettings:
+    """Return checked arguments of `optimize`; raises InvalidArgument for one that is wrong."""
     level = _check_allow(allow)
     enabled, disabled = strategies.check_names("enable", enable), strategies.check_names("disable", disable)
     if enabled & disabled:

@@ -33,7 +33,11 @@ settings.register_profile("accel", settings(deadline=None))
 settings.load_profile("accel")
 
 # Marker → what to type for the tests that carry it.
-_RUN_WITH = {"gpu": "pytest -m gpu, on a machine with a CUDA device", "slow": "make slow"}
+_RUN_WITH = {
+    "gpu": "pytest -m gpu, on a machine with a CUDA device",
+    "slow": "make slow",
+    "integration": "make integrations",
+}
 
 _left_out: Counter[str] = Counter()
 

@@ -110,7 +110,7 @@ class RunJob(ScriptJob):
         try:
             from accel.script.training import ScriptTraining
 
-            self._training = ScriptTraining(self._options, self._thread)
+            self._training = ScriptTraining(self._options, self._thread, whole="run it with --report FOLDER")
             self._training.start()
         except Exception as fault:
             click.echo(f"accel: {type(fault).__name__}: {fault}; the script goes on without accel", err=True)

@@ -171,6 +171,14 @@ class Report(ReportHead):
             )
         return report
 
+    def _repr_html_(self) -> str:
+        """Show the page in a notebook, in a frame of its own: its styles are not the notebook's."""
+        from html import escape
+
+        from accel.report.rendering import as_page
+
+        return f'<iframe srcdoc="{escape(as_page(self))}" style="width: 100%; height: 40em; border: 0"></iframe>'
+
     def __str__(self) -> str:
         from accel.report.rendering import as_text
 

@@ -39,6 +39,7 @@ class ScriptTraining:
     Args:
         options: of `accel.optimize`, checked.
         thread: the one that runs the script.
+        whole: how to see the whole report, where it goes to no file.
 
     Attributes:
         updates: steps of optimizers in that thread.
@@ -47,11 +48,11 @@ class ScriptTraining:
         has_failed: accel itself failed, and the script goes on without it.
     """
 
-    def __init__(self, options: dict[str, Any], thread: int) -> None:
+    def __init__(self, options: dict[str, Any], thread: int, whole: str) -> None:
         self.updates = self.updates_elsewhere = self.models = 0
         self.has_failed = False
         self.loaders = ScriptLoaders(thread)
-        self._options, self._thread = options, thread
+        self._options, self._thread, self._whole = options, thread, whole
         self._boundary = UpdateBoundary()
         self._learning: dict[int, OptimizerSteps] = {}
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -72,6 +73,11 @@ class ScriptTraining:
         for steps in list(self._learning.values()):
             steps.release()
         self._learning.clear()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The models that are optimized, the first one first."""
+        return [model.module for model in self._optimized.values()]
 
     def why_nothing(self) -> str:
         """Say why no model was optimized, '' if one was or that was said."""
@@ -144,7 +150,7 @@ class ScriptTraining:
         if optimized is None:
             return  # ACCEL=0 was set meanwhile
         if report is None:
-            optimized.journal.whole = "run it with --report FOLDER"
+            optimized.journal.whole = self._whole
         session = optimized.session
         follow = optimized.follow if loader is not None else lambda proxy: None
         self._optimized[id(model)] = _Model(model, session, follow, self.updates)

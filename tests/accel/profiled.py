@@ -46,8 +46,8 @@ def script(folder: Path, body: str) -> Path:
     return target
 
 
-def accel_profile(folder: Path, *arguments: str) -> CompletedProcess[str]:
-    return warm.run(["-m", "accel", "profile", *arguments], cwd=folder, environment=ONE_THREAD, before=QUIET)
+def accel_profile(folder: Path, *arguments: str, before: str = "") -> CompletedProcess[str]:
+    return warm.run(["-m", "accel", "profile", *arguments], cwd=folder, environment=ONE_THREAD, before=QUIET + before)
 
 
 def profile_ranks(folder: Path, count: int, *arguments: str) -> list[CompletedProcess[str]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from accel.profiler import report as schema
+from tests.accel.frameworks import LET_TORCHVISION_IMPORT, need
 from tests.accel.profiled import accel_profile
 
 LIGHTNING = """
@@ -81,16 +81,15 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("framework", "body"),
     [("lightning", LIGHTNING), ("transformers", TRAINER)],
 )
 def test_a_framework_s_loop_is_seen_whole(framework: str, body: str, tmp_path: Path) -> None:
-    for needed in (framework, *(("accelerate",) if framework == "transformers" else ())):
-        if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"needs {needed}, which is not installed")
+    need(framework)
     (tmp_path / "train.py").write_text(textwrap.dedent(body))
-    done = accel_profile(tmp_path, "train.py")
+    done = accel_profile(tmp_path, "train.py", before=LET_TORCHVISION_IMPORT)
 
     assert done.returncode == 0, done.stderr
     found = schema.from_json((tmp_path / "accel-profile.json").read_text())

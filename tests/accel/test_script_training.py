@@ -25,7 +25,7 @@ OPTIONS = {"allow": "exact", "budget": "60s", "report": None, "enable": (), "dis
 
 @pytest.fixture
 def training(only_quick: None) -> Iterator[ScriptTraining]:
-    followed = ScriptTraining(dict(OPTIONS), threading.get_ident())
+    followed = ScriptTraining(dict(OPTIONS), threading.get_ident(), whole="")
     followed.start()
     yield followed
     followed.stop()
@@ -71,7 +71,7 @@ def test_the_bits_are_those_of_the_plain_script(only_quick: None) -> None:
         return everything(model, optimizer)
 
     plain = run()
-    training = ScriptTraining(dict(OPTIONS), threading.get_ident())
+    training = ScriptTraining(dict(OPTIONS), threading.get_ident(), whole="")
     training.start()
     followed = run()
     training.stop()
@@ -291,7 +291,7 @@ def test_a_failure_of_accel_s_own_ends_accel_and_not_the_script(
 def test_everything_is_restored_when_the_script_has_ended(only_quick: None) -> None:
     hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
     before = DataLoader.__iter__, dict(hooks)
-    training = ScriptTraining(dict(OPTIONS), threading.get_ident())
+    training = ScriptTraining(dict(OPTIONS), threading.get_ident(), whole="")
     training.start()
     model, loader, optimizer = make()
     step(model, optimizer, *next(iter(loader)))

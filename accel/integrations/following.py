@@ -1,0 +1,63 @@
+"""`accel.optimize` on what a framework trains, between the begin and the end of its training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from threading import get_ident
+
+from torch import nn
+
+from accel import entry
+from accel.report import Report
+from accel.script.training import ScriptTraining
+
+
+class Following:
+    """Find the model, the optimizer and the loader that a framework trains, and optimize them.
+
+    Args:
+        allow: how far the numbers may move, as for `accel.optimize`.
+        budget: what the search may cost: seconds (60), "90s", "2m", or a share of the run ("10%").
+        enable: names of strategies to try although they are opt-in or beyond `allow`.
+        disable: names of strategies not to try.
+        report: where the report goes: a `.json` or `.html` file, or a folder.
+
+    Raises:
+        InvalidArgument: if an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        allow: str,
+        budget: float | str,
+        enable: Iterable[str],
+        disable: Iterable[str],
+        report: str | os.PathLike[str] | None,
+    ) -> None:
+        enable, disable = tuple(enable), tuple(disable)
+        entry.check_settings(nn.Identity(), allow, enable, disable, None, budget, report)
+        self._options = {
+            **{"allow": allow, "budget": budget, "enable": enable, "disable": disable},
+            "report": None if report is None else Path(report).absolute(),
+        }
+        self._training: ScriptTraining | None = None
+
+    def begin(self) -> None:
+        """Follow the training of this thread from now on; does nothing where ACCEL=0."""
+        self.end()
+        if os.environ.get("ACCEL") != "0":
+            self._training = ScriptTraining(self._options, get_ident(), whole="print(callback.report)")
+            self._training.start()
+
+    def end(self) -> None:
+        """Restore torch; what has been optimized stays so, and may be trained further."""
+        if self._training is not None:
+            self._training.stop()
+
+    @property
+    def report(self) -> Report | None:
+        """The report of the model that was optimized first, None before that."""
+        modules = [] if self._training is None else self._training.modules
+        return entry.explain(modules[0]) if modules else None

@@ -1,0 +1,65 @@
+"""A callback for the Trainer of Lightning."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from lightning import Callback
+
+from accel.integrations.following import Following
+from accel.integrations.trackers import log_report
+from accel.report import Report
+
+
+class LightningCallback(Callback):
+    """Let a Trainer train with `accel.optimize`; the figures go to its loggers when the training ends.
+
+    Args:
+        allow: how far the numbers may move, as for `accel.optimize`: "exact", "reordered" (default), "reduced",
+            "lossy".
+        budget: what the search may cost: seconds (60), "90s", "2m", or a share of the run ("10%", default).
+        enable: names of strategies to try although they are opt-in or beyond `allow`.
+        disable: names of strategies not to try.
+        report: where the report goes: a `.json` or `.html` file, or a folder.
+
+    Raises:
+        InvalidArgument: if an argument is wrong.
+
+    Example:
+        >>> callback = LightningCallback()
+        >>> lightning.Trainer(callbacks=[callback]).fit(model, loader)
+        >>> print(callback.report)
+    """
+
+    def __init__(
+        self,
+        *,
+        allow: str = "reordered",
+        budget: float | str = "10%",
+        enable: Iterable[str] = (),
+        disable: Iterable[str] = (),
+        report: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._following = Following(allow, budget, enable, disable, report)
+
+    @property
+    def report(self) -> Report | None:
+        """The report so far, None before the first steps."""
+        return self._following.report
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Follow the training, before its loaders are asked for an iterator."""
+        self._following.begin()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Restore torch, and log the figures."""
+        self._following.end()
+        if self.report is not None and trainer.is_global_zero:
+            for logger in trainer.loggers:
+                log_report(self.report, logger, trainer.global_step)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Restore torch."""
+        self._following.end()

@@ -1,0 +1,59 @@
+"""The figures of a report for TensorBoard, Weights & Biases, MLflow and the loggers of Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel.errors import InvalidArgument
+from accel.report import Report
+
+
+def metrics(report: Report) -> dict[str, float]:
+    """Return the figures of a report by name; what is not known is left out.
+
+    `accel/speedup` with `_low` and `_high`, the ends of its 95 % interval; `accel/plain_ms` and `accel/accel_ms`, a
+    step's; `accel/search_s`; `accel/gain/NAME` of each strategy that had a trial.
+
+    Args:
+        report: of `accel.explain`.
+
+    Example:
+        >>> metrics(accel.explain(model))["accel/speedup"]
+        1.31
+    """
+    names = ("speedup", "speedup_low", "speedup_high", "plain_ms", "accel_ms", "search_s")
+    figures = {f"accel/{name}": getattr(report, name) for name in names}
+    figures.update({f"accel/gain/{row.name}": row.gain for row in report.rows})
+    return {name: float(value) for name, value in figures.items() if value is not None}
+
+
+def log_report(report: Report, to: Any, step: int | None = None) -> None:
+    """Log the figures of a report, and its verdict where the tracker takes text.
+
+    Args:
+        report: of `accel.explain`.
+        to: TensorBoard's `SummaryWriter` (or what has its `add_scalar`), MLflow or a logger of Lightning
+            (`log_metrics`), or a run of Weights & Biases (`log`).
+        step: at which to log them; default: the steps that the report has seen.
+
+    Raises:
+        InvalidArgument: if `to` has none of these methods.
+
+    Example:
+        >>> log_report(accel.explain(model), SummaryWriter())
+    """
+    step = report.steps if step is None else step
+    if hasattr(to, "add_scalar"):
+        for name, value in metrics(report).items():
+            to.add_scalar(name, value, step)
+        if hasattr(to, "add_text"):
+            to.add_text("accel/verdict", report.verdict(), step)
+    elif hasattr(to, "log_metrics"):
+        to.log_metrics(metrics(report), step=step)
+    elif hasattr(to, "log"):
+        to.log({**metrics(report), "accel/verdict": report.verdict()}, step=step)
+    else:
+        raise InvalidArgument(
+            "to must have add_scalar (TensorBoard), log_metrics (MLflow, Lightning) or log (W&B), "
+            f"got {type(to).__name__}"
+        )

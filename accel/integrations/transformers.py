@@ -1,0 +1,60 @@
+"""A callback for the Trainer of Hugging Face transformers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import TrainerCallback
+
+from accel.integrations.following import Following
+from accel.report import Report
+
+
+class TransformersCallback(TrainerCallback):
+    """Let a Trainer train with `accel.optimize`.
+
+    The Trainer's loop, model, optimizer and checkpoints stay as they are. Its loader is one of accelerate's, which
+    fetches as ever; strategies for models and optimizers are tried.
+
+    Args:
+        allow: how far the numbers may move, as for `accel.optimize`: "exact", "reordered" (default), "reduced",
+            "lossy".
+        budget: what the search may cost: seconds (60), "90s", "2m", or a share of the run ("10%", default).
+        enable: names of strategies to try although they are opt-in or beyond `allow`.
+        disable: names of strategies not to try.
+        report: where the report goes: a `.json` or `.html` file, or a folder.
+
+    Raises:
+        InvalidArgument: if an argument is wrong.
+
+    Example:
+        >>> callback = TransformersCallback(allow="reduced")
+        >>> Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+        >>> print(callback.report)
+    """
+
+    def __init__(
+        self,
+        *,
+        allow: str = "reordered",
+        budget: float | str = "10%",
+        enable: Iterable[str] = (),
+        disable: Iterable[str] = (),
+        report: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._following = Following(allow, budget, enable, disable, report)
+
+    @property
+    def report(self) -> Report | None:
+        """The report so far, None before the first steps."""
+        return self._following.report
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Follow the training."""
+        self._following.begin()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Restore torch."""
+        self._following.end()

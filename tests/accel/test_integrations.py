@@ -1,0 +1,239 @@
+"""Frameworks that own the loop train under a callback, and trackers get the figures."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel.errors import InvalidArgument
+from accel.integrations.following import Following
+from accel.integrations.trackers import log_report, metrics
+from accel.report import Report, StrategyRow
+from tests import warm
+from tests.accel.frameworks import LET_TORCHVISION_IMPORT, need
+
+OPTIONS: dict[str, Any] = {"allow": "exact", "budget": 60, "enable": (), "disable": (), "report": None}
+
+
+def report() -> Report:
+    words = {"summary": "", "treats": (), "exactness": "exact"}
+    rows = [
+        StrategyRow(name="allocator", status="kept", gain=1.2, **words),
+        StrategyRow(name="tf32", status="not applicable", **words),
+    ]
+    return Report(
+        model="Net",
+        speedup=1.2,
+        speedup_low=1.1,
+        speedup_high=1.3,
+        plain_ms=12.0,
+        accel_ms=10.0,
+        rows=rows,
+        plan={"allocator": None},
+    )
+
+
+def test_figures_have_names_and_unknown_ones_are_left_out() -> None:
+    figures = metrics(report())
+    assert figures["accel/speedup"] == 1.2
+    assert figures["accel/gain/allocator"] == 1.2
+    assert "accel/gain/tf32" not in figures
+    assert metrics(Report()).keys() == {"accel/search_s"}
+
+
+class Calls:
+    """Has one method, and notes its calls."""
+
+    def __init__(self, *names: str) -> None:
+        self.made: list[tuple[str, tuple[Any, ...], Any]] = []
+        for name in names:
+            setattr(self, name, lambda *args, _name=name, step=None: self.made.append((_name, args, step)))
+
+
+def test_each_tracker_is_called_as_it_wants() -> None:
+    board, mlflow, wandb = Calls("add_scalar", "add_text"), Calls("log_metrics"), Calls("log")
+    for tracker in (board, mlflow, wandb):
+        log_report(report(), tracker, 7)
+    assert ("add_scalar", ("accel/speedup", 1.2, 7), None) in board.made
+    assert [name for name, _, _ in board.made].count("add_text") == 1
+    assert mlflow.made == [("log_metrics", (metrics(report()),), 7)]
+    ((name, (logged,), step),) = wandb.made
+    assert (name, step) == ("log", 7)
+    assert logged["accel/verdict"].startswith("1.20x")
+    with pytest.raises(InvalidArgument, match=r"add_scalar .* got object"):
+        log_report(report(), object())
+
+
+def test_a_notebook_shows_the_page_in_a_frame() -> None:
+    html = report()._repr_html_()
+    assert html.startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
+    assert html.count('"') == 4  # the page's own are escaped
+
+
+def test_options_are_checked_when_the_callback_is_made() -> None:
+    with pytest.raises(InvalidArgument, match="allow must be one of"):
+        Following(**{**OPTIONS, "allow": "anything"})
+    with pytest.raises(InvalidArgument, match="enable"):
+        Following(**{**OPTIONS, "enable": ["no such strategy"]})
+
+
+def test_what_is_trained_between_begin_and_end_is_optimized_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(follow: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        data = TensorDataset(torch.randn(256, 8), torch.randint(0, 2, (256,)))
+        model, loader = nn.Linear(8, 2), DataLoader(data, 8, shuffle=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        following = Following(**OPTIONS)
+        assert following.report is None
+        if follow:
+            following.begin()
+        for _ in range(3):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        following.end()
+        assert (following.report is not None) == follow
+        if follow:
+            found = following.report
+            assert found is not None and found.steps > 50
+        return [p.detach().clone() for p in model.parameters()]
+
+    iterate = DataLoader.__iter__
+    plain = train(False)
+    assert all(map(torch.equal, plain, train(True)))
+    assert DataLoader.__iter__ is iterate
+    monkeypatch.setenv("ACCEL", "0")
+    following = Following(**OPTIONS)
+    following.begin()
+    assert DataLoader.__iter__ is iterate
+
+
+TRAINER = """
+import sys
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from accel.integrations.transformers import TransformersCallback
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
+
+    def forward(self, x, labels=None):
+        logits = self.net(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1280
+    def __getitem__(self, index):
+        return {"x": torch.full((32,), index / 1280), "labels": index % 2}
+
+torch.manual_seed(0)
+arguments = TrainingArguments(
+    output_dir="out", per_device_train_batch_size=8, num_train_epochs=1, report_to=[], save_strategy="no",
+    disable_tqdm=True, use_cpu=True,
+)
+callback = TransformersCallback(allow="exact", budget=60)
+model = Net()
+Trainer(model=model, args=arguments, train_dataset=Data(), callbacks=[callback] if sys.argv[1] == "1" else []).train()
+print("weights", sum(p.double().sum().item() for p in model.parameters()))
+if callback.report:
+    print("steps", callback.report.steps, file=sys.stderr)
+"""
+
+LIGHTNING = """
+import sys
+import lightning
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch.loggers import CSVLogger
+from accel.integrations.lightning import LightningCallback
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def validation_step(self, batch, index):
+        x, y = batch
+        self.log("val", nn.functional.cross_entropy(self.net(x), y))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def data(size):
+    return DataLoader(TensorDataset(torch.randn(size, 32), torch.arange(size) % 2), batch_size=8, shuffle=True)
+
+torch.manual_seed(0)
+callback = LightningCallback(allow="exact", budget=60)
+trainer = lightning.Trainer(
+    max_epochs=2, accelerator="cpu", devices=1, logger=CSVLogger("logs"), enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False, callbacks=[callback] if sys.argv[1] == "1" else [],
+)
+model = Net()
+trainer.fit(model, data(640), data(32))
+print("weights", sum(p.double().sum().item() for p in model.parameters()))
+if callback.report:
+    print("steps", callback.report.steps, file=sys.stderr)
+"""
+
+ACCELERATE = """
+import sys
+import torch
+import accel
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True)
+net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.randn(640, 32), torch.arange(640) % 2), batch_size=8, shuffle=True)
+model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+if sys.argv[1] == "1":
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="exact", budget=60)
+for epoch in range(2):
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+print("weights", sum(p.double().sum().item() for p in model.parameters()))
+if sys.argv[1] == "1":
+    print("steps", accel.explain(model).steps, file=sys.stderr)
+"""
+
+SCRIPTS = {"transformers": TRAINER, "lightning": LIGHTNING, "accelerate": ACCELERATE}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("framework", SCRIPTS)
+def test_a_framework_trains_to_the_same_weights(tmp_path: Path, framework: str) -> None:
+    need(framework)
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPTS[framework]))
+    plain, followed = (warm.run(["train.py", way], cwd=tmp_path, before=LET_TORCHVISION_IMPORT) for way in ("0", "1"))
+
+    assert plain.returncode == followed.returncode == 0, plain.stderr + followed.stderr
+    weights = [line for line in plain.stdout.splitlines() if line.startswith("weights")]
+    assert len(weights) == 1
+    assert weights[0] in followed.stdout.splitlines()
+    steps = next(line for line in followed.stderr.splitlines() if line.startswith("steps"))
+    assert int(steps.split()[1]) > 100
+    if framework == "lightning":
+        assert "accel/search_s" in (tmp_path / "logs/lightning_logs/version_1/metrics.csv").read_text()
