@@ -22,13 +22,10 @@ from accel.report import Event, StrategyRow
 from accel.search import priority
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
-from accel.search.ledger import Ledger, refusal
+from accel.search.ledger import Ledger, refusal, waiting_for
 from accel.search.pace import Pace
 from accel.search.plan import Choices
 from accel.search.step_level import StepLevel
-
-_MIN_STEPS = 6
-"""Steps that suffice to order the candidates; a verdict in a report needs more."""
 
 Decisions = Generator[Action, Result, None]
 Trying = Generator[Action, Result, "Outcome | None"]
@@ -151,7 +148,7 @@ class Controller:
                 self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
                 if result.seconds:
                     self.plain_ms = statistics.median(result.seconds) * 1e3
-            if not _is_crowded(_diagnosed(result)):
+            if not _is_crowded(result.diagnosis):
                 break
             if waits == self._pace.crowded_looks:
                 self._note("the machine is crowded: the search begins anyway")
@@ -177,7 +174,7 @@ class Controller:
             shows = priority.may_be_tried_on_a_crowded_machine(
                 candidate, self.anatomy_after, self._config.drop_gain, self._pace
             )
-            if not shows or refusal(candidate) or not self._affordable(candidate.one_off_s):
+            if not shows or refusal(candidate) or not self._affordable(candidate.one_off_s) or waiting_for(candidate):
                 continue
             yield from self._try(candidate, self._brief or self._config)
             if self._regime_changed:
@@ -194,7 +191,7 @@ class Controller:
         if result.measurements:
             wait_share = None if result.evidence is None else result.evidence.ddp_wait_share
             self.anatomy_after = anatomy.typical(wait_as_communication(result.measurements, wait_share))
-            self.diagnosis = _diagnosed(result)
+            self.diagnosis = result.diagnosis
 
     # -- search ------------------------------------------------------------------------------------------------------
 
@@ -212,6 +209,12 @@ class Controller:
             elif not self._affordable(candidate.one_off_s):
                 self._ledger.decide(name, "not tried", self._budget.too_dear(self.cost_s, candidate.one_off_s))
                 waiting.append(name)
+            elif reason := waiting_for(candidate):
+                if impossible := refusal(candidate):  # as has turned out only now
+                    self._ledger.decide(name, "not applicable", impossible)
+                else:
+                    self._ledger.decide(name, "not tried", reason)
+                    waiting.append(name)
             elif too_little := (yield from self._too_little_of_epoch(candidate)):
                 self._ledger.decide(name, "not tried", too_little)
             else:
@@ -251,11 +254,9 @@ class Controller:
         if self._changed(result):
             return ""
         share = sum(m.phases.get(candidate.phase, 0.0) for m in result.measurements) / sum(result.seconds)
-        return (
-            ""
-            if share >= self._config.drop_gain
-            else f"{candidate.phase} is {share:.1%} of an epoch: too little to win"
-        )
+        if share >= self._config.drop_gain:
+            return ""
+        return f"{candidate.phase} is {share:.1%} of an epoch: too little to win"
 
     def _affordable(self, expected: float) -> bool:
         return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=self.elapsed_s)
@@ -394,7 +395,7 @@ class Controller:
                 continue
             if self._changed(result):
                 return
-            if self._replay is None and any(self._affordable(self._candidates[n].one_off_s) for n in self._pending):
+            if self._replay is None and self._waits_no_more():
                 return
             if result.trips:
                 level.begin_anew()
@@ -405,6 +406,17 @@ class Controller:
             if self._replay is None and self.plan and self.plan != self._closed:
                 yield from self._close()  # the closing trial measured a larger plan
                 level.forget()
+
+    def _waits_no_more(self) -> bool:
+        """Return whether something that waited can be tried now; what turns out not to apply waits no more."""
+        for name in list(self._pending):
+            candidate = self._candidates[name]
+            if self._affordable(candidate.one_off_s) and not waiting_for(candidate):
+                return True
+            if why := refusal(candidate):
+                self._pending.remove(name)
+                self._ledger.decide(name, "not applicable", why)
+        return False
 
     def _recheck_numbers(self, result: Result) -> None:
         if result.finding is not None and result.finding.problem:
@@ -482,11 +494,6 @@ class Controller:
             return None
         saved = (self.closing.before_ms - self.closing.after_ms) / 1e3
         return self.searched_until + int(self.cost_s / saved) + 1 if saved > 0 else None
-
-
-def _diagnosed(result: Result) -> naming.Diagnosis:
-    evidence = result.evidence or Evidence(steps=result.measurements)
-    return naming.diagnose(evidence, min_steps=_MIN_STEPS)
 
 
 def _is_crowded(diagnosis: naming.Diagnosis) -> bool:
