@@ -297,6 +297,8 @@ class SampleCache(Dataset[Any]):
         if len(samples) == len(indices):
             return samples
         missing = self._recorded(store, [i for i, there in zip(indices, kept, strict=True) if not there], fetch)
+        if self._usable() is None:  # as these have shown: the others of the batch are fetched, too
+            samples = fetch([i for i, there in zip(indices, kept, strict=True) if there])
         from_memory, fetched = iter(samples), iter(missing)
         return [next(from_memory if there else fetched) for there in kept]
 

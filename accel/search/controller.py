@@ -221,6 +221,8 @@ class Controller:
                 yield from self._try_or_postpone(candidate)
                 if self._regime_changed:
                     return
+            self._pending += [other for other in waiting if self._is_ready(other)]
+            waiting = [other for other in waiting if other not in self._pending]
         self._pending = waiting
 
     def _try_or_postpone(self, candidate: Candidate) -> Decisions:
@@ -251,12 +253,10 @@ class Controller:
         if not candidate.by_epoch() or not candidate.phase:
             return ""
         result = yield from self._act(Action(plan=self.plan, whole_epoch=True))
-        if self._changed(result):
-            return ""
-        share = sum(m.phases.get(candidate.phase, 0.0) for m in result.measurements) / sum(result.seconds)
-        if share >= self._config.drop_gain:
-            return ""
-        return f"{candidate.phase} is {share:.1%} of an epoch: too little to win"
+        return "" if self._changed(result) else priority.too_little_of_epoch(candidate, result, self._config.drop_gain)
+
+    def _is_ready(self, name: str) -> bool:
+        return self._affordable(self._candidates[name].one_off_s) and not waiting_for(self._candidates[name])
 
     def _affordable(self, expected: float) -> bool:
         return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=self.elapsed_s)
@@ -410,10 +410,9 @@ class Controller:
     def _waits_no_more(self) -> bool:
         """Return whether something that waited can be tried now; what turns out not to apply waits no more."""
         for name in list(self._pending):
-            candidate = self._candidates[name]
-            if self._affordable(candidate.one_off_s) and not waiting_for(candidate):
+            if self._is_ready(name):
                 return True
-            if why := refusal(candidate):
+            if why := refusal(self._candidates[name]):
                 self._pending.remove(name)
                 self._ledger.decide(name, "not applicable", why)
         return False

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.naming import Diagnosis
-from accel.search.actions import Candidate
+from accel.search.actions import Candidate, Result
 from accel.search.pace import Pace
 
 
@@ -45,6 +45,12 @@ def too_little(candidate: Candidate, anatomy: Mapping[str, float], drop_gain: fl
     if of_step is None or of_step >= drop_gain:
         return ""
     return f"{candidate.phase} is {of_step:.1%} of the step: too little to win"
+
+
+def too_little_of_epoch(candidate: Candidate, epoch: Result, drop_gain: float) -> str:
+    """Return the same of a candidate that takes effect when an epoch begins, after a whole one."""
+    of_epoch = sum(m.phases.get(candidate.phase, 0.0) for m in epoch.measurements) / sum(epoch.seconds)
+    return "" if of_epoch >= drop_gain else f"{candidate.phase} is {of_epoch:.1%} of an epoch: too little to win"
 
 
 def may_be_tried_on_a_crowded_machine(

@@ -64,8 +64,11 @@ class KeptSamples:
         self._files = named_files(loader.dataset)
         try:
             self._cache = cache = SampleCache(loader.dataset)
-        except (TypeError, ValueError, OSError, LookupError) as error:
-            self.finding = str(error) or f"sample 0 can't be fetched: {type(error).__name__}"
+        except (TypeError, ValueError) as error:
+            self.finding = str(error)
+            return
+        except Exception as error:  # whatever the dataset raises: the loop may never ask for that sample
+            self.finding = f"sample 0 can't be fetched: {type(error).__name__}: {error}"
             return
         if cache.places < _LEAST * len(cache):
             self._drop(f"only {cache.places / len(cache):.1%} of its samples fit into the memory that may be used")
@@ -126,7 +129,11 @@ class KeptSamples:
     def _check(self, cache: SampleCache) -> bool:
         """Compare some samples, and return whether nothing speaks against handing out what is kept."""
         most = max(1, min(_CHECKED_FIRST, int(_CHECKED_SHARE * len(cache))))
-        return cache.check(most) and self.cache is not None
+        try:
+            return cache.check(most) and self.cache is not None
+        except Exception as error:  # it is for the loop to come upon, if it asks for that sample
+            self._drop(f"a sample can't be fetched again: {type(error).__name__}: {error}")
+            return False
 
     def record(self) -> None:
         """Hand out nothing, and go on to keep what comes out the same."""

@@ -514,6 +514,14 @@ def test_what_waits_for_the_loop_is_tried_once_it_is_ready() -> None:
     assert all("cache" not in action.plan for action in machine.actions[:10])
 
 
+def test_what_becomes_ready_during_the_search_is_tried_in_it() -> None:
+    machine = Machine(speed={"cache": 1.5, "other": 1.2})
+    cache = candidate("cache", waits=lambda: "it waits for two epochs" if machine.step < 60 else "")
+
+    controller = simulate([cache, candidate("other")], machine)
+    assert sorted(controller.plan) == ["cache", "other"]
+
+
 def test_what_turns_out_not_to_apply_while_it_waits_is_said_and_waits_no_more() -> None:
     machine = Machine()
     cache = candidate(

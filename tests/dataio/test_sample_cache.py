@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accel.dataio import sample_cache
+from accel.dataio.loader import ContinuousLoader
 from accel.dataio.sample_cache import SampleCache
 from accel.profiler import host
 
@@ -227,6 +228,15 @@ def test_checks_draw_nothing_from_the_programs_generators() -> None:
     assert cache.stats().checked > 0
 
 
+def test_a_difference_in_what_is_fetched_beside_it_counts_for_the_whole_batch() -> None:
+    cache = SampleCache(Counted())
+    for indices in ([0, 1], [0, 1], [5]):
+        cache.__getitems__(indices)
+    cache.dataset.scale = 2.0
+    assert [float(x.max()) for x, _ in cache.__getitems__([0, 1, 5])] == [0.0, 2.0, 10.0]
+    assert cache.dropped == "sample 5 came out differently when it was fetched again"
+
+
 def test_a_batch_that_is_no_list_of_samples_is_handed_through() -> None:
     class Finished(Counted):
         def __getitems__(self, indices: list[int]) -> Any:
@@ -355,6 +365,20 @@ def test_forked_processes_share_what_is_kept_and_why_it_ended() -> None:
     elsewhere(lambda: cache._give_up(sample_cache._DIFFERS, 7))
     assert cache.dropped.startswith("sample 7 came out differently")
     assert (cache[2][0] == 2.0).all() and cache.dataset.fetched[2] == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.parametrize("wrap", [lambda loader: loader, ContinuousLoader], ids=["torch", "continuous"])
+def test_a_loaders_workers_share_what_is_kept_across_epochs(wrap: Callable[[Any], Any]) -> None:
+    cache = SampleCache(Counted())
+    loader = wrap(DataLoader(cache, 4, shuffle=True, num_workers=2, multiprocessing_context="fork"))
+    for _ in range(4):
+        for x, index in loader:
+            assert (x == index[:, None, None]).all()
+    assert cache.stats().kept == 12 and cache.stats().served >= 12
+    assert not cache.dropped
+    if isinstance(loader, ContinuousLoader):
+        loader.close()
 
 
 @pytest.mark.parametrize("again", [copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))])

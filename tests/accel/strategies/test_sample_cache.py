@@ -218,6 +218,22 @@ def test_the_first_difference_switches_it_off_and_says_which_sample() -> None:
     assert run.fetching.samples is not None and run.fetching.samples.cache is None
 
 
+@pytest.mark.usefixtures("checks")
+def test_what_the_dataset_raises_comes_when_the_loop_asks_for_that_sample() -> None:
+    strategy, run, loop = prepared()
+    strategy.enable(run, None)
+    loop.dataset.noise = None  # hidden, and makes fetching fail
+    batches = iter(loop)
+    assert "a sample can't be fetched again: TypeError" in strategy.failure(run)
+    with pytest.raises(TypeError, match="subscriptable"):
+        next(batches)
+
+
+class Broken(Decoded):
+    def __getitem__(self, index: int) -> Any:
+        raise RuntimeError("no such picture")
+
+
 class Draws(Decoded):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return torch.rand(6), torch.tensor(index)
@@ -269,6 +285,7 @@ def test_where_it_does_not_apply_it_says_why(data: Any, options: dict[str, Any],
         (Opaque(), "can't be looked into for a change in place"),
         (Strange(), "samples can't be kept: one holds a builtins.set"),
         (Decoded(0), "the dataset is empty"),
+        (Broken(), "sample 0 can't be fetched: RuntimeError: no such picture"),
         (Draws(), "draws random numbers"),
     ],
 )
