@@ -140,8 +140,7 @@ class Controller:
         for waits in range(self._pace.crowded_looks + 1):
             rest = self._pace.crowded_rest(self.plain_ms / 1e3) if waits else 0
             plan = dict(self.plan)
-            action = Action(plan=plan, rest=rest, steps=self._pace.observe, anatomy=True)
-            result = yield from self._act(action)
+            result = yield from self._act(Action(plan=plan, rest=rest, steps=self._pace.observe, anatomy=True))
             self._regime = result.regime
             self._record_anatomy(result)
             if not plan:
@@ -169,12 +168,15 @@ class Controller:
 
         Only a 'keep' counts: a gain that the noise may have hidden is tried again later.
         """
-        for name in list(self._pending) if self._replay is None else []:
-            candidate = self._candidates[name]
-            shows = priority.may_be_tried_on_a_crowded_machine(
-                candidate, self.anatomy_after, self._config.drop_gain, self._pace
-            )
-            if not shows or refusal(candidate) or not self._affordable(candidate.one_off_s) or waiting_for(candidate):
+        names, waiting = list(self._pending) if self._replay is None else [], list[str]()
+        while names or (names := [name for name in waiting if self._is_ready(name)]):
+            waiting = [name for name in waiting if name not in names]
+            candidate = self._candidates[name := names.pop(0)]
+            shows = priority.shows_when_crowded(candidate, self.anatomy_after, self._config.drop_gain, self._pace)
+            if not shows or refusal(candidate) or not self._affordable(candidate.one_off_s):
+                continue
+            if waiting_for(candidate):
+                waiting.append(name)
                 continue
             yield from self._try(candidate, self._brief or self._config)
             if self._regime_changed:
@@ -313,9 +315,8 @@ class Controller:
         while trial.verdict is None:
             arm = trial.arm
             plan = a if arm == "A" else b
-            result = yield from self._act(
-                Action(plan=plan, steps=self._config.block_steps, settle=0 if arm == last else settle)
-            )
+            action = Action(plan=plan, steps=self._config.block_steps, settle=0 if arm == last else settle)
+            result = yield from self._act(action)
             if self._changed(result) or result.trips:
                 return None
             last = arm

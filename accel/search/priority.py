@@ -53,9 +53,7 @@ def too_little_of_epoch(candidate: Candidate, epoch: Result, drop_gain: float) -
     return "" if of_epoch >= drop_gain else f"{candidate.phase} is {of_epoch:.1%} of an epoch: too little to win"
 
 
-def may_be_tried_on_a_crowded_machine(
-    candidate: Candidate, anatomy: Mapping[str, float], drop_gain: float, pace: Pace
-) -> bool:
+def shows_when_crowded(candidate: Candidate, anatomy: Mapping[str, float], drop_gain: float, pace: Pace) -> bool:
     """Return whether its gain shows beside other processes: it doesn't depend on them, or is large."""
     if (share(candidate, anatomy) or 0.0) >= pace.urgent:
         return True

@@ -514,6 +514,21 @@ def test_what_waits_for_the_loop_is_tried_once_it_is_ready() -> None:
     assert all("cache" not in action.plan for action in machine.actions[:10])
 
 
+def test_what_becomes_ready_beside_other_processes_is_tried_beside_them() -> None:
+    machine = Machine(
+        speed={"cache": 2.0, "loader_workers": 1.2},
+        data_share=0.9,
+        thread=lambda step: CROWDED if step < 400 else QUIET,
+    )
+    cache = candidate("cache", treats=INPUT, phase="data", waits=lambda: "it waits" if machine.step < 40 else "")
+    workers = candidate("loader_workers", treats=INPUT, phase="data", host_dependent=True)
+    controller = simulate([cache, workers], machine, pace=FAST)
+
+    assert sorted(controller.plan) == ["cache", "loader_workers"]
+    first = next(action for action in machine.actions if "cache" in action.plan)
+    assert machine.actions.index(first) < next(n for n, action in enumerate(machine.actions) if action.rest)
+
+
 def test_what_becomes_ready_during_the_search_is_tried_in_it() -> None:
     machine = Machine(speed={"cache": 1.5, "other": 1.2})
     cache = candidate("cache", waits=lambda: "it waits for two epochs" if machine.step < 60 else "")
