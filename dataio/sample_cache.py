@@ -15,6 +15,7 @@ The cache lies below the collate function: order, batches and what collates them
 
 from __future__ import annotations
 
+import functools
 import mmap
 import random
 import shutil
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from accel.dataio.dataset.dataset_epoch import declared
 from accel.dataio.fetching.drawing import others_could_draw
@@ -89,7 +90,7 @@ class SampleCache(Dataset[Any]):
             then bounds that file, default a quarter of what is free there.
 
     Raises:
-        TypeError: if the dataset has no length.
+        TypeError: if the dataset has no length, or is iterable.
         ValueError: if it is empty, if samples of its kind can't be kept, or not one fits into `memory`.
         OSError: if `directory` has no room.
 
@@ -108,7 +109,8 @@ class SampleCache(Dataset[Any]):
     def __init__(self, dataset: Any, *, memory: int | None = None, directory: str | Path | None = None) -> None:
         if isinstance(dataset, SampleCache):
             raise ValueError("the dataset is a SampleCache already; wrap the dataset inside it")
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if not indexed or isinstance(dataset, IterableDataset):
             raise TypeError(f"a SampleCache needs a dataset with a length and indices, got {type(dataset).__name__}")
         if memory is not None and memory < 1:
             raise ValueError(f"memory must be at least 1 byte, got {memory}")
@@ -138,7 +140,13 @@ class SampleCache(Dataset[Any]):
     def __getattr__(self, name: str) -> Any:
         if name == "dataset" or name.startswith("__"):
             raise AttributeError(name)  # while it is being made, or copied
-        return getattr(self.dataset, name)
+        value = getattr(self.dataset, name)
+        return functools.partial(self._set_epoch, value) if name == "set_epoch" else value
+
+    def _set_epoch(self, function: Callable[[int], Any], epoch: int) -> Any:
+        """Tell the dataset its epoch, under which it may yield other samples."""
+        self.forget()
+        return function(epoch)
 
     def __repr__(self) -> str:
         return f"SampleCache({self.dataset!r})"

@@ -21,6 +21,7 @@ _OF_NUMPY = (
     *(torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
     torch.bool,
 )
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class NotKept(ValueError):
@@ -52,18 +53,18 @@ class Leaf(ABC):
 
 class _TensorLeaf(Leaf):
     def __init__(self, example: Tensor) -> None:
+        plain = example.layout == torch.strided and example.device.type == "cpu" and not example.is_quantized
+        if not plain or example.is_complex() or example.requires_grad or not example.numel():
+            raise NotKept("a tensor that is not plain memory of the CPU")
         self._dtype = example.dtype
         self._order = _memory_order(example.stride())
         in_memory = example.permute(self._order)
         self.size = example.numel() * example.element_size()
         self._rows = tuple(in_memory.shape)
         self._inverse = None if self._order == sorted(self._order) else [*np.argsort(self._order).tolist()]
-        plain = example.layout == torch.strided and example.device.type == "cpu" and not example.is_quantized
-        if not plain or example.is_complex() or example.requires_grad or not self.size:
-            raise NotKept("a tensor that is not plain memory of the CPU")
         if not in_memory.is_contiguous() or self._again(in_memory).stride() != example.stride():
             raise NotKept("a tensor with gaps between its elements")
-        self._bits = None if example.dtype in _OF_NUMPY else {1: torch.uint8, 2: torch.int16}[example.element_size()]
+        self._bits = None if example.dtype in _OF_NUMPY else _BITS[example.element_size()]
         array = self._array(example)
         self._shape, self._strides = array.shape, array.strides
 

@@ -89,7 +89,9 @@ def _mapped(size: int, directory: Path | None) -> mmap.mmap:
     file, name = tempfile.mkstemp(prefix="accel-samples-", dir=directory)
     try:
         os.unlink(name)
-        os.posix_fallocate(file, 0, size)  # a disk that is full must be an error here, and not a signal later
+        os.truncate(file, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, size)  # a disk that is full must be an error here, and not a signal later
         return mmap.mmap(file, size)
     finally:
         os.close(file)

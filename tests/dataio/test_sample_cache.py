@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.dataio import sample_cache
 from accel.dataio.loader import ContinuousLoader
@@ -257,6 +257,19 @@ def test_after_forget_all_is_begun_anew() -> None:
     assert not cache.dropped and cache.stats().kept == 1
 
 
+def test_an_epoch_that_the_dataset_is_told_begins_anew() -> None:
+    class Staged(Counted):
+        def set_epoch(self, epoch: int) -> None:
+            self.scale = float(epoch)
+
+    cache = SampleCache(Staged())
+    loader = ContinuousLoader(DataLoader(cache, 4), mode="inline")
+    for epoch in range(1, 6):
+        loader.set_epoch(epoch)
+        assert all((x == epoch * index[:, None, None]).all() for x, index in loader)
+    assert not cache.dropped and cache.stats().served == 0
+
+
 def test_a_closed_cache_fetches() -> None:
     cache = SampleCache(Counted())
     epochs(cache, 3)
@@ -330,10 +343,19 @@ def test_arguments_that_can_not_be(options: dict[str, Any], error: type[Exceptio
         SampleCache(Counted(), **options)
 
 
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter([1])
+
+    def __len__(self) -> int:
+        return 1
+
+
 @pytest.mark.parametrize(
     ("dataset", "error", "text"),
     [
         (iter([1]), TypeError, "a length and indices, got list_iterator"),
+        (Endless(), TypeError, "a length and indices, got Endless"),
         ([], ValueError, "the dataset is empty"),
         ([object()], ValueError, "samples can't be kept: one holds a builtins.object"),
         (SampleCache([1]), ValueError, "is a SampleCache already"),
