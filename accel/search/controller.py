@@ -198,15 +198,18 @@ class Controller:
     # -- search ------------------------------------------------------------------------------------------------------
 
     def _search(self) -> Decisions:
+        for candidate in [self._candidates[name] for name in self._pending]:
+            if not refusal(candidate) and not self._too_little(candidate):
+                waiting_for(candidate)  # begins what that takes, which costs next to nothing, while others are tried
         waiting: list[str] = []
         while self._pending:
-            name = self._next()
+            name = priority.first(self._pending, self._candidates, self._postponed, self.diagnosis)
             self._pending.remove(name)
             candidate = self._candidates[name]
             why = refusal(candidate)
             if why:
                 self._ledger.decide(name, "not applicable", why)
-            elif too_little := priority.too_little(candidate, self.anatomy_after, self._config.drop_gain):
+            elif too_little := self._too_little(candidate):
                 self._ledger.decide(name, "not tried", too_little)
             elif not self._affordable(candidate.one_off_s):
                 self._ledger.decide(name, "not tried", self._budget.too_dear(self.cost_s, candidate.one_off_s))
@@ -241,21 +244,15 @@ class Controller:
         else:
             self._ledger.settle(name)
 
-    def _next(self) -> str:
-        order = list(self._candidates)
-        return min(
-            self._pending,
-            key=lambda name: priority.rank(
-                self._candidates[name], order.index(name), name in self._postponed, self.diagnosis
-            ),
-        )
-
     def _too_little_of_epoch(self, candidate: Candidate) -> Generator[Action, Result, str]:
         """Say the same of a candidate that takes effect when an epoch begins, after one epoch."""
         if not candidate.by_epoch() or not candidate.phase:
             return ""
         result = yield from self._act(Action(plan=self.plan, whole_epoch=True))
         return "" if self._changed(result) else priority.too_little_of_epoch(candidate, result, self._config.drop_gain)
+
+    def _too_little(self, candidate: Candidate) -> str:
+        return priority.too_little(candidate, self.anatomy_after, self._config.drop_gain)
 
     def _is_ready(self, name: str) -> bool:
         return self._affordable(self._candidates[name].one_off_s) and not waiting_for(self._candidates[name])

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.naming import Diagnosis
 from accel.search.actions import Candidate, Result
 from accel.search.pace import Pace
+
+
+def first(
+    pending: Iterable[str], candidates: Mapping[str, Candidate], postponed: Collection[str], diagnosis: Diagnosis
+) -> str:
+    """Return which of the pending candidates comes next; the arguments are those of `rank`, by name."""
+    order = list(candidates)
+    return min(pending, key=lambda name: rank(candidates[name], order.index(name), name in postponed, diagnosis))
 
 
 def rank(

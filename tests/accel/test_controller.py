@@ -537,6 +537,21 @@ def test_what_becomes_ready_during_the_search_is_tried_in_it() -> None:
     assert sorted(controller.plan) == ["cache", "other"]
 
 
+def test_what_waits_begins_with_the_search_whatever_the_budget() -> None:
+    machine = Machine(data_share=0.5)
+    asked: dict[str, list[int]] = {"data": [], "optimizer": []}
+
+    def waits(phase: str) -> str:
+        asked[phase].append(machine.step)
+        return "it waits"
+
+    cache = candidate("cache", phase="data", waits=lambda: waits("data"))
+    negligible = candidate("negligible", phase="optimizer", waits=lambda: waits("optimizer"))
+    simulate([candidate("first"), cache, negligible], machine, budget="0.001%")
+    assert asked["data"][0] == machine.actions[0].steps
+    assert not asked["optimizer"]
+
+
 def test_what_turns_out_not_to_apply_while_it_waits_is_said_and_waits_no_more() -> None:
     machine = Machine()
     cache = candidate(

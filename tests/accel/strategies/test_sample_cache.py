@@ -25,7 +25,7 @@ from accel.strategies.base import NothingHelps
 from accel.strategies.loader_workers import LoaderWorkers
 from accel.strategies.sample_cache import KeepSamples
 from tests.accel import loops
-from tests.accel.loops import Net, advance_until, assert_same, everything, play_clock, training
+from tests.accel.loops import Net, advance, assert_same, everything, play_clock, training
 
 BATCH = 8
 
@@ -352,18 +352,26 @@ def _row(model: Any) -> Any:
     return next(row for row in accel.explain(model).rows if row.name == "sample_cache")
 
 
+def advance_until_row(loop: Iterator[Any], model: Any, status: str, why: str = "") -> int:
+    """Train until the strategy's row says so, asked every 20 steps, and return how many steps that took."""
+    for steps in range(20, 1500, 20):
+        advance(loop, 20)
+        if _row(model).status == status and why in _row(model).why:
+            return steps
+    raise AssertionError(_row(model))
+
+
 def test_a_run_keeps_it_and_computes_the_plain_loops_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     play_clock(monkeypatch.setattr)
     model, loader, optimizer = start(0, wrap=True)
     loop = training(model, loader, optimizer)
-
-    steps = advance_until(loop, lambda: _row(model).why.startswith("it waits until most samples have come twice"))
-    assert _row(model).status == "not tried"
-    steps += advance_until(loop, lambda: _row(model).status == "kept" and accel.explain(model).state == "done", 1500)
-    assert _row(model).gain > 1.2
+    steps = advance_until_row(loop, model, "not tried", "it waits until most samples have come twice")
+    steps += advance_until_row(loop, model, "kept")
+    steps += 100  # the closing trial
+    advance(loop, 100)
+    assert _row(model).gain > 1.2 and accel.explain(model).state == "done"
     before = loader.dataset.fetched[0]
-    for _ in range(50):
-        next(loop)
+    advance(loop, 50)
     assert loader.dataset.fetched[0] == before
     accel.undo(model)
     next(loop)
@@ -371,9 +379,7 @@ def test_a_run_keeps_it_and_computes_the_plain_loops_bits(monkeypatch: pytest.Mo
     accelerated = everything(model, optimizer)
 
     plain_model, plain_loader, plain_optimizer = start(0, wrap=False)
-    plain = training(plain_model, plain_loader, plain_optimizer)
-    for _ in range(steps + 51):
-        next(plain)
+    advance(training(plain_model, plain_loader, plain_optimizer), steps + 51)
     assert_same(everything(plain_model, plain_optimizer), accelerated)
 
 
@@ -382,8 +388,8 @@ def test_a_difference_in_a_run_is_reported_and_the_loop_goes_on(monkeypatch: pyt
     play_clock(monkeypatch.setattr)
     model, loader, optimizer = start(0, wrap=True)
     loop = training(model, loader, optimizer)
-    advance_until(loop, lambda: _row(model).status == "kept" and accel.explain(model).state == "done", 1500)
+    advance_until_row(loop, model, "kept")
+    advance(loop, 100)
     loader.dataset.noise[0] = 9.0
-    advance_until(loop, lambda: any("came out differently" in e.text for e in accel.explain(model).events), 600)
-    assert _row(model).status == "undone"
+    advance_until_row(loop, model, "undone", "came out differently when it was fetched again")
     accel.undo(model)
