@@ -264,6 +264,7 @@ def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetchin
         host_dependent=strategy.host_dependent,
         ruled_out=_ruled_out(strategy, settings, fetching_in_use),
         refusal=lambda: _refusal(strategy, run),
+        waits=lambda: strategy.waits(run),
         settings=lambda: strategy.settings(run),
         describe=strategy.describe,
     )

@@ -86,6 +86,25 @@ def _affinity(pid: int = 0) -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
+def available_memory(root: Path = cgroup.ROOT) -> int | None:
+    """Return the bytes of memory that this process may still use, or None if the system doesn't tell.
+
+    That is what the machine has available, and no more than its control groups leave.
+
+    Args:
+        root: used in place of `/`.
+    """
+    bounds = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        bounds.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+    for folder in cgroup.groups("memory", root):
+        with contextlib.suppress(OSError, ValueError):
+            if (use := cgroup.memory_use(folder)) is not None:
+                bounds.append(max(0, use.limit - use.used))
+    return min(bounds, default=None)
+
+
 @dataclass(frozen=True)
 class _Reading:
     at: float

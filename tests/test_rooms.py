@@ -29,7 +29,7 @@ ROOMS = {
     "comm": {
         *("bandwidth", "compression", "cost_model", "doctor", "engine", "periodic", "ranks", "selection"),
     },
-    "dataio": {"dataset", "engine", "fetching", "image", "passes", "sampling"},
+    "dataio": {"dataset", "engine", "fetching", "image", "passes", "samples", "sampling"},
     "kernels": {"codes", "fcos_targets", "rows", "simota", "window_attention"},
     "profiler": {"clocks", "conclusion", "diagnose", "experiments", "system", "trace"},
 }

@@ -7,11 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel.guard.guard import Comparison
+from accel.profiler import naming
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.evidence import Evidence
 from accel.profiler.phases import Measurement
 from accel.search.plan import Choices
 from accel.strategies.base import Exactness
+
+_MIN_STEPS = 6
+"""Steps that suffice to order the candidates; a verdict in a report needs more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,11 @@ class Result:
     """The conditions that the plan was chosen for: batch shape, world size, threads, …"""
 
     @property
+    def diagnosis(self) -> naming.Diagnosis:
+        """The profiler's verdict on the counted steps."""
+        return naming.diagnose(self.evidence or Evidence(steps=self.measurements), min_steps=_MIN_STEPS)
+
+    @property
     def seconds(self) -> list[float]:
         """Seconds of each counted step."""
         return [m.seconds for m in self.measurements]
@@ -84,5 +93,7 @@ class Candidate:
     ruled_out: tuple[str, str] | None = None
     """Report status and reason, if the user's arguments leave it out."""
     refusal: Callable[[], str] = lambda: ""
+    waits: Callable[[], str] = lambda: ""
+    """Tells what it waits for in the running loop before it can be tried, '' if it can; begins what that takes."""
     settings: Callable[[], list[Any]] = lambda: [None]
     describe: Callable[[Any], str] = lambda setting: "" if setting is None else str(setting)

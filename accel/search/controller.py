@@ -22,13 +22,10 @@ from accel.report import Event, StrategyRow
 from accel.search import priority
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
-from accel.search.ledger import Ledger, refusal
+from accel.search.ledger import Ledger, refusal, waiting_for
 from accel.search.pace import Pace
 from accel.search.plan import Choices
 from accel.search.step_level import StepLevel
-
-_MIN_STEPS = 6
-"""Steps that suffice to order the candidates; a verdict in a report needs more."""
 
 Decisions = Generator[Action, Result, None]
 Trying = Generator[Action, Result, "Outcome | None"]
@@ -143,15 +140,14 @@ class Controller:
         for waits in range(self._pace.crowded_looks + 1):
             rest = self._pace.crowded_rest(self.plain_ms / 1e3) if waits else 0
             plan = dict(self.plan)
-            action = Action(plan=plan, rest=rest, steps=self._pace.observe, anatomy=True)
-            result = yield from self._act(action)
+            result = yield from self._act(Action(plan=plan, rest=rest, steps=self._pace.observe, anatomy=True))
             self._regime = result.regime
             self._record_anatomy(result)
             if not plan:
                 self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
                 if result.seconds:
                     self.plain_ms = statistics.median(result.seconds) * 1e3
-            if not _is_crowded(_diagnosed(result)):
+            if not _is_crowded(result.diagnosis):
                 break
             if waits == self._pace.crowded_looks:
                 self._note("the machine is crowded: the search begins anyway")
@@ -172,12 +168,15 @@ class Controller:
 
         Only a 'keep' counts: a gain that the noise may have hidden is tried again later.
         """
-        for name in list(self._pending) if self._replay is None else []:
-            candidate = self._candidates[name]
-            shows = priority.may_be_tried_on_a_crowded_machine(
-                candidate, self.anatomy_after, self._config.drop_gain, self._pace
-            )
+        names, waiting = list(self._pending) if self._replay is None else [], list[str]()
+        while names or (names := [name for name in waiting if self._is_ready(name)]):
+            waiting = [name for name in waiting if name not in names]
+            candidate = self._candidates[name := names.pop(0)]
+            shows = priority.shows_when_crowded(candidate, self.anatomy_after, self._config.drop_gain, self._pace)
             if not shows or refusal(candidate) or not self._affordable(candidate.one_off_s):
+                continue
+            if waiting_for(candidate):
+                waiting.append(name)
                 continue
             yield from self._try(candidate, self._brief or self._config)
             if self._regime_changed:
@@ -194,30 +193,41 @@ class Controller:
         if result.measurements:
             wait_share = None if result.evidence is None else result.evidence.ddp_wait_share
             self.anatomy_after = anatomy.typical(wait_as_communication(result.measurements, wait_share))
-            self.diagnosis = _diagnosed(result)
+            self.diagnosis = result.diagnosis
 
     # -- search ------------------------------------------------------------------------------------------------------
 
     def _search(self) -> Decisions:
+        for candidate in [self._candidates[name] for name in self._pending]:
+            if not refusal(candidate) and not self._too_little(candidate):
+                waiting_for(candidate)  # begins what that takes, which costs next to nothing, while others are tried
         waiting: list[str] = []
         while self._pending:
-            name = self._next()
+            name = priority.first(self._pending, self._candidates, self._postponed, self.diagnosis)
             self._pending.remove(name)
             candidate = self._candidates[name]
             why = refusal(candidate)
             if why:
                 self._ledger.decide(name, "not applicable", why)
-            elif too_little := priority.too_little(candidate, self.anatomy_after, self._config.drop_gain):
+            elif too_little := self._too_little(candidate):
                 self._ledger.decide(name, "not tried", too_little)
             elif not self._affordable(candidate.one_off_s):
                 self._ledger.decide(name, "not tried", self._budget.too_dear(self.cost_s, candidate.one_off_s))
                 waiting.append(name)
+            elif reason := waiting_for(candidate):
+                if impossible := refusal(candidate):  # as has turned out only now
+                    self._ledger.decide(name, "not applicable", impossible)
+                else:
+                    self._ledger.decide(name, "not tried", reason)
+                    waiting.append(name)
             elif too_little := (yield from self._too_little_of_epoch(candidate)):
                 self._ledger.decide(name, "not tried", too_little)
             else:
                 yield from self._try_or_postpone(candidate)
                 if self._regime_changed:
                     return
+            self._pending += [other for other in waiting if self._is_ready(other)]
+            waiting = [other for other in waiting if other not in self._pending]
         self._pending = waiting
 
     def _try_or_postpone(self, candidate: Candidate) -> Decisions:
@@ -234,28 +244,18 @@ class Controller:
         else:
             self._ledger.settle(name)
 
-    def _next(self) -> str:
-        order = list(self._candidates)
-        return min(
-            self._pending,
-            key=lambda name: priority.rank(
-                self._candidates[name], order.index(name), name in self._postponed, self.diagnosis
-            ),
-        )
-
     def _too_little_of_epoch(self, candidate: Candidate) -> Generator[Action, Result, str]:
         """Say the same of a candidate that takes effect when an epoch begins, after one epoch."""
         if not candidate.by_epoch() or not candidate.phase:
             return ""
         result = yield from self._act(Action(plan=self.plan, whole_epoch=True))
-        if self._changed(result):
-            return ""
-        share = sum(m.phases.get(candidate.phase, 0.0) for m in result.measurements) / sum(result.seconds)
-        return (
-            ""
-            if share >= self._config.drop_gain
-            else f"{candidate.phase} is {share:.1%} of an epoch: too little to win"
-        )
+        return "" if self._changed(result) else priority.too_little_of_epoch(candidate, result, self._config.drop_gain)
+
+    def _too_little(self, candidate: Candidate) -> str:
+        return priority.too_little(candidate, self.anatomy_after, self._config.drop_gain)
+
+    def _is_ready(self, name: str) -> bool:
+        return self._affordable(self._candidates[name].one_off_s) and not waiting_for(self._candidates[name])
 
     def _affordable(self, expected: float) -> bool:
         return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=self.elapsed_s)
@@ -312,9 +312,8 @@ class Controller:
         while trial.verdict is None:
             arm = trial.arm
             plan = a if arm == "A" else b
-            result = yield from self._act(
-                Action(plan=plan, steps=self._config.block_steps, settle=0 if arm == last else settle)
-            )
+            action = Action(plan=plan, steps=self._config.block_steps, settle=0 if arm == last else settle)
+            result = yield from self._act(action)
             if self._changed(result) or result.trips:
                 return None
             last = arm
@@ -394,7 +393,7 @@ class Controller:
                 continue
             if self._changed(result):
                 return
-            if self._replay is None and any(self._affordable(self._candidates[n].one_off_s) for n in self._pending):
+            if self._replay is None and self._waits_no_more():
                 return
             if result.trips:
                 level.begin_anew()
@@ -405,6 +404,16 @@ class Controller:
             if self._replay is None and self.plan and self.plan != self._closed:
                 yield from self._close()  # the closing trial measured a larger plan
                 level.forget()
+
+    def _waits_no_more(self) -> bool:
+        """Return whether something that waited can be tried now; what turns out not to apply waits no more."""
+        for name in list(self._pending):
+            if self._is_ready(name):
+                return True
+            if why := refusal(self._candidates[name]):
+                self._pending.remove(name)
+                self._ledger.decide(name, "not applicable", why)
+        return False
 
     def _recheck_numbers(self, result: Result) -> None:
         if result.finding is not None and result.finding.problem:
@@ -482,11 +491,6 @@ class Controller:
             return None
         saved = (self.closing.before_ms - self.closing.after_ms) / 1e3
         return self.searched_until + int(self.cost_s / saved) + 1 if saved > 0 else None
-
-
-def _diagnosed(result: Result) -> naming.Diagnosis:
-    evidence = result.evidence or Evidence(steps=result.measurements)
-    return naming.diagnose(evidence, min_steps=_MIN_STEPS)
 
 
 def _is_crowded(diagnosis: naming.Diagnosis) -> bool:

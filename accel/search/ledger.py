@@ -136,6 +136,14 @@ def refusal(candidate: Candidate) -> str:
         return f"its check of the run failed: {type(error).__name__}: {error}"
 
 
+def waiting_for(candidate: Candidate) -> str:
+    """Return what a candidate waits for before it can be tried; '' if it can."""
+    try:
+        return candidate.waits()
+    except Exception as error:
+        return f"its preparation failed: {type(error).__name__}: {error}"
+
+
 def _row(candidate: Candidate) -> StrategyRow:
     row = StrategyRow(
         name=candidate.name,

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.naming import Diagnosis
-from accel.search.actions import Candidate
+from accel.search.actions import Candidate, Result
 from accel.search.pace import Pace
+
+
+def first(
+    pending: Iterable[str], candidates: Mapping[str, Candidate], postponed: Collection[str], diagnosis: Diagnosis
+) -> str:
+    """Return which of the pending candidates comes next; the arguments are those of `rank`, by name."""
+    order = list(candidates)
+    return min(pending, key=lambda name: rank(candidates[name], order.index(name), name in postponed, diagnosis))
 
 
 def rank(
@@ -47,9 +55,13 @@ def too_little(candidate: Candidate, anatomy: Mapping[str, float], drop_gain: fl
     return f"{candidate.phase} is {of_step:.1%} of the step: too little to win"
 
 
-def may_be_tried_on_a_crowded_machine(
-    candidate: Candidate, anatomy: Mapping[str, float], drop_gain: float, pace: Pace
-) -> bool:
+def too_little_of_epoch(candidate: Candidate, epoch: Result, drop_gain: float) -> str:
+    """Return the same of a candidate that takes effect when an epoch begins, after a whole one."""
+    of_epoch = sum(m.phases.get(candidate.phase, 0.0) for m in epoch.measurements) / sum(epoch.seconds)
+    return "" if of_epoch >= drop_gain else f"{candidate.phase} is {of_epoch:.1%} of an epoch: too little to win"
+
+
+def shows_when_crowded(candidate: Candidate, anatomy: Mapping[str, float], drop_gain: float, pace: Pace) -> bool:
     """Return whether its gain shows beside other processes: it doesn't depend on them, or is large."""
     if (share(candidate, anatomy) or 0.0) >= pace.urgent:
         return True

@@ -339,6 +339,7 @@ class Session:
         missed = f"did not come to the end of step {self.steps + first}"
         step_s = self._clock.now() - self._boundary_ended
         action = self._ranks.decide(self._own_result(), decision, missed, 0.0 if first else step_s)
+        search_ends = action.settled and not (self._action is not None and self._action.settled)
         self._action, self._result, self._epochs_before = action, Result(), self.events.epochs
         self._state.rest(action.rest)
         self._loader.watch(action.anatomy)
@@ -346,6 +347,8 @@ class Session:
         self.switchboard.switch_together(action.plan, self._ranks)
         self.guard.expect(action.check)
         self._quieten(action)
+        if search_ends:
+            self.switchboard.close_idle()
         if action.settled and not self._is_settled:
             self._settle()
 
@@ -360,9 +363,8 @@ class Session:
         return Result(trips=self._result.trips, finding=self._result.finding, refusals=refusals)
 
     def _settle(self) -> None:
-        """The search is over: release the resources of strategies that are off, and report it."""
+        """The search is over for the first time: report it."""
         self._is_settled = True
-        self.switchboard.close_idle()
         if self._on_settled is not None and self._ranks is not None and self._ranks.leads:
             self._on_settled()
 

@@ -90,7 +90,11 @@ class Switchboard:
     # -- trips ---------------------------------------------------------------------------------------------------------
 
     def take_trips(self) -> dict[str, str]:
-        """Return the trips, and clear them."""
+        """Return the trips, and clear them; a strategy that has stopped acting by itself has tripped, too."""
+        for name in list(self.active):
+            if why := self._strategies[name].failure(self._run):
+                self._off(name)
+                self.trips[name] = why
         trips, self.trips = self.trips, {}
         return trips
 
@@ -148,7 +152,7 @@ class Switchboard:
     def close_idle(self) -> None:
         """Release the resources of strategies that are off."""
         for name, strategy in self._strategies.items():
-            if name not in self.active:
+            if name not in self.active and not strategy.is_preparing:
                 strategy.close(self._run)
 
     def close_fetching(self) -> None:

@@ -19,6 +19,7 @@ from accel.strategies.gradient_half import GradientHalf
 from accel.strategies.intraop_threads import IntraopThreads
 from accel.strategies.loader_workers import LoaderWorkers
 from accel.strategies.pin_memory import PinMemory
+from accel.strategies.sample_cache import KeepSamples
 from accel.strategies.tf32 import TF32
 from accel.strategies.torch_compile import TorchCompile
 from accel.strategies.window_attention import WindowAttention
@@ -35,6 +36,7 @@ REGISTRY: list[type[Strategy]] = [
     WindowAttention,
     FusedOptimizer,
     Allocator,
+    KeepSamples,  # before workers: it begins to record, which takes two epochs
     LoaderWorkers,
     IntraopThreads,
     PinMemory,

@@ -72,10 +72,20 @@ class Strategy(ABC):
     """Expected seconds of one-off work; the budget must allow for it before it is tried."""
     settle_steps: ClassVar[int] = 1
     """Steps to leave out after each switch, until its effect is steady; see `settling`."""
+    is_preparing: bool = False
+    """It prepares itself while it is off, see `waits`, so that it is not closed."""
 
     @abstractmethod
     def refusal(self, run: Run) -> str:
         """Return '' if it applies to this run, else one sentence that says why not."""
+
+    def waits(self, run: Run) -> str:
+        """Return '' if it can be tried now, else what it waits for in the running loop; begins what that takes."""
+        return ""
+
+    def failure(self, run: Run) -> str:
+        """Return why it has stopped acting since it was switched on, where it does so by itself; '' if it hasn't."""
+        return ""
 
     def settings(self, run: Run) -> list[Any]:
         """Return the settings worth trying, best guess first; one None when there is nothing to set."""

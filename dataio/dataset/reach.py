@@ -140,8 +140,12 @@ def own_attributes(thing: Any) -> dict[str, Any] | None:
 
 
 def attributes(thing: Any) -> Iterator[_Named]:
-    """Yield an object's attributes and slots without asking the object."""
-    yield from list((own_attributes(thing) or {}).items())
+    """Yield an object's attributes and slots without asking the object.
+
+    Classes of this package name in `accel_hides` what is their own affair and says nothing of the samples.
+    """
+    hidden = getattr(type(thing), "accel_hides", ())
+    yield from [each for each in (own_attributes(thing) or {}).items() if each[0] not in hidden]
     for base in type(thing).__mro__:
         for name, slot in vars(base).items() if "__slots__" in vars(base) else ():
             if isinstance(slot, MemberDescriptorType):

@@ -86,7 +86,8 @@ def _parts(thing: Any) -> list[tuple[str, Any]] | None:
     attributes = own_attributes(thing)
     if attributes is None or not _written_in_python(type(thing)):
         return None
-    return [(f".{name}", value) for name, value in attributes.items()]
+    hidden = getattr(type(thing), "accel_hides", ())
+    return [(f".{name}", value) for name, value in attributes.items() if name not in hidden]
 
 
 class _PlainClass:

@@ -9,20 +9,39 @@ A dataset is asked in the widest way it understands:
 | anything else | one sample after the other |
 
 All three give the bits of the last one: for the first, indexing with a list copies the same rows that stacking would.
+In place of the last two a cache may stand that knows the samples (`keep_samples`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 _AT = "_accel_sample"
+
+
+class KnownSamples(Protocol):
+    """Returns the samples of a dataset, from where it has them."""
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        """Return the samples of a batch."""
+
+
+class SampleSource:
+    """Where samples come from in place of the dataset; the same object for all that makes a loader's batches."""
+
+    def __init__(self) -> None:
+        self.known: KnownSamples | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampleSource, ()  # another process fetches
 
 
 class Fetch:
@@ -32,6 +51,7 @@ class Fetch:
         dataset: map-style dataset.
         collate: makes a batch from samples.
         batched: indices come in lists; False when the loader has `batch_size=None` and an index is a batch.
+        source: where samples come from in place of the dataset; default the dataset.
 
     Example:
         >>> fetch = Fetch(range(10), default_collate, batched=True)
@@ -39,8 +59,13 @@ class Fetch:
         tensor([2, 3])
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], batched: bool) -> None:
+    accel_hides: ClassVar[frozenset[str]] = frozenset({"_source"})
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[Any], Any], batched: bool, source: SampleSource | None = None
+    ) -> None:
         self.dataset, self.collate, self.batched = dataset, collate, batched
+        self._source = source or SampleSource()
 
     def of(self, dataset: Any) -> Fetch:
         """Return what makes the same batches of another dataset."""
@@ -61,18 +86,23 @@ class Fetch:
         whole = whole_tensors(self.dataset) if self.collate is default_collate else None
         if whole is not None:
             return _index(*whole, indices)
-        many = getattr(self.dataset, "__getitems__", None)
+        many = getattr(self._source.known or self.dataset, "__getitems__", None)
         if many:
             return self.collate(many(indices))
         return self.collate([self._one(index) for index in indices])
 
     def _one(self, index: Any) -> Any:
-        try:
-            return self.dataset[index]
-        except BaseException as error:
-            with contextlib.suppress(Exception):  # an exception class with __slots__ or a __setattr__ of its own
-                setattr(error, _AT, index)
-            raise
+        return sample_of(self.dataset, index)
+
+
+def sample_of(dataset: Any, index: Any) -> Any:
+    """Return a sample; what the dataset raises says at which one."""
+    try:
+        return dataset[index]
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # an exception class with __slots__ or a __setattr__ of its own
+            setattr(error, _AT, index)
+        raise
 
 
 def _index(tensors: Sequence[Tensor], places: Sequence[int] | None, indices: Iterable[int]) -> list[Tensor]:
@@ -97,7 +127,15 @@ def whole_tensors(dataset: Any) -> tuple[Sequence[Tensor], Sequence[int] | None]
 
 def fetch_of(loader: DataLoader[Any]) -> Fetch:
     """Return what makes the batches of `loader`, which must be map-style."""
-    return Fetch(loader.dataset, loader.collate_fn, loader._auto_collation)
+    return Fetch(loader.dataset, loader.collate_fn, loader._auto_collation, _SOURCES.setdefault(loader, SampleSource()))
+
+
+_SOURCES: weakref.WeakKeyDictionary[DataLoader[Any], SampleSource] = weakref.WeakKeyDictionary()
+
+
+def keep_samples(loader: DataLoader[Any], known: KnownSamples | None) -> None:
+    """Have all that makes batches of a loader take samples from `known`, workers that are forked from now on too."""
+    _SOURCES.setdefault(loader, SampleSource()).known = known
 
 
 def blame(error: BaseException, indices: Any) -> str:

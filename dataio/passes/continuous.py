@@ -25,17 +25,7 @@ from accel.dataio.dataset.snapshot import DatasetSnapshot, Forecast, QuickCheck,
 from accel.dataio.engine.engine import BatchJob, Engine
 from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes import epochs
-from accel.dataio.passes.epochs import (
-    Ahead,
-    Draws,
-    States,
-    capture,
-    draw_ahead,
-    epoch_of,
-    put_back,
-    same,
-    same_draws,
-)
+from accel.dataio.passes.epochs import Ahead, Draws, States, capture, draw_ahead, epoch_of, put_back, same, same_draws
 from accel.dataio.passes.jobs import AsDrawn, Jobs, ListLost, NoMoreLists
 from accel.dataio.passes.mending import mended
 
@@ -185,9 +175,8 @@ class Continuous:
                 raise DatasetMoves("the loop changes the dataset within an epoch: prefetched batches would be stale")
             self._quick_check = None
             return
-        self._forget_ahead()
-        self.engine.discard()
-        self._given, self._began = 0, now
+        self._take_back()
+        self._began = now
         self._refresh(self._epoch)
 
     def _pop(self) -> None:
@@ -272,14 +261,26 @@ class Continuous:
         """Go on with another engine from the next batch on; what is under way is made again by it."""
         if engine is self.engine:
             return
-        self._forget_ahead()  # drawn under an expected state of the dataset, which the other engine does not have
-        self.engine.discard()
-        self._given, self._failed = 0, False
+        self._take_back()  # the next epoch too, drawn under a state of the dataset that the other engine does not have
+        self._failed = False
         self._states[self.engine] = self._sent
         self.engine = engine
         self._sent = self._states.get(engine, self._sent)
         self._began = self._snapshot()
         self._refresh(self._epoch)
+
+    @mended
+    def renew_copies(self) -> None:
+        """Have the engine's processes, if it has any, started anew for the next batch."""
+        self._take_back()
+        self.engine.restart()
+        self._sent = self._snapshot()
+
+    def _take_back(self) -> None:
+        """Have the engine forget what is under way; it gets those of this epoch again."""
+        self._forget_ahead()
+        self.engine.discard()
+        self._given = 0
 
     def _forget_ahead(self) -> None:
         if any(job.epoch != self._epoch for job in self._record):

@@ -21,6 +21,7 @@ from accel.dataio.passes.passes import Maker, Newest, Pass
 from accel.dataio.passes.stand_in import StandIn
 
 if TYPE_CHECKING:
+    from accel.dataio.passes.kept_samples import KeptSamples
     from accel.dataio.passes.own_workers import OwnWorkers
 
 
@@ -49,6 +50,7 @@ class Fetching:
     Attributes:
         workers: what prefetches, or None to fetch as the plain loader does.
         own_workers: what makes whole epochs in place of the loader's own workers, or None.
+        samples: what keeps samples below all of these, or None.
         transforms: functions applied to each batch, in order.
         newest: the only pass whose batches `workers` may make.
         fetch_watch: watches plain fetches, or None.
@@ -57,6 +59,7 @@ class Fetching:
     def __init__(self) -> None:
         self.workers: Continuous | None = None
         self.own_workers: OwnWorkers | None = None
+        self.samples: KeptSamples | None = None
         self.newest = Newest()
         self.transforms: dict[str, Callable[[Any], Any]] = {}
         self.fetch_watch: FetchWatch | None = None
@@ -148,6 +151,8 @@ class Controlled(Maker):
         """Go on with what was made ahead, or begin an epoch of the loader's own."""
         fetching = self._fetching
         fetching.newest.begin(running)
+        if fetching.samples is not None:
+            fetching.samples.begin_epoch()
         workers, own = fetching.workers, fetching.own_workers
         if workers is not None:
             if workers.resume():
@@ -160,6 +165,8 @@ class Controlled(Maker):
     def fetch(self, running: Pass) -> Any:
         """Return the next batch; one that the loader makes itself is watched."""
         fetching, workers = self._fetching, running.continuous
+        if fetching.samples is not None:
+            fetching.samples.before_batch(running.rest)
         if workers is not None or fetching.workers is not None:
             workers = self._chosen(running)
         if workers is not None:

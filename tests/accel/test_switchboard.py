@@ -102,3 +102,23 @@ def test_of_a_plan_only_what_is_not_on_yet_is_new() -> None:
     assert board.new_in({"a": 1}) == ["a"]
     assert board.touched_by(["a", "b"]) == {"model", "optimizer"}
     assert board.acting_on("model", {"a": 1, "b": None}) == {"a": 1}
+
+
+def test_what_stops_acting_by_itself_has_tripped() -> None:
+    board, strategies, log = make(first="input", second="input")
+    board.switch({"first": None, "second": None})
+    strategies["second"].failure = lambda run: "its samples differ"
+    assert board.take_trips() == {"second": "its samples differ"}
+    assert board.active == {"first": None} and log[-1] == "-second"
+
+
+def test_what_prepares_itself_is_not_closed_while_it_is_off() -> None:
+    board, strategies, log = make(idle="input", preparing="input", active="input")
+    for name, strategy in strategies.items():
+        strategy.close = lambda run, name=name: log.append(f"closed {name}")
+    strategies["preparing"].is_preparing = True
+    board.switch({"active": None})
+    board.close_idle()
+    assert log == ["+active", "closed idle"]
+    board.close({"active": None})
+    assert log[2:] == ["closed idle", "closed preparing"]

@@ -1,0 +1,199 @@
+"""A cache of the samples of a loader that the loop iterates, kept in step with the loop's dataset.
+
+It lies below everything that makes the loader's batches: the loader's own iterator, threads, and worker processes that
+are forked from now on. The loop may change its dataset at any time. So the dataset is compared when an epoch begins
+(`accel.dataio.dataset.snapshot`), with the files that it names (`accel.dataio.dataset.files`), and its surface before
+each batch; after a change all is begun anew, and after a few changes, or where a change could not be seen, given up.
+When an epoch begins some samples are fetched and compared, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, default_collate
+
+from accel.dataio.dataset.files import named_files, written
+from accel.dataio.dataset.snapshot import DatasetSnapshot, QuickCheck, compare, take_snapshot
+from accel.dataio.fetching.fetch import keep_samples, whole_tensors
+from accel.dataio.sample_cache import SampleCache
+
+# Of what a look at an epoch's beginning may take for workers: an epoch's decoding takes longer. CIFAR-10 is 154 MB.
+_LOOK_SHARE = 4.0
+_MOST_CHANGES = 2
+# Share of the dataset's samples that must fit, and of the samples that must come again.
+_LEAST = 0.05
+# Of those that fit, so many must be kept before it is worth handing them out.
+_WORTH = 0.5
+# As often each sample may have come round before too few of them were kept.
+_MOST_ROUNDS = 4
+# Samples compared when an epoch begins: at most so many, and this share.
+_CHECKED_FIRST, _CHECKED_SHARE = 16, 0.01
+
+
+def not_keepable(loader: DataLoader[Any]) -> str:
+    """Return '' if samples of a map-style loader could be kept, as far as is known before one is fetched."""
+    if loader.num_workers > 0:
+        return "the loader has workers of its own, which fetch out of the loop's sight and end with each epoch"
+    if isinstance(loader.dataset, SampleCache):
+        return "the dataset is a SampleCache already"
+    if whole_tensors(loader.dataset) is not None:
+        return "the dataset is tensors in memory"
+    return ""
+
+
+class KeptSamples:
+    """Keep samples of a loader's dataset while the loop goes on.
+
+    Args:
+        loader: map-style, without workers of its own; see `not_keepable`.
+
+    Attributes:
+        finding: why samples can't be kept; '' while they can.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self.finding = ""
+        self._cache: SampleCache | None = None
+        self._asked = self._hits = self._rounds = 0
+        self._is_worth_it = False
+        self._changes = 0
+        self._before: DatasetSnapshot | None = None
+        self._quick: QuickCheck | None = None
+        self._files = named_files(loader.dataset)
+        try:
+            self._cache = cache = SampleCache(loader.dataset)
+        except (TypeError, ValueError) as error:
+            self.finding = str(error)
+            return
+        except Exception as error:  # whatever the dataset raises: the loop may never ask for that sample
+            self.finding = f"sample 0 can't be fetched: {type(error).__name__}: {error}"
+            return
+        if cache.places < _LEAST * len(cache):
+            self._drop(f"only {cache.places / len(cache):.1%} of its samples fit into the memory that may be used")
+            return
+        cache.record()
+        self.look()
+        if not self.finding:
+            keep_samples(loader, cache)
+
+    @property
+    def cache(self) -> SampleCache | None:
+        """What keeps them; None once it has been given up."""
+        if self._cache is not None and self._cache.dropped:
+            self._drop(self._cache.dropped)
+        return self._cache
+
+    # -- what the strategy asks for ------------------------------------------------------------------------------------
+
+    @property
+    def waits(self) -> str:
+        """What it waits for until handing out could pay; '' if it could, or if samples can't be kept."""
+        cache = self.cache
+        if cache is None or self._is_worth_it:
+            return ""
+        asked, hits = cache.recent_hits()
+        self._asked, self._hits = self._asked + asked, self._hits + hits
+        if self._asked < min(1024, len(cache) / 4):
+            return self._wait_text
+        share, fits = self._hits / self._asked, cache.places / len(cache)
+        self._rounds += self._asked
+        self._asked = self._hits = 0
+        if share < _WORTH * fits and self._rounds < _MOST_ROUNDS * len(cache):
+            return self._wait_text
+        self._is_worth_it = share >= _LEAST
+        if not self._is_worth_it:
+            self._drop(f"only {share:.1%} of the samples that are asked for had come before with the same bits")
+        return ""
+
+    @property
+    def _wait_text(self) -> str:
+        return "it waits until most samples have come twice, with the same bits"
+
+    def serve(self) -> None:
+        """Hand out what is kept from the next batch on.
+
+        Raises:
+            ValueError: if samples can't be kept, or some that are kept are found to differ.
+        """
+        cache = self.cache
+        if cache is None:
+            raise ValueError(self.finding)
+        if self._quick is None or self._quick.changed():
+            self.look()
+        if not cache.stats().served and not self._check(cache):
+            raise ValueError(self.finding or "the dataset has changed")
+        cache.serve()
+
+    def _check(self, cache: SampleCache) -> bool:
+        """Compare some samples, and return whether nothing speaks against handing out what is kept."""
+        most = max(1, min(_CHECKED_FIRST, int(_CHECKED_SHARE * len(cache))))
+        try:
+            return cache.check(most) and self.cache is not None
+        except Exception as error:  # it is for the loop to come upon, if it asks for that sample
+            self._drop(f"a sample can't be fetched again: {type(error).__name__}: {error}")
+            return False
+
+    def record(self) -> None:
+        """Hand out nothing, and go on to keep what comes out the same."""
+        if (cache := self.cache) is not None:
+            cache.record()
+
+    def rest(self) -> None:
+        """Have all samples fetched plainly."""
+        if (cache := self.cache) is not None:
+            cache.rest()
+
+    def close(self) -> None:
+        """Give up what is kept."""
+        self._drop("it was closed")
+
+    def _drop(self, reason: str) -> None:
+        if self._cache is None:
+            return
+        cache, self._cache, self.finding = self._cache, None, reason
+        cache.close()
+        keep_samples(self.loader, None)
+
+    # -- called by the loader's proxy ----------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        """Compare the dataset with what it was when the last epoch began, and some samples with what is kept."""
+        if self.cache is not None:
+            self.look()
+        if (cache := self.cache) is not None and cache.serves:
+            self._check(cache)
+
+    def before_batch(self, rest: Any) -> None:
+        """Have the loader's own iterator ask the cache, and see whether the loop has changed the dataset.
+
+        Args:
+            rest: yields the loader's batches where no engine makes them.
+        """
+        if (cache := self.cache) is None:
+            return
+        fetcher = getattr(rest, "_dataset_fetcher", None)
+        if fetcher is not None and fetcher.dataset is self.loader.dataset:
+            fetcher.dataset = cache
+        if self._quick is not None and self._quick.changed():
+            self.look()
+
+    def look(self) -> None:
+        """Look whether the dataset has changed; after a change begin anew, after a few give up."""
+        cache = self._cache
+        if cache is None:
+            return
+        # What stacks its samples at once copies them; another collate function may hold on to one.
+        cache.share_memory_of_batch(self.loader.collate_fn is default_collate)
+        now, before = take_snapshot(self.loader.dataset, share=_LOOK_SHARE), self._before
+        files = written(self._files)
+        self._before, self._quick = now, QuickCheck(self.loader.dataset)
+        if not now.whole:
+            self._drop("the dataset holds what can't be looked into for a change in place")
+        elif before is not None and (compare(before, now) or files != self._files):
+            self._changes += 1
+            self._files = named_files(self.loader.dataset)
+            cache.forget()
+            if self._changes > _MOST_CHANGES:
+                self._drop("the dataset, or a file that it names, keeps changing")

@@ -1,0 +1,435 @@
+"""Keep the samples of a dataset that yields the same ones in each epoch, so that they are decoded no more.
+
+| request for a sample | what comes of it |
+|---|---|
+| the first | it is fetched, and a digest of 64 bits is noted |
+| the second | it is fetched again; if the digest is the same, the sample is kept |
+| each further one | it is handed out from memory, as a copy |
+
+So nothing is handed out that was not computed twice with the same bits, and an epoch that stays the only one keeps
+nothing but digests. Now and then a sample that is kept is fetched all the same and compared bit by bit. At the first
+difference, or random number drawn, everything kept is dropped for ever and the dataset is fetched from as ever.
+
+The cache lies below the collate function: order, batches and what collates them stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from torch.utils.data import Dataset, IterableDataset
+
+from accel.dataio.dataset.dataset_epoch import declared
+from accel.dataio.fetching.drawing import others_could_draw
+from accel.dataio.fetching.fetch import sample_of
+from accel.dataio.fetching.randomness import random_state, streams
+from accel.dataio.samples.layout import NotKept, SampleLayout
+from accel.dataio.samples.store import KEPT, SEEN, UNKNOWN, SampleStore
+from accel.profiler.host import available_memory
+
+# Of what is available: of memory, and of the disk.
+_SHARE = 0.25
+# Nothing more is kept once less than this share is left of the memory that was available at the beginning.
+_RESERVE = 0.3
+# Of the samples that are handed out, so many are fetched all the same and compared.
+_CHECKED = 0.01
+# Samples between two looks at the memory that is available: 0.1 ms.
+_LOOK_AFTER = 256
+
+
+class CacheMode(IntEnum):
+    """What a cache does."""
+
+    RESTING = 0
+    """Nothing: each sample is fetched."""
+    RECORDING = 1
+    """Fetch each sample, and keep what comes out the same twice."""
+    SERVING = 2
+    """The same, but hand out what is kept."""
+
+
+class CacheStats(NamedTuple):
+    """What a cache has done so far; counts of several processes are close, not exact."""
+
+    samples: int
+    """In the dataset."""
+    kept: int
+    """Of these are kept now."""
+    kept_bytes: int
+    served: int
+    """Handed out from memory."""
+    fetched: int
+    """Fetched from the dataset, checks included."""
+    checked: int
+    """Kept, and fetched all the same to be compared."""
+    dropped: str
+    """Why the cache has been given up; '' if it hasn't."""
+
+
+class SampleCache(Dataset[Any]):
+    """Wrap a map-style dataset that yields the same sample for an index each time; keep what was seen to be the same.
+
+    Attributes of the dataset are attributes of the cache. Worker processes that are forked share what is kept, across
+    epochs too; a cache that is pickled, as for workers by spawn, keeps nothing there and fetches.
+
+    Args:
+        dataset: with a length and indices from 0 on. Its samples are tuples, named tuples, lists or dicts of CPU
+            tensors, arrays, numbers, texts and None, all of the shapes and types of sample 0; others are fetched each
+            time.
+        memory: bytes that may be kept at most; default a quarter of what is available to this process, its control
+            group respected. Where not all samples fit, those with the lowest indices are kept.
+        directory: folder on a local disk for a file without a name that holds the samples in place of memory; `memory`
+            then bounds that file, default a quarter of what is free there.
+
+    Raises:
+        TypeError: if the dataset has no length, or is iterable.
+        ValueError: if it is empty, if samples of its kind can't be kept, or not one fits into `memory`.
+        OSError: if `directory` has no room.
+
+    Example:
+        >>> cache = SampleCache([(torch.tensor([float(i)]), i) for i in range(4)])
+        >>> for epoch in range(3):
+        ...     samples = cache.__getitems__([2, 0])
+        >>> samples
+        [(tensor([2.]), 2), (tensor([0.]), 0)]
+        >>> cache.stats().kept, cache.stats().dropped
+        (2, '')
+    """
+
+    accel_hides: ClassVar[frozenset[str]] = frozenset({"_store", "_notes", "_counts", "_own"})
+
+    def __init__(self, dataset: Any, *, memory: int | None = None, directory: str | Path | None = None) -> None:
+        if isinstance(dataset, SampleCache):
+            raise ValueError("the dataset is a SampleCache already; wrap the dataset inside it")
+        indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if not indexed or isinstance(dataset, IterableDataset):
+            raise TypeError(f"a SampleCache needs a dataset with a length and indices, got {type(dataset).__name__}")
+        if memory is not None and memory < 1:
+            raise ValueError(f"memory must be at least 1 byte, got {memory}")
+        if not len(dataset):
+            raise ValueError("the dataset is empty: there is no sample to keep")
+        self.dataset = dataset
+        folder = None if directory is None else Path(directory)
+        self._in_file = folder is not None
+        bound = memory if memory is not None else _bound(folder)
+        self._store: SampleStore | None = _store(dataset, bound, folder)
+        self._share_memory = False
+        self._begin()
+        self.serve()
+
+    def _begin(self) -> None:
+        # Shared by processes that are forked from now on, as is what is kept.
+        self._notes = np.frombuffer(mmap.mmap(-1, 64), np.int64)
+        self._counts = np.frombuffer(mmap.mmap(-1, 64), np.int64)
+        self._own = random.Random(0)
+        self._available_at_first = available_memory() or 0
+
+    # -- as a dataset --------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset" or name.startswith("__"):
+            raise AttributeError(name)  # while it is being made, or copied
+        value = getattr(self.dataset, name)
+        return functools.partial(self._set_epoch, value) if name == "set_epoch" else value
+
+    def _set_epoch(self, function: Callable[[int], Any], epoch: int) -> Any:
+        """Tell the dataset its epoch, under which it may yield other samples."""
+        self.forget()
+        return function(epoch)
+
+    def __repr__(self) -> str:
+        return f"SampleCache({self.dataset!r})"
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a sample, from memory if it is kept."""
+        return self._get([index], lambda indices: [sample_of(self.dataset, each) for each in indices])[0]
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        """Return the samples of a batch, from memory what is kept."""
+        samples: list[Any] = self._get(indices, self._fetch)
+        return samples
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"dataset": self.dataset}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.dataset = state["dataset"]
+        self._store, self._in_file, self._share_memory = None, False, False
+        self._begin()
+
+    @property
+    def thread_safe(self) -> bool:
+        """Whether several threads may read it at once: as the dataset declares, or as is seen of it."""
+        from accel.dataio.dataset.thread_safety import unsafe
+
+        safe = declared(self.dataset, "thread_safe")
+        return safe if isinstance(safe, bool) else not unsafe(self.dataset)
+
+    # -- what it does --------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Hand out what is kept, and keep more; as after creation."""
+        self._notes[_MODE] = CacheMode.SERVING
+
+    def record(self) -> None:
+        """Hand out nothing, but keep what is fetched and comes out the same twice."""
+        self._notes[_MODE] = CacheMode.RECORDING
+
+    def rest(self) -> None:
+        """Hand out nothing and keep nothing more; what is kept stays."""
+        self._notes[_MODE] = CacheMode.RESTING
+
+    def forget(self) -> None:
+        """Begin anew: call this after a change of the dataset."""
+        self._notes[_GENERATION] += 1
+        if self._store is not None:
+            self._store.forget()
+
+    def close(self) -> None:
+        """Give the memory back; from now on each sample is fetched."""
+        self._give_up("it was closed")
+
+    def stats(self) -> CacheStats:
+        """Return what has been done so far."""
+        store, counts = self._store, self._counts
+        kept = 0 if store is None or self.dropped else int((store.state == KEPT).sum())
+        size = 0 if store is None else kept * store.layout.size
+        served, fetched, checked = (int(counts[each]) for each in (_SERVED, _FETCHED, _CHECKS))
+        return CacheStats(len(self.dataset), kept, size, served, fetched, checked, self.dropped)
+
+    @property
+    def dropped(self) -> str:
+        """Why the cache has been given up; '' if it hasn't."""
+        if self._store is None:
+            return "it was copied into another process, where nothing is kept"
+        reason = int(self._notes[_REASON])
+        if not reason:
+            return ""
+        return _REASONS[reason - 1].format(int(self._notes[_SAMPLE]))
+
+    @property
+    def serves(self) -> bool:
+        """Whether it hands out what is kept."""
+        return self._usable() is not None and self._notes[_MODE] == CacheMode.SERVING
+
+    @property
+    def places(self) -> int:
+        """How many samples fit into the memory."""
+        return 0 if self._store is None else self._store.places
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of a sample."""
+        return 0 if self._store is None else self._store.layout.size
+
+    def share_memory_of_batch(self, share: bool) -> None:
+        """Say whether a batch's tensors may lie in memory of that batch, which is faster: they are stacked at once."""
+        self._share_memory = share
+
+    def recent_hits(self) -> tuple[int, int]:
+        """Return of how many samples it was looked up since the last call of this whether they are kept, and how many
+        were."""
+        asked, kept = int(self._counts[_ASKED]), int(self._counts[_FOUND])
+        self._counts[_ASKED] = self._counts[_FOUND] = 0
+        return asked, kept
+
+    def check(self, most: int) -> bool:
+        """Fetch up to `most` samples that are kept, compare, and return whether they are the same."""
+        store = self._usable()
+        if store is None:
+            return False
+        kept = np.flatnonzero(store.state == KEPT).tolist()
+        chosen = self._own.sample(kept, min(most, len(kept)))
+        return not chosen or self._same(store, chosen, self._fetch)
+
+    # -- handing out ---------------------------------------------------------------------------------------------------
+
+    def _fetch(self, indices: list[Any]) -> Any:
+        many = getattr(self.dataset, "__getitems__", None)
+        return many(indices) if many else [sample_of(self.dataset, index) for index in indices]
+
+    def _usable(self) -> SampleStore | None:
+        return None if self._notes[_REASON] else self._store
+
+    def _get(self, indices: list[Any], fetch: Callable[[list[Any]], Any]) -> Any:
+        store, mode = self._usable(), int(self._notes[_MODE])
+        if store is None or mode == CacheMode.RESTING:
+            return fetch(indices)
+        places = _places(indices)
+        if places is None:
+            return fetch(indices)
+        has_place = (places >= 0) & (places < store.places)
+        kept = has_place.copy()
+        kept[has_place] = store.state[places[has_place]] == KEPT
+        hits = int(kept.sum())
+        self._counts[_ASKED] += len(indices)
+        self._counts[_FOUND] += hits
+        # What `__getitems__` returns for an index may depend on the others: then it is asked for all of them or none.
+        whole = fetch == self._fetch and getattr(self.dataset, "__getitems__", None) is not None
+        if mode == CacheMode.SERVING and hits and (hits == len(indices) or not whole):
+            samples = self._served(store, indices, places, kept, fetch, whole)
+            if samples is not None:
+                return samples
+        return self._recorded(store, indices, fetch)
+
+    def _served(
+        self,
+        store: SampleStore,
+        indices: list[Any],
+        places: np.ndarray[Any, Any],
+        kept: np.ndarray[Any, Any],
+        fetch: Callable[[list[Any]], Any],
+        whole: bool,
+    ) -> list[Any] | None:
+        """Return a batch some of which is kept; None if that may not be handed out."""
+        generation = int(self._notes[_GENERATION])
+        chosen = self._to_check(indices, kept, whole)
+        if chosen and not self._same(store, chosen, fetch):
+            return None
+        samples = store.layout.unpack(store.read(places[kept]), share=self._share_memory)
+        # Another process may have dropped it all, and freed the memory, meanwhile.
+        if self._usable() is None or self._notes[_GENERATION] != generation:
+            return None
+        self._counts[_SERVED] += len(samples)
+        if len(samples) == len(indices):
+            return samples
+        missing = self._recorded(store, [i for i, there in zip(indices, kept, strict=True) if not there], fetch)
+        if self._usable() is None:  # as these have shown: the others of the batch are fetched, too
+            samples = fetch([i for i, there in zip(indices, kept, strict=True) if there])
+        from_memory, fetched = iter(samples), iter(missing)
+        return [next(from_memory if there else fetched) for there in kept]
+
+    def _to_check(self, indices: list[int], kept: np.ndarray[Any, Any], whole: bool) -> list[int]:
+        """Return which samples of a batch are fetched all the same: at random, by a generator of its own."""
+        if whole:
+            return indices if self._own.random() < _CHECKED or self._owes_check() else []
+        count = int(_CHECKED * kept.sum() + self._own.random()) or int(self._owes_check())
+        return [indices[place] for place in self._own.sample(np.flatnonzero(kept).tolist(), count)] if count else []
+
+    def _owes_check(self) -> bool:
+        """Return whether nothing was compared for as many samples as there are in an epoch."""
+        since = int(self._counts[_SERVED] - self._notes[_CHECKED_AT])
+        if since and since < len(self.dataset):
+            return False
+        self._notes[_CHECKED_AT] = self._counts[_SERVED]
+        return True
+
+    def _same(self, store: SampleStore, indices: list[int], fetch: Callable[[list[Any]], Any]) -> bool:
+        """Fetch samples that are kept, and drop everything if one is another than before."""
+        generation = int(self._notes[_GENERATION])
+        samples = fetch(indices)
+        self._counts[_FETCHED] += len(indices)
+        if self._usable() is None:
+            return False
+        self._counts[_CHECKS] += len(indices)
+        for index, sample in zip(indices, samples, strict=True):
+            parts = store.layout.pack(sample)
+            if self._notes[_GENERATION] != generation or store.state[index] != KEPT:
+                return False
+            if parts is None or not store.holds(index, parts):
+                self._give_up(_DIFFERS, index)
+                return False
+        return True
+
+    # -- keeping -------------------------------------------------------------------------------------------------------
+
+    def _recorded(self, store: SampleStore, indices: list[Any], fetch: Callable[[list[Any]], Any]) -> Any:
+        """Fetch samples, and keep those that come out as before."""
+        generation = int(self._notes[_GENERATION])
+        samples = self._drawn_nothing(indices, fetch)
+        if self._usable() is None or self._notes[_GENERATION] != generation:
+            return samples
+        if type(samples) is not list or len(samples) != len(indices):
+            self._give_up(_NO_LIST)
+            return samples
+        for index, sample in zip(indices, samples, strict=True):
+            if 0 <= index < store.places and (parts := store.layout.pack(sample)) is not None:
+                self._note(store, index, parts)
+        return samples
+
+    def _drawn_nothing(self, indices: list[Any], fetch: Callable[[list[Any]], Any]) -> Any:
+        """Fetch samples; give up if random numbers were drawn meanwhile, where that must have been the dataset."""
+        before = None if others_could_draw() else random_state()
+        samples = fetch(indices)
+        self._counts[_FETCHED] += len(indices)
+        if before is not None and len(before) == len(streams()) and random_state() != before:
+            self._give_up(_DRAWS)
+        return samples
+
+    def _note(self, store: SampleStore, index: int, parts: Sequence[bytes]) -> None:
+        digest, state = hash(tuple(parts)), store.state[index]
+        if state == UNKNOWN:
+            store.digest[index] = digest
+            store.state[index] = SEEN
+        elif store.digest[index] != digest:
+            self._give_up(_DIFFERS, index)
+        elif state == SEEN and self._has_room():
+            store.write(index, parts)
+
+    def _has_room(self) -> bool:
+        """Return whether memory is left: others may need it since."""
+        self._counts[_STORED] += 1
+        if self._counts[_STORED] % _LOOK_AFTER == 0 and not self._in_file:
+            available = available_memory()
+            self._counts[_FULL] = available is not None and available < _RESERVE * self._available_at_first
+        return not self._counts[_FULL]
+
+    def _give_up(self, reason: str, sample: int = 0) -> None:
+        """Drop all that is kept, in all processes, for ever."""
+        if self._store is None or self._notes[_REASON]:
+            return
+        self._notes[_SAMPLE] = sample
+        self._notes[_REASON] = _REASONS.index(reason) + 1
+        self._store.free()
+
+
+_DIFFERS = "sample {} came out differently when it was fetched again"
+_DRAWS = "fetching a sample draws random numbers"
+_NO_LIST = "its __getitems__ doesn't return a list with a sample for each index"
+# Processes tell each other by number.
+_REASONS = (_DIFFERS, _DRAWS, _NO_LIST, "it was closed")
+_MODE, _REASON, _SAMPLE, _GENERATION, _CHECKED_AT = range(5)
+_SERVED, _FETCHED, _CHECKS, _ASKED, _FOUND, _STORED, _FULL = range(7)
+
+
+def _bound(directory: Path | None) -> int:
+    free = available_memory() if directory is None else shutil.disk_usage(directory).free
+    return int(_SHARE * (free or 0))
+
+
+def _store(dataset: Any, most_bytes: int, directory: Path | None) -> SampleStore:
+    """Return memory for samples that are like the first one, which is fetched under random states of its own."""
+    states = [(stream, stream.read()) for stream in streams()]
+    try:
+        layout = SampleLayout(dataset[0])
+    except NotKept as reason:
+        raise ValueError(f"samples can't be kept: one holds {reason}") from None
+    finally:
+        for stream, state in states:
+            if stream.read() != state:
+                stream.write(state)
+    store = SampleStore(layout, len(dataset), most_bytes, directory)
+    if not store.places:
+        raise ValueError(f"not one sample of {layout.size:,} bytes fits into memory={most_bytes:,} bytes")
+    return store
+
+
+def _places(indices: Any) -> np.ndarray[Any, Any] | None:
+    """Return the indices as an array; None if they are not a list of ints."""
+    if type(indices) is not list or not all(type(index) is int for index in indices):
+        return None
+    try:
+        return np.array(indices, np.int64)
+    except OverflowError:
+        return None

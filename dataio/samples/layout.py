@@ -1,0 +1,300 @@
+"""The layout of a dataset's samples: a structure of tensors, arrays, numbers and texts, as bytes and back.
+
+All samples that are kept have one layout, taken from the first. What has another one (a tensor of another shape, a
+longer list) is not kept, and fetched as ever. A sample made from bytes has memory of its own, and is what was packed
+in all that a collate function or a model can tell: types, shapes, strides, bits.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_OF_NUMPY = (
+    *(torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+    torch.bool,
+)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class NotKept(ValueError):
+    """Samples of this kind can't be kept; the message says of which."""
+
+
+class Leaf(ABC):
+    """One value of a sample.
+
+    Attributes:
+        size: bytes, the same for each sample.
+    """
+
+    size: int
+
+    @abstractmethod
+    def pack(self, value: Any) -> bytes | None:
+        """Return a value as `size` bytes; None if it is of another kind than this one."""
+
+    @abstractmethod
+    def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
+        """Return the values of some samples.
+
+        Args:
+            packed: memory of nobody else's, one row for each sample.
+            share: they may lie in memory of that whole batch; if not, each has its own.
+        """
+
+
+class _TensorLeaf(Leaf):
+    def __init__(self, example: Tensor) -> None:
+        plain = example.layout == torch.strided and example.device.type == "cpu" and not example.is_quantized
+        if not plain or example.is_complex() or example.requires_grad or not example.numel():
+            raise NotKept("a tensor that is not plain memory of the CPU")
+        self._dtype = example.dtype
+        self._order = _memory_order(example.stride())
+        in_memory = example.permute(self._order)
+        self.size = example.numel() * example.element_size()
+        self._rows = tuple(in_memory.shape)
+        self._inverse = None if self._order == sorted(self._order) else [*np.argsort(self._order).tolist()]
+        if not in_memory.is_contiguous() or self._again(in_memory).stride() != example.stride():
+            raise NotKept("a tensor with gaps between its elements")
+        self._bits = None if example.dtype in _OF_NUMPY else _BITS[example.element_size()]
+        array = self._array(example)
+        self._shape, self._strides = array.shape, array.strides
+
+    def _array(self, value: Tensor) -> np.ndarray[Any, Any]:
+        return value.numpy() if self._bits is None else value.view(self._bits).numpy()
+
+    def pack(self, value: Any) -> bytes | None:
+        if type(value) is not Tensor or value.dtype is not self._dtype:
+            return None
+        try:
+            array = self._array(value)  # attributes of an array take half as long to read
+        except (RuntimeError, TypeError):  # it requires a gradient, or is elsewhere
+            return None
+        if array.shape != self._shape or array.strides != self._strides:
+            return None
+        return array.tobytes() if self._inverse is None else array.transpose(self._order).tobytes()
+
+    def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
+        rows = torch.from_numpy(packed).view(self._dtype).view(-1, *self._rows).unbind(0)
+        if not share:
+            return [self._again(row.clone()) for row in rows]
+        return rows if self._inverse is None else [self._again(row) for row in rows]
+
+    def _again(self, row: Tensor) -> Tensor:
+        return row if self._inverse is None else row.permute(self._inverse)
+
+
+class _ArrayLeaf(Leaf):
+    def __init__(self, example: np.ndarray[Any, Any]) -> None:
+        self._dtype, self._shape, self._strides = example.dtype, example.shape, example.strides
+        self._order = _memory_order(self._strides)
+        in_memory = example.transpose(self._order)
+        self.size = example.nbytes
+        self._rows = in_memory.shape
+        self._inverse = np.argsort(self._order).tolist()
+        if example.dtype.hasobject or not example.flags.writeable or not self.size or not in_memory.flags.c_contiguous:
+            raise NotKept("an array that is not plain, dense, writeable memory")
+        if in_memory.transpose(self._inverse).strides != self._strides:
+            raise NotKept("an array with gaps between its elements")
+
+    def pack(self, value: Any) -> bytes | None:
+        if type(value) is not np.ndarray or value.dtype != self._dtype or value.shape != self._shape:
+            return None
+        if value.strides != self._strides or not value.flags.writeable:
+            return None
+        return value.transpose(self._order).tobytes()
+
+    def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
+        rows = packed.view(self._dtype).reshape(-1, *self._rows)
+        return [(row if share else row.copy()).transpose(self._inverse) for row in rows]
+
+
+class _ScalarLeaf(Leaf):
+    """A scalar of numpy's."""
+
+    def __init__(self, example: np.generic) -> None:
+        self._kind, self._dtype, self.size = type(example), example.dtype, example.nbytes
+        if self._dtype.kind not in "biufMm":
+            raise NotKept(f"a {self._kind.__name__} of numpy's")
+
+    def pack(self, value: Any) -> bytes | None:
+        return value.tobytes() if type(value) is self._kind and value.dtype == self._dtype else None
+
+    def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
+        return list(packed.view(self._dtype).reshape(-1))
+
+
+class _NumberLeaf(Leaf):
+    """An int of 64 bits, a float, or a bool."""
+
+    _FORMATS = {int: "<q", float: "<d", bool: "<?"}  # noqa: RUF012  (never changed)
+
+    def __init__(self, example: float) -> None:
+        self._kind = type(example)
+        self._format = struct.Struct(self._FORMATS[self._kind])
+        self.size = self._format.size
+
+    def pack(self, value: Any) -> bytes | None:
+        if type(value) is not self._kind:
+            return None
+        try:
+            return self._format.pack(value)
+        except struct.error:  # an int of more bits
+            return None
+
+    def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
+        values: list[Any] = packed.view(np.dtype(self._format.format)).reshape(-1).tolist()
+        return values
+
+
+class _TextLeaf(Leaf):
+    """A str, or bytes, up to a length."""
+
+    def __init__(self, example: str | bytes) -> None:
+        self._kind = type(example)
+        self.size = max(256, 4 * len(example))
+
+    def pack(self, value: Any) -> bytes | None:
+        if type(value) is not self._kind:
+            return None
+        try:
+            text = value.encode() if isinstance(value, str) else value
+        except UnicodeEncodeError:  # file names that are no UTF-8
+            return None
+        return (len(text).to_bytes(4, "little") + text).ljust(self.size, b"\0") if len(text) + 4 <= self.size else None
+
+    def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
+        rows = [row.tobytes() for row in packed]
+        texts = [row[4 : 4 + int.from_bytes(row[:4], "little")] for row in rows]
+        return [text.decode() for text in texts] if self._kind is str else texts
+
+
+class _NoneLeaf(Leaf):
+    size = 1
+
+    def pack(self, value: Any) -> bytes | None:
+        return b"\0" if value is None else None
+
+    def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
+        return [None] * len(packed)
+
+
+class _Group:
+    """A tuple, named tuple, list or dict of leaves and groups."""
+
+    def __init__(self, kind: type, keys: tuple[Any, ...] | None, parts: list[Any]) -> None:
+        self._kind, self._keys, self._parts = kind, keys, parts
+
+    def pack(self, value: Any, into: list[bytes]) -> bool:
+        """Append the bytes of each leaf; return False if the structure is another one."""
+        if type(value) is not self._kind:
+            return False
+        values: Any = value
+        if len(values) != len(self._parts):
+            return False
+        if self._keys is not None:
+            if tuple(values) != self._keys:
+                return False
+            values = values.values()
+        for part, each in zip(self._parts, values, strict=True):
+            if isinstance(part, _Group):
+                if not part.pack(each, into):
+                    return False
+            elif (packed := part.pack(each)) is None:
+                return False
+            else:
+                into.append(packed)
+        return True
+
+    def build(self, columns: dict[int, Sequence[Any]]) -> list[Any]:
+        """Return the values from the values of each leaf, by its `id`."""
+        parts = [part.build(columns) if isinstance(part, _Group) else columns[id(part)] for part in self._parts]
+        rows = list(zip(*parts, strict=True))
+        if self._kind is tuple:
+            return rows
+        if self._keys is not None:
+            return [dict(zip(self._keys, row, strict=True)) for row in rows]
+        return [list(row) for row in rows] if self._kind is list else [self._kind._make(row) for row in rows]  # type: ignore[attr-defined]
+
+
+class SampleLayout:
+    """The layout of a sample and of all that are like it.
+
+    Args:
+        sample: the example.
+
+    Attributes:
+        leaves: its values, in order.
+        size: bytes of a sample.
+
+    Raises:
+        NotKept: if it holds something else than plain tensors, arrays, numbers and texts.
+
+    Example:
+        >>> layout = SampleLayout((torch.zeros(2), 7))
+        >>> parts = layout.pack((torch.ones(2), 8))
+        >>> layout.unpack([np.frombuffer(bytearray(part), np.uint8)[None] for part in parts])
+        [(tensor([1., 1.]), 8)]
+    """
+
+    def __init__(self, sample: Any) -> None:
+        self.leaves: list[Leaf] = []
+        # Within a tuple, so that a sample which is one value is no special case.
+        self._root = _Group(tuple, None, [self._part(sample)])
+        self.size = sum(leaf.size for leaf in self.leaves)
+
+    def _part(self, value: Any) -> _Group | Leaf:
+        kind = type(value)
+        if kind in (tuple, list, dict) or (isinstance(value, tuple) and hasattr(kind, "_make")):
+            if not value:
+                raise NotKept(f"an empty {kind.__name__}")
+            values = value.values() if kind is dict else value
+            return _Group(kind, tuple(value) if kind is dict else None, [self._part(each) for each in values])
+        leaf = _leaf(value)
+        self.leaves.append(leaf)
+        return leaf
+
+    def pack(self, sample: Any) -> list[bytes] | None:
+        """Return the bytes of each leaf; None if the sample has another layout."""
+        parts: list[bytes] = []
+        return parts if self._root.pack((sample,), parts) else None
+
+    def unpack(self, packed: Sequence[Bytes], share: bool = False) -> list[Any]:
+        """Return samples.
+
+        Args:
+            packed: for each leaf a row for each sample, in memory of nobody else's.
+            share: tensors may share the memory of the whole batch, which is enough if they are stacked at once.
+        """
+        columns = {id(leaf): leaf.unpack(rows, share) for leaf, rows in zip(self.leaves, packed, strict=True)}
+        return [sample for (sample,) in self._root.build(columns)]
+
+
+def _leaf(value: Any) -> Leaf:
+    kind = type(value)
+    if kind is Tensor:
+        return _TensorLeaf(value)
+    if kind is np.ndarray:
+        return _ArrayLeaf(value)
+    if isinstance(value, np.generic):
+        return _ScalarLeaf(value)
+    if kind in (int, float, bool):
+        return _NumberLeaf(value)
+    if kind in (str, bytes):
+        return _TextLeaf(value)
+    if value is None:
+        return _NoneLeaf()
+    raise NotKept(f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def _memory_order(strides: Sequence[int]) -> list[int]:
+    """Return the dimensions from the outermost in memory to the innermost."""
+    return sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim))

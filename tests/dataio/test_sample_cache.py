@@ -1,0 +1,440 @@
+"""The sample cache: nothing is handed out that did not come out the same twice, and the first difference ends it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from accel.dataio import sample_cache
+from accel.dataio.loader import ContinuousLoader
+from accel.dataio.sample_cache import SampleCache
+from accel.profiler import host
+
+
+class Counted(Dataset[Any]):
+    """Samples that tell their index; counts how often each is fetched."""
+
+    classes = ("a", "b")
+
+    def __init__(self, samples: int = 12) -> None:
+        self.fetched = [0] * samples
+        self.scale = 1.0
+
+    def __len__(self) -> int:
+        return len(self.fetched)
+
+    def __getitem__(self, index: int) -> Any:
+        self.fetched[index] += 1
+        return torch.full((2, 3), self.scale * index), index
+
+
+class Many(Counted):
+    """Fetches a batch in one call."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.fixture
+def checks() -> None:
+    """Samples that are kept are fetched again now and then, as ever."""
+
+
+@pytest.fixture(autouse=True)
+def _without_checks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "checks" not in request.fixturenames:
+        monkeypatch.setattr(sample_cache, "_CHECKED", 0.0)
+        monkeypatch.setattr(SampleCache, "_owes_check", lambda self: False)
+
+
+def epochs(cache: SampleCache, count: int, batch: int = 4) -> list[Any]:
+    loader = DataLoader(cache, batch, shuffle=True)
+    return [list(loader) for _ in range(count)][-1]
+
+
+@pytest.mark.parametrize("kind", [Counted, Many])
+def test_each_sample_is_fetched_twice_and_no_more(kind: type[Counted]) -> None:
+    cache = SampleCache(kind())
+    epochs(cache, 2)
+    assert cache.stats().kept == 12 and cache.stats().served == 0
+    for x, index in epochs(cache, 3):
+        assert (x == index[:, None, None]).all()
+    assert cache.dataset.fetched == [3] + 11 * [2]  # the first one for its layout, too
+    assert cache.stats().served == 36 and cache.stats().kept_bytes == 12 * (24 + 8)
+
+
+def test_single_samples_are_kept_too() -> None:
+    cache = SampleCache(Many())
+    samples = [cache[5] for _ in range(4)]
+    assert cache.dataset.fetched[5] == 2
+    assert all(x.equal(torch.full((2, 3), 5.0)) and index == 5 for x, index in samples)
+
+
+def test_what_is_not_kept_yet_is_fetched_beside_what_is() -> None:
+    cache = SampleCache(Counted())
+    for _ in range(2):
+        cache.__getitems__([1, 3])
+    assert [index for _, index in cache.__getitems__([0, 1, 2, 3, 1])] == [0, 1, 2, 3, 1]
+    assert cache.stats().served == 3
+
+
+def test_a_batch_of_a_dataset_that_makes_batches_is_kept_as_a_whole_or_not_at_all() -> None:
+    cache = SampleCache(Many())
+    for _ in range(2):
+        cache.__getitems__([1, 3])
+    assert [index for _, index in cache.__getitems__([3, 1])] == [3, 1] and cache.stats().served == 2
+    assert [index for _, index in cache.__getitems__([0, 1, 3])] == [0, 1, 3] and cache.stats().served == 2
+
+
+def test_what_is_written_into_a_sample_does_not_reach_the_cache() -> None:
+    cache = SampleCache(Counted())
+    for _ in range(4):
+        (x, _), (y, _) = cache.__getitems__([1, 2])
+        assert (x == 1).all() and (y == 2).all()
+        x.zero_()
+
+
+class Odd(Counted):
+    """One sample in three has another shape."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, label = super().__getitem__(index)
+        return (x[:, : 2 if index % 3 == 1 else 3], label) if index % 3 == 1 else (x, label)
+
+
+def test_samples_of_another_shape_are_fetched_each_time() -> None:
+    cache = SampleCache(Odd())
+    for _ in range(4):
+        assert [tuple(x.shape) for x, _ in cache.__getitems__([0, 1, 2])] == [(2, 3), (2, 2), (2, 3)]
+    assert cache.dataset.fetched[:3] == [3, 4, 2]
+
+
+@pytest.mark.parametrize("indices", [[-1, 0], [np.int64(1), 2], [torch.tensor(1)], (1, 2), [2**70]])
+def test_indices_that_are_no_places_are_passed_on(indices: Any) -> None:
+    class Takes(Counted):
+        def __getitem__(self, index: Any) -> Any:
+            return torch.ones(2), int(index) % 12
+
+    cache = SampleCache(Takes())
+    for _ in range(4):
+        assert [label for _, label in cache.__getitems__(indices)] == [int(index) % 12 for index in indices]
+    assert cache.stats().kept <= 1 and not cache.dropped
+
+
+def test_what_the_dataset_raises_comes_out_as_it_is() -> None:
+    cache = SampleCache(Counted())
+    for _ in range(3):
+        with pytest.raises(IndexError) as raised:
+            cache.__getitems__([3, 40])
+    assert raised.value._accel_sample == 40  # type: ignore[attr-defined]
+    assert not cache.dropped
+
+
+# -- what ends it ------------------------------------------------------------------------------------------------------
+
+
+class Noise(Counted):
+    def __getitem__(self, index: int) -> Any:
+        x, label = super().__getitem__(index)
+        return x + self.noise(), label
+
+    def noise(self) -> Any:
+        raise NotImplementedError
+
+
+class DrawsOfTorch(Noise):
+    def noise(self) -> Any:
+        return torch.rand(())
+
+
+class DrawsOfPython(Noise):
+    def noise(self) -> Any:
+        return 0.0 if random.random() < 2 else 1.0  # drawn, and of no consequence
+
+
+class DrawsOfNumpy(Noise):
+    def noise(self) -> Any:
+        return float(np.random.rand())
+
+
+class DrawsOfItsOwn(Noise):
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = np.random.default_rng(0)
+
+    def noise(self) -> Any:
+        return float(self._generator.random())
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (DrawsOfTorch, "draws random numbers"),
+        (DrawsOfPython, "draws random numbers"),
+        (DrawsOfNumpy, "draws random numbers"),
+        (DrawsOfItsOwn, "came out differently"),
+    ],
+)
+def test_a_dataset_that_draws_is_found_out_before_anything_is_handed_out(kind: type[Counted], why: str) -> None:
+    before = torch.get_rng_state(), random.getstate()
+    cache = SampleCache(kind())
+    assert before[0].equal(torch.get_rng_state()) and before[1] == random.getstate()
+    epochs(cache, 3)
+    assert why in cache.dropped
+    assert cache.stats().served == cache.stats().kept == 0
+    assert sum(cache.dataset.fetched) == 37
+
+
+@pytest.mark.usefixtures("checks")
+def test_some_samples_are_fetched_all_the_same_in_each_epoch() -> None:
+    cache = SampleCache(Counted(100))
+    epochs(cache, 10)
+    assert 8 <= cache.stats().checked <= 30
+    assert not cache.dropped
+
+
+@pytest.mark.usefixtures("checks")
+@pytest.mark.parametrize("kind", [Counted, Many])
+def test_the_first_difference_drops_everything_and_the_fresh_samples_are_handed_out(kind: type[Counted]) -> None:
+    cache = SampleCache(kind())
+    epochs(cache, 3, batch=12)
+    cache.dataset.scale = 2.0
+    for x, index in epochs(cache, 1, batch=12):
+        assert (x == 2 * index[:, None, None]).all()
+    assert "came out differently when it was fetched again" in cache.dropped
+    assert epochs(cache, 1)[0][0].max() <= 22 and cache.stats().kept == 0
+
+
+@pytest.mark.usefixtures("checks")
+def test_checks_draw_nothing_from_the_programs_generators() -> None:
+    cache = SampleCache(Counted(64))
+    for _ in range(2):
+        cache.__getitems__(list(range(64)))
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()  # type: ignore[union-attr]
+    for _ in range(20):
+        cache.__getitems__(list(range(64)))
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()  # type: ignore[union-attr]
+    assert before[0].equal(after[0]) and before[1:] == after[1:]
+    assert cache.stats().checked > 0
+
+
+def test_a_difference_in_what_is_fetched_beside_it_counts_for_the_whole_batch() -> None:
+    cache = SampleCache(Counted())
+    for indices in ([0, 1], [0, 1], [5]):
+        cache.__getitems__(indices)
+    cache.dataset.scale = 2.0
+    assert [float(x.max()) for x, _ in cache.__getitems__([0, 1, 5])] == [0.0, 2.0, 10.0]
+    assert cache.dropped == "sample 5 came out differently when it was fetched again"
+
+
+def test_a_batch_that_is_no_list_of_samples_is_handed_through() -> None:
+    class Finished(Counted):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return torch.tensor(indices)
+
+    cache = SampleCache(Finished())
+    assert cache.__getitems__([1, 2]).tolist() == [1, 2]  # type: ignore[attr-defined]
+    assert "doesn't return a list" in cache.dropped
+
+
+def test_after_forget_all_is_begun_anew() -> None:
+    cache = SampleCache(Counted())
+    epochs(cache, 3)
+    cache.dataset.scale = 3.0
+    cache.forget()
+    for _ in range(3):
+        assert (cache[2][0] == 6.0).all()
+    assert not cache.dropped and cache.stats().kept == 1
+
+
+def test_an_epoch_that_the_dataset_is_told_begins_anew() -> None:
+    class Staged(Counted):
+        def set_epoch(self, epoch: int) -> None:
+            self.scale = float(epoch)
+
+    cache = SampleCache(Staged())
+    loader = ContinuousLoader(DataLoader(cache, 4), mode="inline")
+    for epoch in range(1, 6):
+        loader.set_epoch(epoch)
+        assert all((x == epoch * index[:, None, None]).all() for x, index in loader)
+    assert not cache.dropped and cache.stats().served == 0
+
+
+def test_a_closed_cache_fetches() -> None:
+    cache = SampleCache(Counted())
+    epochs(cache, 3)
+    cache.close()
+    assert cache.dropped == "it was closed" and cache.stats().kept_bytes == 0
+    assert (cache[3][0] == 3.0).all()
+
+
+@pytest.mark.parametrize("mode", ["rest", "record"])
+def test_a_cache_that_does_not_serve_fetches(mode: str) -> None:
+    cache = SampleCache(Counted())
+    getattr(cache, mode)()
+    epochs(cache, 3)
+    assert cache.stats().kept == (12 if mode == "record" else 0) and cache.stats().served == 0
+    assert sum(cache.dataset.fetched) == 37
+    cache.serve()
+    epochs(cache, 3)
+    assert cache.stats().served == (36 if mode == "record" else 12)
+
+
+def test_recent_hits_are_those_since_the_last_call() -> None:
+    cache = SampleCache(Counted())
+    cache.record()
+    epochs(cache, 3)
+    assert cache.recent_hits() == (36, 12)
+    assert cache.recent_hits() == (0, 0)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_fetched_each_time() -> None:
+    cache = SampleCache(Counted(), memory=5 * 32 + 31)
+    epochs(cache, 4)
+    assert cache.places == cache.stats().kept == 5
+    assert cache.dataset.fetched == [3, 2, 2, 2, 2] + 7 * [4]
+
+
+def test_the_default_is_a_share_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_cache, "available_memory", lambda: 8 * 32)
+    assert SampleCache(Counted()).places == 2
+
+
+def test_nothing_more_is_kept_once_memory_has_become_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = 1 << 20
+    monkeypatch.setattr(sample_cache, "available_memory", lambda: left)
+    monkeypatch.setattr(sample_cache, "_LOOK_AFTER", 4)
+    cache = SampleCache(Counted())
+    left = 1 << 18
+    epochs(cache, 4)
+    assert cache.stats().kept == 3 and not cache.dropped
+
+
+def test_samples_in_a_file_leave_nothing_behind(tmp_path: Path) -> None:
+    cache = SampleCache(Counted(), directory=tmp_path)
+    assert not list(tmp_path.iterdir())
+    epochs(cache, 3)
+    assert cache.stats().served == 12 and cache.stats().kept == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"memory": 0}, ValueError, "memory must be at least 1 byte, got 0"),
+        ({"memory": 31}, ValueError, "not one sample of 32 bytes fits into memory=31 bytes"),
+        ({"directory": "/nowhere/at/all"}, OSError, "/nowhere/at/all"),
+    ],
+)
+def test_arguments_that_can_not_be(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        SampleCache(Counted(), **options)
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter([1])
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error", "text"),
+    [
+        (iter([1]), TypeError, "a length and indices, got list_iterator"),
+        (Endless(), TypeError, "a length and indices, got Endless"),
+        ([], ValueError, "the dataset is empty"),
+        ([object()], ValueError, "samples can't be kept: one holds a builtins.object"),
+        (SampleCache([1]), ValueError, "is a SampleCache already"),
+    ],
+)
+def test_datasets_that_can_not_be_kept(dataset: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        SampleCache(dataset)
+
+
+# -- other processes and copies ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_forked_processes_share_what_is_kept_and_why_it_ended() -> None:
+    cache = SampleCache(Counted())
+
+    def elsewhere(function: Callable[[], Any]) -> None:
+        pid = os.fork()
+        if not pid:
+            function()
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+    elsewhere(lambda: cache.__getitems__([1, 2]))
+    elsewhere(lambda: cache.__getitems__([2, 1]))
+    assert cache.stats().kept == 2
+    assert (cache[2][0] == 2.0).all() and cache.dataset.fetched[2] == 0
+    elsewhere(lambda: cache._give_up(sample_cache._DIFFERS, 7))
+    assert cache.dropped.startswith("sample 7 came out differently")
+    assert (cache[2][0] == 2.0).all() and cache.dataset.fetched[2] == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.parametrize("wrap", [lambda loader: loader, ContinuousLoader], ids=["torch", "continuous"])
+def test_a_loaders_workers_share_what_is_kept_across_epochs(wrap: Callable[[Any], Any]) -> None:
+    cache = SampleCache(Counted())
+    loader = wrap(DataLoader(cache, 4, shuffle=True, num_workers=2, multiprocessing_context="fork"))
+    for _ in range(4):
+        for x, index in loader:
+            assert (x == index[:, None, None]).all()
+    assert cache.stats().kept == 12 and cache.stats().served >= 12
+    assert not cache.dropped
+    if isinstance(loader, ContinuousLoader):
+        loader.close()
+
+
+@pytest.mark.parametrize("again", [copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_keeps_nothing_and_fetches(again: Callable[[Any], Any]) -> None:
+    cache = SampleCache(Counted())
+    epochs(cache, 3)
+    other = again(cache)
+    assert (other[4][0] == 4.0).all() and "nothing is kept" in other.dropped
+    assert other.stats().kept == 0 and len(other) == 12
+
+
+def test_it_answers_as_the_dataset() -> None:
+    cache = SampleCache(Counted())
+    assert len(cache) == 12 and cache.classes == ("a", "b") and isinstance(cache, Dataset)
+    with pytest.raises(AttributeError, match="wings"):
+        _ = cache.wings
+
+
+@pytest.mark.parametrize("declares", [True, False, None])
+def test_threads_may_read_it_if_they_may_read_the_dataset(declares: bool | None) -> None:
+    dataset: Any = Counted()
+    if declares is not None:
+        dataset.thread_safe = declares
+    assert SampleCache(dataset).thread_safe is (declares is not False)
+
+
+def test_the_machines_available_memory_is_no_more_than_the_control_group_leaves(tmp_path: Path) -> None:
+    assert host.available_memory(tmp_path) is None
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:       4 kB\n")
+    assert host.available_memory(tmp_path) == 4096
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("3000\n")
+    (group / "memory.current").write_text("2500\n")
+    (group / "memory.stat").write_text("inactive_file 100\n")
+    assert host.available_memory(tmp_path) == 600
