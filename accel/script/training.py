@@ -139,7 +139,8 @@ class ScriptTraining:
         self.models += 1
         report = self._options["report"]
         options = {**self._options, "report": _numbered(report, self.models)}
-        entry.optimize(model, loader or self._boundary.proxy, optimizer, **options)
+        proxy = self._boundary.proxy if loader is None else loader  # not `or`: that asks for the loader's length
+        entry.optimize(model, proxy, optimizer, **options)
         optimized = entry.optimized(model)
         if optimized is None:
             return  # ACCEL=0 was set meanwhile

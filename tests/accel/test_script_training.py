@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import accel
 from accel import entry
@@ -184,6 +184,22 @@ def test_a_loader_of_a_subclass_is_followed(training: ScriptTraining) -> None:
     loader = Shifted(Samples(), batch_size=8)
     epochs(model, loader, optimizer, 2)
     assert entry._optimized[model].session.run.loader is loader
+
+
+class Stream(IterableDataset[Any]):
+    """Has no length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = Samples()
+        return (samples[index] for index in range(len(samples)))
+
+
+def test_a_loader_without_a_length_is_followed(training: ScriptTraining) -> None:
+    model, _, optimizer = make()
+    epochs(model, DataLoader(Stream(), batch_size=8), optimizer, 2)
+    assert steps_of(model) >= 22
+    with pytest.raises(TypeError, match="has no len"):
+        len(iter(DataLoader(Stream())))
 
 
 def test_batches_taken_by_another_thread_say_nothing_of_the_training(training: ScriptTraining) -> None:
