@@ -54,6 +54,7 @@ class ScriptTraining:
         self._options, self._thread = options, thread
         self._boundary = UpdateBoundary()
         self._learning: dict[int, OptimizerSteps] = {}
+        self._own_batches: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimized: dict[int, _Model] = {}
         self._hook: Any = None
@@ -69,7 +70,7 @@ class ScriptTraining:
         self.loaders.stop()
         if self._hook is not None:
             self._hook.remove()
-        for steps in list(self._learning.values()):
+        for steps in [*self._learning.values(), *self._own_batches]:
             steps.release()
         self._learning.clear()
 
@@ -134,6 +135,8 @@ class ScriptTraining:
                 self._begin(model, loader, steps.optimizer)
         if loader is not None:
             steps.release()
+        else:
+            self._own_batches.add(steps)
 
     def _begin(self, model: nn.Module, loader: LoaderProxy | None, optimizer: Optimizer) -> None:
         self.models += 1

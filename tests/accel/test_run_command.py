@@ -37,11 +37,11 @@ def accel_run(folder: Path, *arguments: str, environment: dict[str, str] | None 
 def test_the_exact_level_prints_the_losses_of_the_plain_script(tmp_path: Path) -> None:
     script(tmp_path, TRAINING)
     plain = warm.run(["train.py"], cwd=tmp_path, environment=ONE_THREAD)
-    done = accel_run(tmp_path, "--allow", "exact", "--report", "runs", "--budget", "60", "train.py")
+    done = accel_run(tmp_path, "--allow", "exact", "--report", "runs/one", "--budget", "60", "train.py")
 
     assert done.stdout == plain.stdout
     assert done.returncode == plain.returncode == 0
-    report = Report.load(tmp_path / "runs" / "report.json")
+    report = Report.load(tmp_path / "runs" / "one" / "report.json")
     assert (report.model, report.allow, report.budget) == ("Sequential", "exact", "60s")
     assert report.steps >= 3 * 40 - 4
     assert "Traceback" not in done.stderr
@@ -111,7 +111,8 @@ def test_nothing_is_patched_in_spawned_workers(tmp_path: Path) -> None:
             "--allow must be one of 'exact', 'reordered', 'reduced', 'lossy', got 'fast'",
         ),
         (["--budget", "much", "train.py"], "budget must be a time or a share, got 'much'"),
-        (["--report", "no/where", "train.py"], "--report must lie in a directory that exists"),
+        (["--report", "train.py/one", "train.py"], "--report must be a folder, a .json or a .html file"),
+        (["--report", "a.json", "train.py"], "--report must be a folder, a .json or a .html file"),
         (["--report", "train.py", "train.py"], "--report must be a folder, a .json or a .html file"),
         (["--disable", "tf23", "train.py"], "--disable names an unknown strategy 'tf23'; did you mean 'tf32'?"),
         (["--enable", "tf32", "--disable", "tf32", "train.py"], "--enable and --disable must differ, both have tf32"),
@@ -119,6 +120,7 @@ def test_nothing_is_patched_in_spawned_workers(tmp_path: Path) -> None:
 )
 def test_bad_input_is_one_sentence_before_the_script_runs(tmp_path: Path, arguments: list[str], message: str) -> None:
     script(tmp_path, "print('ran')")
+    (tmp_path / "a.json").mkdir()
     done = accel_run(tmp_path, *arguments)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1

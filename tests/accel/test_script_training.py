@@ -98,6 +98,32 @@ def test_a_loop_that_makes_its_own_batches_ends_its_steps_where_the_optimizer_st
     assert_same(followed, train(300))
 
 
+def test_loops_that_make_their_own_batches_may_follow_one_another(training: ScriptTraining) -> None:
+    models = []
+    for seed in range(2):
+        model, _, optimizer = make(seed)
+        for _ in range(100):
+            step(model, optimizer, torch.randn(8, 6), torch.randint(9, (8,)))
+        models.append(model)
+        assert "step" in vars(optimizer)
+    assert steps_of(models[1]) >= 40  # the first optimizer is taken to be gone after 50 updates
+    training.stop()
+    assert "step" not in vars(optimizer)
+
+
+def test_a_step_of_two_optimizers_ends_with_the_second(training: ScriptTraining) -> None:
+    model, _, _ = make()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (model.inner, model.head)]
+    for _ in range(60):
+        loss_of(model(torch.randn(8, 6)), torch.randint(9, (8,))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert training.models == 1
+    assert 55 <= steps_of(model) <= 60
+    assert entry._optimized[model].session.run.optimizers == optimizers
+
+
 def test_loops_that_keep_the_batches_of_a_loader_count_as_their_own(training: ScriptTraining) -> None:
     model, loader, optimizer = make()
     batches = list(loader)
