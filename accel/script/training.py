@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -81,12 +82,14 @@ class ScriptTraining:
         if self.updates_elsewhere:
             return f"{self.updates_elsewhere} updates ran in other threads; train in the thread that runs the script"
         if self.updates:
-            return f"{self.updates} optimizer steps were seen, too few to learn from, or of parameters of no module"
+            return f"the optimizer steps seen were too few ({self.updates}), or of parameters that belong to no module"
         return f"no step of a torch optimizer was seen ({self.loaders.delivered} batches from a DataLoader)"
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def _updated(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # nothing of this belongs into the graph of a compiled update
         if get_ident() != self._thread:
             self.updates_elsewhere += 1
             return

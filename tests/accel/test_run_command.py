@@ -64,7 +64,7 @@ def test_arguments_exit_status_and_errors_are_the_script_s_own(tmp_path: Path) -
     ("body", "sentence"),
     [
         ("print(model)", "no step of a torch optimizer was seen (0 batches from a DataLoader)"),
-        ("step(*next(iter(loader)))", "1 optimizer steps were seen, too few"),
+        ("step(*next(iter(loader)))", "the optimizer steps seen were too few (1)"),
     ],
 )
 def test_what_could_not_be_made_faster_is_said_in_a_sentence(tmp_path: Path, body: str, sentence: str) -> None:

@@ -340,7 +340,7 @@ def test_everything_is_restored_when_the_script_has_ended(only_quick: None) -> N
     training.stop()
     assert (DataLoader.__iter__, dict(hooks)) == before
     assert "step" not in vars(optimizer) and "_compiled_call_impl" not in vars(model)
-    assert training.why_nothing().startswith("1 optimizer steps were seen, too few")
+    assert training.why_nothing().startswith("the optimizer steps seen were too few (1)")
 
 
 def test_a_scheduler_made_after_the_first_step_finds_the_optimizer_s_step(training: ScriptTraining) -> None:
