@@ -118,6 +118,7 @@ class ScriptTraining:
             elif steps.learned(self.loaders.delivered):
                 self._optimize(steps)
         except Exception as error:
+            steps.release()
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:

@@ -326,7 +326,7 @@ def test_a_failure_of_accel_s_own_ends_accel_and_not_the_script(
     model, loader, optimizer = make()
     epochs(model, loader, optimizer, 2)
     assert capsys.readouterr().err == "accel: RuntimeError: broken; the script goes on without accel\n"
-    assert entry.optimized(model) is None
+    assert entry.optimized(model) is None and "step" not in vars(optimizer)
     assert training.why_nothing() == ""
 
 
