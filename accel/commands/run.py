@@ -11,7 +11,6 @@ import click
 
 from accel.commands.script_job import ScriptJob, check_script, own_arguments, training_in_children
 from accel.errors import InvalidArgument
-from accel.files import check_folder
 
 if TYPE_CHECKING:
     from accel.profiler.script import Script
@@ -73,9 +72,7 @@ def _checked(
     Budget.parse(seconds)
     if report is not None:
         report = report.absolute()  # the script may change its directory
-        check_folder("--report", report)
-        if report.is_file() and report.suffix not in (".json", ".html"):
-            raise InvalidArgument(f"--report must be a folder, a .json or a .html file, got the file {str(report)!r}")
+        _check_report(report)
     if enable or disable:
         from accel import strategies
 
@@ -83,6 +80,16 @@ def _checked(
         if both:
             raise InvalidArgument(f"--enable and --disable must differ, both have {', '.join(sorted(both))}")
     return {"allow": allow, "budget": seconds, "report": report, "enable": enable, "disable": disable}
+
+
+def _check_report(report: Path) -> None:
+    """Raise InvalidArgument if the report can't go there; folders that are not there yet are made, as by `optimize`."""
+    place = next(place for place in (report, *report.parents) if place.exists())
+    is_file = report.suffix in (".json", ".html")
+    if place.is_dir() == (is_file and place == report):
+        raise InvalidArgument(f"--report must be a folder, a .json or a .html file, got {str(place)!r}, which is not")
+    if not os.access(place, os.W_OK):
+        raise InvalidArgument(f"--report must be a place that can be written, got {str(place)!r}; name another one")
 
 
 class RunJob(ScriptJob):

@@ -10,6 +10,9 @@ from torch.optim import Optimizer
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.session.events import StepEvents
 
+_LOST = 50
+"""After this many updates by others, the optimizer that began the turns is taken to be gone."""
+
 
 class OwnBatches:
     """Stands for the batches that a loop makes itself; nobody iterates it."""
@@ -28,8 +31,11 @@ class UpdateBoundary:
     def __init__(self) -> None:
         self.proxy = LoaderProxy(OwnBatches())
         self._first: Optimizer | None = None
+        """The optimizer whose updates begin a turn."""
         self._last: Optimizer | None = None
         self._latest: Optimizer | None = None
+        self._others = 0
+        """Updates of others since its last one."""
 
     def join(self, events: StepEvents) -> None:
         """Begin the steps of a session that follows the proxy."""
@@ -39,9 +45,13 @@ class UpdateBoundary:
 
     def updated(self, optimizer: Optimizer) -> None:
         """End the step if this optimizer is the one that stepped before the first one did so again."""
-        self._first = optimizer if self._first is None else self._first
         if optimizer is self._first:
-            self._last = self._latest or optimizer
+            self._last, self._others = self._latest, 0
+        elif self._first is None or self._others >= _LOST:
+            self._first = self._last = optimizer
+            self._others = 0
+        else:
+            self._others += 1
         self._latest = optimizer
         if optimizer is self._last and self.proxy._accel_listener is not None:
             self.proxy._accel_listener.batch_requested()

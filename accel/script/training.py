@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -55,6 +56,7 @@ class ScriptTraining:
         self._options, self._thread, self._whole = options, thread, whole
         self._boundary = UpdateBoundary()
         self._learning: dict[int, OptimizerSteps] = {}
+        self._own_batches: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimized: dict[int, _Model] = {}
         self._hook: Any = None
@@ -70,7 +72,7 @@ class ScriptTraining:
         self.loaders.stop()
         if self._hook is not None:
             self._hook.remove()
-        for steps in list(self._learning.values()):
+        for steps in [*self._learning.values(), *self._own_batches]:
             steps.release()
         self._learning.clear()
 
@@ -86,12 +88,14 @@ class ScriptTraining:
         if self.updates_elsewhere:
             return f"{self.updates_elsewhere} updates ran in other threads; train in the thread that runs the script"
         if self.updates:
-            return f"{self.updates} optimizer steps were seen, too few to learn from, or of parameters of no module"
+            return f"the optimizer steps seen were too few ({self.updates}), or of parameters that belong to no module"
         return f"no step of a torch optimizer was seen ({self.loaders.delivered} batches from a DataLoader)"
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def _updated(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # nothing of this belongs into the graph of a compiled update
         if get_ident() != self._thread:
             self.updates_elsewhere += 1
             return
@@ -120,6 +124,7 @@ class ScriptTraining:
             elif steps.learned(self.loaders.delivered):
                 self._optimize(steps)
         except Exception as error:
+            steps.release()
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -140,12 +145,15 @@ class ScriptTraining:
                 self._begin(model, loader, steps.optimizer)
         if loader is not None:
             steps.release()
+        else:
+            self._own_batches.add(steps)
 
     def _begin(self, model: nn.Module, loader: LoaderProxy | None, optimizer: Optimizer) -> None:
         self.models += 1
         report = self._options["report"]
         options = {**self._options, "report": _numbered(report, self.models)}
-        entry.optimize(model, loader or self._boundary.proxy, optimizer, **options)
+        proxy = self._boundary.proxy if loader is None else loader  # not `or`: that asks for the loader's length
+        entry.optimize(model, proxy, optimizer, **options)
         optimized = entry.optimized(model)
         if optimized is None:
             return  # ACCEL=0 was set meanwhile

@@ -37,15 +37,15 @@ def accel_run(folder: Path, *arguments: str, environment: dict[str, str] | None 
 def test_the_exact_level_prints_the_losses_of_the_plain_script(tmp_path: Path) -> None:
     script(tmp_path, TRAINING)
     plain = warm.run(["train.py"], cwd=tmp_path, environment=ONE_THREAD)
-    done = accel_run(tmp_path, "--allow", "exact", "--report", "runs", "--budget", "60", "train.py")
+    done = accel_run(tmp_path, "--allow", "exact", "--report", "runs/one", "--budget", "60", "train.py")
 
     assert done.stdout == plain.stdout
     assert done.returncode == plain.returncode == 0
-    report = Report.load(tmp_path / "runs" / "report.json")
+    report = Report.load(tmp_path / "runs" / "one" / "report.json")
     assert (report.model, report.allow, report.budget) == ("Sequential", "exact", "60s")
     assert report.steps >= 3 * 40 - 4
     assert "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) <= 8
+    assert len(done.stderr.splitlines()) <= 12
 
 
 def test_arguments_exit_status_and_errors_are_the_script_s_own(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_arguments_exit_status_and_errors_are_the_script_s_own(tmp_path: Path) -
     ("body", "sentence"),
     [
         ("print(model)", "no step of a torch optimizer was seen (0 batches from a DataLoader)"),
-        ("step(*next(iter(loader)))", "1 optimizer steps were seen, too few"),
+        ("step(*next(iter(loader)))", "the optimizer steps seen were too few (1)"),
     ],
 )
 def test_what_could_not_be_made_faster_is_said_in_a_sentence(tmp_path: Path, body: str, sentence: str) -> None:
@@ -111,7 +111,8 @@ def test_nothing_is_patched_in_spawned_workers(tmp_path: Path) -> None:
             "--allow must be one of 'exact', 'reordered', 'reduced', 'lossy', got 'fast'",
         ),
         (["--budget", "much", "train.py"], "budget must be a time or a share, got 'much'"),
-        (["--report", "no/where", "train.py"], "--report must lie in a directory that exists"),
+        (["--report", "train.py/one", "train.py"], "--report must be a folder, a .json or a .html file"),
+        (["--report", "a.json", "train.py"], "--report must be a folder, a .json or a .html file"),
         (["--report", "train.py", "train.py"], "--report must be a folder, a .json or a .html file"),
         (["--disable", "tf23", "train.py"], "--disable names an unknown strategy 'tf23'; did you mean 'tf32'?"),
         (["--enable", "tf32", "--disable", "tf32", "train.py"], "--enable and --disable must differ, both have tf32"),
@@ -119,6 +120,7 @@ def test_nothing_is_patched_in_spawned_workers(tmp_path: Path) -> None:
 )
 def test_bad_input_is_one_sentence_before_the_script_runs(tmp_path: Path, arguments: list[str], message: str) -> None:
     script(tmp_path, "print('ran')")
+    (tmp_path / "a.json").mkdir()
     done = accel_run(tmp_path, *arguments)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
@@ -160,8 +162,6 @@ def test_what_waits_for_an_import_is_done_after_it(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(tmp_path)
     seen: list[int] = []
     after_import("waited_for", lambda: seen.append(sys.modules["waited_for"].value))
-    import json as another  # noqa: F401
-
     assert seen == []
     import waited_for  # type: ignore[import-not-found]
 

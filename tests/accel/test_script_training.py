@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import accel
 from accel import entry
@@ -96,6 +96,32 @@ def test_a_loop_that_makes_its_own_batches_ends_its_steps_where_the_optimizer_st
     training.stop()
     Quick.on = False
     assert_same(followed, train(300))
+
+
+def test_loops_that_make_their_own_batches_may_follow_one_another(training: ScriptTraining) -> None:
+    models = []
+    for seed in range(2):
+        model, _, optimizer = make(seed)
+        for _ in range(100):
+            step(model, optimizer, torch.randn(8, 6), torch.randint(9, (8,)))
+        models.append(model)
+        assert "step" in vars(optimizer)
+    assert steps_of(models[1]) >= 40  # the first optimizer is taken to be gone after 50 updates
+    training.stop()
+    assert "step" not in vars(optimizer)
+
+
+def test_a_step_of_two_optimizers_ends_with_the_second(training: ScriptTraining) -> None:
+    model, _, _ = make()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (model.inner, model.head)]
+    for _ in range(60):
+        loss_of(model(torch.randn(8, 6)), torch.randint(9, (8,))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert training.models == 1
+    assert 55 <= steps_of(model) <= 60
+    assert entry._optimized[model].session.run.optimizers == optimizers
 
 
 def test_loops_that_keep_the_batches_of_a_loader_count_as_their_own(training: ScriptTraining) -> None:
@@ -184,6 +210,22 @@ def test_a_loader_of_a_subclass_is_followed(training: ScriptTraining) -> None:
     loader = Shifted(Samples(), batch_size=8)
     epochs(model, loader, optimizer, 2)
     assert entry._optimized[model].session.run.loader is loader
+
+
+class Stream(IterableDataset[Any]):
+    """Has no length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = Samples()
+        return (samples[index] for index in range(len(samples)))
+
+
+def test_a_loader_without_a_length_is_followed(training: ScriptTraining) -> None:
+    model, _, optimizer = make()
+    epochs(model, DataLoader(Stream(), batch_size=8), optimizer, 2)
+    assert steps_of(model) >= 22
+    with pytest.raises(TypeError, match="has no len"):
+        len(iter(DataLoader(Stream())))
 
 
 def test_batches_taken_by_another_thread_say_nothing_of_the_training(training: ScriptTraining) -> None:
@@ -284,7 +326,7 @@ def test_a_failure_of_accel_s_own_ends_accel_and_not_the_script(
     model, loader, optimizer = make()
     epochs(model, loader, optimizer, 2)
     assert capsys.readouterr().err == "accel: RuntimeError: broken; the script goes on without accel\n"
-    assert entry.optimized(model) is None
+    assert entry.optimized(model) is None and "step" not in vars(optimizer)
     assert training.why_nothing() == ""
 
 
@@ -298,7 +340,7 @@ def test_everything_is_restored_when_the_script_has_ended(only_quick: None) -> N
     training.stop()
     assert (DataLoader.__iter__, dict(hooks)) == before
     assert "step" not in vars(optimizer) and "_compiled_call_impl" not in vars(model)
-    assert training.why_nothing().startswith("1 optimizer steps were seen, too few")
+    assert training.why_nothing().startswith("the optimizer steps seen were too few (1)")
 
 
 def test_a_scheduler_made_after_the_first_step_finds_the_optimizer_s_step(training: ScriptTraining) -> None:
