@@ -12,7 +12,7 @@ from typing import Any, Literal
 from accel.errors import ReportError
 from accel.files import write_atomic
 from accel.profiler.report import MachineFacts, ReportHead
-from accel.report.words import ms_text
+from accel.report.words import gain_text, ms_text
 
 Status = Literal["kept", "undone", "refused", "not applicable", "not allowed", "disabled", "not tried"]
 State = Literal["searching", "done", "interrupted", "replayed", "undone"]
@@ -131,12 +131,21 @@ class Report(ReportHead):
             return f"replayed without a trial: {', '.join(self.plan) or 'nothing of the plan applies here'}"
         if self.speedup is None or self.plain_ms is None or self.accel_ms is None:
             if self.state == "interrupted":
-                return f"no verdict: the run ended after {self.steps} steps, before the search did"
-            return f"no verdict yet: {self.steps} steps seen, the search has not ended"
+                return f"no verdict: the run ended after {self.steps} steps, before the search did{self._so_far()}"
+            return f"no verdict yet: {self.steps} steps seen, the search has not ended{self._so_far()}"
         if not self.plan:
             return f"left as it was: nothing tried made the step faster ({ms_text(self.plain_ms)} ms)"
         same = f", {self.training_same}" if self.training_same else ""
         return f"{self.speedup:.2f}x: {self.throughput()}{same}"
+
+    def _so_far(self) -> str:
+        """Say what was kept in trials of its own, when the closing trial has not compared the whole with plain."""
+        kept = [
+            f"{row.name} {gain_text(row.gain, row.gain_low, row.gain_high)}"
+            for row in self.rows
+            if row.status == "kept"
+        ]
+        return f"; kept in trials of their own, not yet compared as a whole: {', '.join(kept)}" if kept else ""
 
     def throughput(self) -> str:
         """Return samples a second, or else ms per step, without and with the plan; both must be known."""

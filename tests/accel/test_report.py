@@ -117,3 +117,11 @@ def test_verdict_without_a_plan_claims_no_gain() -> None:
 
 def test_verdict_before_the_end_says_so() -> None:
     assert Report(steps=7).verdict() == "no verdict yet: 7 steps seen, the search has not ended"
+    words = {"summary": "", "treats": (), "exactness": "exact", "status": "kept"}
+    row = StrategyRow(name="allocator", gain=1.2, gain_low=1.1, gain_high=1.3, **words)
+    for state, start in (("searching", "no verdict yet"), ("interrupted", "no verdict: the run ended")):
+        verdict = Report(steps=7, state=state, rows=[row]).verdict()
+        assert verdict.startswith(start)
+        assert verdict.endswith(
+            "kept in trials of their own, not yet compared as a whole: allocator 1.20x [1.10, 1.30]"
+        )
