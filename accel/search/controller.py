@@ -17,9 +17,9 @@ from accel.profiler import naming
 from accel.profiler.diagnose import anatomy, causes
 from accel.profiler.diagnose.communication_wait import wait_as_communication
 from accel.profiler.evidence import Evidence
-from accel.profiler.trial import Outcome, Trial, TrialConfig
+from accel.profiler.trial import Outcome, TrialConfig
 from accel.report import Event, StrategyRow
-from accel.search import priority
+from accel.search import priority, trials
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
 from accel.search.ledger import Ledger, refusal
@@ -304,42 +304,24 @@ class Controller:
 
     def _trial(self, a: Choices, b: Choices, settle: int, config: TrialConfig | None = None) -> Trying:
         """Run one interleaved trial; None if a strategy tripped or the regime changed meanwhile."""
-        if any(self._candidates[name].by_epoch() for name in (*a, *b) if a.get(name, self) != b.get(name, self)):
-            return (yield from self._trial_of_epochs(a, b))
-        trial = Trial(config or self._config, reduce=self._reduce)
-        last = None
-        settling = 0.0
-        while trial.verdict is None:
-            arm = trial.arm
-            plan = a if arm == "A" else b
-            result = yield from self._act(
-                Action(plan=plan, steps=self._config.block_steps, settle=0 if arm == last else settle)
+        in_epochs = any(self._candidates[n].by_epoch() for n in (*a, *b) if a.get(n, self) != b.get(n, self))
+        if in_epochs:
+            tried = yield from trials.by_epochs(self._undisturbed, a, b, config=self._config)
+        else:
+            tried = yield from trials.by_blocks(
+                self._undisturbed, a, b, settle=settle, config=config or self._config, reduce=self._reduce
             )
-            if self._changed(result) or result.trips:
-                return None
-            last = arm
-            # A settling step is a real step: only its time above an ordinary one is a cost.
-            settling += sum(result.settling) - len(result.settling) * statistics.median(result.seconds)
-            trial.record(result.seconds)
-        # What the trial cost the run: slower steps of B. Faster ones are a gain, and reduce no cost.
-        slower = statistics.median(trial.steps["B"]) - statistics.median(trial.steps["A"])
-        self.cost_s += max(0.0, settling) + max(0.0, len(trial.steps["B"]) * slower)
-        return trial.outcome()
+        if tried is None:
+            return None
+        self.cost_s += tried.cost_s
+        if in_epochs:
+            self._epochs_outcome = dict(a), dict(b), tried.outcome
+        return tried.outcome
 
-    def _trial_of_epochs(self, a: Choices, b: Choices) -> Trying:
-        """Run one interleaved trial whose blocks are epochs, each with its beginning: what counts is the mean step."""
-        trial = Trial(self._config, reduce=statistics.fmean)
-        took_s = {"A": 0.0, "B": 0.0}
-        while trial.verdict is None:
-            arm = trial.arm
-            result = yield from self._act(Action(plan=a if arm == "A" else b, whole_epoch=True))
-            if self._changed(result) or result.trips:
-                return None
-            took_s[arm] += sum(result.seconds)
-            trial.record([statistics.fmean(result.seconds)])
-        self.cost_s += max(0.0, took_s["B"] - took_s["A"])
-        self._epochs_outcome = dict(a), dict(b), trial.outcome()
-        return trial.outcome()
+    def _undisturbed(self, action: Action) -> Generator[Action, Result, Result | None]:
+        """Run an action of a trial; None if its steps can't be compared."""
+        result = yield from self._act(action)
+        return None if self._changed(result) or result.trips else result
 
     # -- closing trial -----------------------------------------------------------------------------------------------
 
