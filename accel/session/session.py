@@ -29,7 +29,7 @@ from accel.run import backward
 from accel.run.context import Run
 from accel.run.ranks import Failure, Ranks
 from accel.search.actions import Action, Result
-from accel.search.controller import Decisions
+from accel.search.experiments import Decisions
 from accel.search.plan import Choices
 from accel.session.events import StepEvents
 from accel.session.guard_runner import GuardRunner
@@ -324,6 +324,7 @@ class Session:
         shapes = Counter(m.shape for m in self._result.measurements)
         shape, count = shapes.most_common(1)[0] if shapes else (None, 0)
         usual_shape = shape if count >= 0.8 * sum(shapes.values()) else "varying"
+        self.run.observed.batch = usual_shape
         threads = torch.get_num_threads() if "intraop_threads" not in self.switchboard.active else self.run.threads
         return (usual_shape, self.run.world_size, threads, self._loader.moves, self._usage.called)
 
