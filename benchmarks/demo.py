@@ -3,8 +3,8 @@
     python -m benchmarks.demo [--seeds 3] [--data FOLDER] [--out runs/demo] [--record] [--check]
 
 Three variants of the same script run in turns: plain, `accel.optimize(model, loader, optimizer)` as it comes, and the
-same with `allow="reduced"`. Each search begins anew, as in a first run: `cache=False`. Speed-ups are ratios of neighbouring turns after each search has ended. What is promised
-depends on the machine, see `demo_promise`.
+same with `allow="reduced"`. Each search begins anew, as in a first run (`cache=False`). Speed-ups are ratios of
+neighbouring turns after each search has ended. What is promised depends on the machine, see `demo_promise`.
 """
 
 from __future__ import annotations
