@@ -318,16 +318,17 @@ class Recollection:
 
     def _trial(self, row: StrategyRow, earlier: Mapping[str, RememberedTrial], now: str) -> RememberedTrial | None:
         """Return the result that this run has for a strategy, None if it has none."""
-        is_news = row.name in self._trial_s or row.status in ("undone", "refused")
-        if not is_news or row.status not in ("kept", "undone", "refused"):
-            return None
         before = earlier.get(row.name)
+        is_undone = row.status == "undone" and self._earlier is not None and row.name in self._earlier.plan
+        # A row without either is of a trial that the end of the run has cut short.
+        if not (row.name in self._trial_s or is_undone) or row.status not in ("kept", "undone", "refused"):
+            return None
         return RememberedTrial(
             status=row.status,
             on=now,
             why=row.why[:200],
             gain=None if row.gain is None else round(row.gain, 4),
-            trial_s=round(self._trial_s.get(row.name, 0.0), 2),
+            trial_s=round(self._trial_s.get(row.name, 0.0 if before is None else before.trial_s), 2),
             one_off_s=None if before is None else before.one_off_s,
         )
 

@@ -173,10 +173,12 @@ class Session:
         self.guard.begin_step()
         self.events.steps += 1
         self._result.steps += 1
-        self._boundary_ended = self._clock.now()
+        now = self._clock.now()
+        # Where an epoch has begun since the last boundary, the clock was restarted there.
+        self._result.elapsed_s += now - max(self._boundary_ended, self._clock.last)
+        self._boundary_ended = now
         if self._state.rested():
-            began = self._clock.last
-            self._result.elapsed_s += self._clock.restart() - began
+            self._clock.restart()
 
     def epoch_ended(self) -> None:
         """End an action that counts a whole epoch."""

@@ -385,6 +385,15 @@ def test_a_search_that_was_not_finished_goes_on_in_the_next_run() -> None:
     assert second.plan == {"good": None, "better": None}
 
 
+def test_a_trial_that_the_end_of_the_run_cuts_short_is_no_result() -> None:
+    memory = FakeMemory()
+    offered = [candidate("good"), candidate("bad", settings=(1, 2))]
+    controller = run_until(offered, machine(), memory, lambda c: c.rows["bad"].status == "undone")
+    controller.remember(ended=True)
+    assert memory.search is not None
+    assert set(memory.search.trials) == {"good"}
+
+
 def test_a_run_that_found_nothing_out_leaves_no_trace() -> None:
     memory = FakeMemory()
     controller = run_until(candidates(), machine(), memory, lambda c: c.steps > 0)
