@@ -26,7 +26,7 @@ _LEFTOVER = re.compile(rf"\.{_OWN_NAME.pattern}\.\w+\.tmp")
 
 
 class NoFolder(Exception):
-    """There is no cache folder; the message says why."""
+    """There is no cache folder; the message says why, and nothing if it is switched off."""
 
 
 def cache_folder() -> Path:
@@ -37,7 +37,7 @@ def cache_folder() -> Path:
     """
     chosen = os.environ.get(VARIABLE, "").strip()
     if chosen == "0":
-        raise NoFolder(f"{VARIABLE}=0 switches it off")
+        raise NoFolder
     try:
         return Path(chosen).expanduser().absolute() if chosen not in ("", "1") else _platform_folder() / "accel"
     except RuntimeError as error:

@@ -51,7 +51,7 @@ class RememberedPlans:
             digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
             self._name = file_name(title, digest)
         except NoFolder as error:
-            self.note = f"nothing is remembered: {error}"
+            self.note = f"nothing is remembered: {error}" if error.args else ""
             return None
         except Exception as error:  # a model or a loader whose own methods fail
             self.note = f"nothing is remembered: this run can't be told from others: {type(error).__name__}: {error}"

@@ -165,9 +165,8 @@ def test_switched_off_it_neither_reads_nor_writes(
     else:
         monkeypatch.setenv("ACCEL_CACHE", "0")
     report = first_run(**options)
-    assert report.remembered == ""
+    assert (report.remembered, report.cache) == ("", "")
     assert not cache.exists()
-    assert ("ACCEL_CACHE=0" in report.cache) == (how == "variable")
 
 
 def test_a_folder_that_cannot_be_written_is_reported_and_the_run_goes_on(
