@@ -105,6 +105,8 @@ class Recollection:
         self._candidates = {candidate.name: candidate for candidate in candidates}
         self.text = ""
         """What the report says of it; '' if nothing was remembered."""
+        self._suggestion = ""
+        """What is being checked, in words."""
         self._earlier: RememberedSearch | None = None
         self._holds = False
         """The earlier plan and verdicts stand, if no check has shown otherwise."""
@@ -136,28 +138,15 @@ class Recollection:
         if earlier is None:
             return
         if reason := self._memory.interrupted or self._too_old(earlier):
-            self.text = f"{self._head()}; {reason}, so all is searched anew"
+            self.text = f"from {_date(earlier.searched)}; {reason}, so all is searched anew"
             return
         self._holds = True
         trials = earlier.trials.items()
         self._losers = {n: trial for n, trial in trials if trial.status != "kept" and n in self._candidates}
-        self.text = self._head()
+        self.text = f"from {_date(earlier.searched)}: {self._outcome(earlier)}"
 
-    def _head(self) -> str:
-        assert self._earlier is not None
-        speedup = f" ({self._earlier.speedup:.2f}x then)" if self._earlier.speedup and self._earlier.plan else ""
-        plan = self._plan_text(self._earlier.plan) or "nothing that helped"
-        return f"from {_date(self._earlier.searched)}: {plan}{speedup}"
-
-    def _plan_text(self, plan: Choices) -> str:
-        names = ", ".join(self._words(name, setting) for name, setting in plan.items() if name in self._candidates)
-        return names and f"plan {names}"
-
-    def _words(self, name: str, setting: object) -> str:
-        try:
-            return f"{name} {self._candidates[name].describe(setting)}".strip()
-        except Exception:  # a setting that no version of the strategy has had
-            return name
+    def _outcome(self, earlier: RememberedSearch) -> str:
+        return "a plan of which nothing applies now" if earlier.plan else "nothing that helped"
 
     def _too_old(self, earlier: RememberedSearch) -> str:
         days = abs(self._now() - seconds_of(earlier.searched)) / _DAY_S
@@ -179,13 +168,24 @@ class Recollection:
         one_off_s = {name: self.one_off_s(self._candidates[name]) for name in plan}
         if not affordable(sum(one_off_s.values()), self._earlier.run_s):
             self._waiting = {name: setting for name, setting in plan.items() if one_off_s[name]}
-            plan = {name: setting for name, setting in plan.items() if not one_off_s[name]}
-            self.text = f"{self._head()}; {', '.join(self._waiting)} waits for the budget"
+        suggested = {name: setting for name, setting in plan.items() if name not in self._waiting}
         if plan:
+            self._suggestion = self.text = self._words(plan)
+        if suggested:
             self._is_checking, self._stored = True, None
-            self.text += "; being checked again"
+            self.text = f"{self._suggestion}; being checked again"
             self._memory.begin_check()
-        return plan
+        return suggested
+
+    def _words(self, plan: Choices) -> str:
+        """Describe what applies of the earlier plan. Other settings are not repeated: anything may stand in a file."""
+        assert self._earlier is not None
+        names = ", ".join(f"{n} {self._candidates[n].describe(setting)}".strip() for n, setting in plan.items())
+        is_whole = len(plan) == len(self._earlier.plan)
+        speedup = f" ({self._earlier.speedup:.2f}x then)" if self._earlier.speedup and is_whole else ""
+        more = "" if is_whole else "; the rest of it does not apply now"
+        more += f"; waiting for the budget: {', '.join(self._waiting)}" if self._waiting else ""
+        return f"from {_date(self._earlier.searched)}: plan {names}{speedup}{more}"
 
     def _end_check(self) -> None:
         """If a check is under way, leave what is remembered as it was."""
@@ -207,13 +207,13 @@ class Recollection:
     def confirm(self) -> None:
         """The plan passed the guard and its closing trial."""
         self._is_checking = False
-        self.text = self.text.replace("being checked again", "checked again: kept")
+        self.text = f"{self._suggestion}; checked again: kept"
 
     def reject(self, why: str) -> None:
         """The plan did not pass: forget it, and the verdicts that were made beside it."""
         assert self._memory is not None
         self._is_checking = self._holds = False
-        self.text = f"{self._head()}; checked again: undone ({why}), and searched anew"
+        self.text = f"{self._suggestion}; checked again: undone ({why}), and searched anew"
         self._losers, self._waiting, self._stored = {}, {}, None
         self._memory.forget()
 

@@ -234,6 +234,7 @@ def test_what_no_longer_applies_is_left_out_and_the_rest_is_tried_as_a_whole() -
     while action.check is None:
         action = decisions.send(again.answer(action))
     assert action.check == {"good": None}
+    assert controller.recollection.text.endswith(": plan good; the rest of it does not apply now; being checked again")
 
 
 def test_a_run_that_ends_in_the_check_leaves_what_was_remembered() -> None:
@@ -348,7 +349,7 @@ def test_one_off_work_is_weighed_against_the_length_of_the_last_run() -> None:
     again = Compiles(speed={"compile": 1.5, "good": 1.3})
     controller = simulate(offered, again, memory=short_run, budget="10%")
     assert controller.plan == {"good": None}
-    assert "compile waits for the budget; checked again: kept" in controller.recollection.text
+    assert controller.recollection.text.endswith("; waiting for the budget: compile; checked again: kept")
     assert "about 4 s of one-off work" in controller.rows["compile"].why
     controller.remember(ended=True)
     assert short_run.search is not None
