@@ -38,8 +38,6 @@ class RememberedTrial:
     """Speed-up in its own trial, as a ratio."""
     trial_s: float = 0.0
     """Seconds from the first step of its trials to the last."""
-    one_off_s: float | None = None
-    """Seconds of its one-off work, such as compiling; None if it has none or it was not measured."""
 
 
 @dataclass(kw_only=True)
@@ -53,6 +51,8 @@ class RememberedSearch:
     speedup: float | None = None
     """Of the plan, in the last closing trial; None if there was none."""
     trials: dict[str, RememberedTrial] = field(default_factory=dict)
+    one_off_s: dict[str, float] = field(default_factory=dict)
+    """Strategy → seconds that its one-off work, such as compiling, took when it was last done."""
     runs: int = 0
     """Runs since then that have taken the result over."""
     run_s: float = 0.0
@@ -63,7 +63,7 @@ class RememberedSearch:
         for moment in (self.searched, *(trial.on for trial in self.trials.values())):
             seconds_of(moment)
         numbers = [self.speedup, self.run_s, self.runs]
-        numbers += [n for trial in self.trials.values() for n in (trial.gain, trial.trial_s, trial.one_off_s)]
+        numbers += [*self.one_off_s.values(), *(n for t in self.trials.values() for n in (t.gain, t.trial_s))]
         if not all(number is None or 0 <= number < _LARGEST for number in numbers):
             raise UnreadableJson(f"its numbers must lie in [0, {_LARGEST:g})")
 
@@ -146,7 +146,9 @@ class Recollection:
         self.text = f"from {_date(earlier.searched)}: {self._outcome(earlier)}"
 
     def _outcome(self, earlier: RememberedSearch) -> str:
-        return "a plan of which nothing applies now" if earlier.plan else "nothing that helped"
+        if earlier.plan:
+            return "a plan of which nothing applies now"
+        return "nothing that helped" if earlier.trials else "a search that was not finished"
 
     def _too_old(self, earlier: RememberedSearch) -> str:
         days = abs(self._now() - seconds_of(earlier.searched)) / _DAY_S
@@ -234,11 +236,10 @@ class Recollection:
 
     def one_off_s(self, candidate: Candidate) -> float:
         """Return the seconds that one-off work is expected to take: as measured last, or else as declared."""
-        if not candidate.one_off_s:
-            return 0.0  # it has none, or does not wait for the budget
-        trial = None if self._earlier is None else self._earlier.trials.get(candidate.name)
-        remembered = None if trial is None else trial.one_off_s
-        return self._one_off_s.get(candidate.name, candidate.one_off_s if remembered is None else remembered)
+        if not candidate.one_off_s or candidate.name in self._one_off_s:
+            return 0.0  # it has none, or does not wait for the budget, or the work is done
+        remembered = {} if self._earlier is None else self._earlier.one_off_s
+        return remembered.get(candidate.name, candidate.one_off_s)
 
     def postponed(self, name: str, elapsed_s: float) -> str:
         """Return why it is too early to try a strategy that gave nothing in an earlier run, else ''.
@@ -298,10 +299,9 @@ class Recollection:
         relied_on = earlier if self._holds else None
         trials = {} if relied_on is None else dict(relied_on.trials)
         trials |= {row.name: trial for row in rows.values() if (trial := self._trial(row, trials, now)) is not None}
-        for name, seconds in self._one_off_s.items():
-            if name in trials:
-                trials[name] = dataclasses.replace(trials[name], one_off_s=round(seconds, 2))
-        if not plan and not trials:
+        one_off_s = {} if earlier is None else dict(earlier.one_off_s)
+        one_off_s |= {name: round(seconds, 2) for name, seconds in self._one_off_s.items()}
+        if not plan and not trials and not one_off_s:
             return
         known_run_s = 0.0 if ended or earlier is None else earlier.run_s
         search = RememberedSearch(
@@ -309,6 +309,7 @@ class Recollection:
             plan={**plan, **self._waiting},
             speedup=speedup,
             trials=trials,
+            one_off_s=one_off_s,
             runs=0 if relied_on is None else relied_on.runs + 1,
             run_s=round(max(run_s, known_run_s), 1),
         )
@@ -329,7 +330,6 @@ class Recollection:
             why=row.why[:200],
             gain=None if row.gain is None else round(row.gain, 4),
             trial_s=round(self._trial_s.get(row.name, 0.0 if before is None else before.trial_s), 2),
-            one_off_s=None if before is None else before.one_off_s,
         )
 
 

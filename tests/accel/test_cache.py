@@ -190,6 +190,8 @@ def change_found(**fields: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         change_found(runs=1.5),
         change_found(trials={"slow": {"status": "excellent", "on": SEARCH.searched}}),
         change_found(trials={"slow": {"status": "kept"}}),
+        change_found(one_off_s={"torch_compile": "soon"}),
+        change_found(one_off_s={"torch_compile": -1.0}),
         change_found(command="rm"),
         lambda content: [content],
         lambda content: None,

@@ -327,7 +327,7 @@ def test_the_measured_compile_time_stands_in_for_the_guess() -> None:
     compiled = candidate("compile", one_off_s=30.0)
     simulate([compiled], Compiles(speed={"compile": 1.5}), memory=memory, budget="1m", steps=5000, until_settled=False)
     assert memory.search is not None
-    assert memory.search.trials["compile"].one_off_s == pytest.approx(4.0)
+    assert memory.search.one_off_s == {"compile": pytest.approx(4.0)}
     assert memory.search.trials["compile"].trial_s > 4.0
 
     old = replace(memory.search, searched=day(MOST_DAYS + 1))  # even then: a compiler takes as long as ever
@@ -336,16 +336,25 @@ def test_the_measured_compile_time_stands_in_for_the_guess() -> None:
     assert 0.020 * step_of_first(again, lambda plan: "compile" in plan) == pytest.approx(40.0, rel=0.2)
 
 
+def test_one_off_work_that_was_done_is_not_expected_again_in_the_same_run() -> None:
+    """A brief trial that has no verdict is followed by one at length."""
+    compiled = candidate("compile", one_off_s=30.0)
+    noisy = Compiles(speed={"compile": 1.1}, noise=0.5, seed=5)
+    controller = simulate([compiled], noisy, budget="33s", steps=4000, until_settled=False)
+    assert controller.rows["compile"].steps > 200  # more than a brief trial has
+    assert controller.rows["compile"].status != "not tried"
+
+
 def test_one_off_work_is_weighed_against_the_length_of_the_last_run() -> None:
-    trials = {"compile": RememberedTrial(status="kept", on=day(3), gain=1.5, one_off_s=4.0)}
+    done: dict[str, Any] = {"plan": {"compile": None, "good": None}, "one_off_s": {"compile": 4.0}}
     offered = [candidate("compile", one_off_s=30.0), candidate("good")]
 
-    long_run = FakeMemory(remembered(plan={"compile": None, "good": None}, trials=trials, run_s=50.0))
+    long_run = FakeMemory(remembered(**done, run_s=50.0))
     again = Compiles(speed={"compile": 1.5, "good": 1.3})
     simulate(offered, again, memory=long_run, budget="10%")
     assert step_of_first(again, lambda plan: len(plan) == 2) <= 20
 
-    short_run = FakeMemory(remembered(plan={"compile": None, "good": None}, trials=trials, run_s=20.0))
+    short_run = FakeMemory(remembered(**done, run_s=20.0))
     again = Compiles(speed={"compile": 1.5, "good": 1.3})
     controller = simulate(offered, again, memory=short_run, budget="10%")
     assert controller.plan == {"good": None}
