@@ -281,6 +281,7 @@ def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetchin
         treats=strategy.treats,
         exactness=strategy.exactness,
         one_off_s=0.0 if strategy.name in settings.enable else strategy.one_off_s,
+        repeated_share=strategy.repeated_share,
         settling=strategy.settling,
         phase=strategy.phase,
         by_epoch=lambda: strategy.by_epoch(run),

@@ -52,7 +52,7 @@ class RememberedSearch:
     """Of the plan, in the last closing trial; None if there was none."""
     trials: dict[str, RememberedTrial] = field(default_factory=dict)
     one_off_s: dict[str, float] = field(default_factory=dict)
-    """Strategy → seconds that its one-off work, such as compiling, took when it was last done."""
+    """Strategy → seconds that its one-off work, such as compiling, is expected to take the next time, as measured."""
     runs: int = 0
     """Runs since then that have taken the result over."""
     run_s: float = 0.0
@@ -300,7 +300,10 @@ class Recollection:
         trials = {} if relied_on is None else dict(relied_on.trials)
         trials |= {row.name: trial for row in rows.values() if (trial := self._trial(row, trials, now)) is not None}
         one_off_s = {} if earlier is None else dict(earlier.one_off_s)
-        one_off_s |= {name: round(seconds, 2) for name, seconds in self._one_off_s.items()}
+        for name, seconds in self._one_off_s.items():
+            is_first = earlier is None or name not in earlier.one_off_s  # what is kept on disk was not there yet
+            share = self._candidates[name].repeated_share if is_first else 1.0
+            one_off_s[name] = round(seconds * share, 2)
         if not plan and not trials and not one_off_s:
             return
         known_run_s = 0.0 if ended or earlier is None else earlier.run_s

@@ -336,6 +336,17 @@ def test_the_measured_compile_time_stands_in_for_the_guess() -> None:
     assert 0.020 * step_of_first(again, lambda plan: "compile" in plan) == pytest.approx(40.0, rel=0.2)
 
 
+def test_of_a_first_compilation_the_part_that_torch_keeps_is_not_expected_again() -> None:
+    memory = FakeMemory()
+    compiled = candidate("compile", one_off_s=3.0, repeated_share=0.25)
+    for seconds, expected in ((4.0, 1.0), (0.8, 0.8), (0.9, 0.9)):
+        again = Compiles(speed={"compile": 1.5})
+        again.seconds_of_it = seconds
+        simulate([compiled], again, memory=memory, budget="1m", steps=3000, until_settled=False)
+        assert memory.search is not None
+        assert memory.search.one_off_s == {"compile": pytest.approx(expected)}
+
+
 def test_one_off_work_that_was_done_is_not_expected_again_in_the_same_run() -> None:
     """A brief trial that has no verdict is followed by one at length."""
     compiled = candidate("compile", one_off_s=30.0)
