@@ -96,6 +96,8 @@ class Session:
         self._action: Action | None = None
         self._result = Result()
         self._boundary_ended = 0.0
+        # Until when the steps of a rest are counted in the time of the run.
+        self._counted_until = 0.0
         # How many epochs had begun when the action began; when the first step of the epoch it counts was booked.
         self._epochs_before = self._epoch_counted = 0
         self._sizes: deque[int] = deque(maxlen=64)
@@ -152,6 +154,9 @@ class Session:
 
     def epoch_begins(self) -> None:
         """Stop if the other ranks stopped during the last epoch, which was shorter on this rank."""
+        if self._state.mode is Mode.RESTING:  # the time between two epochs belongs to neither
+            self._result.elapsed_s += max(0.0, self._boundary_ended - self._counted_until)
+            self._counted_until = self._clock.last
         if self._ranks is not None:
             try:
                 self._ranks.check()
@@ -173,12 +178,9 @@ class Session:
         self.guard.begin_step()
         self.events.steps += 1
         self._result.steps += 1
-        now = self._clock.now()
-        # Where an epoch has begun since the last boundary, the clock was restarted there.
-        self._result.elapsed_s += now - max(self._boundary_ended, self._clock.last)
-        self._boundary_ended = now
+        self._boundary_ended = self._clock.now()
         if self._state.rested():
-            self._clock.restart()
+            self._result.elapsed_s += self._clock.restart() - self._counted_until
 
     def epoch_ended(self) -> None:
         """End an action that counts a whole epoch."""
@@ -303,7 +305,11 @@ class Session:
         """Discard what was measured during another model's trials, and rest while they last."""
         result = self._result
         self._result = Result(steps=result.steps, elapsed_s=result.elapsed_s, aside_s=result.aside_s)
-        self._state.rest(_PAUSE)
+        self._rest(_PAUSE)
+
+    def _rest(self, steps: int) -> None:
+        self._state.rest(steps)
+        self._counted_until = self._clock.now()
 
     def _synchronise(self) -> None:
         """Let a block begin and end with an idle GPU, which otherwise runs behind the host."""
@@ -343,7 +349,7 @@ class Session:
         step_s = self._clock.now() - self._boundary_ended
         action = self._ranks.decide(self._own_result(), decision, missed, 0.0 if first else step_s)
         self._action, self._result, self._epochs_before = action, Result(), self.events.epochs
-        self._state.rest(action.rest)
+        self._rest(action.rest)
         self._loader.watch(action.anatomy)
         self.events.observe(action.anatomy)
         self.switchboard.switch_together(action.plan, self._ranks)
@@ -407,7 +413,7 @@ class Session:
             finally:
                 if self.alive:
                     self.switchboard.switch(active)
-                self._clock.restart()
+                self._counted_until = self._clock.restart()
 
     def close(self) -> None:
         """Switch everything off, remove all hooks, and end worker processes; the loop goes on plainly.
