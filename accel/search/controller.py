@@ -385,6 +385,9 @@ class Controller(Experiments):
         problem = yield from self._guard_whole(plan)
         self.search_steps += self.steps - steps
         recollection.worked(plan, self.cost_s - cost_s)
+        if len(plan) == 1:
+            (only,) = plan
+            self.rows[only].cost_s += self.cost_s - cost_s
         if problem:
             if not self._regime_changed:
                 recollection.reject(problem)

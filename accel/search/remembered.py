@@ -263,7 +263,7 @@ class Recollection:
         return "less than a day ago" if days < 1 else "a day ago" if days == 1 else f"{days} days ago"
 
     def worked(self, names: Iterable[str], seconds: float) -> None:
-        """Note what a check cost in which the one-off work of these was done, if it is that of one strategy."""
+        """Note what a check cost in which the one-off work of these was done, if only one of them has any."""
         working = [name for name in names if self._candidates[name].one_off_s]
         if len(working) == 1:
             self._one_off_s[working[0]] = max(seconds, self._one_off_s.get(working[0], 0.0))
