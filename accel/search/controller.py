@@ -116,7 +116,7 @@ class Controller(Experiments):
                 yield from self._recall()
                 if self._regime_changed:
                     return
-            if not _is_crowded(diagnosed(result)):
+            if not _is_crowded(diagnosed(result)) or self._only_losers_are_left():
                 break
             if waits == self._pace.crowded_looks:
                 self._note("the machine is crowded: the search begins anyway")
@@ -131,6 +131,11 @@ class Controller(Experiments):
         for name, candidate in self._candidates.items():
             if self.rows[name].status == "not allowed" and (why := refusal(candidate)):
                 self._ledger.decide(name, "not applicable", why)
+
+    def _only_losers_are_left(self) -> bool:
+        """Return whether an earlier run leaves nothing to try now: then there is no reason to wait."""
+        pending = [self._candidates[name] for name in self._pending]
+        return bool(self.recollection.text) and not any(self._may_be_tried_now(c) and not refusal(c) for c in pending)
 
     def _try_at_once(self) -> Decisions:
         """Try in brief what a crowded machine hides least.

@@ -438,6 +438,17 @@ def test_on_a_crowded_machine_a_remembered_plan_does_not_wait(monkeypatch: pytes
     assert all("good" in action.plan for action in waits)
 
 
+def test_on_a_crowded_machine_nothing_waits_where_nothing_is_left_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel.search import controller as module
+
+    monkeypatch.setattr(module, "_is_crowded", lambda diagnosis: True)
+    trials = {"threads": lost()}
+    again = machine(thread=lambda step: CROWDED)
+    offered = [candidate("good"), candidate("threads", host_dependent=True)]
+    simulate(offered, again, memory=FakeMemory(remembered(plan={"good": None}, trials=trials)), pace=FAST)
+    assert not [action for action in again.actions if action.rest and not action.settled]
+
+
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
