@@ -17,6 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel import strategies
+from accel.cache.conditions import conditions
+from accel.cache.remembered_plans import RememberedPlans
 from accel.dataio.passes.proxy import LoaderProxy, is_proxy
 from accel.errors import InvalidArgument
 from accel.report import Report
@@ -84,6 +86,7 @@ class OptimizeSettings:
     plan: Plan | None
     budget: Budget
     report: str | None
+    cache: bool
 
 
 _optimized: weakref.WeakKeyDictionary[nn.Module, _Optimized] = weakref.WeakKeyDictionary()
@@ -100,6 +103,7 @@ def optimize(
     plan: str | os.PathLike[str] | Plan | None = ...,
     report: str | os.PathLike[str] | None = ...,
     budget: float | str = ...,
+    cache: bool = ...,
 ) -> tuple[M, L]: ...
 
 
@@ -115,6 +119,7 @@ def optimize(
     plan: str | os.PathLike[str] | Plan | None = ...,
     report: str | os.PathLike[str] | None = ...,
     budget: float | str = ...,
+    cache: bool = ...,
 ) -> tuple[M, L, O]: ...
 
 
@@ -129,6 +134,7 @@ def optimize(
     plan: str | os.PathLike[str] | Plan | None = None,
     report: str | os.PathLike[str] | None = None,
     budget: float | str = "10%",
+    cache: bool = True,
 ) -> tuple[Any, ...]:
     """Make the training loop around `model` and `loader` faster, and show what was done.
 
@@ -152,6 +158,9 @@ def optimize(
             plan.json. Its outcome is printed to stderr when the search ends.
         budget: what the search may cost in guards, one-off work and slower trial steps: seconds (60), "90s", "2m", or a
             share of the run ("10%", default).
+        cache: whether what is found is remembered for the next run of this kind, and what was remembered is tried
+            first; default True. The folder is `$ACCEL_CACHE`, or accel's in the user's cache; `ACCEL_CACHE=0` means
+            False.
 
     Returns:
         What was passed, in order: `(model, loader)`, or `(model, loader, optimizer)`, also where that is None.
@@ -173,7 +182,7 @@ def optimize(
         return arguments
     optimizer_if_passed = None if isinstance(optimizer, _LeftOut) else optimizer
     _check_objects(model, loader, optimizer_if_passed)
-    settings = check_settings(model, allow, enable, disable, plan, budget, report)
+    settings = check_settings(model, allow, enable, disable, plan, budget, report, cache)
     proxy = loader if is_proxy(loader) else _proxy_of(loader)
 
     optimized = _optimized.get(model)
@@ -184,7 +193,7 @@ def optimize(
 
 
 def check_settings(
-    model: nn.Module, allow: Any, enable: Any, disable: Any, plan: Any, budget: Any, report: Any
+    model: nn.Module, allow: Any, enable: Any, disable: Any, plan: Any, budget: Any, report: Any, cache: Any
 ) -> OptimizeSettings:
     """Return checked arguments of `optimize`; raises InvalidArgument for one that is wrong."""
     level = _check_allow(allow)
@@ -194,9 +203,10 @@ def check_settings(
     replayed = _check_plan(plan, model)
     if replayed is not None:  # passing a plan enables its strategies
         enabled |= frozenset(replayed.strategies) - disabled
-    return OptimizeSettings(
-        level, enabled, disabled, replayed, Budget.parse(budget), None if report is None else os.fspath(report)
-    )
+    if not isinstance(cache, bool):
+        raise InvalidArgument(f"cache must be True or False, got {cache!r}; ACCEL_CACHE=FOLDER names the folder")
+    target = None if report is None else os.fspath(report)
+    return OptimizeSettings(level, enabled, disabled, replayed, Budget.parse(budget), target, cache)
 
 
 def _proxy_of(loader: Any) -> LoaderProxy:
@@ -232,6 +242,7 @@ def _start(
         announce=announcer.announce,
         say=announcer.say,
         replay=None if settings.plan is None else settings.plan.strategies,
+        memory=_memory(run, settings, fetching_in_use),
     )
     session = Session(run, chosen, controller.decisions, say=announcer.say)
     journal = Journal(
@@ -251,6 +262,19 @@ def _start(
     return optimized
 
 
+def _memory(run: Run, settings: OptimizeSettings, fetching_in_use: bool) -> RememberedPlans | None:
+    """Return what keeps the result for the next run; None if nothing does."""
+    if not settings.cache or settings.plan is not None:
+        return None
+    options = {
+        "allow": settings.level.word,
+        "enable": sorted(settings.enable),
+        "disable": sorted(settings.disable),
+        "loader_is_shared": fetching_in_use,
+    }
+    return RememberedPlans(lambda: conditions(run, options))
+
+
 def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetching_in_use: bool) -> Candidate:
     return Candidate(
         name=strategy.name,
@@ -258,6 +282,7 @@ def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetchin
         treats=strategy.treats,
         exactness=strategy.exactness,
         one_off_s=0.0 if strategy.name in settings.enable else strategy.one_off_s,
+        repeated_share=strategy.repeated_share,
         settling=strategy.settling,
         phase=strategy.phase,
         by_epoch=lambda: strategy.by_epoch(run),

@@ -3,8 +3,8 @@
     python -m benchmarks.demo [--seeds 3] [--data FOLDER] [--out runs/demo] [--record] [--check]
 
 Three variants of the same script run in turns: plain, `accel.optimize(model, loader, optimizer)` as it comes, and the
-same with `allow="reduced"`. Speed-ups are ratios of neighbouring turns after each search has ended. What is promised
-depends on the machine, see `demo_promise`.
+same with `allow="reduced"`. Each search begins anew, as in a first run (`cache=False`). Speed-ups are ratios of
+neighbouring turns after each search has ended. What is promised depends on the machine, see `demo_promise`.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def main(seeds: int, data: str | None, out: str, record: bool, check: bool) -> N
     promised = promise(usable_cores(), multiplies_bf16())
     wanted = ", ".join(f"{name} {wanted_text(value)}" for name, value in promised.speedups.items())
     console.print(f"promised for {promised.machine}: {wanted}")
+    console.print("each search begins anew: what earlier runs remember is not read, and nothing is added to it")
     runs = [_race(seed, data, out, console) for seed in range(seeds)]
     summary = _summarise(runs, found.source, promised)
     _show(console, summary, runs, out)

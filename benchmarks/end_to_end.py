@@ -55,7 +55,7 @@ def train(workload: Workload, until: float, allow: str | None) -> dict[str, Any]
     """
     model, loader, optimizer, loss, clip, beside = workload
     if allow is not None:
-        model, loader, optimizer = accel.optimize(model, loader, optimizer, allow=allow)
+        model, loader, optimizer = accel.optimize(model, loader, optimizer, allow=allow, cache=False)
     steps = 0
     while time.time() < until:
         for x, target in loader:

@@ -78,7 +78,7 @@ class Turns:
     def wrap(self, model: Any, *rest: Any, **options: Any) -> tuple[Any, ...]:
         """Optimize as the loop asked for, and remember the model."""
         self.models.append(model)
-        return accel.optimize(model, *rest, **options)
+        return accel.optimize(model, *rest, cache=False, **options)
 
     def __call__(self, step: int) -> None:
         """End a step."""

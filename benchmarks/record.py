@@ -113,7 +113,7 @@ def _key(row: Row, key: Sequence[str]) -> tuple[Any, ...]:
 
 def header(what: str, command: str) -> Row:
     """Return what every result says of itself."""
-    from accel.session.journal import machine_name
+    from accel.run.machine import machine_name
 
     return {
         "what": what,

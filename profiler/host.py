@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,15 @@ def usable_cores() -> int:
     """Return the number of cores this process may use."""
     cores, quota = len(_affinity()), cgroup.quota()
     return max(1, min(cores, round(quota))) if quota else cores
+
+
+def cpu_name() -> str:
+    """Return the processor's model, e.g. `AMD EPYC 7763`; its architecture where the system doesn't tell."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _affinity(pid: int = 0) -> frozenset[int]:

@@ -28,6 +28,10 @@ from tests.durations import Durations
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# No test reads or writes what the user's own runs remember; tests of that have a folder of their own.
+_WITHOUT_CACHE = {"ACCEL_CACHE": "0"}
+os.environ.update(_WITHOUT_CACHE)
+
 # A busy machine is no failure. All else stays as Hypothesis chose it: where CI is set, the same examples every time.
 settings.register_profile("accel", settings(deadline=None))
 settings.load_profile("accel")
@@ -153,7 +157,7 @@ def _accel_variables() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _process_settings() -> Iterator[None]:
-    """Start each test without ACCEL in the environment and put back what it changed for the whole process."""
+    """Start each test without ACCEL and without a cache, and put back what it changed for the whole process."""
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     python_state, numpy_state = random.getstate(), np.random.get_state()
     # Asking for the device's state would start CUDA; a test that has not done so has no state to put back.
@@ -161,6 +165,7 @@ def _process_settings() -> Iterator[None]:
     variables = _accel_variables()
     for name in variables:
         del os.environ[name]
+    os.environ.update(_WITHOUT_CACHE)
     try:
         with torch.random.fork_rng(devices=devices):
             yield

@@ -37,7 +37,7 @@ class Following:
         report: str | os.PathLike[str] | None,
     ) -> None:
         enable, disable = tuple(enable), tuple(disable)
-        entry.check_settings(nn.Identity(), allow, enable, disable, None, budget, report)
+        entry.check_settings(nn.Identity(), allow, enable, disable, None, budget, report, True)
         self._options = {
             **{"allow": allow, "budget": budget, "enable": enable, "disable": disable},
             "report": None if report is None else Path(report).absolute(),

@@ -106,6 +106,10 @@ class Report(ReportHead):
     """Evidence that the model learns the same, one phrase, e.g. `gradients agree to 3e-07`."""
     steps: int = 0
     """Steps seen so far."""
+    remembered: str = ""
+    """What an earlier run had found, and whether it was kept when checked again; '' if nothing was remembered."""
+    cache: str = ""
+    """The file in which the result is remembered, or why it is not; '' if that is switched off."""
     search_steps: int = 0
     """Steps that belonged to trials."""
     search_s: float = 0.0

@@ -126,11 +126,12 @@ def document(report: Report) -> Document:
     lead = [Paragraph(text=f"training the same: {report.training_same or 'not known'}")]
     if report.speedup is not None:
         lead.insert(0, Paragraph(text=f"speed-up: {ratio_text(report.speedup)}x, {interval_text(report)}"))
-    cost = Facts(pairs=[("search", search_text(report)), ("limits the run now", limit_text(report))])
+    remembered = ("remembered", report.remembered)
+    cost = Facts(pairs=[("search", search_text(report)), remembered, ("limits the run now", limit_text(report))])
     machine = machine_text(report.machine, report.machine.world_size)
     fingerprint = Facts(pairs=[("fingerprint", report.fingerprint)], only="page")
     plan_text = json.dumps(report.plan, default=str) if report.plan else ""
-    plan = Facts(pairs=[("plan", plan_text)], verbatim=True)
+    plan = Facts(pairs=[("plan", plan_text), ("cache", report.cache)], verbatim=True)
     events = [f"step {event.step}: {event.text}" for event in report.events]
     return Document(
         kind="accel",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,10 @@ class Observed:
     """Number of calls of the model."""
     uncalled: str = ""
     """What to pass in place of a model that the loop never calls; '' if it is called."""
+    input_dtypes: set[str] = field(default_factory=set)
+    """Of the tensors that the model was called with."""
+    batch: Hashable = None
+    """Shapes of the tensors in the usual batch; "varying" if there is no usual one."""
     fetch_finding: str = ""
     """Why fetching can't be moved elsewhere; '' if nothing speaks against it."""
 
@@ -36,9 +41,9 @@ class Observed:
         """Note a plain call of the model."""
         self.calls += 1
         self.autocast = self.autocast or torch.is_autocast_enabled(device.type)
-        self.conv_input = self.conv_input or any(
-            tensor.dim() == 4 and tensor.is_floating_point() for tensor in tensors((args, kwargs))
-        )
+        for tensor in tensors((args, kwargs)):
+            self.conv_input = self.conv_input or (tensor.dim() == 4 and tensor.is_floating_point())
+            self.input_dtypes.add(str(tensor.dtype))
 
 
 @dataclass

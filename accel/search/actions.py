@@ -84,6 +84,7 @@ class Candidate:
     treats: frozenset[Bottleneck] = frozenset()
     exactness: Exactness = Exactness.EXACT
     one_off_s: float = 0.0
+    repeated_share: float = 1.0
     settling: Callable[[Any], int] = lambda setting: 1
     host_dependent: bool = False
     phase: str = ""

@@ -11,27 +11,24 @@ tests can drive it with a simulated loop.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 
 from accel.profiler import naming
-from accel.profiler.diagnose import anatomy, causes
-from accel.profiler.diagnose.communication_wait import wait_as_communication
-from accel.profiler.evidence import Evidence
-from accel.profiler.trial import Outcome, Trial, TrialConfig
-from accel.report import Event, StrategyRow
+from accel.profiler.diagnose import causes
+from accel.profiler.trial import Outcome, TrialConfig
+from accel.report import StrategyRow
 from accel.search import priority
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
-from accel.search.ledger import Ledger, refusal, waiting_for
+from accel.search.experiments import Decisions, Experiments
+from accel.search.ledger import refusal, waiting_for
 from accel.search.pace import Pace
 from accel.search.plan import Choices
+from accel.search.remembered import PlanMemory, Recollection
 from accel.search.step_level import StepLevel
 
-Decisions = Generator[Action, Result, None]
-Trying = Generator[Action, Result, "Outcome | None"]
 
-
-class Controller:
+class Controller(Experiments):
     """Choose strategies on real training steps.
 
     Args:
@@ -44,6 +41,7 @@ class Controller:
             is not to be tried), and their total.
         say: prints one line for the user; a line is printed only once.
         replay: choices to take over from a plan, without a search.
+        memory: keeps what is found from run to run; None remembers nothing.
     """
 
     def __init__(
@@ -57,52 +55,28 @@ class Controller:
         announce: Callable[[StrategyRow, int, int], None] = lambda row, done, total: None,
         say: Callable[[str], None] = lambda line: None,
         replay: Choices | None = None,
+        memory: PlanMemory | None = None,
     ) -> None:
-        self._candidates = {candidate.name: candidate for candidate in candidates}
+        super().__init__(candidates, config=config, pace=pace, reduce=reduce, announce=announce)
         self._budget = budget
-        self._config = config or TrialConfig()
         self._brief = self._config.brief()
-        self._pace = pace or Pace()
-        self._reduce = reduce
         self._say = say
         self._replay = replay
-        self._ledger = Ledger(candidates, announce, self._config.drop_gain)
-        self.plan: Choices = {}
-        """The best plan so far, which an interrupted run keeps."""
-        self.searching = True
         self.closing: Outcome | None = None
         """The closing trial: plain against the whole plan."""
         self.plain_ms = 0.0
         self.anatomy_before: dict[str, float] = {}
-        self.anatomy_after: dict[str, float] = {}
-        self.diagnosis = naming.diagnose(Evidence())
-        """The profiler's verdict on the plan as it is now."""
         self.plain_diagnosis = self.diagnosis
         """The verdict on the plain loop."""
-        self.steps = self.search_steps = 0
-        self.elapsed_s = self.cost_s = 0.0
+        self.search_steps = 0
         self.searched_until = 0
         """Step at which the last search ended."""
-        self._pending = [c.name for c in candidates if c.ruled_out is None]
         self._postponed: set[str] = set()
         """Pending candidates whose brief trial had no verdict."""
-        self._regime: object = None
-        self._regime_changed = False
-        self._reopened = 0
-        self._epochs_outcome: tuple[Choices, Choices, Outcome] | None = None
-        """The last trial in whole epochs: both plans, and what it found."""
         self._closed: Choices = {}
         """The plan that the closing trial was about."""
-
-    @property
-    def rows(self) -> dict[str, StrategyRow]:
-        """The report's rows, by name."""
-        return self._ledger.rows
-
-    @property
-    def events(self) -> list[Event]:
-        """What happened at which step."""
-        return self._ledger.events
+        self.recollection = Recollection(memory, candidates)
+        """What an earlier run found."""
 
     # -- the loop of the search --------------------------------------------------------------------------------------
 
@@ -117,24 +91,14 @@ class Controller:
                 yield from self._take_over(self._replay)
             else:
                 yield from self._search()
-                if not self._regime_changed:
+                if not self._regime_changed and (self.closing is None or self.plan != self._closed):
                     yield from self._close()
             if not self._regime_changed:
                 self.searching = False
                 self.searched_until = self.steps
+                self.remember()
                 yield from self._hold()
                 self.searching = True
-
-    def _act(self, action: Action) -> Generator[Action, Result, Result]:
-        result = yield action
-        self.steps += result.steps
-        self.elapsed_s += result.elapsed_s + result.aside_s
-        if self.searching:
-            self.cost_s += result.aside_s
-        self._ledger.moving = self._is_another(result)
-        for name, why in result.trips.items():
-            self._remove(name, f"{why} at step {self.steps}")
-        return result
 
     def _observe(self) -> Decisions:
         for waits in range(self._pace.crowded_looks + 1):
@@ -147,7 +111,11 @@ class Controller:
                 self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
                 if result.seconds:
                     self.plain_ms = statistics.median(result.seconds) * 1e3
-            if not _is_crowded(result.diagnosis):
+            if not waits and self._replay is None:
+                yield from self._recall()
+                if self._regime_changed:
+                    return
+            if not _is_crowded(result.diagnosis) or self._only_losers_are_left():
                 break
             if waits == self._pace.crowded_looks:
                 self._note("the machine is crowded: the search begins anyway")
@@ -163,6 +131,11 @@ class Controller:
             if self.rows[name].status == "not allowed" and (why := refusal(candidate)):
                 self._ledger.decide(name, "not applicable", why)
 
+    def _only_losers_are_left(self) -> bool:
+        """Return whether an earlier run leaves nothing to try now: then there is no reason to wait."""
+        pending = [self._candidates[name] for name in self._pending]
+        return bool(self.recollection.text) and not any(self._may_be_tried_now(c) and not refusal(c) for c in pending)
+
     def _try_at_once(self) -> Decisions:
         """Try in brief what a crowded machine hides least.
 
@@ -173,7 +146,7 @@ class Controller:
             waiting = [name for name in waiting if name not in names]
             candidate = self._candidates[name := names.pop(0)]
             shows = priority.shows_when_crowded(candidate, self.anatomy_after, self._config.drop_gain, self._pace)
-            if not shows or refusal(candidate) or not self._affordable(candidate.one_off_s):
+            if not shows or refusal(candidate) or not self._may_be_tried_now(candidate):
                 continue
             if waiting_for(candidate):
                 waiting.append(name)
@@ -188,13 +161,6 @@ class Controller:
             else:
                 self._ledger.withdraw(name)
 
-    def _record_anatomy(self, result: Result) -> None:
-        """Update the anatomy of the step and its diagnosis under the present plan."""
-        if result.measurements:
-            wait_share = None if result.evidence is None else result.evidence.ddp_wait_share
-            self.anatomy_after = anatomy.typical(wait_as_communication(result.measurements, wait_share))
-            self.diagnosis = result.diagnosis
-
     # -- search ------------------------------------------------------------------------------------------------------
 
     def _search(self) -> Decisions:
@@ -203,16 +169,20 @@ class Controller:
                 waiting_for(candidate)  # begins what that takes, which costs next to nothing, while others are tried
         waiting: list[str] = []
         while self._pending:
-            name = priority.first(self._pending, self._candidates, self._postponed, self.diagnosis)
+            name = priority.first(self._pending, self._candidates, self._put_off(), self.diagnosis)
             self._pending.remove(name)
             candidate = self._candidates[name]
+            one_off_s = self.recollection.one_off_s(candidate)
             why = refusal(candidate)
             if why:
                 self._ledger.decide(name, "not applicable", why)
             elif too_little := self._too_little(candidate):
                 self._ledger.decide(name, "not tried", too_little)
-            elif not self._affordable(candidate.one_off_s):
-                self._ledger.decide(name, "not tried", self._budget.too_dear(self.cost_s, candidate.one_off_s))
+            elif postponed := self.recollection.postponed(name, self.elapsed_s):
+                self._ledger.decide(name, "not tried", postponed)
+                waiting.append(name)
+            elif not self._affordable(one_off_s):
+                self._ledger.decide(name, "not tried", self._budget.too_dear(self.cost_s, one_off_s))
                 waiting.append(name)
             elif reason := waiting_for(candidate):
                 if impossible := refusal(candidate):  # as has turned out only now
@@ -254,15 +224,25 @@ class Controller:
     def _too_little(self, candidate: Candidate) -> str:
         return priority.too_little(candidate, self.anatomy_after, self._config.drop_gain)
 
+    def _put_off(self) -> set[str]:
+        """Return what comes last: what stayed undecided in brief, and what gave nothing in an earlier run."""
+        return {*self._postponed, *(name for name in self._pending if self.recollection.lost(name))}
+
     def _is_ready(self, name: str) -> bool:
-        return self._affordable(self._candidates[name].one_off_s) and not waiting_for(self._candidates[name])
+        return self._may_be_tried_now(self._candidates[name]) and not waiting_for(self._candidates[name])
+
+    def _may_be_tried_now(self, candidate: Candidate) -> bool:
+        """Return whether neither the budget nor an earlier run's verdict speaks against it."""
+        if self.recollection.postponed(candidate.name, self.elapsed_s):
+            return False
+        return self._affordable(self.recollection.one_off_s(candidate))
 
     def _affordable(self, expected: float) -> bool:
         return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=self.elapsed_s)
 
     def _try(self, candidate: Candidate, config: TrialConfig) -> Decisions:
         """Try each setting of a candidate against the plan so far; a setting that wins becomes part of the plan."""
-        name, row = candidate.name, self.rows[candidate.name]
+        name, row, began_s = candidate.name, self.rows[candidate.name], self.elapsed_s
         for setting in candidate.settings():
             if row.steps and not self._affordable(0.0):
                 break  # the first setting has used up the budget; its result stands
@@ -270,7 +250,9 @@ class Controller:
             trial_plan = {**self.plan, name: setting}
             cost, steps = self.cost_s, self.steps
             outcome = None
-            if (yield from self._guard(candidate, trial_plan)):
+            passed = yield from self._guard(candidate, trial_plan)
+            self.recollection.worked([name], self.cost_s - cost)
+            if passed:
                 outcome = yield from self._trial(self.plan, trial_plan, candidate.settling(setting), config)
             row.cost_s += self.cost_s - cost
             row.steps += self.steps - steps
@@ -282,68 +264,16 @@ class Controller:
             self._ledger.judge(candidate, setting, outcome, self.plan)
             if outcome.verdict == "keep":
                 yield from self._measure_anatomy()
-
-    def _guard(self, candidate: Candidate, trial_plan: Choices) -> Generator[Action, Result, bool]:
-        row = self.rows[candidate.name]
-        result = yield from self._act(Action(plan=self.plan, steps=self._pace.guard, check=trial_plan))
-        if self._changed(result) or candidate.name in result.trips:
-            return False
-        finding = result.finding
-        if finding is None:
-            return True
-        if finding.problem and candidate.name in self.plan:  # another setting of it is kept, and stays
-            setting = candidate.describe(trial_plan[candidate.name])
-            self._note(f"{candidate.name} {setting} is wrong: {finding.problem}; {row.setting} stays")
-            return False
-        self._ledger.compared(candidate.name, finding)
-        if finding.problem:
-            self._ledger.decide(candidate.name, "undone", f"wrong: {finding.problem}")
-        elif finding.unsure:
-            self._ledger.decide(candidate.name, "not tried", f"the guard could compare nothing: {finding.unsure}")
-        return not finding.problem and not finding.unsure
-
-    def _trial(self, a: Choices, b: Choices, settle: int, config: TrialConfig | None = None) -> Trying:
-        """Run one interleaved trial; None if a strategy tripped or the regime changed meanwhile."""
-        if any(self._candidates[name].by_epoch() for name in (*a, *b) if a.get(name, self) != b.get(name, self)):
-            return (yield from self._trial_of_epochs(a, b))
-        trial = Trial(config or self._config, reduce=self._reduce)
-        last = None
-        settling = 0.0
-        while trial.verdict is None:
-            arm = trial.arm
-            plan = a if arm == "A" else b
-            action = Action(plan=plan, steps=self._config.block_steps, settle=0 if arm == last else settle)
-            result = yield from self._act(action)
-            if self._changed(result) or result.trips:
-                return None
-            last = arm
-            # A settling step is a real step: only its time above an ordinary one is a cost.
-            settling += sum(result.settling) - len(result.settling) * statistics.median(result.seconds)
-            trial.record(result.seconds)
-        # What the trial cost the run: slower steps of B. Faster ones are a gain, and reduce no cost.
-        slower = statistics.median(trial.steps["B"]) - statistics.median(trial.steps["A"])
-        self.cost_s += max(0.0, settling) + max(0.0, len(trial.steps["B"]) * slower)
-        return trial.outcome()
-
-    def _trial_of_epochs(self, a: Choices, b: Choices) -> Trying:
-        """Run one interleaved trial whose blocks are epochs, each with its beginning: what counts is the mean step."""
-        trial = Trial(self._config, reduce=statistics.fmean)
-        took_s = {"A": 0.0, "B": 0.0}
-        while trial.verdict is None:
-            arm = trial.arm
-            result = yield from self._act(Action(plan=a if arm == "A" else b, whole_epoch=True))
-            if self._changed(result) or result.trips:
-                return None
-            took_s[arm] += sum(result.seconds)
-            trial.record([statistics.fmean(result.seconds)])
-        self.cost_s += max(0.0, took_s["B"] - took_s["A"])
-        self._epochs_outcome = dict(a), dict(b), trial.outcome()
-        return trial.outcome()
+        self.recollection.tried(name, self.elapsed_s - began_s)
 
     # -- closing trial -----------------------------------------------------------------------------------------------
 
-    def _close(self) -> Decisions:
-        """Try the whole plan against the plain loop; unless it is shown to be faster, it is undone."""
+    def _close(self, what: str = "the plan as a whole") -> Decisions:
+        """Try the whole plan against the plain loop; unless it is shown to be faster, it is undone.
+
+        Args:
+            what: the plan, in the reason for undoing it.
+        """
         if not self.plan:
             return
         settle = max(self._candidates[name].settling(setting) for name, setting in self.plan.items())
@@ -357,19 +287,14 @@ class Controller:
         self.search_steps += self.steps - steps
         if outcome is None:
             if self.plan and not self._regime_changed:
-                yield from self._close()  # a strategy tripped and is gone: close with the rest
+                yield from self._close(what)  # a strategy tripped and is gone: close with the rest
             return
         self.closing, self._closed = outcome, plan
         if outcome.verdict != "keep":
             for name in plan:
-                self._remove(name, "the plan as a whole was not shown to be faster than plain in the closing trial")
+                self._remove(name, f"{what} was not shown to be faster than plain in the closing trial")
             return
         yield from self._measure_anatomy()
-
-    def _measure_anatomy(self) -> Decisions:
-        """Measure the anatomy of the step under the present plan."""
-        result = yield from self._act(Action(plan=self.plan, steps=self._pace.observe, anatomy=True))
-        self._record_anatomy(result)
 
     # -- hold --------------------------------------------------------------------------------------------------------
 
@@ -404,6 +329,7 @@ class Controller:
             if self._replay is None and self.plan and self.plan != self._closed:
                 yield from self._close()  # the closing trial measured a larger plan
                 level.forget()
+            self.remember()
 
     def _waits_no_more(self) -> bool:
         """Return whether something that waited can be tried now; what turns out not to apply waits no more."""
@@ -440,7 +366,8 @@ class Controller:
             self._say("the loader, the batch shape or the thread count changed: the search begins anew")
         self._regime_changed = False
         self._reopened += 1
-        self.plan, self.closing, self._epochs_outcome = {}, None, None
+        self.remember()  # what was found under the earlier conditions
+        self.plan, self.closing, self._closed, self._epochs_outcome = {}, None, {}, None
         self._ledger.begin_anew()
         self._postponed = set()
         self._pending = [name for name, c in self._candidates.items() if c.ruled_out is None]
@@ -461,29 +388,71 @@ class Controller:
                 self.plan = {**self.plan, name: setting}
                 self._ledger.decide(name, "kept", "taken over from the plan, without a trial")
 
+    def _recall(self) -> Decisions:
+        """Try what an earlier run found, as a whole; unless it is shown to be faster once more, it is undone."""
+        recollection = self.recollection
+        recollection.recall()
+        plan = recollection.choices(self._affordable_in_a_run_of)
+        if recollection.text:
+            self._note(f"remembered {recollection.text}")
+            self._say(f"remembered {recollection.text}")
+        if not plan:
+            return
+        for name, setting in plan.items():
+            self.rows[name].setting = self._candidates[name].describe(setting)
+        cost_s, steps = self.cost_s, self.steps
+        problem = yield from self._guard_whole(plan)
+        self.search_steps += self.steps - steps
+        recollection.worked(plan, self.cost_s - cost_s)
+        if len(plan) == 1:
+            (only,) = plan
+            self.rows[only].cost_s += self.cost_s - cost_s
+        if problem:
+            if not self._regime_changed:
+                recollection.reject(problem)
+            return
+        self._pending = [name for name in self._pending if name not in plan]
+        self.plan = plan
+        yield from self._measure_anatomy()
+        yield from self._close("the remembered plan")
+        if self._regime_changed:
+            return
+        if self.plan:
+            self._confirm(plan)
+        else:
+            recollection.reject("it was not shown to be faster than plain")
+            self._consider_again(self._closed)
+
+    def _affordable_in_a_run_of(self, expected: float, length_s: float) -> bool:
+        """Return whether a cost is allowed, if this run lasts as long as an earlier one."""
+        return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=max(self.elapsed_s, length_s))
+
+    def _confirm(self, plan: Choices) -> None:
+        """Record that the closing trial has shown the remembered plan to be faster."""
+        self.recollection.confirm()
+        for name in self.plan:
+            if len(plan) == 1 and self.closing is not None:
+                self._ledger.judge(self._candidates[name], plan[name], self.closing, self.plan)
+            self._ledger.take_over(name, self.recollection.reason(name))
+        self.remember()
+
+    def _consider_again(self, names: Collection[str]) -> None:
+        """Let the search try these, whatever has been decided so far."""
+        for name in names:
+            self._ledger.withdraw(name)
+        self._pending = [name for name in self._candidates if name in self._pending or name in names]
+        self.closing, self._closed = None, {}
+
+    def remember(self, *, ended: bool = False) -> None:
+        """Keep what is known by now for the next run.
+
+        Args:
+            ended: the run is over.
+        """
+        speedup = self.closing.gain if self.closing is not None and self.plan == self._closed else None
+        self.recollection.store(self.plan, self.rows, speedup, self.elapsed_s, ended=ended)
+
     # -- helpers -----------------------------------------------------------------------------------------------------
-
-    def _changed(self, result: Result) -> bool:
-        """Return whether this action ran under another regime than the plan was measured for."""
-        if self._is_another(result):
-            self._regime, self._regime_changed = result.regime, True
-            return True
-        self._regime = result.regime if self._regime is None else self._regime
-        return False
-
-    def _is_another(self, result: Result) -> bool:
-        both_known = self._regime is not None and result.regime is not None
-        return both_known and result.regime != self._regime and self._reopened < self._pace.reopenings
-
-    def _remove(self, name: str, why: str) -> None:
-        self.plan = {n: s for n, s in self.plan.items() if n != name}
-        self._note(f"{name} undone: {why}")
-        if name in self._pending:
-            self._pending.remove(name)
-        self._ledger.decide(name, "undone", why)
-
-    def _note(self, text: str) -> None:
-        self._ledger.note(self.steps, text)
 
     def break_even_step(self) -> int | None:
         """Return the step at which the search has paid for itself, or None if it never does."""

@@ -97,9 +97,8 @@ class Ledger:
             assert row.before_ms is not None
             row.after_ms = row.before_ms / row.gain  # of several settings, the product of their trials
             row.spread_ms = outcome.spread_ms * row.after_ms / outcome.after_ms
-            row.status, row.why = "kept", f"faster in {outcome.pairs} pairs of interleaved blocks"
-            if self._other_draws.get(candidate.name):
-                row.why += "; dropout draws other numbers, as with another seed"
+            row.status = "kept"
+            row.why = self._with_draws(candidate.name, f"faster in {outcome.pairs} pairs of interleaved blocks")
         elif row.status != "kept" and (row.gain is None or outcome.gain > row.gain):
             row.before_ms, row.after_ms, row.spread_ms = outcome.before_ms, outcome.after_ms, outcome.spread_ms
             row.gain, row.gain_low, row.gain_high = outcome.gain, outcome.low, outcome.high
@@ -107,6 +106,13 @@ class Ledger:
             row.setting = candidate.describe(setting)
         if row.status == "kept":
             row.setting = candidate.describe(plan[candidate.name])
+
+    def _with_draws(self, name: str, why: str) -> str:
+        return why + ("; dropout draws other numbers, as with another seed" if self._other_draws.get(name) else "")
+
+    def take_over(self, name: str, why: str) -> None:
+        """Record that a strategy is kept for a reason other than a trial of its own, and announce it."""
+        self.decide(name, "kept", self._with_draws(name, why))
 
     def settle(self, name: str) -> None:
         """Announce the result of a candidate whose settings have all been tried."""

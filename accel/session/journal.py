@@ -18,6 +18,7 @@ from accel.profiler.diagnose.consistency import PhaseShares
 from accel.profiler.naming import PHASES_OF
 from accel.report.model import Machine, Report, State
 from accel.run import Run
+from accel.run.machine import machine_name
 from accel.search.controller import Controller
 from accel.search.plan import Plan, fingerprint
 from accel.session.announcer import Announcer
@@ -103,6 +104,10 @@ class Journal:
         if self._finished or not self._leads():
             return
         self._finished = True
+        if self._session.failed:
+            self._controller.recollection.failed()
+        else:
+            self._controller.remember(ended=True)
         self._write(self.report())
 
     def say_interrupted(self) -> None:
@@ -163,6 +168,7 @@ class Journal:
         report.state = self._state(controller)
         report.steps, report.search_steps = session.steps, controller.search_steps
         report.search_s = controller.cost_s
+        report.remembered, report.cache = controller.recollection.text, controller.recollection.note
         report.samples_per_step = session.samples_per_step or None
         report.break_even_step = controller.break_even_step()
         self._speed(report, controller)
@@ -272,22 +278,6 @@ def _machine(run: Run) -> Machine:
         torch=torch.__version__,
         accel=accel.__version__,
     )
-
-
-def machine_name(device: torch.device) -> str:
-    """Return the device's name, e.g. `cpu (AMD EPYC)`."""
-    if device.type == "cuda":
-        return f"cuda ({torch.cuda.get_device_name(device)})"
-    if device.type != "cpu":
-        return device.type
-    name = ""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = (
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        )
-        name = next(lines, "")
-    return f"cpu ({name or platform.processor() or platform.machine()})"
 
 
 def _training_same(report: Report) -> str:

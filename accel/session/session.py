@@ -29,7 +29,7 @@ from accel.run import backward
 from accel.run.context import Run
 from accel.run.ranks import Failure, Ranks
 from accel.search.actions import Action, Result
-from accel.search.controller import Decisions
+from accel.search.experiments import Decisions
 from accel.search.plan import Choices
 from accel.session.events import StepEvents
 from accel.session.guard_runner import GuardRunner
@@ -96,6 +96,8 @@ class Session:
         self._action: Action | None = None
         self._result = Result()
         self._boundary_ended = 0.0
+        # Until when the steps of a rest are counted in the time of the run.
+        self._counted_until = 0.0
         # How many epochs had begun when the action began; when the first step of the epoch it counts was booked.
         self._epochs_before = self._epoch_counted = 0
         self._sizes: deque[int] = deque(maxlen=64)
@@ -152,6 +154,9 @@ class Session:
 
     def epoch_begins(self) -> None:
         """Stop if the other ranks stopped during the last epoch, which was shorter on this rank."""
+        if self._state.mode is Mode.RESTING:  # the time between two epochs belongs to neither
+            self._result.elapsed_s += max(0.0, self._boundary_ended - self._counted_until)
+            self._counted_until = self._clock.last
         if self._ranks is not None:
             try:
                 self._ranks.check()
@@ -175,8 +180,7 @@ class Session:
         self._result.steps += 1
         self._boundary_ended = self._clock.now()
         if self._state.rested():
-            began = self._clock.last
-            self._result.elapsed_s += self._clock.restart() - began
+            self._result.elapsed_s += self._clock.restart() - self._counted_until
 
     def epoch_ended(self) -> None:
         """End an action that counts a whole epoch."""
@@ -301,7 +305,11 @@ class Session:
         """Discard what was measured during another model's trials, and rest while they last."""
         result = self._result
         self._result = Result(steps=result.steps, elapsed_s=result.elapsed_s, aside_s=result.aside_s)
-        self._state.rest(_PAUSE)
+        self._rest(_PAUSE)
+
+    def _rest(self, steps: int) -> None:
+        self._state.rest(steps)
+        self._counted_until = self._clock.now()
 
     def _synchronise(self) -> None:
         """Let a block begin and end with an idle GPU, which otherwise runs behind the host."""
@@ -324,6 +332,7 @@ class Session:
         shapes = Counter(m.shape for m in self._result.measurements)
         shape, count = shapes.most_common(1)[0] if shapes else (None, 0)
         usual_shape = shape if count >= 0.8 * sum(shapes.values()) else "varying"
+        self.run.observed.batch = usual_shape
         threads = torch.get_num_threads() if "intraop_threads" not in self.switchboard.active else self.run.threads
         return (usual_shape, self.run.world_size, threads, self._loader.moves, self._usage.called)
 
@@ -341,7 +350,7 @@ class Session:
         action = self._ranks.decide(self._own_result(), decision, missed, 0.0 if first else step_s)
         search_ends = action.settled and not (self._action is not None and self._action.settled)
         self._action, self._result, self._epochs_before = action, Result(), self.events.epochs
-        self._state.rest(action.rest)
+        self._rest(action.rest)
         self._loader.watch(action.anatomy)
         self.events.observe(action.anatomy)
         self.switchboard.switch_together(action.plan, self._ranks)
@@ -406,7 +415,7 @@ class Session:
             finally:
                 if self.alive:
                     self.switchboard.switch(active)
-                self._clock.restart()
+                self._counted_until = self._clock.restart()
 
     def close(self) -> None:
         """Switch everything off, remove all hooks, and end worker processes; the loop goes on plainly.

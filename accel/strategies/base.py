@@ -70,6 +70,8 @@ class Strategy(ABC):
     """Why it runs only when named in `enable=`; empty for all others."""
     one_off_s: ClassVar[float] = 0.0
     """Expected seconds of one-off work; the budget must allow for it before it is tried."""
+    repeated_share: ClassVar[float] = 1.0
+    """Share of that work which a later process does again; the rest is kept on disk, by torch for instance."""
     settle_steps: ClassVar[int] = 1
     """Steps to leave out after each switch, until its effect is steady; see `settling`."""
     is_preparing: bool = False

@@ -8,14 +8,20 @@ memory. All other draws (`rand_like`, `bernoulli`) are left to eager operators b
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch.nn import functional
+
+# torch keeps a captured graph only if it knows what each function in it does: what this file's text says.
+_SOURCE_HASH = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 @torch.library.custom_op("accel::dropout_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
@@ -46,8 +52,18 @@ def compile_with_plain_draws(graph: fx.GraphModule, inputs: Any) -> Callable[...
         if node.op == "call_function" and node.target in _REPLACED:
             node.target = _REPLACED[node.target]
     graph.recompile()
-    compiled: Any = compile_fx(graph, inputs, config_patches={"fallback_random": True})
+    compiled: Any = compile_fx(graph, inputs, config_patches={"fallback_random": True, **_cached_by_torch()})
     return compiled  # type: ignore[no-any-return]
+
+
+def _cached_by_torch() -> dict[str, Any]:
+    """Return the option by which torch keeps captured graphs with functions of this file in its cache, if it has it."""
+    option = "unsafe_marked_cacheable_functions"
+    if not hasattr(inductor_config, option):
+        return {}
+    # In a fixed order: the options are a part of the key of that cache.
+    names = sorted({f"{function.__module__}.{function.__name__}" for function in _REPLACED.values()})
+    return {option: dict.fromkeys(names, _SOURCE_HASH)}
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

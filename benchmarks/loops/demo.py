@@ -61,7 +61,7 @@ def train(
     if accelerate is not None:
         import accel
 
-        model, loader, optimizer = accel.optimize(model, loader, optimizer, **accelerate)
+        model, loader, optimizer = accel.optimize(model, loader, optimizer, cache=False, **accelerate)
         report = lambda: accel.explain(model).state  # noqa: E731
 
     losses: list[Tensor] = []

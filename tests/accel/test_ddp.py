@@ -17,11 +17,17 @@ RANKS = (0, 1)
 TIMEOUT_S = 200
 
 
-def train_on_two_ranks(scenario: str, folder: Path) -> list[dict[str, Any]]:
-    """Run both ranks of a scenario and return what each saved; a rank that waits for ever fails the test."""
+def train_on_two_ranks(scenario: str, folder: Path, cache: Path | None = None) -> list[dict[str, Any]]:
+    """Run both ranks of a scenario and return what each saved; a rank that waits for ever fails the test.
+
+    With `cache`, each rank has a cache folder of its own in it.
+    """
     arguments = ["-m", "tests.accel.ddp_worker", scenario, str(folder)]
     shared = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [warm.Running(arguments, cwd=ROOT, environment={**shared, "RANK": str(rank)}) for rank in RANKS]
+    variables = [
+        {**shared, "RANK": str(rank), "ACCEL_CACHE": "0" if cache is None else str(cache / str(rank))} for rank in RANKS
+    ]
+    ranks = [warm.Running(arguments, cwd=ROOT, environment=own) for own in variables]
     try:
         ended = [rank.wait(TIMEOUT_S) for rank in ranks]
     finally:
@@ -82,6 +88,20 @@ def test_a_strategy_that_is_wrong_on_one_rank_is_dropped_on_both(tmp_path: Path)
     assert_same_bits(found)
     assert rows(found)["diverging"]["status"] == "undone"
     assert rows(found)["diverging"]["why"].startswith("wrong: ")
+
+
+@pytest.mark.slow
+def test_the_first_rank_remembers_for_all(tmp_path: Path) -> None:
+    found = []
+    for number in ("first", "second"):
+        (tmp_path / number).mkdir()
+        found.append(train_on_two_ranks("wrapped", tmp_path / number, tmp_path / "cache"))
+        assert_plan(found[-1], {"quick": None})
+        assert_same_bits(found[-1])
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["0"]
+    report = json.loads(found[1][0]["accelerated"]["report"])
+    assert report["remembered"].endswith("checked again: kept")
+    assert found[1][0]["accelerated"]["steps"] < found[0][0]["accelerated"]["steps"]
 
 
 @pytest.mark.slow

@@ -12,10 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import accel
-from accel import strategies
+from accel import entry, strategies
 from accel.run import Run
 from accel.search.plan import Plan, fingerprint
 from tests.accel.loops import (
+    WAIT_S,
     Net,
     Quick,
     Samples,
@@ -175,6 +176,16 @@ def test_a_plan_without_strategies_leaves_the_loop_as_it_is(only_quick: None) ->
     report = accel.explain(model)
     assert (report.state, report.plan, report.search_steps) == ("replayed", {}, 0)
     assert not Quick.on
+
+
+def test_the_run_is_as_long_as_its_steps_however_short_its_epochs_are(only_quick: None) -> None:
+    """What has waited for the budget is tried once the run is long enough, and most steps are rest."""
+    model, loader, optimizer = make()
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, disable=("quick",))
+    advance(training(model, loader, optimizer), 700)
+    controller = entry._optimized[model].journal._controller
+    assert controller.steps >= 400
+    assert controller.elapsed_s >= controller.steps * WAIT_S
 
 
 def test_a_plan_is_taken_over_again_after_the_batches_have_changed(only_quick: None) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,32 @@ from torch.nn import functional
 from accel.guard.draws import ReplayedDraws
 from accel.strategies import compiled_draws
 from accel.strategies.compiled_draws import compile_with_plain_draws
+
+ROOT = Path(__file__).resolve().parents[3]
+
+SECOND_PROCESS = """
+import sys, torch
+from torch import nn
+from torch._dynamo.utils import counters
+from accel.strategies.compiled_draws import compile_with_plain_draws
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 3))
+call = model.forward
+compiled = torch.compile(lambda x: call(x), backend=compile_with_plain_draws)
+x = torch.randn(8, 6)
+state = torch.get_rng_state()
+outputs = compiled(x)
+outputs.sum().backward()
+gradient = model[0].weight.grad.clone()
+model.zero_grad()
+torch.set_rng_state(state)
+plain = model(x)
+plain.sum().backward()
+torch.testing.assert_close(outputs, plain)
+torch.testing.assert_close(gradient, model[0].weight.grad)
+print(counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_bypass"])
+"""
 
 
 class Attention(nn.Module):
@@ -113,3 +143,11 @@ def test_the_mask_has_its_mean_and_leaves_other_values_alone() -> None:
     features = compiled_draws.dropout_mask(torch.ones(10, 8, 4, 4, dtype=torch.bfloat16), 0.5, True)
     assert features.shape == (10, 8, 1, 1)
     assert features.dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_the_next_process_finds_what_torch_has_compiled(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SECOND_PROCESS]
+    runs = [subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT) for _ in range(2)]
+    assert [run.stdout.split() for run in runs] == [["0", "0"], ["1", "0"]], runs

@@ -1,0 +1,137 @@
+"""What searches found, one file for each kind of run; the file of the last writer stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from accel.cache.folder import CacheFolder, NoFolder, cache_folder, file_name
+from accel.profiler.typed_json import UnreadableJson, decode, read
+from accel.search.remembered import RememberedSearch
+
+SCHEMA = 1
+_PROCESS = secrets.token_hex(8)
+"""Tells this process from an earlier one of the same number."""
+_WHAT = "What accel's search found for this kind of run, tried first in the next one. Delete it to search anew."
+
+
+class RememberedPlans:
+    """Keep the results of searches in the cache folder.
+
+    Whatever goes wrong with a file, the run goes on; `note` says what did.
+
+    Args:
+        conditions: returns what tells this kind of run from others; called once its batches are known.
+    """
+
+    def __init__(self, conditions: Callable[[], dict[str, Any]]) -> None:
+        self._conditions = conditions
+        self._folder: CacheFolder | None = None
+        self._name = ""
+        self._key: dict[str, Any] = {}
+        self._last: RememberedSearch | None = None
+        self.interrupted = ""
+        """Why the remembered plan is not to be tried; see `accel.search.remembered.PlanMemory`."""
+        self.note = ""
+        """For the report: the file, or why there is none."""
+
+    def recall(self) -> RememberedSearch | None:
+        """Return what is remembered for runs like this one, None if nothing is."""
+        self._folder, self._last, self.interrupted = None, None, ""
+        try:
+            self._key = json.loads(json.dumps(self._conditions()))
+            folder = CacheFolder(cache_folder() / "plans")
+            title = str(self._key.get("model", ""))
+            digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
+            self._name = file_name(title, digest)
+        except NoFolder as error:
+            self.note = f"nothing is remembered: {error}" if error.args else ""
+            return None
+        except Exception as error:  # a model or a loader whose own methods fail
+            self.note = f"nothing is remembered: this run can't be told from others: {type(error).__name__}: {error}"
+            return None
+        self._folder = folder
+        self.note = str(folder.path / self._name)
+        try:
+            text = folder.read(self._name)
+            if text is not None:
+                self._last, self.interrupted = self._parse(text)
+        except Exception as error:  # whatever stands there, the run goes on without it
+            self.note = f"{folder.path / self._name} is passed over: {error}"
+        return self._last
+
+    def _parse(self, text: str) -> tuple[RememberedSearch | None, str]:
+        """Return what a file holds, and why its plan is not to be tried.
+
+        Raises:
+            UnreadableJson: if it is no file of ours.
+        """
+        raw = decode(text)
+        if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
+            raise UnreadableJson(f"it must be a file of schema {SCHEMA}")
+        if raw.get("conditions") != self._key:
+            raise UnreadableJson("it is about another kind of run")
+        search = read(RememberedSearch, raw.get("found"), "found", required=("plan", "trials"))
+        search.check()
+        return search, _interrupted(raw.get("checking"))
+
+    def begin_check(self) -> None:
+        """Note in the file which process checks the plan now."""
+        if self._last is not None:
+            self._write(self._last, {"host": platform.node(), "process": os.getpid(), "token": _PROCESS})
+
+    def store(self, search: RememberedSearch) -> None:
+        """Write the file."""
+        self._last = search
+        self._write(search, None)
+
+    def _write(self, search: RememberedSearch, checking: dict[str, Any] | None) -> None:
+        if self._folder is None:
+            return
+        content = {
+            "what": _WHAT,
+            "schema": SCHEMA,
+            "conditions": self._key,
+            "found": dataclasses.asdict(search),
+            "checking": checking,
+        }
+        path = self._folder.path / self._name
+        try:
+            self._folder.write(self._name, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+            self.note = str(path)
+        except (OSError, TypeError, ValueError) as error:
+            self.note = f"nothing is remembered: {path} can't be written: {error}"
+
+    def forget(self) -> None:
+        """Delete the file."""
+        self._last = None
+        if self._folder is not None:
+            self._folder.delete(self._name)
+
+
+def _interrupted(checking: object) -> str:
+    """Return why the plan is not to be tried: a process of this host died while it checked it."""
+    if not isinstance(checking, dict) or checking.get("host") != platform.node() or checking.get("token") == _PROCESS:
+        return ""  # another host's process may be running
+    process = checking.get("process")
+    if not isinstance(process, int) or process <= 0 or (process != os.getpid() and _is_running(process)):
+        return ""
+    return "the run that checked it last was killed meanwhile"
+
+
+def _is_running(process: int) -> bool:
+    if os.name != "posix":
+        return True  # elsewhere signal 0 is no mere question
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,185 @@
+"""Experiments on the run: an action, a check by the guard, a trial; what each cost, and what a failure undoes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Generator, Sequence
+
+from accel.profiler import naming
+from accel.profiler.diagnose import anatomy
+from accel.profiler.diagnose.communication_wait import wait_as_communication
+from accel.profiler.evidence import Evidence
+from accel.profiler.trial import Outcome, TrialConfig
+from accel.report import Event, StrategyRow
+from accel.search import trials
+from accel.search.actions import Action, Candidate, Result
+from accel.search.ledger import Ledger
+from accel.search.pace import Pace
+from accel.search.plan import Choices
+
+Decisions = Generator[Action, Result, None]
+Trying = Generator[Action, Result, "Outcome | None"]
+
+
+class Experiments:
+    """The plan so far, and the experiments that the controller asks for.
+
+    Args:
+        candidates: what may be tried, in registry order.
+        config: the statistics of a trial.
+        pace: step counts.
+        reduce: how a block of step times becomes one number.
+        announce: called with each decided row, its number among those to be tried (0 for one that is announced again or
+            is not to be tried), and their total.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        *,
+        config: TrialConfig | None = None,
+        pace: Pace | None = None,
+        reduce: Callable[[Sequence[float]], float] = statistics.median,
+        announce: Callable[[StrategyRow, int, int], None] = lambda row, done, total: None,
+    ) -> None:
+        self._candidates = {candidate.name: candidate for candidate in candidates}
+        self._config = config or TrialConfig()
+        self._pace = pace or Pace()
+        self._reduce = reduce
+        self._ledger = Ledger(candidates, announce, self._config.drop_gain)
+        self.plan: Choices = {}
+        """The best plan so far, which an interrupted run keeps."""
+        self.searching = True
+        self.anatomy_after: dict[str, float] = {}
+        self.diagnosis = naming.diagnose(Evidence())
+        """The profiler's verdict on the plan as it is now."""
+        self.steps = 0
+        self.elapsed_s = self.cost_s = 0.0
+        self._pending = [c.name for c in candidates if c.ruled_out is None]
+        self._regime: object = None
+        self._regime_changed = False
+        self._reopened = 0
+        self._epochs_outcome: tuple[Choices, Choices, Outcome] | None = None
+        """The last trial in whole epochs: both plans, and what it found."""
+
+    @property
+    def rows(self) -> dict[str, StrategyRow]:
+        """The report's rows, by name."""
+        return self._ledger.rows
+
+    @property
+    def events(self) -> list[Event]:
+        """What happened at which step."""
+        return self._ledger.events
+
+    # -- actions -----------------------------------------------------------------------------------------------------
+
+    def _act(self, action: Action) -> Generator[Action, Result, Result]:
+        result = yield action
+        self.steps += result.steps
+        self.elapsed_s += result.elapsed_s + result.aside_s
+        if self.searching:
+            self.cost_s += result.aside_s
+        self._ledger.moving = self._is_another(result)
+        for name, why in result.trips.items():
+            self._remove(name, f"{why} at step {self.steps}")
+        return result
+
+    def _undisturbed(self, action: Action) -> Generator[Action, Result, Result | None]:
+        """Run an action of a trial; None if its steps can't be compared."""
+        result = yield from self._act(action)
+        return None if self._changed(result) or result.trips else result
+
+    def _changed(self, result: Result) -> bool:
+        """Return whether this action ran under another regime than the plan was measured for."""
+        if self._is_another(result):
+            self._regime, self._regime_changed = result.regime, True
+            return True
+        self._regime = result.regime if self._regime is None else self._regime
+        return False
+
+    def _is_another(self, result: Result) -> bool:
+        both_known = self._regime is not None and result.regime is not None
+        return both_known and result.regime != self._regime and self._reopened < self._pace.reopenings
+
+    def _remove(self, name: str, why: str) -> None:
+        self.plan = {n: s for n, s in self.plan.items() if n != name}
+        self._note(f"{name} undone: {why}")
+        if name in self._pending:
+            self._pending.remove(name)
+        self._ledger.decide(name, "undone", why)
+
+    def _note(self, text: str) -> None:
+        self._ledger.note(self.steps, text)
+
+    # -- measuring ---------------------------------------------------------------------------------------------------
+
+    def _measure_anatomy(self) -> Decisions:
+        """Measure the anatomy of the step under the present plan."""
+        result = yield from self._act(Action(plan=self.plan, steps=self._pace.observe, anatomy=True))
+        self._record_anatomy(result)
+
+    def _record_anatomy(self, result: Result) -> None:
+        """Update the anatomy of the step and its diagnosis under the present plan."""
+        if result.measurements:
+            wait_share = None if result.evidence is None else result.evidence.ddp_wait_share
+            self.anatomy_after = anatomy.typical(wait_as_communication(result.measurements, wait_share))
+            self.diagnosis = result.diagnosis
+
+    # -- guard and trial ---------------------------------------------------------------------------------------------
+
+    def _guard(self, candidate: Candidate, trial_plan: Choices) -> Generator[Action, Result, bool]:
+        row = self.rows[candidate.name]
+        result = yield from self._act(Action(plan=self.plan, steps=self._pace.guard, check=trial_plan))
+        if self._changed(result) or candidate.name in result.trips:
+            return False
+        finding = result.finding
+        if finding is None:
+            return True
+        if finding.problem and candidate.name in self.plan:  # another setting of it is kept, and stays
+            setting = candidate.describe(trial_plan[candidate.name])
+            self._note(f"{candidate.name} {setting} is wrong: {finding.problem}; {row.setting} stays")
+            return False
+        self._ledger.compared(candidate.name, finding)
+        if finding.problem:
+            self._ledger.decide(candidate.name, "undone", f"wrong: {finding.problem}")
+        elif finding.unsure:
+            self._ledger.decide(candidate.name, "not tried", f"the guard could compare nothing: {finding.unsure}")
+        return not finding.problem and not finding.unsure
+
+    def _guard_whole(self, plan: Choices) -> Generator[Action, Result, str]:
+        """Check a plan as a whole before any of it is on; return what speaks against it, else ''."""
+        result = yield from self._act(Action(plan=self.plan, steps=self._pace.guard, check=plan))
+        if self._changed(result):
+            return "the batches changed meanwhile"
+        if failed := [f"{name}: {why}" for name, why in result.trips.items() if name in plan]:
+            return failed[0]
+        finding = result.finding
+        if finding is None:
+            return ""
+        if finding.problem:
+            return f"wrong: {finding.problem}"
+        if finding.unsure:
+            return f"the guard could compare nothing: {finding.unsure}"
+        # The comparison is of all together. What is exact moves no number, so the others have moved them.
+        level = max(self._candidates[name].exactness for name in plan)
+        for name in plan:
+            if self._candidates[name].exactness == level:
+                self._ledger.compared(name, finding)
+        return ""
+
+    def _trial(self, a: Choices, b: Choices, settle: int, config: TrialConfig | None = None) -> Trying:
+        """Run one interleaved trial; None if a strategy tripped or the regime changed meanwhile."""
+        in_epochs = any(self._candidates[n].by_epoch() for n in (*a, *b) if a.get(n, self) != b.get(n, self))
+        if in_epochs:
+            tried = yield from trials.by_epochs(self._undisturbed, a, b, config=self._config)
+        else:
+            tried = yield from trials.by_blocks(
+                self._undisturbed, a, b, settle=settle, config=config or self._config, reduce=self._reduce
+            )
+        if tried is None:
+            return None
+        self.cost_s += tried.cost_s
+        if in_epochs:
+            self._epochs_outcome = dict(a), dict(b), tried.outcome
+        return tried.outcome
