@@ -354,8 +354,9 @@ class SampleCache(Dataset[Any]):
             self._give_up(_NO_LIST)
             return samples
         for index, sample in zip(indices, samples, strict=True):
-            if 0 <= index < store.places and (parts := store.layout.pack(sample)) is not None:
-                self._note(store, index, parts)
+            # What is kept came out the same twice; whether it still does, checks tell.
+            if 0 <= index < store.places and store.state[index] != KEPT:
+                self._note(store, index, store.layout.pack(sample))
         return samples
 
     def _drawn_nothing(self, indices: list[Any], fetch: Callable[[list[Any]], Any]) -> Any:
@@ -367,7 +368,9 @@ class SampleCache(Dataset[Any]):
             self._give_up(_DRAWS)
         return samples
 
-    def _note(self, store: SampleStore, index: int, parts: Sequence[bytes]) -> None:
+    def _note(self, store: SampleStore, index: int, parts: Sequence[bytes] | None) -> None:
+        if parts is None:
+            return
         digest, state = hash(tuple(parts)), store.state[index]
         if state == UNKNOWN:
             store.digest[index] = digest

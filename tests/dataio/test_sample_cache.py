@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from accel.dataio import sample_cache
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.sample_cache import SampleCache
-from accel.profiler import host
 
 
 class Counted(Dataset[Any]):
@@ -425,16 +424,3 @@ def test_threads_may_read_it_if_they_may_read_the_dataset(declares: bool | None)
     if declares is not None:
         dataset.thread_safe = declares
     assert SampleCache(dataset).thread_safe is (declares is not False)
-
-
-def test_the_machines_available_memory_is_no_more_than_the_control_group_leaves(tmp_path: Path) -> None:
-    assert host.available_memory(tmp_path) is None
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:       4 kB\n")
-    assert host.available_memory(tmp_path) == 4096
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text("3000\n")
-    (group / "memory.current").write_text("2500\n")
-    (group / "memory.stat").write_text("inactive_file 100\n")
-    assert host.available_memory(tmp_path) == 600
