@@ -19,6 +19,7 @@ import functools
 import mmap
 import random
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -28,7 +29,7 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from accel.dataio.dataset.dataset_epoch import declared
-from accel.dataio.fetching.drawing import others_could_draw
+from accel.dataio.fetching.drawing import DrawRecorder, others_could_draw
 from accel.dataio.fetching.fetch import sample_of
 from accel.dataio.fetching.randomness import random_state, streams
 from accel.dataio.samples.layout import NotKept, SampleLayout
@@ -43,6 +44,8 @@ _RESERVE = 0.3
 _CHECKED = 0.01
 # Samples between two looks at the memory that is available: 0.1 ms.
 _LOOK_AFTER = 256
+# Samples whose draws are listened for where other threads could draw too. Whoever draws does so for nearly each sample.
+_LISTENED_TO = 256
 
 
 class CacheMode(IntEnum):
@@ -361,10 +364,15 @@ class SampleCache(Dataset[Any]):
 
     def _drawn_nothing(self, indices: list[Any], fetch: Callable[[list[Any]], Any]) -> Any:
         """Fetch samples; give up if random numbers were drawn meanwhile, where that must have been the dataset."""
-        before = None if others_could_draw() else random_state()
-        samples = fetch(indices)
+        alone = not others_could_draw()
+        before = random_state() if alone else ()
+        # Beside other threads the states tell nothing, so draws are listened for, which slows a fetch down.
+        listens = not alone and self._counts[_LISTENED] < _LISTENED_TO and sys.getprofile() is None
+        recorder = DrawRecorder()
+        samples = recorder.call(fetch, indices) if listens else fetch(indices)
         self._counts[_FETCHED] += len(indices)
-        if before is not None and len(before) == len(streams()) and random_state() != before:
+        self._counts[_LISTENED] += len(indices) if listens else 0
+        if recorder.recorded or (alone and len(before) == len(streams()) and random_state() != before):
             self._give_up(_DRAWS)
         return samples
 
@@ -403,7 +411,7 @@ _NO_LIST = "its __getitems__ doesn't return a list with a sample for each index"
 # Processes tell each other by number.
 _REASONS = (_DIFFERS, _DRAWS, _NO_LIST, "it was closed")
 _MODE, _REASON, _SAMPLE, _GENERATION, _CHECKED_AT = range(5)
-_SERVED, _FETCHED, _CHECKS, _ASKED, _FOUND, _STORED, _FULL = range(7)
+_SERVED, _FETCHED, _CHECKS, _ASKED, _FOUND, _STORED, _FULL, _LISTENED = range(8)
 
 
 def _bound(directory: Path | None) -> int:

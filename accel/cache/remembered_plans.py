@@ -13,6 +13,7 @@ from typing import Any
 
 from accel.cache.folder import CacheFolder, NoFolder, cache_folder, file_name
 from accel.profiler.typed_json import UnreadableJson, decode, read
+from accel.report.model import NOTHING_REMEMBERED
 from accel.search.remembered import RememberedSearch
 
 SCHEMA = 1
@@ -51,10 +52,10 @@ class RememberedPlans:
             digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
             self._name = file_name(title, digest)
         except NoFolder as error:
-            self.note = f"nothing is remembered: {error}" if error.args else ""
+            self.note = f"{NOTHING_REMEMBERED}: {error}" if error.args else ""
             return None
         except Exception as error:  # a model or a loader whose own methods fail
-            self.note = f"nothing is remembered: this run can't be told from others: {type(error).__name__}: {error}"
+            self.note = f"{NOTHING_REMEMBERED}: this run can't be told from others: {type(error).__name__}: {error}"
             return None
         self._folder = folder
         self.note = str(folder.path / self._name)
@@ -106,7 +107,7 @@ class RememberedPlans:
             self._folder.write(self._name, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
             self.note = str(path)
         except (OSError, TypeError, ValueError) as error:
-            self.note = f"nothing is remembered: {path} can't be written: {error}"
+            self.note = f"{NOTHING_REMEMBERED}: {path} can't be written: {error}"
 
     def forget(self) -> None:
         """Delete the file."""

@@ -14,6 +14,9 @@ from accel.files import write_atomic
 from accel.profiler.report import MachineFacts, ReportHead
 from accel.report.words import gain_text, ms_text
 
+NOTHING_REMEMBERED = "nothing is remembered"
+"""How `Report.cache` begins where the result could not be written."""
+
 Status = Literal["kept", "undone", "refused", "not applicable", "not allowed", "disabled", "not tried"]
 State = Literal["searching", "done", "interrupted", "replayed", "undone"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from accel.report.model import Report
+from accel.report.model import NOTHING_REMEMBERED, Report
 from accel.report.optimize_document import limit_text, name_text, search_text
 from accel.report.terminal import Page
 from accel.report.words import gain_text
@@ -40,6 +40,8 @@ def _sentences(report: Report) -> Iterator[str]:
         yield _tried_text(report)
     yield f"limits the run now: {limit_text(report, remedy=False)}"
     yield f"search: {search_text(report)}"
+    if report.cache.startswith(NOTHING_REMEMBERED):
+        yield report.cache
 
 
 def _tried_text(report: Report) -> str:

@@ -41,7 +41,9 @@ phases = st.dictionaries(
 
 
 def whole(row: StrategyRow) -> list[str]:
-    """The texts of a row that must stand in one piece."""
+    """The texts of a row that must stand in one piece; what does not apply is one line in all, with names alone."""
+    if row.status == "not applicable":
+        return [row.name]
     cost = seconds_text(row.cost_s) if row.cost_s else "-"
     numbers = (gain_text(row.gain, row.gain_low, row.gain_high), step_text(row), numerics_text(row), cost)
     return [text for text in (row.name, *row.setting.split(), row.status, *numbers) if text != "-"]
