@@ -13,6 +13,7 @@ import click
 SUITES: dict[str, tuple[str, ...]] = {
     "never_slower": ("never_slower", "--record"),
     "demo": ("demo", "--record"),
+    "end_to_end": ("end_to_end", "--record"),
     "profiler_overhead": ("profiler_overhead", "--record"),
     "fault_matrix": ("fault_matrix", "--record"),
     "simota": ("simota", "--record"),
