@@ -8,7 +8,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -140,10 +140,10 @@ def dense_start(rank: int, world: int) -> dict[Any, Any]:
     return found
 
 
-def laws(rank: int, world: int) -> dict[Any, Any]:
-    """Run every compressor, flat and by hosts, in float32 and float64, with error feedback where it can have it."""
+def laws(rank: int, world: int, names: Sequence[str]) -> dict[Any, Any]:
+    """Run these compressors, flat and by hosts, in float32 and float64, with error feedback where it can have it."""
     found = {}
-    for name, hierarchical, dtype in itertools.product(COMPRESSORS, (False, True), (torch.float32, torch.float64)):
+    for name, hierarchical, dtype in itertools.product(names, (False, True), (torch.float32, torch.float64)):
         compressor = COMPRESSORS[name]()
         ddp, state = make(compressor, dtype, hierarchical=hierarchical, error_feedback=compressor.takes_feedback)
         applied, wanted, errors, same = 0.0, 0.0, [], True
@@ -165,11 +165,11 @@ def laws(rank: int, world: int) -> dict[Any, Any]:
     return found
 
 
-def laws_unused(rank: int, world: int) -> dict[Any, Any]:
+def laws_unused(rank: int, world: int, names: Sequence[str]) -> dict[Any, Any]:
     """Leave parameters out of the last step: one on all ranks, one on all but one."""
     found = {}
     starts = list(itertools.accumulate((torch.Size(shape).numel() for shape in Given.SHAPES), initial=0))
-    for name, hierarchical in itertools.product(COMPRESSORS, (False, True)):
+    for name, hierarchical in itertools.product(names, (False, True)):
         compressor = COMPRESSORS[name]()
         options = {"hierarchical": hierarchical, "error_feedback": compressor.takes_feedback}
         ddp, state = make(compressor, torch.float64, find_unused_parameters=True, **options)
@@ -197,10 +197,10 @@ def laws_unused(rank: int, world: int) -> dict[Any, Any]:
     return found
 
 
-def void_step(rank: int, world: int) -> dict[Any, Any]:
+def void_step(rank: int, world: int, names: Sequence[str]) -> dict[Any, Any]:
     """Give rank 1 an infinity, then a NaN, between good steps."""
     found = {}
-    for name, hierarchical in itertools.product(COMPRESSORS, (False, True)):
+    for name, hierarchical in itertools.product(names, (False, True)):
         compressor = COMPRESSORS[name]()
         ddp, state = make(compressor, hierarchical=hierarchical, error_feedback=compressor.takes_feedback)
         for step in range(2):

@@ -16,13 +16,26 @@ from tests.conftest import Once
 FIRST_ERROR = {"exact": 1e-6, "fp16": 2**-10, "bf16": 2**-7, "int8": 2 / 127, "1-bit": 1.2, "1-bit twice": 1.4}
 
 
-@pytest.fixture(scope="module")
-def laws(once: Once) -> list[dict[Any, Any]]:
-    return once("laws of hooks", lambda: run_ranks(cases.laws, 4, per_host=2))
+# One of half precision and one of the 1-bit kind by default; `make slow` runs the other, which differs in a constant.
+FEW = ("exact", "bf16", "int8", "1-bit twice")
+OTHERS = ("fp16", "1-bit")
+EACH = pytest.mark.parametrize(
+    "names", [pytest.param(FEW, id="few"), pytest.param(OTHERS, id="others", marks=pytest.mark.slow)]
+)
+
+
+@pytest.fixture
+def laws(once: Once, name: str) -> list[dict[Any, Any]]:
+    names = FEW if name in FEW else OTHERS
+    return once(f"laws of {len(names)} hooks", lambda: run_ranks(cases.laws, 4, names, per_host=2))
+
+
+def test_all_compressors_are_run() -> None:
+    assert {*FEW, *OTHERS} == cases.COMPRESSORS.keys()
 
 
 @pytest.mark.parametrize("hierarchical", [False, True], ids=["flat", "hosts"])
-@pytest.mark.parametrize("name", cases.COMPRESSORS)
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 class TestLaws:
     def test_four_buckets_and_more_are_the_same_bits_on_all_ranks(
         self, laws: list[dict[Any, Any]], name: str, hierarchical: bool
@@ -48,9 +61,10 @@ class TestLaws:
         assert laws[0][name, hierarchical, torch.float64]["first error"] < FIRST_ERROR[name]
 
 
-def test_residual_of_a_parameter_waits_while_no_rank_uses_it() -> None:
-    for found in run_ranks(cases.laws_unused, 4, per_host=2):
-        assert len(found) == 2 * len(cases.COMPRESSORS)
+@EACH
+def test_residual_of_a_parameter_waits_while_no_rank_uses_it(names: tuple[str, ...]) -> None:
+    for found in run_ranks(cases.laws_unused, 4, names, per_host=2):
+        assert len(found) == 2 * len(names)
         for (name, hierarchical), one in found.items():
             assert one["law"] < 1e-13, (name, hierarchical)
             kept = {"kept": True, "residual": name != "exact", "same": True}
@@ -65,9 +79,10 @@ def test_signs_after_a_dense_start() -> None:
             assert min(errors[2:]) > 0.01
 
 
-def test_a_void_step_arrives_and_leaves_the_residual_alone() -> None:
-    for found in run_ranks(cases.void_step, 4, per_host=2):
-        assert len(found) == 2 * len(cases.COMPRESSORS)
+@EACH
+def test_a_void_step_arrives_and_leaves_the_residual_alone(names: tuple[str, ...]) -> None:
+    for found in run_ranks(cases.void_step, 4, names, per_host=2):
+        assert len(found) == 2 * len(names)
         for what, one in found.items():
             assert one == {"arrived": True, "untouched": True, "recovers": True}, what
 

@@ -109,7 +109,7 @@ def loader(dataset: Any = None, **options: Any) -> DataLoader[Any]:
     return DataLoader(Augmented() if dataset is None else dataset, **given)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "options",
     [
@@ -125,7 +125,16 @@ def test_batches_and_random_states_are_those_of_the_plain_loader(workers: int, o
 
 
 @pytest.mark.parametrize(
-    "loop", [{"stop": 0}, {"stop": 3}, {"stop": 5}, {"stop": 6}, {"draw": True}, {"stop": 4, "draw": True}], ids=str
+    "loop",
+    [
+        {"stop": 0},
+        {"stop": 3},
+        pytest.param({"stop": 5}, marks=pytest.mark.slow),
+        {"stop": 6},
+        pytest.param({"draw": True}, marks=pytest.mark.slow),
+        {"stop": 4, "draw": True},
+    ],
+    ids=str,
 )
 def test_early_breaks_and_a_loop_that_draws(loop: dict[str, Any]) -> None:
     assert not both(lambda: loader(shuffle=True), **loop).failures
@@ -136,7 +145,9 @@ def test_a_generator_of_its_own() -> None:
         assert not both(lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(3)), stop=stop).failures
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 9])
+@pytest.mark.parametrize(
+    "length", [1, pytest.param(3, marks=pytest.mark.slow), 4, pytest.param(9, marks=pytest.mark.slow)]
+)
 def test_epochs_shorter_than_the_look_ahead(length: int) -> None:
     assert not both(lambda: loader(Augmented(length), shuffle=True)).failures
 
@@ -160,7 +171,7 @@ class Lazy(Sampler[int]):
             yield int(torch.randint(21, ())) if random.random() < 0.5 else int(np.random.randint(21))
 
 
-@pytest.mark.parametrize("loop", [{}, {"stop": 3, "draw": True}], ids=str)
+@pytest.mark.parametrize("loop", [pytest.param({}, marks=pytest.mark.slow), {"stop": 3, "draw": True}], ids=str)
 @pytest.mark.parametrize(
     "make",
     [
@@ -313,7 +324,7 @@ def test_a_worker_that_is_killed() -> None:
     assert len(failures) == 1 and "SIGKILL" in failures[0]
 
 
-@pytest.mark.parametrize("at", [0, 1, 3, 5])
+@pytest.mark.parametrize("at", [0, pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_ctrl_c_while_a_batch_is_awaited(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def outcome(wrap: bool) -> list[Any]:
         seed()
@@ -352,7 +363,7 @@ def test_options_set_between_epochs() -> None:
     assert equal(outcome(True), outcome(False))
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_switching_between_epochs_at_random(number: int) -> None:
     def outcome(wrap: bool) -> list[Any]:
         seed()

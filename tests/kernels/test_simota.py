@@ -35,7 +35,7 @@ from tests.kernels.simota_scenes import (
 
 
 # 14 families x 4 variants x 34 seeds = 1,904 batches of 2 images, 34 of them skipped; 8 seeds by default.
-@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 34), marks=pytest.mark.slow)], ids=["8", "more"])
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 34), marks=pytest.mark.slow)], ids=["4", "more"])
 @pytest.mark.parametrize("variant", ["yolox", "yolox-2021", "yolov7", "mmdet"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_as_published(family: str, variant: str, seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
