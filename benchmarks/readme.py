@@ -49,7 +49,7 @@ BLOCKS = (
     Block("README.md", "proof", "never-slower-reordered", lambda _: proof_block(newest)),
     Block("docs/figures.md", "figures", "never-slower-reordered", lambda _: figures_block(newest)),
     Block("docs/controller.md", "table", "never-slower-reordered", never_slower.RECORD.block),
-    Block("docs/controller.md", "end-to-end", "end-to-end", end_to_end.RECORD.block),
+    Block("docs/controller.md", "whole", "end-to-end", end_to_end.RECORD.block),
     Block("docs/profiler.md", "faults", "fault-matrix", fault_matrix.table_block),
     Block("docs/loader.md", "loaders", "loaders", loaders.RECORD.block),
     Block("docs/samplers.md", "lengths", "length-balance", length_balance.RECORD.block),
