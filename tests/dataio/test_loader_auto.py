@@ -47,6 +47,7 @@ def test_workers_is_the_most_that_is_tried() -> None:
     assert all(f"({count})" not in told for count in range(3, 17))
 
 
+@pytest.mark.slow  # by the machine's clock: beside others a quick dataset looks slow too
 def test_a_dataset_that_becomes_slow_is_given_another_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     """So short are the windows here that a few epochs suffice."""
     monkeypatch.setattr(module, "_WINDOW_S", 0.05)
