@@ -68,8 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    # One more than cores: tests of ranks and worker processes wait a third of their time. With two more the run took 526 s
-    # in place of 437.
+    # One more than cores: tests of ranks and worker processes wait a third of their time. Two more took 526 s, one more
+    # 437.
     return min(usable_cores() + 1, _MOST_WORKERS)
 
 
