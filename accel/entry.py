@@ -133,7 +133,7 @@ def optimize(
     disable: Iterable[str] = (),
     plan: str | os.PathLike[str] | Plan | None = None,
     report: str | os.PathLike[str] | None = None,
-    budget: float | str = "10%",
+    budget: float | str = "3%",
     cache: bool = True,
 ) -> tuple[Any, ...]:
     """Make the training loop around `model` and `loader` faster, and show what was done.
@@ -157,7 +157,7 @@ def optimize(
         report: where the report goes: a `.json` or `.html` file, or a folder for report.json, report.html and
             plan.json. Its outcome is printed to stderr when the search ends.
         budget: what the search may cost in guards, one-off work and slower trial steps: seconds (60), "90s", "2m", or a
-            share of the run ("10%", default).
+            share of the run ("3%", default).
         cache: whether what is found is remembered for the next run of this kind, and what was remembered is tried
             first; default True. The folder is `$ACCEL_CACHE`, or accel's in the user's cache; `ACCEL_CACHE=0` means
             False.
@@ -286,6 +286,7 @@ def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetchin
         settling=strategy.settling,
         phase=strategy.phase,
         by_epoch=lambda: strategy.by_epoch(run),
+        is_compared=bool(strategy.touches),
         host_dependent=strategy.host_dependent,
         ruled_out=_ruled_out(strategy, settings, fetching_in_use),
         refusal=lambda: _refusal(strategy, run),

@@ -27,7 +27,7 @@ ALLOW = ("exact", "reordered", "reduced", "lossy")
 @click.option(
     "--allow", default="reordered", show_default=True, metavar="|".join(ALLOW), help="How far the numbers may move."
 )
-@click.option("--budget", default="10%", show_default=True, metavar="90s|10%", help="What the search may cost.")
+@click.option("--budget", default="3%", show_default=True, metavar="90s|3%", help="What the search may cost.")
 @click.option("--report", type=click.Path(path_type=Path), help="A folder, a .json or a .html file for the report.")
 @click.option("--enable", multiple=True, metavar="NAME", help="A strategy to try although it is opt-in; repeatable.")
 @click.option("--disable", multiple=True, metavar="NAME", help="A strategy not to try; repeatable.")

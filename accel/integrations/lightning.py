@@ -19,7 +19,7 @@ class LightningCallback(Callback):
     Args:
         allow: how far the numbers may move, as for `accel.optimize`: "exact", "reordered" (default), "reduced",
             "lossy".
-        budget: what the search may cost: seconds (60), "90s", "2m", or a share of the run ("10%", default).
+        budget: what the search may cost: seconds (60), "90s", "2m", or a share of the run ("3%", default).
         enable: names of strategies to try although they are opt-in or beyond `allow`.
         disable: names of strategies not to try.
         report: where the report goes: a `.json` or `.html` file, or a folder.
@@ -37,7 +37,7 @@ class LightningCallback(Callback):
         self,
         *,
         allow: str = "reordered",
-        budget: float | str = "10%",
+        budget: float | str = "3%",
         enable: Iterable[str] = (),
         disable: Iterable[str] = (),
         report: str | os.PathLike[str] | None = None,

@@ -21,7 +21,7 @@ class TransformersCallback(TrainerCallback):
     Args:
         allow: how far the numbers may move, as for `accel.optimize`: "exact", "reordered" (default), "reduced",
             "lossy".
-        budget: what the search may cost: seconds (60), "90s", "2m", or a share of the run ("10%", default).
+        budget: what the search may cost: seconds (60), "90s", "2m", or a share of the run ("3%", default).
         enable: names of strategies to try although they are opt-in or beyond `allow`.
         disable: names of strategies not to try.
         report: where the report goes: a `.json` or `.html` file, or a folder.
@@ -39,7 +39,7 @@ class TransformersCallback(TrainerCallback):
         self,
         *,
         allow: str = "reordered",
-        budget: float | str = "10%",
+        budget: float | str = "3%",
         enable: Iterable[str] = (),
         disable: Iterable[str] = (),
         report: str | os.PathLike[str] | None = None,

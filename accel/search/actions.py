@@ -86,6 +86,8 @@ class Candidate:
     one_off_s: float = 0.0
     repeated_share: float = 1.0
     settling: Callable[[Any], int] = lambda setting: 1
+    is_compared: bool = True
+    """The guard compares it with the plain path before its trial, which costs several steps."""
     host_dependent: bool = False
     phase: str = ""
     """The one phase of the step that it can shorten; '' if it acts on more."""

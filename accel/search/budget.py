@@ -1,4 +1,4 @@
-"""How much the search may cost: seconds in all, or a share of the run so far."""
+"""How much the search may cost: seconds in all, or a share of the run so far and of what it has saved."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from accel.errors import InvalidArgument
 
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_REINVESTED = 0.5
+"""Share of what the search has saved that it may spend again: a run that has become faster stays so."""
+
 _REMEDY = 'write seconds (60), "90s", "2m" or a share of the run ("10%")'
 
 
@@ -17,7 +20,8 @@ class Budget:
     """Limit on what guards, one-off work and slower trial steps may cost.
 
     A share paces the search: a cost c is accepted only once the run has lasted c ÷ share, so that a run that ends early
-    has lost no more than that share. This is the ski-rental (rent-or-buy) rule for an unknown horizon.
+    has lost no more than that share. This is the ski-rental (rent-or-buy) rule for an unknown horizon. Half of what the
+    search has saved by then may be spent too.
     """
 
     seconds: float = math.inf
@@ -51,17 +55,36 @@ class Budget:
             raise InvalidArgument(f"budget must be a positive time, got {text}; {_REMEDY}")
         return cls(seconds=seconds, text=text)
 
-    def allows(self, *, spent: float, expected: float, elapsed: float) -> bool:
-        """Return whether a further cost of `expected` seconds is allowed, `elapsed` seconds into the run."""
-        return spent + expected <= min(self.seconds, self.share * elapsed)
+    def allows(self, *, spent: float, expected: float, elapsed: float, saved: float = 0.0) -> bool:
+        """Return whether a further cost of `expected` seconds is allowed, `elapsed` seconds into the run.
+
+        Args:
+            spent: what the search has cost so far, s.
+            expected: the further cost, s.
+            elapsed: length of the run so far, s.
+            saved: by how much what is kept has shortened it, s.
+        """
+        return spent + expected <= min(self.seconds, self.share * elapsed + _REINVESTED * saved)
+
+    def allowed_from(self, *, spent: float, expected: float, saved: float = 0.0) -> float:
+        """Return how long the run must last, s, until that is allowed, if nothing more is saved; may be infinite."""
+        if self.exhausted(spent, expected):
+            return math.inf
+        return max(0.0, spent + expected - _REINVESTED * saved) / self.share
 
     def exhausted(self, spent: float, expected: float) -> bool:
         """Return whether waiting can't help: an absolute budget has too little left."""
         return spent + expected > self.seconds
 
-    def too_dear(self, spent: float, expected: float) -> str:
-        """Return why a further cost of `expected` seconds is not allowed."""
+    def too_dear(self, spent: float, expected: float, work: str = "one-off work") -> str:
+        """Return why a further cost of `expected` seconds is not allowed.
+
+        Args:
+            spent: what the search has cost so far, s.
+            expected: the further cost, s; 0 for one that can't be foreseen.
+            work: what takes those seconds.
+        """
         later = "" if self.exhausted(spent, expected) else "; tried once the run is long enough"
         if expected:
-            return f"about {expected:.0f} s of one-off work, more than the budget of {self.text} allows now{later}"
+            return f"about {expected:.2g} s of {work}, more than the budget of {self.text} allows now{later}"
         return f"the budget of {self.text} is spent{later}"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 
 from accel.profiler import naming
 from accel.profiler.diagnose import causes
-from accel.profiler.trial import Outcome, TrialConfig
+from accel.profiler.trial import Outcome, TrialConfig, Verdict
 from accel.report import StrategyRow
 from accel.search import priority
 from accel.search.actions import Action, Candidate, Result
@@ -57,14 +57,20 @@ class Controller(Experiments):
         replay: Choices | None = None,
         memory: PlanMemory | None = None,
     ) -> None:
-        super().__init__(candidates, config=config, pace=pace, reduce=reduce, announce=announce)
-        self._budget = budget
+        super().__init__(
+            candidates,
+            Recollection(memory, candidates),
+            budget,
+            config=config,
+            pace=pace,
+            reduce=reduce,
+            announce=announce,
+        )
         self._brief = self._config.brief()
         self._say = say
         self._replay = replay
         self.closing: Outcome | None = None
         """The closing trial: plain against the whole plan."""
-        self.plain_ms = 0.0
         self.anatomy_before: dict[str, float] = {}
         self.plain_diagnosis = self.diagnosis
         """The verdict on the plain loop."""
@@ -75,8 +81,6 @@ class Controller(Experiments):
         """Pending candidates whose brief trial had no verdict."""
         self._closed: Choices = {}
         """The plan that the closing trial was about."""
-        self.recollection = Recollection(memory, candidates)
-        """What an earlier run found."""
 
     # -- the loop of the search --------------------------------------------------------------------------------------
 
@@ -172,7 +176,7 @@ class Controller(Experiments):
             name = priority.first(self._pending, self._candidates, self._put_off(), self.diagnosis)
             self._pending.remove(name)
             candidate = self._candidates[name]
-            one_off_s = self.recollection.one_off_s(candidate)
+            expected_s = self._expected_s(candidate)
             why = refusal(candidate)
             if why:
                 self._ledger.decide(name, "not applicable", why)
@@ -181,8 +185,11 @@ class Controller(Experiments):
             elif postponed := self.recollection.postponed(name, self.elapsed_s):
                 self._ledger.decide(name, "not tried", postponed)
                 waiting.append(name)
-            elif not self._affordable(one_off_s):
-                self._ledger.decide(name, "not tried", self._budget.too_dear(self.cost_s, one_off_s))
+            elif not self._affordable(expected_s):
+                one_off_s = self.recollection.one_off_s(candidate)
+                work = "one-off work" if one_off_s else "comparing it with the plain loop"
+                why = self._budget.too_dear(self.cost_s, one_off_s or expected_s, work)
+                self._ledger.decide(name, "not tried", why)
                 waiting.append(name)
             elif reason := waiting_for(candidate):
                 if impossible := refusal(candidate):  # as has turned out only now
@@ -198,6 +205,12 @@ class Controller(Experiments):
                     return
             self._pending += [other for other in waiting if self._is_ready(other)]
             waiting = [other for other in waiting if other not in self._pending]
+            if not self._pending and (steps := self._steps_until_affordable(waiting)) <= self._pace.patience:
+                result = yield from self._act(Action(plan=self.plan, rest=int(steps), steps=1))
+                if self._changed(result):
+                    return
+                self._pending = [other for other in waiting if self._is_ready(other)]
+                waiting = [other for other in waiting if other not in self._pending]
         self._pending = waiting
 
     def _try_or_postpone(self, candidate: Candidate) -> Decisions:
@@ -228,18 +241,6 @@ class Controller(Experiments):
         """Return what comes last: what stayed undecided in brief, and what gave nothing in an earlier run."""
         return {*self._postponed, *(name for name in self._pending if self.recollection.lost(name))}
 
-    def _is_ready(self, name: str) -> bool:
-        return self._may_be_tried_now(self._candidates[name]) and not waiting_for(self._candidates[name])
-
-    def _may_be_tried_now(self, candidate: Candidate) -> bool:
-        """Return whether neither the budget nor an earlier run's verdict speaks against it."""
-        if self.recollection.postponed(candidate.name, self.elapsed_s):
-            return False
-        return self._affordable(self.recollection.one_off_s(candidate))
-
-    def _affordable(self, expected: float) -> bool:
-        return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=self.elapsed_s)
-
     def _try(self, candidate: Candidate, config: TrialConfig) -> Decisions:
         """Try each setting of a candidate against the plan so far; a setting that wins becomes part of the plan."""
         name, row, began_s = candidate.name, self.rows[candidate.name], self.elapsed_s
@@ -253,7 +254,8 @@ class Controller(Experiments):
             passed = yield from self._guard(candidate, trial_plan)
             self.recollection.worked([name], self.cost_s - cost)
             if passed:
-                outcome = yield from self._trial(self.plan, trial_plan, candidate.settling(setting), config)
+                hasty = self._if_much_slower(name, config)
+                outcome = yield from self._trial(self.plan, trial_plan, candidate.settling(setting), config, hasty)
             row.cost_s += self.cost_s - cost
             row.steps += self.steps - steps
             self.search_steps += self.steps - steps
@@ -265,6 +267,12 @@ class Controller(Experiments):
             if outcome.verdict == "keep":
                 yield from self._measure_anatomy()
         self.recollection.tried(name, self.elapsed_s - began_s)
+
+    def _if_much_slower(self, name: str, config: TrialConfig) -> Verdict | None:
+        """Return the verdict where the first steps are much slower: two such trials end in a drop."""
+        if name in self._postponed:
+            return "drop"
+        return "refused" if config is self._brief else None
 
     # -- closing trial -----------------------------------------------------------------------------------------------
 
@@ -308,6 +316,8 @@ class Controller(Experiments):
             rest = 0 if check or (self.plan and level.is_open) else self._pace.rest
             if self.plan:
                 rest = max(0, min(rest, next_check - self.steps - steps))
+            if self._replay is None:
+                rest = int(min(rest, max(self._pace.observe, self._steps_until_affordable(self._pending) - steps)))
             result = yield from self._act(Action(plan=self.plan, rest=rest, steps=steps, check=check, settled=True))
             if check:
                 gap, next_check = 2 * gap, self.steps + 2 * gap
@@ -422,10 +432,6 @@ class Controller(Experiments):
         else:
             recollection.reject("it was not shown to be faster than plain")
             self._consider_again(self._closed)
-
-    def _affordable_in_a_run_of(self, expected: float, length_s: float) -> bool:
-        """Return whether a cost is allowed, if this run lasts as long as an earlier one."""
-        return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=max(self.elapsed_s, length_s))
 
     def _confirm(self, plan: Choices) -> None:
         """Record that the closing trial has shown the remembered plan to be faster."""

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 
 from accel.profiler import naming
 from accel.profiler.diagnose import anatomy
 from accel.profiler.diagnose.communication_wait import wait_as_communication
 from accel.profiler.evidence import Evidence
-from accel.profiler.trial import Outcome, TrialConfig
+from accel.profiler.trial import Outcome, TrialConfig, Verdict
 from accel.report import Event, StrategyRow
 from accel.search import trials
 from accel.search.actions import Action, Candidate, Result
-from accel.search.ledger import Ledger
+from accel.search.budget import Budget
+from accel.search.ledger import Ledger, waiting_for
 from accel.search.pace import Pace
 from accel.search.plan import Choices
+from accel.search.remembered import Recollection
+
+_REPLAYS = 3.0
+"""Steps that the guard's comparison in one step takes about, until one has been measured."""
+
+_MARGIN = 1.1
+"""The run may have become faster since the plain step was measured."""
 
 Decisions = Generator[Action, Result, None]
 Trying = Generator[Action, Result, "Outcome | None"]
 
 
 class Experiments:
-    """The plan so far, and the experiments that the controller asks for.
+    """The plan so far, the experiments that the controller asks for, and which of them the run can afford.
 
     Args:
         candidates: what may be tried, in registry order.
+        recollection: what an earlier run found.
+        budget: what the search may cost.
         config: the statistics of a trial.
         pace: step counts.
         reduce: how a block of step times becomes one number.
@@ -36,6 +47,8 @@ class Experiments:
     def __init__(
         self,
         candidates: Sequence[Candidate],
+        recollection: Recollection,
+        budget: Budget,
         *,
         config: TrialConfig | None = None,
         pace: Pace | None = None,
@@ -47,6 +60,9 @@ class Experiments:
         self._pace = pace or Pace()
         self._reduce = reduce
         self._ledger = Ledger(candidates, announce, self._config.drop_gain)
+        self._budget = budget
+        self.recollection = recollection
+        """What an earlier run found."""
         self.plan: Choices = {}
         """The best plan so far, which an interrupted run keeps."""
         self.searching = True
@@ -54,7 +70,10 @@ class Experiments:
         self.diagnosis = naming.diagnose(Evidence())
         """The profiler's verdict on the plan as it is now."""
         self.steps = 0
-        self.elapsed_s = self.cost_s = 0.0
+        self.plain_ms = 0.0
+        self.elapsed_s = self.cost_s = self.saved_s = 0.0
+        self._check_s: float | None = None
+        """What the guard's last comparison cost, without one-off work."""
         self._pending = [c.name for c in candidates if c.ruled_out is None]
         self._regime: object = None
         self._regime_changed = False
@@ -78,12 +97,18 @@ class Experiments:
         result = yield action
         self.steps += result.steps
         self.elapsed_s += result.elapsed_s + result.aside_s
+        self.saved_s += result.elapsed_s * (self._shown_gain(action.plan) - 1)
         if self.searching:
             self.cost_s += result.aside_s
         self._ledger.moving = self._is_another(result)
         for name, why in result.trips.items():
             self._remove(name, f"{why} at step {self.steps}")
         return result
+
+    def _shown_gain(self, plan: Choices) -> float:
+        """Return by how much a plan is faster than the plain loop at the least, as a ratio; 1 if that isn't known."""
+        rows = [self.rows[name] for name in plan]
+        return math.prod(max(1.0, row.gain_low or 1.0) for row in rows if row.status == "kept")
 
     def _undisturbed(self, action: Action) -> Generator[Action, Result, Result | None]:
         """Run an action of a trial; None if its steps can't be compared."""
@@ -112,6 +137,40 @@ class Experiments:
     def _note(self, text: str) -> None:
         self._ledger.note(self.steps, text)
 
+    # -- costs -------------------------------------------------------------------------------------------------------
+
+    def _is_ready(self, name: str) -> bool:
+        return self._may_be_tried_now(self._candidates[name]) and not waiting_for(self._candidates[name])
+
+    def _may_be_tried_now(self, candidate: Candidate) -> bool:
+        """Return whether neither the budget nor an earlier run's verdict speaks against it."""
+        if self.recollection.postponed(candidate.name, self.elapsed_s):
+            return False
+        return self._affordable(self._expected_s(candidate))
+
+    def _expected_s(self, candidate: Candidate) -> float:
+        """Return what trying a candidate will cost at the least, s: its one-off work and its check by the guard."""
+        check_s = self._check_s
+        if check_s is None:  # the step's replays, plainly and with the candidate
+            check_s = _REPLAYS * self._pace.guard * self.plain_ms / 1e3
+        return self.recollection.one_off_s(candidate) + (check_s if candidate.is_compared else 0.0)
+
+    def _affordable(self, expected: float) -> bool:
+        return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=self.elapsed_s, saved=self.saved_s)
+
+    def _affordable_in_a_run_of(self, expected: float, length_s: float) -> bool:
+        """Return whether a cost is allowed, if this run lasts as long as an earlier one."""
+        return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=max(self.elapsed_s, length_s))
+
+    def _steps_until_affordable(self, names: Collection[str]) -> float:
+        """Return after how many steps the first of these will be affordable; infinite if none waits for that."""
+        waiting = [self._candidates[name] for name in names if not self.recollection.postponed(name, self.elapsed_s)]
+        expected = [self._expected_s(candidate) for candidate in waiting if not waiting_for(candidate)]
+        if not expected or self.plain_ms <= 0:
+            return math.inf
+        from_s = self._budget.allowed_from(spent=self.cost_s, expected=min(expected), saved=self.saved_s)
+        return _MARGIN * max(0.0, from_s - self.elapsed_s) / (self.plain_ms / 1e3) + 1
+
     # -- measuring ---------------------------------------------------------------------------------------------------
 
     def _measure_anatomy(self) -> Decisions:
@@ -129,8 +188,12 @@ class Experiments:
     # -- guard and trial ---------------------------------------------------------------------------------------------
 
     def _guard(self, candidate: Candidate, trial_plan: Choices) -> Generator[Action, Result, bool]:
-        row = self.rows[candidate.name]
+        if not candidate.is_compared:
+            return True
+        row, cost_s = self.rows[candidate.name], self.cost_s
         result = yield from self._act(Action(plan=self.plan, steps=self._pace.guard, check=trial_plan))
+        if not candidate.one_off_s:
+            self._check_s = self.cost_s - cost_s
         if self._changed(result) or candidate.name in result.trips:
             return False
         finding = result.finding
@@ -168,14 +231,27 @@ class Experiments:
                 self._ledger.compared(name, finding)
         return ""
 
-    def _trial(self, a: Choices, b: Choices, settle: int, config: TrialConfig | None = None) -> Trying:
+    def _trial(
+        self,
+        a: Choices,
+        b: Choices,
+        settle: int,
+        config: TrialConfig | None = None,
+        if_much_slower: Verdict | None = None,
+    ) -> Trying:
         """Run one interleaved trial; None if a strategy tripped or the regime changed meanwhile."""
         in_epochs = any(self._candidates[n].by_epoch() for n in (*a, *b) if a.get(n, self) != b.get(n, self))
         if in_epochs:
             tried = yield from trials.by_epochs(self._undisturbed, a, b, config=self._config)
         else:
             tried = yield from trials.by_blocks(
-                self._undisturbed, a, b, settle=settle, config=config or self._config, reduce=self._reduce
+                self._undisturbed,
+                a,
+                b,
+                settle=settle,
+                config=config or self._config,
+                reduce=self._reduce,
+                if_much_slower=if_much_slower,
             )
         if tried is None:
             return None

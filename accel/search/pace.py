@@ -26,6 +26,8 @@ class Pace:
     urgent: float = 0.3
     """Share of the step from which a phase is worth a trial even on a crowded machine: the gain stands out from the
     noise."""
+    patience: int = 250
+    """Steps that the search waits for the budget before it ends; what waits for longer is tried later."""
     reopenings: int = 3
     """How often the search may begin again; a batch shape that never settles would keep it searching."""
     slower: float = 1.10

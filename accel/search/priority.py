@@ -20,8 +20,8 @@ def first(
 
 def rank(
     candidate: Candidate, order: int, postponed: bool, diagnosis: Diagnosis
-) -> tuple[bool, bool, bool, bool, int, int]:
-    """Return what sorts candidates: free ones first, and among them what treats the present bottleneck.
+) -> tuple[bool, bool, bool, bool, bool, int, int]:
+    """Return what sorts candidates: cheap ones first, and among them what treats the present bottleneck.
 
     Args:
         candidate: to be ranked.
@@ -36,6 +36,7 @@ def rank(
         postponed,
         candidate.one_off_s > 0,
         candidate.name not in [finding.strategy for finding in diagnosis.findings],
+        candidate.is_compared,
         min(treated, default=len(limits)),
         order,
     )

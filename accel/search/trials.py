@@ -1,4 +1,7 @@
-"""Interleaved trials on real steps: the blocks of both plans in turn, and what they cost the run."""
+"""Interleaved trials on real steps: the blocks of both plans in turn, and what they cost the run.
+
+What is much slower shows in its first two steps, which then end the trial.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,17 @@ import statistics
 from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
-from accel.profiler.trial import Outcome, Trial, TrialConfig
+from accel.profiler.trial import Outcome, Trial, TrialConfig, Verdict
 from accel.search.actions import Action, Result
 from accel.search.plan import Choices
+
+_FIRST = 2
+"""Steps of B that can end a trial."""
+_MUCH_SLOWER = 1.25
+"""They do so if each took this many times as long as the slowest of A's. Noise of 10 % does that once in 10,000."""
+
+_LONGEST_SETTLING = 10.0
+"""Ordinary steps that a settling step can take by its own doing."""
 
 
 class TrialResult(NamedTuple):
@@ -31,6 +42,7 @@ def by_blocks(
     settle: int,
     config: TrialConfig,
     reduce: Callable[[Sequence[float]], float],
+    if_much_slower: Verdict | None = None,
 ) -> Generator[Action, Result, TrialResult | None]:
     """Run one trial in blocks of steps; None if it was interrupted.
 
@@ -41,6 +53,7 @@ def by_blocks(
         settle: steps to leave out after each switch.
         config: the statistics of the trial.
         reduce: how a block of step times becomes one number.
+        if_much_slower: the verdict where B's first steps are much slower than A's; None tries it to the end.
     """
     trial = Trial(config, reduce=reduce)
     last = None
@@ -48,15 +61,48 @@ def by_blocks(
     while trial.verdict is None:
         arm = trial.arm
         plan = a if arm == "A" else b
-        result = yield from act(Action(plan=plan, steps=config.block_steps, settle=0 if arm == last else settle))
+        looks_early = arm == "B" and not trial.steps["B"] and if_much_slower and config.block_steps > _FIRST
+        steps = _FIRST if looks_early else config.block_steps
+        result = yield from act(Action(plan=plan, steps=steps, settle=0 if arm == last else settle))
         if result is None:
             return None
-        last = arm
-        # A settling step is a real step: only its time above an ordinary one is a cost.
-        settling += sum(result.settling) - len(result.settling) * statistics.median(result.seconds)
-        trial.record(result.seconds)
+        last, seconds = arm, result.seconds
+        settling += _settling_cost(result.settling, statistics.median(seconds))
+        if looks_early:
+            plain = trial.steps["A"]
+            if if_much_slower and min(seconds) > _MUCH_SLOWER * max(plain):
+                cost_s = max(0.0, settling) + sum(seconds) - len(seconds) * statistics.median(plain)
+                return TrialResult(_outcome(plain, seconds, if_much_slower), cost_s)
+            result = yield from act(Action(plan=plan, steps=config.block_steps - _FIRST))
+            if result is None:
+                return None
+            seconds = seconds + result.seconds
+        trial.record(seconds)
     slower = statistics.median(trial.steps["B"]) - statistics.median(trial.steps["A"])
     return TrialResult(trial.outcome(), max(0.0, settling) + max(0.0, len(trial.steps["B"]) * slower))
+
+
+def _settling_cost(settling: Sequence[float], step_s: float) -> float:
+    """Return what settling steps cost: they are real steps, so only their time above an ordinary one.
+
+    A stall of seconds is another process's, not the candidate's.
+    """
+    return sum(min(seconds, _LONGEST_SETTLING * step_s) - step_s for seconds in settling)
+
+
+def _outcome(plain: Sequence[float], slower: Sequence[float], verdict: Verdict) -> Outcome:
+    """Return the outcome of a trial that B's first steps have ended; the interval is that of single steps."""
+    before_s, after_s = statistics.median(plain), statistics.median(slower)
+    return Outcome(
+        verdict=verdict,
+        gain=before_s / after_s,
+        low=min(plain) / max(slower),
+        high=max(plain) / min(slower),
+        before_ms=before_s * 1e3,
+        after_ms=after_s * 1e3,
+        spread_ms=(max(slower) - min(slower)) / 2 * 1e3,
+        pairs=1,
+    )
 
 
 def by_epochs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.evidence import ThreadShare
 from accel.profiler.trial import TrialConfig
 from accel.search.actions import Action, Result
-from tests.accel.simulation import FAST, Machine, candidate, simulate
+from tests.accel.simulation import FAST, PLAIN_S, Machine, candidate, simulate
 
 INPUT = frozenset({Bottleneck.INPUT})
 
@@ -244,6 +245,50 @@ def test_a_candidate_that_noise_hides_does_not_hold_up_the_others() -> None:
     assert "good" in controller.plan
 
 
+def test_what_is_much_slower_is_left_after_two_steps_and_tried_once_more() -> None:
+    machine = Machine(speed={"terrible": 0.5, "good": 1.3}, noise=0.03)
+    controller = simulate([candidate("terrible"), candidate("good")], machine)
+
+    slow = [action for action in machine.actions if "terrible" in action.plan]
+    assert [action.steps for action in slow] == [2, 2]
+    first_good = next(n for n, action in enumerate(machine.actions) if "good" in action.plan)
+    assert machine.actions.index(slow[0]) < first_good < machine.actions.index(slow[1])
+    assert controller.rows["terrible"].status == "undone"
+    assert controller.rows["terrible"].why == "slower"
+    assert controller.rows["terrible"].gain == pytest.approx(0.5, rel=0.2)
+
+
+def test_two_slow_steps_by_chance_do_not_cost_a_candidate_its_trial() -> None:
+    machine = Machine(speed={"good": 1.3}, noise=0.03)
+    burst: list[int] = []
+
+    def stalled(step: int) -> float:
+        if "good" in machine.actions[-1].plan and len(burst) < 4:
+            burst.append(step)
+        return 3.0 if step in burst else 1.0
+
+    machine.drift = stalled
+    controller = simulate([candidate("good")], machine)
+    assert len(burst) == 4
+    assert controller.rows["good"].status == "kept"
+
+
+def test_what_needs_no_comparison_comes_first() -> None:
+    machine = Machine(speed={"free": 1.2, "other": 1.3})
+    simulate([candidate("other"), candidate("free", is_compared=False)], machine)
+
+    assert next(action.plan for action in machine.actions if action.plan) == {"free": None}
+    assert all("free" not in action.check or "other" in action.check for action in machine.actions if action.check)
+
+
+def test_a_stall_while_a_switch_settles_is_not_the_candidate_s_cost() -> None:
+    machine = Machine(speed={"good": 1.3})
+    machine.drift = lambda step: 500.0 if step == 15 else 1.0  # 10 s
+    controller = simulate([candidate("good")], machine)
+    assert controller.rows["good"].status == "kept"
+    assert controller.cost_s < 1.0
+
+
 def test_a_large_gain_is_kept_after_four_pairs() -> None:
     controller = simulate([candidate("good")], Machine(speed={"good": 1.5}, noise=0.02))
     assert controller.rows["good"].why == "faster in 4 pairs of interleaved blocks"
@@ -323,6 +368,38 @@ def test_one_off_work_waits_until_the_run_is_long_enough() -> None:
     assert list(later.plan) == ["compile"]
 
 
+def test_the_search_goes_on_as_soon_as_the_budget_allows() -> None:
+    class Checked(Machine):
+        def answer(self, action: Action) -> Result:
+            result = super().answer(action)
+            result.aside_s += 0.3 if action.check else 0.0
+            return result
+
+    machine = Checked(speed={"a": 1.0, "b": 1.3})
+    simulate([candidate("a"), candidate("b")], machine, budget="10%", until_settled=False, steps=2000)
+
+    began = {}
+    step = 0
+    for action in machine.actions:
+        for name in action.check or {}:
+            began.setdefault(name, step * PLAIN_S)
+        step += action.rest + action.settle + action.steps
+    assert began["b"] == pytest.approx(6.0, abs=1.0)  # 0.3 s each, of 10 %
+
+
+def test_half_of_what_the_search_has_saved_may_be_spent() -> None:
+    compiled = candidate("compile", one_off_s=5.0)
+    waits = {}
+    for gain in (1.0, 1.5):
+        machine = Machine(speed={"free": gain, "compile": 1.2})
+        candidates = [candidate("free", is_compared=False), compiled]
+        simulate(candidates, machine, budget="3%", until_settled=False, steps=10_000)
+        actions = itertools.takewhile(lambda action: "compile" not in action.plan, machine.actions)
+        waits[gain] = sum(action.rest + action.settle + action.steps for action in actions) * PLAIN_S / gain
+    assert waits[1.0] > 5.0 / 0.03
+    assert waits[1.5] == pytest.approx(5.0 / (0.03 + 0.5 * 0.5), rel=0.35)
+
+
 def test_one_off_work_beyond_an_absolute_budget_is_not_tried() -> None:
     controller = simulate([candidate("compile", one_off_s=30.0)], Machine(), budget="5s")
 
@@ -331,14 +408,14 @@ def test_one_off_work_beyond_an_absolute_budget_is_not_tried() -> None:
 
 def test_a_spent_budget_ends_the_search() -> None:
     slow = [candidate(name) for name in ("a", "b", "c", "d")]
-    machine = Machine(speed=dict.fromkeys("abcd", 0.25), noise=0.02)
+    machine = Machine(speed=dict.fromkeys("abcd", 0.85), noise=0.02)
 
-    controller = simulate(slow, machine, budget="1s")
+    controller = simulate(slow, machine, budget="0.15s")
 
     statuses = [controller.rows[name].status for name in "abcd"]
     assert statuses[0] == "undone"
     assert statuses[-1] == "not tried"
-    assert "the budget of 1s is spent" in controller.rows["d"].why
+    assert "the budget of 0.15s" in controller.rows["d"].why
 
 
 def test_the_search_pays_for_itself_and_says_when() -> None:
@@ -572,3 +649,9 @@ def test_a_preparation_that_fails_leaves_the_candidate_out() -> None:
     controller = simulate([candidate("cache", waits=fails)], Machine(), until_settled=False, steps=2000)
     assert controller.rows["cache"].why == "its preparation failed: OSError: no room"
     assert not controller.plan
+
+
+def test_a_short_wait_for_the_budget_belongs_to_the_search() -> None:
+    controller = simulate([candidate("good")], Machine(speed={"good": 1.3}), budget="3%")
+    assert controller.closing is not None
+    assert controller.plan == {"good": None}

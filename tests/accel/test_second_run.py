@@ -200,7 +200,7 @@ def test_other_arguments_and_other_models_have_files_of_their_own(only_quick: No
     first_run(allow="reordered")
     first_run(disable=("quick",))
     assert len(list(cache.iterdir())) == 2  # the third run found nothing that could be remembered
-    model, loader, optimizer = accel.optimize(*make(kind=Wider), allow="exact")
+    model, loader, optimizer = accel.optimize(*make(kind=Wider), allow="exact", budget=60)
     advance_until(training(model, loader, optimizer), settled(model))
     assert len(list(cache.iterdir())) == 3
 
