@@ -1,0 +1,1 @@
+"""Training scripts that others wrote: which, from where, and the data that they read."""
