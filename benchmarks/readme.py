@@ -28,6 +28,7 @@ from benchmarks import (
     length_balance,
     loaders,
     never_slower,
+    public_scripts,
     simota,
 )
 from benchmarks.proof import figures_block, proof_block
@@ -47,6 +48,7 @@ class Block(NamedTuple):
 BLOCKS = (
     Block("docs/figures.md", "demo", "demo", demo.table_block),
     Block("README.md", "proof", "never-slower-reordered", lambda _: proof_block(newest)),
+    Block("docs/figures.md", "scripts", "public-scripts", public_scripts.RECORD.block),
     Block("docs/figures.md", "figures", "never-slower-reordered", lambda _: figures_block(newest)),
     Block("docs/controller.md", "table", "never-slower-reordered", never_slower.RECORD.block),
     Block("docs/controller.md", "whole", "end-to-end", end_to_end.RECORD.block),
