@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
 import signal
@@ -80,4 +81,5 @@ class ForkServer:
         if os.getpid() == self._owner:
             self._connection.close()
             if self._process is not None:
-                self._process.wait(60)  # for the other processes of pytest too
+                with contextlib.suppress(subprocess.TimeoutExpired):  # other processes of pytest still use it
+                    self._process.wait(60)
