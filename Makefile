@@ -15,6 +15,10 @@ endif
 # Tests in a process per core, where pytest-xdist is installed; each takes from the other's end when it has run its own.
 workers = $(shell $(run) -c 'import xdist' 2>/dev/null && echo "-n auto --dist worksteal")
 
+# Bytecode is kept even where the environment says not to: without it each process of pytest takes 7 s to rewrite the
+# assertions of all tests, and each script that a test starts compiles accel.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test integrations slow lint bench gpu versions clean
 

@@ -22,6 +22,7 @@ from accel.search.pace import Pace
 from accel.search.plan import Plan
 from accel.strategies import Exactness
 from tests import warm
+from tests.accel.loops import QUIET
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -150,7 +151,7 @@ def test_the_strategy_of_the_manual_gets_a_verdict_and_is_taken_back(
     ],
 )
 def test_example_runs(example: Path) -> None:
-    done = warm.run(["-m", f"examples.{example.stem}"], cwd=ROOT, environment={"OMP_NUM_THREADS": "1"})
+    done = warm.run(["-m", f"examples.{example.stem}"], cwd=ROOT, environment={"OMP_NUM_THREADS": "1"}, before=QUIET)
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert "Traceback" not in done.stderr

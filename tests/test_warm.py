@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests import warm
+from tests import warm, warm_server
+from tests.forks import ForkServer
 
 SCRIPT = """
 import atexit, os, random, sys, threading
@@ -79,3 +81,23 @@ def test_ranks_meet_in_one_group(tmp_path: Path) -> None:
         "dist.destroy_process_group()\n"
     )
     assert [done.stdout for done in warm.run_ranks(2, ["own.py"], cwd=tmp_path)] == ["0 3 1\n", "1 3 1\n"]
+
+
+def test_processes_of_one_run_share_a_server() -> None:
+    warm._server()
+    second = ForkServer("scripts", warm_server.PRELOADED)
+    assert second._process is None
+    assert second.wait(second.fork(os._exit, status=7), 60) == (True, 7)
+
+
+def test_a_server_ends_with_its_last_session_and_is_started_anew() -> None:
+    first, second = ForkServer("short", ()), ForkServer("short", ())
+    assert (first._process is None, second._process is None) == (False, True)
+    second._end()
+    assert first.wait(first.fork(os._exit, status=0), 60) == (True, 0)
+    first._end()
+    assert first._process is not None and first._process.returncode == 0
+
+    third = ForkServer("short", ())
+    assert third._process is not None
+    third._end()

@@ -7,22 +7,18 @@ too late: what is about those takes `subprocess`.
 
 from __future__ import annotations
 
-import atexit
 import functools
-import multiprocessing
 import os
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import TCPStore
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests import warm_server
+from tests.forks import ROOT, ForkServer
 
 
 def run(
@@ -87,15 +83,14 @@ class Running:
         self._output, self._errors = (Path(self._folder.name) / name for name in ("output", "errors"))
         for file in (self._output, self._errors):
             file.touch()
-        self.pid: int = _server().fork(
-            {
-                "arguments": self.arguments,
-                "cwd": str(cwd),
-                "environment": {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
-                "output": str(self._output),
-                "errors": str(self._errors),
-                "before": before,
-            }
+        self.pid = _server().fork(
+            warm_server.become,
+            arguments=self.arguments,
+            cwd=str(cwd),
+            environment={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
+            output=str(self._output),
+            errors=str(self._errors),
+            before=before,
         )
         self._status: int | None = None
 
@@ -114,7 +109,7 @@ class Running:
 
     def _await(self, timeout_s: float) -> bool:
         """Wait for its end and tell whether it came in time; kill it if not."""
-        in_time, self._status = _server().status(self.pid, timeout_s)
+        in_time, self._status = _server().wait(self.pid, timeout_s)
         return in_time
 
     def kill(self) -> None:
@@ -132,41 +127,6 @@ def wait_for(file: Path, timeout_s: float = 120) -> None:
         time.sleep(0.01)
 
 
-class _Server:
-    def __init__(self) -> None:
-        self._connection, its = multiprocessing.Pipe()
-        self._owner = os.getpid()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from tests.warm_server import serve; serve({its.fileno()})"],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[its.fileno()],
-            start_new_session=True,  # Ctrl-C is for the tests, which then let it end
-        )
-        its.close()
-        atexit.register(self._end)
-
-    def fork(self, request: dict[str, Any]) -> int:
-        """Return the number of a process that does this."""
-        self._connection.send(request)
-        return int(self._connection.recv())
-
-    def status(self, process: int, timeout_s: float) -> tuple[bool, int]:
-        """Wait for a process's end: tell whether it came in time, or else kill it, and return its exit status."""
-        self._connection.send(process)
-        in_time = self._connection.poll(max(timeout_s, 0))
-        if not in_time:
-            os.killpg(process, signal.SIGKILL)
-        return in_time, int(self._connection.recv())
-
-    def _end(self) -> None:
-        if os.getpid() == self._owner:
-            self._connection.close()
-            self._process.wait(30)
-
-
 @functools.cache
-def _server() -> _Server:
-    return _Server()
+def _server() -> ForkServer:
+    return ForkServer("scripts", warm_server.PRELOADED)

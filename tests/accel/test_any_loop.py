@@ -130,11 +130,24 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, only_quick: None) -> None:
     monkeypatch.setattr("tests.accel.loops.WAIT_S", 0.0002)
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
-@given(passes=st.lists(epochs(), min_size=1, max_size=8))
+HEALTH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+ANY_LOOP = given(passes=st.lists(epochs(), min_size=1, max_size=8))
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=HEALTH)
+@ANY_LOOP
 def test_any_loop_ends_with_the_bits_of_the_plain_one(no_waiting: None, passes: list[Epoch]) -> None:
+    assert_plain_bits(passes)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=HEALTH)
+@ANY_LOOP
+def test_many_loops_end_with_the_bits_of_the_plain_one(no_waiting: None, passes: list[Epoch]) -> None:
+    assert_plain_bits(passes)
+
+
+def assert_plain_bits(passes: list[Epoch]) -> None:
     plain, accelerated = Loop(False), Loop(True)
     plain.run(passes)
     try:

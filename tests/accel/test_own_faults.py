@@ -140,8 +140,15 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, only_quick: None) -> None:
     monkeypatch.setattr("tests.accel.loops.WAIT_S", 0.0)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("fault", FAULTS)
+# Every fault in a plain loop, and two of them in loops of every kind.
+PAIRS = [
+    pytest.param(fault, way, marks=[] if way == "plain" or fault in ("loss", "gradient set") else pytest.mark.slow)
+    for way in WAYS
+    for fault in FAULTS
+]
+
+
+@pytest.mark.parametrize(("fault", "way"), PAIRS)
 def test_a_fault_of_the_run_s_own_is_left_to_it(no_waiting: None, fault: str, way: str) -> None:
     plain, _ = run({10: fault}, way, None)
     accelerated, (trips, active, failed, steps) = run({10: fault}, way, keep_on)
@@ -151,13 +158,29 @@ def test_a_fault_of_the_run_s_own_is_left_to_it(no_waiting: None, fault: str, wa
     assert steps >= STEPS - 3 or way == "bad ones left out"  # the loop itself steps no more
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
+ANY_FAULTS = given(
     faults=st.dictionaries(st.integers(5, STEPS - 1), st.sampled_from(FAULTS), max_size=4), way=st.sampled_from(WAYS)
 )
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@ANY_FAULTS
 def test_any_faults_of_the_run_s_own_leave_the_plain_loop_s_bits(
     no_waiting: None, faults: dict[int, str], way: str
 ) -> None:
+    assert_plain_bits(faults, way)
+
+
+@pytest.mark.slow
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@ANY_FAULTS
+def test_many_faults_of_the_run_s_own_leave_the_plain_loop_s_bits(
+    no_waiting: None, faults: dict[int, str], way: str
+) -> None:
+    assert_plain_bits(faults, way)
+
+
+def assert_plain_bits(faults: dict[int, str], way: str) -> None:
     plain, _ = run(faults, way, None)
     accelerated, (trips, active, failed, _) = run(faults, way, keep_on)
     assert (trips, active, failed) == ({}, {"quick": None}, "")

@@ -56,7 +56,10 @@ def row_of(report: Any) -> Any:
     return next(row for row in report.rows if row.name == "loader_workers")
 
 
-@pytest.mark.parametrize(("steps", "epochs"), [(None, 26), (4, 30)], ids=["to the end", "left early"])
+@pytest.mark.parametrize(
+    ("steps", "epochs"),
+    [pytest.param(None, 26, id="to the end", marks=pytest.mark.slow), pytest.param(4, 30, id="left early")],
+)
 def test_the_weights_are_those_of_the_plain_loop(
     steps: int | None, epochs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

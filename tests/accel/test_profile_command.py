@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from accel.commands.cli import main
 from accel.report.rendering import as_verdict
 from tests import warm
 from tests.accel.profiled import ONE_THREAD, ROOT, accel_profile, causes, profile_ranks, report, script
@@ -87,11 +89,14 @@ def test_a_script_that_changes_its_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "message"), [("page.html", "must not end in .html"), ("pipe", "must be an ordinary file")]
 )
-def test_reports_that_can_not_be_written_are_refused_first(tmp_path: Path, target: str, message: str) -> None:
+def test_reports_that_can_not_be_written_are_refused_first(
+    tmp_path: Path, target: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script(tmp_path, "print('ran')")
     os.mkfifo(tmp_path / "pipe")
-    done = accel_profile(tmp_path, "--json", target, "train.py")
-    assert done.returncode == 2 and done.stdout == ""
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["profile", "--json", target, "train.py"])
+    assert done.exit_code == 2 and done.stdout == ""
     assert message in done.stderr
     assert (tmp_path / "pipe").is_fifo()
 
@@ -241,7 +246,8 @@ def test_a_crash_is_shown_as_python_shows_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("leave", "status", "ended"), [("sys.exit(7)", 7, "exited with 7"), ("sys.exit()", 0, "completed")]
+    ("leave", "status", "ended"),
+    [("sys.exit(7)", 7, "exited with 7"), pytest.param("sys.exit()", 0, "completed", marks=pytest.mark.slow)],
 )
 def test_the_exit_status_is_the_script_s(tmp_path: Path, leave: str, status: int, ended: str) -> None:
     script(tmp_path, f"\nfor x, y in loader:\n    step(x, y)\n{leave}\n")
@@ -270,7 +276,12 @@ def check_interrupted(folder: Path, ended: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "status", "ended"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        pytest.param(
+            signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow
+        ),  # by default in test_profile_endings.py
+    ],
 )
 def test_an_interrupted_script_leaves_a_report(tmp_path: Path, number: int, status: int, ended: str) -> None:
     script(tmp_path, UNTIL_STOPPED)
@@ -334,11 +345,14 @@ def test_too_few_steps_refuse_a_verdict(tmp_path: Path) -> None:
         (["--json", "nowhere/x.json", "train.py"], "--json must lie in a directory that exists"),
     ],
 )
-def test_bad_input_is_one_sentence(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+def test_bad_input_is_one_sentence(
+    tmp_path: Path, arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script(tmp_path, "")
-    done = accel_profile(tmp_path, *arguments)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["profile", *arguments])
 
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -445,9 +459,9 @@ def test_ranks_try_the_exchange_and_put_the_weights_back(tmp_path: Path) -> None
     script(
         tmp_path,
         """
-model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)], nn.Linear(512, 2))
+model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)], nn.Linear(256, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-data = TensorDataset(torch.randn(1600, 512), torch.zeros(1600, dtype=torch.long))
+data = TensorDataset(torch.randn(1600, 256), torch.zeros(1600, dtype=torch.long))
 loader = DataLoader(data, batch_size=2)
 """
         + DISTRIBUTED

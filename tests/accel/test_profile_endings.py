@@ -26,7 +26,10 @@ finally:
 """
 
 
-@pytest.mark.parametrize(("name", "status", "ended"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+@pytest.mark.parametrize(
+    ("name", "status", "ended"),
+    [pytest.param("SIGINT", 130, "interrupted", marks=pytest.mark.slow), ("SIGTERM", 143, "terminated")],
+)
 def test_a_signal_within_a_garbage_collection_ends_the_script(
     tmp_path: Path, name: str, status: int, ended: str
 ) -> None:

@@ -7,16 +7,16 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from click.testing import CliRunner
 
 from accel import Report, strategies
+from accel.commands.cli import main
 from accel.commands.run import ALLOW
 from accel.script.after_import import after_import
 from accel.strategies import Exactness
 from tests import warm
+from tests.accel.loops import QUIET
 from tests.accel.profiled import ONE_THREAD, script
-
-QUIET = "from accel.search import controller\ncontroller._is_crowded = lambda diagnosis: False\n"
-"""Code to run first: what else runs on the machine is no reason to wait."""
 
 TRAINING = """
 if __name__ == "__main__":
@@ -118,11 +118,14 @@ def test_nothing_is_patched_in_spawned_workers(tmp_path: Path) -> None:
         (["--enable", "tf32", "--disable", "tf32", "train.py"], "--enable and --disable must differ, both have tf32"),
     ],
 )
-def test_bad_input_is_one_sentence_before_the_script_runs(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_bad_input_is_one_sentence_before_the_script_runs(
+    tmp_path: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script(tmp_path, "print('ran')")
     (tmp_path / "a.json").mkdir()
-    done = accel_run(tmp_path, *arguments)
-    assert done.returncode == 2 and done.stdout == ""
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["run", *arguments])
+    assert done.exit_code == 2 and done.stdout == ""
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
 
 

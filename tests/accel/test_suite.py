@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # accel warns 
 # Their loss is no yardstick: a GAN's two losses chase each other, and the recurrent loop's learning rate is so high
 # that ten plain seeds end between 0.004 and 1.13 (mean 0.27; reordered 0.15, reduced 0.17). Their bits are compared.
 _CHAOTIC = {"gan", "rnn"}
-_SAMPLE = {"cnn_dropout", "gan", "accumulation", "workers_augment"}
+_SAMPLE = {"cnn_dropout", "gan"}
 # How far the mean loss of the last 50 of 200 steps may lie above the plain loop's, as a share of the first loss.
 BANDS = {"reordered": 0.05, "reduced": 0.15}
 
@@ -75,7 +75,7 @@ def test_under_exact_200_steps_give_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("allow", BANDS)
-@each((name for name in LOOPS if name not in _CHAOTIC), {"cnn_dropout", "accumulation"})
+@each((name for name in LOOPS if name not in _CHAOTIC), {"cnn_dropout"})
 def test_further_down_the_loss_stays_in_its_band(name: str, allow: str) -> None:
     losses = plain(name).losses
     outcome, report = accelerated(name, allow)
@@ -86,7 +86,7 @@ def test_further_down_the_loss_stays_in_its_band(name: str, allow: str) -> None:
     assert not any("wrong" in row.why for row in report.rows), [row.why for row in report.rows]
 
 
-@each(LOOPS, {"cnn_dropout", "accumulation"})
+@each(LOOPS, {"cnn_dropout"})
 def test_the_keys_of_the_state_are_the_plain_loops(name: str) -> None:
     outcome, _ = accelerated(name, "reduced")
 

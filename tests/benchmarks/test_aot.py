@@ -20,10 +20,7 @@ from benchmarks.kernels.aot_key import digest
 
 ROW = Row("op forward", 90, 128, 0, 4096, "wgmma.mma_async", "0123")
 RECORDED_WITH = "3.6.0"
-SAMPLE = (
-    "window_attention forward 7x7 D32 fp16 masked",  # tensor cores of all three generations
-    "quantise encode 1024",  # options of the compiler
-)
+SAMPLE = ("window_attention forward 7x7 D32 fp16 masked",)  # tensor cores of all three generations
 
 
 @pytest.fixture
@@ -45,7 +42,7 @@ def test_the_table_has_no_spill_and_no_row_of_something_else(same_compiler: None
 
 
 def test_a_sample_compiles_to_its_rows(same_compiler: None) -> None:
-    found = aot.compile_all(SAMPLE, jobs=2)
+    found = aot.compile_all(SAMPLE, jobs=1)  # each more is a process that imports torch and triton
     assert aot.problems(found, [row for row in aot.read() if row.variant in SAMPLE]) == []
 
 

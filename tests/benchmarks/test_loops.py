@@ -22,7 +22,7 @@ WITHOUT_OPTIMIZER = {"mlp", "rnn", "no_optimizer"}
 """Loops that call `wrap(model, loader)`; all others give their optimizer too."""
 NO_DESCENT = {"gan"}
 """Loops whose loss need not fall."""
-SAMPLE = {"accumulation", "cnn_dropout", "gan", "no_optimizer", "workers_augment"}
+SAMPLE = {"cnn_dropout", "gan", "no_optimizer", "workers_augment"}
 """Those with the traps that differ most; `make slow` runs all."""
 
 

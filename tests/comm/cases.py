@@ -224,22 +224,26 @@ def void_step(rank: int, world: int, names: Sequence[str]) -> dict[Any, Any]:
     return found
 
 
-def modes(rank: int, world: int) -> dict[str, Any]:
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bucket views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "static graph, views": {"static_graph": True, "gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "float64": {"dtype": torch.float64},
+    "float16": {"dtype": torch.float16},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "one bucket": {"bucket_cap_mb": 25},
+    "no_sync": {},
+}
+"""Options of DDP, and dtypes."""
+
+
+def modes(rank: int, world: int, names: Sequence[str]) -> dict[str, Any]:
     """Compare the exact hook and bf16, flat and by hosts, with the mean under DDP's options and dtypes."""
-    cases: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "bucket views": {"gradient_as_bucket_view": True},
-        "static graph": {"static_graph": True},
-        "static graph, views": {"static_graph": True, "gradient_as_bucket_view": True},
-        "unused": {"find_unused_parameters": True},
-        "float64": {"dtype": torch.float64},
-        "float16": {"dtype": torch.float16},
-        "bfloat16": {"dtype": torch.bfloat16},
-        "one bucket": {"bucket_cap_mb": 25},
-        "no_sync": {},
-    }
     found = {}
-    for name, options in cases.items():
+    for name in names:
+        options = MODES[name]
         for hierarchical, compressor in ((False, Half()), (True, Exact())):
             dtype = options.get("dtype", torch.float32)
             ddp, state = make(compressor, hierarchical=hierarchical, **options)
@@ -269,10 +273,14 @@ def modes(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-def resume(rank: int, world: int) -> dict[str, Any]:
+RESUMED = {"int8, flat": ("int8", False), "1-bit, hosts": ("1-bit", True)}
+
+
+def resume(rank: int, world: int, names: Sequence[str]) -> dict[str, Any]:
     """Stop after 3 steps and go on: with the same ranks to the bit, and the rest of the sum on two ranks."""
     found: dict[str, Any] = {}
-    for name, hierarchical in (("int8", False), ("1-bit", True)):
+    for what in names:
+        name, hierarchical = RESUMED[what]
         options: dict[str, Any] = {"hierarchical": hierarchical, "error_feedback": True}
 
         def fresh(**more: Any) -> tuple[DistributedDataParallel, CommState]:
@@ -309,7 +317,7 @@ def resume(rank: int, world: int) -> dict[str, Any]:
             want = saved_residual + mean_gradient(2, 3) + mean_gradient(2, 4)
             law = ((got + residual(fewer, pair) - want).abs().max() / want.abs().max()).item()
             fewer.close()
-        found[f"{name}, {'hosts' if hierarchical else 'flat'}"] = {
+        found[what] = {
             "same bits": all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True)),
             "pickled": torch.equal(again, whole[3]),
             "law on two": law,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,10 +70,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None
 }
 
 
-def as_published(rank: int, world: int) -> dict[str, dict[str, Any]]:
+def as_published(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Compare with the algorithm on one process over 8 steps, at 2 %: as many as the warm-up has."""
     found = {}
-    for name, (settings, given, second) in PUBLISHED.items():
+    for name in names:
+        settings, given, second = PUBLISHED[name]
         compressor = DGC(**{"ratio": 0.02, "dense_below": DENSE_BELOW, **settings})
         run, want = (
             Training(compressor, {**SGD, **given}, second),
@@ -85,29 +86,34 @@ def as_published(rank: int, world: int) -> dict[str, dict[str, Any]]:
             same &= same_everywhere(got)
             worst = max(worst, ((got - right).abs().max() / right.abs().max()).item())
         held = (run.own("velocity"), run.own("residual"))
-        names = {id(p): name for name, p in want.net.named_parameters()}
+        name_of = {id(p): name for name, p in want.net.named_parameters()}
         for mine, theirs in zip(held, (want.u[rank], want.v[rank]), strict=True):
             for p, value in theirs.items():
                 if p.dim() > 1 and p.numel() >= DENSE_BELOW:
-                    worst = max(worst, (mine[names[id(p)]] - value).abs().max().item())
+                    worst = max(worst, (mine[name_of[id(p)]] - value).abs().max().item())
         found[name] = {"error": worst, "same": same, "buckets": buckets(run.state)}
         run.close()
     return found
 
 
-def law(rank: int, world: int) -> dict[str, dict[str, Any]]:
+LAWS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "hosts": {"hierarchical": True},
+    "no masking, rebuilt": {"masking": False, "find_unused_parameters": False},
+    "clipped, views": {"clip_norm": 0.05, "gradient_as_bucket_view": True},
+    "static": {"find_unused_parameters": False, "static_graph": True},
+    "float32": {"dtype": torch.float32},
+    "bfloat16": {"dtype": torch.bfloat16, "bucket_cap_mb": 0.001},
+    "float16": {"dtype": torch.float16, "hierarchical": True, "bucket_cap_mb": 0.001},
+}
+"""Settings of DGC and options of DDP."""
+
+
+def law(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Add up what was decoded, what is left, and m u + g of every step."""
     found = {}
-    for name, options in {
-        "flat": {},
-        "hosts": {"hierarchical": True},
-        "no masking, rebuilt": {"masking": False, "find_unused_parameters": False},
-        "clipped, views": {"clip_norm": 0.05, "gradient_as_bucket_view": True},
-        "static": {"find_unused_parameters": False, "static_graph": True},
-        "float32": {"dtype": torch.float32},
-        "bfloat16": {"dtype": torch.bfloat16, "bucket_cap_mb": 0.001},
-        "float16": {"dtype": torch.float16, "hierarchical": True, "bucket_cap_mb": 0.001},
-    }.items():
+    for name in names:
+        options = dict(LAWS[name])
         settings = {key: options.pop(key) for key in ("masking", "clip_norm") if key in options}
         run = Training(DGC(0.01, dense_below=DENSE_BELOW, **settings), SGD, **options)
         plain = Net(run.dtype)
@@ -203,14 +209,22 @@ def void_steps(run: Training, rank: int) -> dict[str, bool]:
     return {"arrived": arrived, "untouched": untouched, "recovers": recovers, "moved": moved}
 
 
-def void_step(rank: int, world: int) -> dict[str, dict[str, Any]]:
+VOID: dict[str, tuple[dict[str, float], bool]] = {
+    "sparse, flat": ({}, False),
+    "sparse, hosts": ({}, True),
+    "dense, flat": ({"ratio": 1.0}, False),
+    "clipped, hosts": ({"clip_norm": 0.1}, True),
+}
+"""Settings of DGC, and whether by hosts."""
+
+
+def void_step(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Meet steps that are void."""
     found = {}
-    for name, settings in {"sparse": {}, "dense": {"ratio": 1.0}, "clipped": {"clip_norm": 0.1}}.items():
-        for hierarchical in (False, True) if name == "sparse" else (name == "clipped",):
-            compressor = DGC(**{"ratio": 0.01, "dense_below": DENSE_BELOW, **settings})
-            run = Training(compressor, SGD, hierarchical=hierarchical)
-            found[f"{name}, {'hosts' if hierarchical else 'flat'}"] = void_steps(run, rank)
+    for name in names:
+        settings, hierarchical = VOID[name]
+        compressor = DGC(**{"ratio": 0.01, "dense_below": DENSE_BELOW, **settings})  # type: ignore[arg-type]
+        found[name] = void_steps(Training(compressor, SGD, hierarchical=hierarchical), rank)
     return found
 
 

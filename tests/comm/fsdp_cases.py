@@ -83,22 +83,31 @@ def same_on_replicas(values: Tensor, mesh: DeviceMesh) -> bool:
     return all(torch.equal(values, one) for one in parts)
 
 
-def as_fsdp2(rank: int, world: int) -> dict[str, dict[str, Any]]:
+def _second(parameter: nn.Parameter) -> Shard:
+    return Shard(1) if parameter.dim() == 2 and parameter.shape[1] % 2 == 0 else Shard(0)
+
+
+AS_FSDP2: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "float32": (torch.float32, {}),
+    "float64": (torch.float64, {}),
+    "kept after forward": (torch.float32, {"reshard_after_forward": False}),
+    "mixed precision": (
+        torch.float32,
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    ),
+    "second dimension": (torch.float32, {"shard_placement_fn": _second}),
+    "accumulation": (torch.float32, {}),
+    "divide factor": (torch.float64, {}),
+}
+"""A dtype, and options of `fully_shard`."""
+
+
+def as_fsdp2(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Compare exact averaging with FSDP2 sharded over both dimensions: the largest difference, relative."""
     mesh = mesh_of(world)
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    second = lambda parameter: Shard(1) if parameter.dim() == 2 and parameter.shape[1] % 2 == 0 else Shard(0)  # noqa: E731
-    cases: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-        "float32": (torch.float32, {}),
-        "float64": (torch.float64, {}),
-        "kept after forward": (torch.float32, {"reshard_after_forward": False}),
-        "mixed precision": (torch.float32, {"mp_policy": half}),
-        "second dimension": (torch.float32, {"shard_placement_fn": second}),
-        "accumulation": (torch.float32, {}),
-        "divide factor": (torch.float64, {}),
-    }
     found = {}
-    for name, (dtype, options) in cases.items():
+    for name in names:
+        dtype, options = AS_FSDP2[name]
         ours, theirs = shard(Net(dtype), mesh["shard"], **options), shard(Net(dtype), mesh, **options)
         comm = FSDPComm(ours, mesh, timeout=SECONDS)
         if name == "divide factor":
@@ -194,15 +203,15 @@ def residual(comm: FSDPComm, mesh: DeviceMesh) -> Tensor:
     return found
 
 
-def laws(rank: int, world: int) -> dict[str, dict[str, Any]]:
+def laws(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Add up what was applied and the residual; then meet an infinity on one rank, in a row of one shard."""
     mesh = mesh_of(world)
     place = mesh.get_local_rank(1)
     found = {}
-    for name, compressor in COMPRESSORS.items():
+    for name in names:
         for dtype in (torch.float32, torch.float64) if name == "int8" else (torch.float64,):
             model = given_model(mesh, dtype)
-            comm = FSDPComm(model, mesh, compressor(), error_feedback=True, timeout=SECONDS)
+            comm = FSDPComm(model, mesh, COMPRESSORS[name](), error_feedback=True, timeout=SECONDS)
             applied, wanted, same = 0.0, 0.0, True
             for step in range(4):
                 got = backward(model, gradients(rank, step, dtype))

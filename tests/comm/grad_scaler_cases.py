@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,11 +91,11 @@ def train(rank: int, world: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def as_if_it_had_not_been(rank: int, world: int) -> dict[str, dict[str, bool]]:
+def as_if_it_had_not_been(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, bool]]:
     """Compare a run that meets an infinity with one that never saw that batch, and whose scale was halved by hand."""
     found = {}
-    for name, compressor in COMPRESSORS.items():
-        void, without = Loop(compressor()), Loop(compressor())
+    for name in names:
+        void, without = Loop(COMPRESSORS[name]()), Loop(COMPRESSORS[name]())
         for step in range(VOID + 4):
             void.step(rank, step, infinite=rank == 1 and step == VOID)
             if step == VOID:
@@ -127,17 +126,21 @@ def _state(ddp: DistributedDataParallel, kind: str, hierarchical: bool, scaler: 
     return state
 
 
-def law(rank: int, world: int) -> dict[str, dict[str, float]]:
+LAWS = {f"{name}, flat": (name, False) for name in (*COMPRESSORS, "plan")} | {
+    f"{name}, hosts": (name, True) for name in ("int8", "PowerSGD")
+}
+"""A compressor, or a plan of two, and whether by hosts."""
+
+
+def law(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """Change the scale at each step; unscaled, applied gradients and residual add up to the sum of mean gradients."""
     found = {}
-    for name, hierarchical in itertools.product((*COMPRESSORS, "plan"), (False, True)):
-        if hierarchical and name not in ("int8", "PowerSGD"):
-            continue
+    for name in names:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         ddp, _ = make(None, torch.float64)
         _.close()
         ddp = DistributedDataParallel(ddp.module, bucket_cap_mb=0.004)
-        state = _state(ddp, name, hierarchical, scaler)
+        state = _state(ddp, *LAWS[name], scaler)
         applied, wanted = torch.zeros(()).double(), torch.zeros(()).double()
         for step, scale in enumerate((2.0, 4.0, 4.0, 1.0, 8.0, 0.5)):
             scaler.scale(torch.ones(()))  # makes the scale
@@ -148,7 +151,7 @@ def law(rank: int, world: int) -> dict[str, dict[str, float]]:
                 saved = state.state_dict()
                 state.load_state_dict(saved)
         left = residual(state) / scaler.get_scale()
-        found[f"{name}, {'hosts' if hierarchical else 'flat'}"] = {
+        found[name] = {
             "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
             "residual": (left.norm() / wanted.norm()).item(),
         }

@@ -71,22 +71,28 @@ def as_dense(rank: int, world: int, per_host: int) -> dict[str, float]:
     return found
 
 
-def as_published(rank: int, world: int, per_host: int) -> dict[str, dict[str, Any]]:
+PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "plain": ("plain", {}, 1),
+    "own momentum": ("momentum", {}, 1),
+    "mean momentum": ("nesterov", {"average_momentum": True}, 1),
+    "groups": ("groups", {"average_momentum": True}, 1),
+    "adam": ("adam", {"average_momentum": True}, 1),
+    "accumulation": ("momentum", {}, 3),
+    "exact state": ("momentum", {"dense": True}, 1),
+}
+"""An optimizer, options of LocalSGD, and passes to a step."""
+BY_RANK = ("own momentum", "accumulation")
+"""Of these averaging within a rank is run beside that within a host; the others are as on hosts of one rank."""
+
+
+def as_published(rank: int, world: int, per_host: int, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """Compare with the algorithm on one process after each step, and replicas with each other."""
-    cases: dict[str, tuple[str, dict[str, Any], int]] = {
-        "plain": ("plain", {}, 1),
-        "own momentum": ("momentum", {}, 1),
-        "mean momentum": ("nesterov", {"average_momentum": True}, 1),
-        "groups": ("groups", {"average_momentum": True}, 1),
-        "adam": ("adam", {"average_momentum": True}, 1),
-        "accumulation": ("momentum", {}, 3),
-        "exact state": ("momentum", {"dense": True}, 1),
-    }
     found = {}
-    for (name, (kind, options, parts)), within in itertools.product(cases.items(), withins(per_host)):
-        if within == "rank" and per_host > 1 and name not in ("own momentum", "accumulation"):
-            continue  # as on hosts of one rank
-        options = dict(options)
+    for name, within in itertools.product(names, withins(per_host)):
+        if within == "rank" and per_host > 1 and name not in BY_RANK:
+            continue
+        kind, given, parts = PUBLISHED[name]
+        options = dict(given)
         run = _with_dense(OPTIMIZERS[kind], within) if options.pop("dense", False) else None
         run = run or Run(OPTIMIZERS[kind], 3, 4, within=within, **options)
         momentum = options.get("average_momentum", False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,10 +51,10 @@ def as_dense(rank: int, world: int) -> dict[str, float]:
     return found
 
 
-def law(rank: int, world: int) -> dict[str, dict[str, Any]]:
+def law(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Add up what was decoded, what is left, and m u + g of every step; the first two steps are dense."""
     found = {}
-    for way in WAYS:
+    for way in names:
         run = train(way, start_step=2)
         plain, worst = Net(), 0.0
         sums = {n: torch.zeros(2, p.numel(), dtype=torch.float64) for n, p in run.net.named_parameters()}
@@ -83,9 +84,9 @@ def law(rank: int, world: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def void_step(rank: int, world: int) -> dict[str, dict[str, bool]]:
+def void_step(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, bool]]:
     """Meet steps that are void."""
-    return {way: void_steps(train(way), rank) for way in WAYS}
+    return {way: void_steps(train(way), rank) for way in names}
 
 
 def unused(rank: int, world: int) -> dict[str, dict[str, bool]]:

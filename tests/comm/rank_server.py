@@ -1,14 +1,13 @@
 """What the server that ranks are forked from imports, so that no rank does.
 
-Making a DDP module imports torch._dynamo, 1 s of CPU time for each rank; and a process of multiprocessing imports the
-main module, which is pytest's.
+Making a DDP module imports torch._dynamo, 1 s of CPU time for each rank, and many of the functions that ranks run are
+in modules of tests.
 """
 
 # ruff: noqa: F401
 
 from __future__ import annotations
 
-import gc
 import os
 
 # Before OpenMP is loaded: torch.set_num_threads(1) is for its own thread, and LAPACK in the threads of hooks would spin
@@ -21,5 +20,3 @@ import torch._dynamo
 import accel.comm.bandwidth
 import accel.comm.selector
 import tests.comm.cases
-
-gc.freeze()  # or ranks look through all of torch as they collect garbage, and copy its pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import tempfile
@@ -10,33 +11,18 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import context, forkserver, popen_forkserver
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-# multiprocessing has one server for a process, and what it imports is as whoever came first has said: beside the tests
-# of loaders each rank imported torch, 2 s of CPU time, half of what all tests took.
-_server = forkserver.ForkServer()
-_server.set_forkserver_preload(["tests.comm.rank_server"])
+from tests.forks import ForkServer
 
 
-class _Popen(popen_forkserver.Popen):
-    def _launch(self, process: Any) -> None:
-        usual = forkserver.connect_to_new_process
-        forkserver.connect_to_new_process = _server.connect_to_new_process
-        try:
-            super()._launch(process)
-        finally:
-            forkserver.connect_to_new_process = usual
-
-
-class _RankProcess(context.ForkServerProcess):
-    @staticmethod
-    def _Popen(process: Any) -> _Popen:  # noqa: N802
-        return _Popen(process)
+@functools.cache
+def _server() -> ForkServer:
+    return ForkServer("ranks", ("tests.comm.rank_server",))
 
 
 def run_ranks(
@@ -55,25 +41,16 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        processes = [
-            _RankProcess(target=_rank, args=(function, rank, world, per_host, folder, meet, arguments))
-            for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
+        common = {"function": function, "world": world, "per_host": per_host, "folder": folder, "meet": meet}
+        processes = [_server().fork(_rank, rank=rank, arguments=arguments, **common) for rank in range(world)]
         deadline = time.monotonic() + timeout_s
-        late = []
-        for rank, process in enumerate(processes):
-            process.join(max(deadline - time.monotonic(), 0.01))
-            if process.exitcode is None:
-                late.append(rank)
-                process.kill()
-                process.join()
+        ended = [_server().wait(process, deadline - time.monotonic()) for process in processes]
+        late = [rank for rank, (in_time, _) in enumerate(ended) if not in_time]
         assert not late, f"ranks {late} of {function.__name__} still ran after {timeout_s} s"
         found = []
-        for rank, process in enumerate(processes):
+        for rank, (_, status) in enumerate(ended):
             path = folder / f"{rank}.pickle"
-            kind, value = pickle.loads(path.read_bytes()) if path.exists() else ("code", process.exitcode)
+            kind, value = pickle.loads(path.read_bytes()) if path.exists() else ("code", status)
             assert kind != "error", f"rank {rank}:\n{value}"
             found.append(value)
         return found

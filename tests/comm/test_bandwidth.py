@@ -211,7 +211,11 @@ def test_a_link_that_was_not_measured_is_stood_for() -> None:
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.bfloat16, torch.int8))],
+    ids=str,
+)
 def test_every_operation_is_right_at_every_size_and_equal_on_all_ranks(dtype: torch.dtype) -> None:
     options = {"by_size": False, "out_of_place_only": False}
     # One byte (a single element), a size that three ranks don't divide, and one of several segments.

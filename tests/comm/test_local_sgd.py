@@ -9,10 +9,6 @@ from tests.comm.ranks import run_ranks
 
 # float64, a dozen steps of a small network: sums over ranks in another order.
 ROUNDING = 1e-12
-SHAPES = pytest.mark.parametrize(
-    ("world", "per_host"),
-    [pytest.param(2, 1, marks=pytest.mark.slow, id="2 ranks"), pytest.param(4, 2, id="2 hosts of 2")],
-)
 FLAT_FIRST = pytest.mark.parametrize(
     ("world", "per_host"),
     [pytest.param(2, 1, id="2 ranks"), pytest.param(4, 2, marks=pytest.mark.slow, id="2 hosts of 2")],
@@ -27,10 +23,18 @@ def test_averaging_at_every_step_is_dense_sgd(world: int, per_host: int) -> None
             assert error < ROUNDING, what
 
 
-@SHAPES
-def test_every_four_steps_is_the_published_algorithm(world: int, per_host: int) -> None:
-    for found in run_ranks(cases.as_published, world, per_host, per_host=per_host):
-        assert len(found) == (7 if per_host == 1 else 9)
+@pytest.mark.parametrize(
+    ("world", "per_host", "names"),
+    [
+        pytest.param(2, 1, tuple(cases.PUBLISHED), id="2 ranks"),
+        pytest.param(4, 2, ("own momentum",), id="2 hosts of 2"),
+        pytest.param(4, 2, tuple(cases.PUBLISHED), id="2 hosts of 2, all", marks=pytest.mark.slow),
+    ],
+)
+def test_every_four_steps_is_the_published_algorithm(world: int, per_host: int, names: tuple[str, ...]) -> None:
+    for found in run_ranks(cases.as_published, world, per_host, names, per_host=per_host):
+        twice = [name for name in names if per_host > 1 and name in cases.BY_RANK]
+        assert len(found) == len(names) + len(twice)
         for what, one in found.items():
             assert one["error"] < ROUNDING, what
             assert one["same"], what
@@ -41,7 +45,7 @@ def test_every_four_steps_is_the_published_algorithm(world: int, per_host: int) 
 @pytest.mark.slow
 def test_three_ranks_on_one_host_and_one_each() -> None:
     for per_host in (1, 3):
-        for found in run_ranks(cases.as_published, 3, per_host, per_host=per_host):
+        for found in run_ranks(cases.as_published, 3, per_host, tuple(cases.PUBLISHED), per_host=per_host):
             assert all(one["error"] < ROUNDING and one["same"] for one in found.values())
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from accel.comm.one_bit import OneBit
 from tests.comm import one_bit_cases as cases
+from tests.comm.few import few
 from tests.comm.ranks import run_ranks
 
 
@@ -19,8 +20,10 @@ def test_dense_steps_are_those_of_sgd_with_momentum() -> None:
         assert max(found.values()) < 1e-13, found
 
 
-def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities() -> None:
-    for found in run_ranks(cases.law, 4, per_host=2):
+@few(cases.WAYS, ("twice", "hosts"))
+def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities(names: tuple[str, ...]) -> None:
+    for found in run_ranks(cases.law, 4, names, per_host=2):
+        assert tuple(found) == names
         for way, one in found.items():
             # Magnitudes of blocks are float32, and so is what they lost of the sum.
             assert one["law"] < 1e-13, (way, one)
@@ -28,8 +31,10 @@ def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities() -> None:
             assert one["same"], way
 
 
-def test_a_void_step_arrives_and_leaves_velocity_and_residual_alone() -> None:
-    for found in run_ranks(cases.void_step, 4, per_host=2):
+@few(cases.WAYS, ("hosts",))
+def test_a_void_step_arrives_and_leaves_velocity_and_residual_alone(names: tuple[str, ...]) -> None:
+    for found in run_ranks(cases.void_step, 4, names, per_host=2):
+        assert tuple(found) == names
         for way, one in found.items():
             assert one == {"arrived": True, "untouched": True, "recovers": True, "moved": True}, way
 

@@ -15,6 +15,7 @@ from accel.comm.compression.low_rank import noise
 from accel.comm.hooks import CommState, hook
 from accel.comm.powersgd import PowerSGD
 from tests.comm import cases
+from tests.comm.few import few
 from tests.comm.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -90,10 +91,19 @@ def test_ten_steps_on_three_ranks_are_those_of_the_papers(alternate: bool) -> No
     torch.testing.assert_close(found[0][1], cases.flat(residuals), rtol=1e-9, atol=1e-11)
 
 
-def laws(rank: int, world: int) -> dict[Any, Any]:
-    """Train on random gradients, flat and by hosts, both variants, at rank 2 and at the full one."""
+VARIANTS = {"PowerSGD, flat": (False, False), "PowerSGD, hosts": (False, True)} | {
+    "ACP-SGD, flat": (True, False),
+    "ACP-SGD, hosts": (True, True),
+}
+"""Whether factors alternate, and whether by hosts."""
+FEW = few(VARIANTS, ("PowerSGD, hosts", "ACP-SGD, flat"))
+
+
+def laws(rank: int, world: int, names: tuple[str, ...]) -> dict[Any, Any]:
+    """Train on random gradients at rank 2 and at the full one."""
     found = {}
-    for alternate, hierarchical, k in itertools.product((False, True), (False, True), (2, 1000)):
+    for name, k in itertools.product(names, (2, 1000)):
+        alternate, hierarchical = VARIANTS[name]
         dtype = torch.float32 if hierarchical else torch.float64
         ddp, state = cases.make(small(rank=k, alternate=alternate), dtype, hierarchical=hierarchical)
         applied, wanted, errors, same = 0.0, 0.0, [], True
@@ -104,7 +114,7 @@ def laws(rank: int, world: int) -> dict[Any, Any]:
             applied, wanted = applied + got, wanted + want
             errors.append(((got - want).norm() / want.norm()).item())
         left = cases.residual(state)
-        found[alternate, hierarchical, k] = {
+        found[name, k] = {
             "buckets": cases.buckets(state),
             "same": same,
             "error": max(errors),
@@ -115,12 +125,13 @@ def laws(rank: int, world: int) -> dict[Any, Any]:
     return found
 
 
-def test_laws_flat_and_by_hosts_on_four_ranks() -> None:
-    for rank, found in enumerate(run_ranks(laws, 4, per_host=2)):
-        assert len(found) == 8
+@FEW
+def test_laws_flat_and_by_hosts_on_four_ranks(names: tuple[str, ...]) -> None:
+    for rank, found in enumerate(run_ranks(laws, 4, names, per_host=2)):
+        assert len(found) == 2 * len(names)
         for what, one in found.items():
-            _, hierarchical, k = what
-            eps = torch.finfo(torch.float32 if hierarchical else torch.float64).eps
+            name, k = what
+            eps = torch.finfo(torch.float32 if VARIANTS[name][1] else torch.float64).eps
             assert one["buckets"] >= 4, what
             assert one["same"], what
             if rank == 0:
@@ -226,10 +237,11 @@ def test_first_steps_are_plain_for_any_start_step() -> None:
                 assert (residual == 0) == (step < first)
 
 
-def void(rank: int, world: int) -> dict[Any, Any]:
+def void(rank: int, world: int, names: tuple[str, ...]) -> dict[str, Any]:
     """Give rank 1 what is not finite, in a matrix and then in a bias, and compare with a run without these steps."""
     found = {}
-    for alternate, hierarchical in itertools.product((False, True), (False, True)):
+    for name in names:
+        alternate, hierarchical = VARIANTS[name]
         arrived, ends = [], []
         for bad in (False, True):
             ddp, state = cases.make(small(alternate=alternate), hierarchical=hierarchical, find_unused_parameters=True)
@@ -251,7 +263,7 @@ def void(rank: int, world: int) -> dict[Any, Any]:
             ends.append((got, state.state_dict()))
             state.close()
         (want, wanted), (got, left) = ends
-        found[alternate, hierarchical] = {
+        found[name] = {
             "arrived": len(arrived) == 8 and all(arrived),
             "same bits": torch.equal(want, got),
             "same memory": same_state(wanted, left),
@@ -268,8 +280,10 @@ def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and len(a) > 0 and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_void_steps_leave_residuals_and_factors_alone() -> None:
-    for found in run_ranks(void, 4, per_host=2):
+@FEW
+def test_void_steps_leave_residuals_and_factors_alone(names: tuple[str, ...]) -> None:
+    for found in run_ranks(void, 4, names, per_host=2):
+        assert tuple(found) == names
         for what, one in found.items():
             # By turns, four void steps are an even number, so that the next factor is the same.
             assert one == {"arrived": True, "same bits": True, "same memory": True}, what

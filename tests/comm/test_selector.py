@@ -22,27 +22,27 @@ def same_on_all(found: list[dict[str, Any]]) -> dict[str, Any]:
     return found[0]
 
 
-@pytest.fixture(scope="module")
-def by_level(once: Once) -> dict[str, dict[str, Any]]:
-    return once("searches", lambda: {level: same_on_all(run_ranks(cases.real_search, 2, level)) for level in LEVELS})
+BETWEEN = ("reordered", "reduced")
+EACH_LEVEL = [pytest.param(level, marks=[pytest.mark.slow] if level in BETWEEN else []) for level in LEVELS]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_search_ends_and_considers_nothing_beyond_what_is_allowed(
-    by_level: dict[str, dict[str, Any]], level: str
-) -> None:
-    found = by_level[level]
-    assert found["settled"]
-    assert all(LEVELS.index(one) <= LEVELS.index(level) for one in found["levels"])
+@pytest.fixture
+def search(once: Once, level: str) -> dict[str, Any]:
+    return once(f"search {level}", lambda: same_on_all(run_ranks(cases.real_search, 2, level)))
+
+
+@pytest.mark.parametrize("level", EACH_LEVEL)
+def test_the_search_ends_and_considers_nothing_beyond_what_is_allowed(search: dict[str, Any], level: str) -> None:
+    assert search["settled"]
+    assert all(LEVELS.index(one) <= LEVELS.index(level) for one in search["levels"])
     wanted = {"exact": [], "reordered": [], "reduced": ["reduced"], "lossy": ["lossy", "reduced"]}
-    assert found["levels"] == wanted[level]  # one rank to a host: nothing to be summed there first
-    assert level in {"reduced", "lossy"} or found["steps"] == 1
+    assert search["levels"] == wanted[level]  # one rank to a host: nothing to be summed there first
+    assert level in {"reduced", "lossy"} or search["steps"] == 1
 
 
-def test_where_nothing_is_allowed_nothing_is_measured(by_level: dict[str, dict[str, Any]]) -> None:
-    for level in ("exact", "reordered"):
-        verdict = f"gradients: left as they are, allow={level!r} leaves nothing to choose"
-        assert by_level[level]["verdict"] == verdict
+@pytest.mark.parametrize("level", EACH_LEVEL[:2])
+def test_where_nothing_is_allowed_nothing_is_measured(search: dict[str, Any], level: str) -> None:
+    assert search["verdict"] == f"gradients: left as they are, allow={level!r} leaves nothing to choose"
 
 
 def test_one_rank_has_nothing_to_choose() -> None:

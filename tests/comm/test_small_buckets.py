@@ -129,7 +129,16 @@ def _left(layout: Layout, ranks: list[dict[str, Any]]) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+# Of each kind one by default, and what sends nothing or all of a bucket.
+VARIANTS = {
+    *("fp16", "int8, small blocks", "1-bit of all", "1-bit after a start", "1-bit twice with momentum"),
+    *("acp-sgd", "dgc", "dgc of all"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in VARIANTS else []) for name in COMPRESSORS]
+)
 def test_small_buckets_are_averaged(name: str) -> None:
     check(name, TOPOLOGIES[0], (True,))
 

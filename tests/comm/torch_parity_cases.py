@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +99,12 @@ def _train(ddp: DistributedDataParallel, rank: int) -> tuple[Tensor, float]:
     return flat([one.detach() for one in ddp.parameters()]), total / 10
 
 
-def checkpoints(rank: int, world: int) -> dict[str, dict[str, Any]]:
+def checkpoints(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Save to a file, load as tensors alone into new objects, go on: each compressor."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, compressor in COMPRESSORS.items():
-            whole, first, second = (_fresh(compressor()) for _ in range(3))
+        for name in names:
+            whole, first, second = (_fresh(COMPRESSORS[name]()) for _ in range(3))
             straight = [backward(whole[0], gradients(rank, step)) for step in range(5)]
             parts = [backward(first[0], gradients(rank, step)) for step in range(3)]
             path = Path(folder) / "comm.pt"

@@ -22,7 +22,11 @@ def watchdog() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=ENGINES, ids=lambda engine: f"{engine[0]}{engine[1]}")
+# One forked worker can't mix up an order, as two can: it is left to slow runs.
+_PARAMS = [pytest.param(engine, marks=[pytest.mark.slow] if engine == ("fork", 1) else []) for engine in ENGINES]
+
+
+@pytest.fixture(params=_PARAMS, ids=lambda engine: f"{engine[0]}{engine[1]}")
 def engine(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Return the arguments of a `ContinuousLoader` that make it use one engine."""
     return {"mode": request.param[0], "workers": request.param[1]}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
@@ -73,6 +73,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", DATASETS)
+@settings(max_examples=25)
 @given(indices=st.lists(st.integers(-20, 19).filter(lambda n: n % 20 != 13), min_size=1, max_size=6))
 def test_batches_are_those_of_a_dataloader(kind: str, indices: list[int]) -> None:
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 import sys
@@ -29,7 +30,7 @@ from tests.dataio.test_continuous import Silent
 
 LENGTH, SIZE = 14, 3
 # Of 600 to 1,500 lines that run in an epoch, one in so many: primes, to meet loops over batches at all phases.
-STRIDES = {"inline": 47, "auto": 53, "threads": 59, "fork": 307, "proxy": 311}
+STRIDES = {"inline": 101, "auto": 107, "threads": 127, "fork": 509, "proxy": 521}
 CLOSE = {"inline": 1, "auto": 1, "threads": 3, "fork": 17, "proxy": 17}
 
 
@@ -82,6 +83,7 @@ def _seed() -> None:
     np.random.seed(11)
 
 
+@functools.cache
 def plain_outcomes(own: bool) -> list[Any]:
     """Return what two more epochs yield when the plain loader's second one is left at any of its batches."""
     outcomes = []

@@ -17,18 +17,27 @@ from tests.dataio.numbers import ENGINES, Numbers, indices, run, same, saved_and
 # -- state -----------------------------------------------------------------------------------------------------------
 
 
+# By default from each to the loop's own thread, from there to each, and to its own kind.
+CHANGES = [
+    pytest.param(
+        first,
+        then,
+        marks=[] if ("inline", 1) in (first, then) or first == then != ("fork", 1) else pytest.mark.slow,
+        id=f"{first[0]}{first[1]}-then_{then[0]}{then[1]}",
+    )
+    for first in ENGINES
+    for then in ENGINES
+]
+
+
 @pytest.mark.parametrize("at", [0, 1, 7, 12, 13], ids=lambda at: f"after_{at}")
-@pytest.mark.parametrize(
-    "then",
-    [pytest.param(engine, marks=[pytest.mark.slow] if engine == ("fork", 1) else []) for engine in ENGINES],
-    ids=lambda engine: f"then_{engine[0]}{engine[1]}",
-)
-def test_going_on_in_the_middle_of_an_epoch(engine: dict[str, Any], then: tuple[str, int], at: int) -> None:
+@pytest.mark.parametrize(("first", "then"), CHANGES)
+def test_going_on_in_the_middle_of_an_epoch(first: tuple[str, int], then: tuple[str, int], at: int) -> None:
     def make() -> DataLoader[Any]:
         return DataLoader(Numbers(), 4, shuffle=True, generator=seeded())
 
     plain = run(make(), 4)
-    with ContinuousLoader(make(), **engine) as loader:
+    with ContinuousLoader(make(), mode=first[0], workers=first[1]) as loader:  # type: ignore[arg-type]
         run(loader, 1)
         batches = iter(loader)
         for _ in range(at):

@@ -78,9 +78,14 @@ def outcome(loader: Any, plain: DataLoader[Any], loop: Callable[[Any], Seen]) ->
     return seen, torch.get_rng_state().tolist(), own
 
 
+def _often(mode: str, own: str, length: int) -> bool:
+    """Whether a case is run by default: each loop with the global generator, and each generator with one length."""
+    return own == "global" or (mode not in ("fork", "proxy") and length == 9)
+
+
 # Processes are costly: with them one length, and not the order that needs no draws.
 CASES = [
-    (mode, loop, own, length)
+    pytest.param(mode, loop, own, length, marks=[] if _often(mode, own, length) else pytest.mark.slow)
     for mode in ("inline", "auto", "threads", "fork", "proxy")
     for loop in LOOPS
     for own in ("global", "loader", "sampler", "sequential")

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
@@ -48,6 +48,7 @@ def resumed(length: int, runs: list[tuple[int, int | None, int]], drop_last: boo
             yield [samples(batch) for batch in batches]
 
 
+@settings(max_examples=40)
 @given(LENGTHS, st.lists(RUN, max_size=4), st.tuples(st.integers(1, 4), st.integers(1, 6), st.just(1000)))
 @example(101, [(3, 4, 5), (2, 5, 3)], (2, 5, 1000))
 @example(101, [(3, 4, 5), (2, 5, 3)], (3, 4, 1000))
@@ -60,6 +61,7 @@ def test_each_sample_comes_however_often_the_ranks_change(
     assert len(seen) - length < max(ranks for ranks, _, _ in [*runs, last])  # repeats even out the last step's ranks
 
 
+@settings(max_examples=40)
 @given(LENGTHS, st.lists(RUN, max_size=4), st.tuples(st.integers(1, 4), st.integers(1, 6), st.just(1000)))
 def test_dropping_leaves_out_fewer_than_one_per_rank(
     length: int, runs: list[tuple[int, int | None, int]], last: tuple[int, int, int]

@@ -347,16 +347,26 @@ def test_cost_grows_as_the_work_does() -> None:
 
 
 # 2 images: one program per image, block and ground truth. 273 anchors: more than a block. G of 1 and 5, masked.
-@pytest.mark.parametrize("variant", ["yolox", "yolox-2021", "yolov7", "mmdet"])
-@pytest.mark.parametrize(("gts", "size"), [(1, 24), (5, 64), (3, 120)])
-def test_kernels_find_the_same(interpreted: None, variant: str, gts: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("gts", "size", "variant"),
+    [
+        pytest.param(gts, size, variant, marks=[] if variant in often else pytest.mark.slow)
+        for gts, size, often in ((1, 24, ("yolox-2021", "yolov7")), (5, 64, ("mmdet",)), (3, 120, ("yolox",)))
+        for variant in ("yolox", "yolox-2021", "yolov7", "mmdet")
+    ],
+)
+def test_kernels_find_the_same(interpreted: None, gts: int, size: int, variant: str) -> None:
     batch = with_candidates(scene(7, gts, size=size), variant)
     got = batch.assign(variant, check=False)
     assert excused(batch, got, variant) == 0
 
 
 @pytest.mark.parametrize(
-    "family", ["identical", "outside", "borders", "one anchor", "few anchors", "saturated", "specks"]
+    "family",
+    [
+        *("identical", "borders", "one anchor", "specks"),
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("outside", "few anchors", "saturated")),
+    ],
 )
 def test_kernels_on_hard_images(interpreted: None, family: str) -> None:
     batch = FAMILIES[family](4)
@@ -364,10 +374,10 @@ def test_kernels_on_hard_images(interpreted: None, family: str) -> None:
     assert excused(batch, batch.assign(variant), variant) == 0
 
 
-def test_kernels_break_ties_alike(interpreted: None) -> None:
-    for variant in ("yolox", "yolox-2021"):
-        batch = ties(1)
-        assert equal(batch.assign(variant), fixed(batch, variant))
+@pytest.mark.parametrize("variant", ["yolox", pytest.param("yolox-2021", marks=pytest.mark.slow)])
+def test_kernels_break_ties_alike(interpreted: None, variant: str) -> None:
+    batch = ties(1)
+    assert equal(batch.assign(variant), fixed(batch, variant))
 
 
 def test_kernels_read_half_precision_and_rows_of_an_output(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from accel.kernels import threshold as op
 from accel.kernels.threshold import Selected, at_least, block_maxima
 
 # Nothing; one; a block and its neighbours; a tile of 2,048 and its neighbours; several tiles with a rest.
-SIZES = [0, 1, 63, 64, 65, 2047, 2048, 2049, 9001]
+SIZES = [0, 1, 63, 64, 65, 2047, 2048, 2049, 4200]
 LEAST = [0.0, 1e-40, 1.0, 3.0, 100.0, torch.inf]  # everything; subnormal; a third; few; none; what is not finite
 
 
@@ -58,12 +58,12 @@ def test_maxima(size: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("with_maxima", [False, True], ids=["all read", "by maxima"])
-@pytest.mark.parametrize("least", LEAST)
 @pytest.mark.parametrize("size", SIZES)
-def test_all_that_are_there(size: int, least: float, with_maxima: bool, path: str) -> None:
+def test_all_that_are_there(size: int, with_maxima: bool, path: str) -> None:
     x = _values(size)
     maxima = block_maxima(x) if with_maxima else None
-    _check(at_least(x, torch.tensor(least), maxima=maxima), x, least, None)
+    for least in LEAST:
+        _check(at_least(x, torch.tensor(least), maxima=maxima), x, least, None)
 
 
 @pytest.mark.parametrize("with_maxima", [False, True], ids=["all read", "by maxima"])
@@ -71,7 +71,7 @@ def test_all_that_are_there(size: int, least: float, with_maxima: bool, path: st
     "room", [0, 1, 700, 2049, 12_000]
 )  # none; the first; within a tile; more than a tile; too many
 def test_any_size(room: int, with_maxima: bool, path: str) -> None:
-    for size in (0, 65, 9001):
+    for size in (0, 65, 4200):
         x = _values(size)
         for least in (0.0, 1.0, 100.0):
             maxima = block_maxima(x) if with_maxima else None

@@ -247,6 +247,7 @@ def test_hugging_face_gives_attentions_when_asked() -> None:
     torch.testing.assert_close(found.attentions[0], plain.attentions[0])
 
 
+@pytest.mark.slow  # by default test_window_modes.py compiles a fused model, and test_window_attention.py the operator
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
 def test_a_fused_model_compiles() -> None:
     model = randomised(MODELS["timm v1"](64, 4)).eval()

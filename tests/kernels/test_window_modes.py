@@ -33,6 +33,10 @@ def _one_thread() -> None:
 
 HOSTS = sorted(MODELS)
 HUGGING_FACE = ("Hugging Face v1", "Hugging Face v2")
+V2_ALONE = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name.endswith("v1") else []) for name in HUGGING_FACE]
+)
+"""By default: what there is to get wrong is in the class that both inherit from."""
 
 
 def small(name: str) -> nn.Module:
@@ -83,7 +87,14 @@ def test_a_mask_is_read_in_any_mode(name: str, made: str, monkeypatch: pytest.Mo
     same(run(module, x, mask), plain)
 
 
-@pytest.mark.parametrize("name", MODELS)
+# One of each library by default.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("timm v1", "torchvision v2", "Hugging Face v2") else pytest.mark.slow)
+        for name in MODELS
+    ],
+)
 @pytest.mark.filterwarnings("ignore")  # of the exporter's own
 def test_an_exported_model_runs_where_this_package_is_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_cpu(monkeypatch)
@@ -108,9 +119,7 @@ def test_a_traced_model_holds_the_librarys_operators(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name.endswith("v1") else []) for name in HUGGING_FACE]
-)
+@V2_ALONE
 def test_a_size_is_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There was a break in each layer, and each piece was compiled anew for another size."""
     serve_cpu(monkeypatch)
@@ -139,7 +148,7 @@ def test_a_mask_that_is_given_breaks_no_graph(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(module(x, mask), plain)
 
 
-@pytest.mark.parametrize("name", HUGGING_FACE)
+@V2_ALONE
 def test_nothing_is_kept_on_the_model_or_beside_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_cpu(monkeypatch)
     model = small(name)

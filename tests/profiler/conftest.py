@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from accel.profiler.clocks.recorder import Recorder
-from accel.profiler.phases import Measurement
+from accel.profiler.phases import Measurement, StepClock
+from tests.accel.loops import PlayedClock
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +19,14 @@ def _one_thread() -> None:
 
 
 @pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    made = Recorder()
+def clock() -> PlayedClock:
+    """Return what `recorder` reads: what sleeps by it takes time, and what the machine does takes none."""
+    return PlayedClock()
+
+
+@pytest.fixture
+def recorder(clock: PlayedClock) -> Iterator[Recorder]:
+    made = Recorder(StepClock(clock))
     made.start()
     yield made
     made.stop()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import pickle
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.phases import Measurement
+from tests.accel.loops import PlayedClock
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
@@ -64,7 +64,9 @@ def test_a_plain_iterator(recorder: Recorder, seen: list[Measurement]) -> None:
     assert all(m.phases["forward"] > 0 and m.phases["backward"] > 0 for m in seen[2:])
 
 
-def test_evaluation_between_steps_is_its_own_phase(recorder: Recorder, seen: list[Measurement]) -> None:
+def test_evaluation_between_steps_is_its_own_phase(
+    recorder: Recorder, seen: list[Measurement], clock: PlayedClock
+) -> None:
     model, optimizer, loader = parts()
     other = DataLoader(TensorDataset(torch.randn(8, 8)), batch_size=4)
 
@@ -72,7 +74,7 @@ def test_evaluation_between_steps_is_its_own_phase(recorder: Recorder, seen: lis
         with torch.no_grad():
             for (x,) in other:
                 model(x)
-                time.sleep(0.002)
+                clock.sleep(0.002)
 
     for _ in range(2):
         train(model, optimizer, loader, evaluate)
@@ -80,17 +82,19 @@ def test_evaluation_between_steps_is_its_own_phase(recorder: Recorder, seen: lis
     assert recorder.loader is loader
     assert {m.samples for m in seen[1:]} == {4}
     for measured in seen[3:]:
-        assert measured.phases["evaluation"] > 0.7 * 0.004
+        assert measured.phases["evaluation"] > 0.004
         assert measured.phases["evaluation"] > measured.phases["data"] + measured.phases["outside"]
 
 
-def test_what_follows_the_last_step_is_in_no_account(recorder: Recorder, seen: list[Measurement]) -> None:
+def test_what_follows_the_last_step_is_in_no_account(
+    recorder: Recorder, seen: list[Measurement], clock: PlayedClock
+) -> None:
     model, optimizer, loader = parts()
     recorder.deferred = True
     batches = iter(loader)
     for _ in range(8):
         train(model, optimizer, [next(batches)])
-    time.sleep(0.3)
+    clock.sleep(0.3)
     recorder.clock.enter("evaluation")
     recorder.catch_up()
 
@@ -144,11 +148,13 @@ def test_a_container_that_is_never_called_gives_way_to_its_children(
     assert seen[-1].phases["forward"] > 0
 
 
-def test_fetching_ahead_stands_outside_the_step(recorder: Recorder, seen: list[Measurement]) -> None:
+def test_fetching_ahead_stands_outside_the_step(
+    recorder: Recorder, seen: list[Measurement], clock: PlayedClock
+) -> None:
     model, optimizer, loader = parts()
 
     def slow(samples: Any) -> Any:
-        time.sleep(0.01)
+        clock.sleep(0.01)
         return torch.utils.data.default_collate(samples)
 
     loader.collate_fn = slow
@@ -166,7 +172,7 @@ def test_fetching_ahead_stands_outside_the_step(recorder: Recorder, seen: list[M
 
     assert got == [4] * 10  # no batch is lost or seen twice
     assert all(m.phases["data"] >= 0.01 for m in seen[1:5])
-    assert min(m.phases["data"] for m in seen[5:]) < 2e-3  # any of them may have had to wait for a core
+    assert max(m.phases["data"] for m in seen[5:]) < 2e-3
 
 
 def test_another_thread_s_loader_and_backward_pass_are_not_the_loop_s(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +16,18 @@ from accel.profiler import naming
 from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.evidence import Evidence
 from accel.profiler.phases import Measurement
+from tests.accel.loops import PlayedClock
 
 FORWARD_S = 0.003
+played = PlayedClock()
+"""What the recorder of the test reads, and forward passes take time by."""
 
 Form = tuple[list[nn.Parameter], Callable[[Tensor], Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _forward_takes_time(clock: PlayedClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "played", clock)
 
 
 class Methodical(nn.Module):
@@ -30,7 +38,7 @@ class Methodical(nn.Module):
         self.weight = nn.Parameter(torch.randn(8, 2))
 
     def loss(self, x: Tensor) -> Tensor:
-        time.sleep(FORWARD_S)
+        played.sleep(FORWARD_S)
         return (x @ self.weight).square().mean()
 
 
@@ -43,7 +51,7 @@ def by_parameter() -> Form:
     weight = nn.Parameter(torch.randn(8, 2))
 
     def loss(x: Tensor) -> Tensor:
-        time.sleep(FORWARD_S)
+        played.sleep(FORWARD_S)
         return (x @ weight).square().mean()
 
     return [weight], loss
@@ -58,7 +66,7 @@ def by_compiled_function() -> Form:
         return model(x).square().mean()
 
     def slow(x: Tensor) -> Tensor:
-        time.sleep(FORWARD_S)
+        played.sleep(FORWARD_S)
         return loss(x)
 
     return list(model.parameters()), slow
