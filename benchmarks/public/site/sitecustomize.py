@@ -1,28 +1,60 @@
-"""Read by Python as it starts, for plain and accelerated runs alike: lets torchvision import beside any torch."""
+"""Read by Python as it starts, for plain and accelerated runs alike: scripts without a seed get one.
+
+torchvision is let import beside any torch: see `benchmarks.suite.packages`, whose package imports all models.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import random
 import sys
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
-from pathlib import Path
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
-
-class _BeforeTorchvision(MetaPathFinder):
-    """See `benchmarks.suite.packages`, which is loaded alone: its package imports all models."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name != "torchvision":
-            return
-        sys.meta_path.remove(self)
-        place = Path(__file__).resolve().parents[2] / "suite" / "packages.py"
-        spec = importlib.util.spec_from_file_location("_packages", place)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules["_packages"] = packages = importlib.util.module_from_spec(spec)  # its operators stay with it
-        spec.loader.exec_module(packages)
-        packages.let_torchvision_import()
+_Execute = Callable[[ModuleType], None]
 
 
-sys.meta_path.insert(0, _BeforeTorchvision())
+def _seed_torch(execute: _Execute, module: ModuleType) -> None:
+    execute(module)
+    module.manual_seed(0)
+
+
+def _seed_numpy(execute: _Execute, module: ModuleType) -> None:
+    execute(module)
+    module.random.seed(0)
+
+
+def _let_import(execute: _Execute, module: ModuleType) -> None:
+    try:
+        execute(module)
+    except RuntimeError:  # its wheel is built for another torch: two operators have to be known
+        from torch.library import Library
+
+        library: Any = Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        execute(module)
+        module._library = library  # type: ignore[attr-defined]
+
+
+_AROUND = {"torch": _seed_torch, "numpy": _seed_numpy, "torchvision": _let_import}
+
+
+class _Around(MetaPathFinder):
+    """Runs a module's code inside one of the functions above."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in _AROUND:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+            loader.exec_module = lambda module: _AROUND[name](execute, module)
+        return spec
+
+
+random.seed(0)
+sys.meta_path.insert(0, _Around())
