@@ -57,18 +57,21 @@ class PublicScript:
 
 _EXAMPLES, _TUTORIAL = "pytorch/examples", "yunjey/pytorch-tutorial"
 _TUTORIALS = "tutorials/02-intermediate"
-_MNIST = {"data": data.mnist, "data_at": "../data"}
-_MNIST_ABOVE = {"data": data.mnist, "data_at": "../../data"}
+
+
+def _mnist(repo: str, script: str, *arguments: str, data_at: str = "../data") -> PublicScript:
+    return PublicScript(repo, script, arguments, data=data.mnist, data_at=data_at)
+
 
 SCRIPTS = {
-    "mnist": PublicScript(_EXAMPLES, "mnist/main.py", ("--epochs", "5", "--save-model"), **_MNIST),
-    "mnist_rnn": PublicScript(_EXAMPLES, "mnist_rnn/main.py", ("--epochs", "5", "--save-model"), **_MNIST),
-    "mnist_hogwild": PublicScript(_EXAMPLES, "mnist_hogwild/main.py", ("--epochs", "1"), **_MNIST),
-    "forward_forward": PublicScript(
-        _EXAMPLES, "mnist_forward_forward/main.py", ("--epochs", "60", "--train_size", "2000", "--save_model"), **_MNIST
+    "mnist": _mnist(_EXAMPLES, "mnist/main.py", "--epochs", "5", "--save-model"),
+    "mnist_rnn": _mnist(_EXAMPLES, "mnist_rnn/main.py", "--epochs", "5", "--save-model"),
+    "mnist_hogwild": _mnist(_EXAMPLES, "mnist_hogwild/main.py", "--epochs", "1"),
+    "forward_forward": _mnist(
+        _EXAMPLES, "mnist_forward_forward/main.py", "--epochs", "60", "--train_size", "2000", "--save_model"
     ),
-    "siamese": PublicScript(_EXAMPLES, "siamese_network/main.py", ("--epochs", "1", "--save-model"), **_MNIST),
-    "vae": PublicScript(_EXAMPLES, "vae/main.py", ("--epochs", "8"), **_MNIST),
+    "siamese": _mnist(_EXAMPLES, "siamese_network/main.py", "--epochs", "1", "--save-model"),
+    "vae": _mnist(_EXAMPLES, "vae/main.py", "--epochs", "8"),
     "word_language_model": PublicScript(
         _EXAMPLES,
         "word_language_model/main.py",
@@ -80,8 +83,8 @@ SCRIPTS = {
         _EXAMPLES, "time_sequence_prediction/train.py", ("--steps", "1"), before=("generate_sine_wave.py",)
     ),
     "regression": PublicScript(_EXAMPLES, "regression/main.py"),
-    "tutorial_cnn": PublicScript(_TUTORIAL, f"{_TUTORIALS}/convolutional_neural_network/main.py", **_MNIST_ABOVE),
-    "tutorial_rnn": PublicScript(_TUTORIAL, f"{_TUTORIALS}/recurrent_neural_network/main.py", **_MNIST_ABOVE),
+    "tutorial_cnn": _mnist(_TUTORIAL, f"{_TUTORIALS}/convolutional_neural_network/main.py", data_at="../../data"),
+    "tutorial_rnn": _mnist(_TUTORIAL, f"{_TUTORIALS}/recurrent_neural_network/main.py", data_at="../../data"),
     "nanogpt": PublicScript(
         "karpathy/nanoGPT",
         "train.py",
