@@ -28,7 +28,9 @@ from benchmarks import (
     length_balance,
     loaders,
     never_slower,
+    scaling,
     simota,
+    strategy_table,
 )
 from benchmarks.proof import figures_block, proof_block
 from benchmarks.record import ROOT, newest
@@ -49,7 +51,9 @@ BLOCKS = (
     Block("README.md", "proof", "never-slower-reordered", lambda _: proof_block(newest)),
     Block("docs/figures.md", "figures", "never-slower-reordered", lambda _: figures_block(newest)),
     Block("docs/controller.md", "table", "never-slower-reordered", never_slower.RECORD.block),
-    Block("docs/controller.md", "whole", "end-to-end", end_to_end.RECORD.block),
+    Block("docs/controller.md", "whole", "end-to-end", end_to_end.table_block),
+    Block("docs/strategies.md", "gains", "strategy-gains", strategy_table.table_block),
+    Block("docs/ranks.md", "scaling", "scaling", scaling.RECORD.block),
     Block("docs/profiler.md", "faults", "fault-matrix", fault_matrix.table_block),
     Block("docs/loader.md", "loaders", "loaders", loaders.RECORD.block),
     Block("docs/samplers.md", "lengths", "length-balance", length_balance.RECORD.block),
