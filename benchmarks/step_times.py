@@ -70,7 +70,7 @@ class Options(NamedTuple):
 
     turns: int = 6
     """Of each variant."""
-    seconds: float = 5.0
+    seconds: float = 4.0
     """Of all turns of a model together, about."""
     settle_s: float = 60.0
     """The longest that a variant may take until it is settled."""

@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--size", default="tiny", choices=["tiny", "full"], help="of the models")
     group.addoption("--data", default="synthetic", choices=["synthetic", "real"], help="real: decoded from files")
     group.addoption("--turns", default=6, type=int, help="of each variant, default 6; at least 2")
-    group.addoption("--seconds", default=5.0, type=float, help="of all turns of a model, default 5")
+    group.addoption("--seconds", default=4.0, type=float, help="of all turns of a model, default 4")
     group.addoption("--settle", default=60.0, type=float, help="longest search or compilation of a model, s")
     group.addoption("--slow", metavar="STRATEGY=SECONDS", help="slow a strategy down: the comparison must fail")
 
