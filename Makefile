@@ -20,7 +20,7 @@ workers = $(shell $(run) -c 'import xdist' 2>/dev/null && echo "-n auto --dist w
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test integrations slow lint bench gpu versions clean
+.PHONY: help demo test integrations suite slow lint bench gpu versions clean
 
 help: ## print this table
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ test: $(ready) ## the tests that need neither a GPU nor patience
 
 integrations: $(ready) ## the tests that train under frameworks: transformers, Lightning, Accelerate
 	$(run) -m pytest -q -m integration
+
+suite: $(ready) ## models of the suite, step by step: accel is not slower than plain
+	$(run) -m pytest -q -p benchmark benchmarks/suite
 
 slow: $(ready) ## the slow suites: several processes, shaped networks, long runs
 	$(run) -m pytest -m slow

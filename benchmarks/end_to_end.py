@@ -1,137 +1,262 @@
 """End to end: how many steps a whole process takes in the same time, plainly and with the one line.
 
-    python -m benchmarks.end_to_end [MODEL …] [--seconds 60] [--pairs 3] [--allow reordered] [--record]
+    python -m benchmarks.end_to_end [MODEL …] [--variant first --variant second] [--seconds 180] [--record]
 
-Each process begins with its imports and ends after so many seconds, so the search, its trials and the import of accel
-count against the speed-up. Plain and accelerated processes take turns: A B B A.
+Each process begins with its imports, so the search, its trials and the import of accel count against the speed-up. The
+second run finds what the first one remembered, as a script does that is started again; torch's compiled graphs are
+found again too. Processes take turns, two of them between two plain ones: A B C A. Each is compared with the plain ones
+on either side.
+
+To save time a process ends `--hold` seconds after its search, a plain one as long after its third step; the rest of
+`--seconds` is counted at its rate in those seconds (`benchmarks.whole_process`). `--hold 0` runs all to their end.
+
+With `--variant by_hand` the settings of `benchmarks/variants/recipes.py` are tried, and the rivals with their names.
+What is recorded of a model stays until the same is recorded anew, so that a recording may be made in parts.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
-import subprocess
-import sys
-import time
-from typing import Any
+import contextlib
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 import click
-import torch
 from rich.console import Console
 
-import accel
-from benchmarks.record import ROOT, Column, Record
-from benchmarks.render import SOURCE, Row
-from benchmarks.spread import ratio
-from benchmarks.suite import MODELS, Workload
+from benchmarks import strategy_table, whole_process
+from benchmarks.end_to_end_table import summary, table_block
+from benchmarks.record import Column, Record
+from benchmarks.render import Row
+from benchmarks.spread import extremes, geometric_mean
+from benchmarks.suite import MODELS
+from benchmarks.variants import VARIANTS, hand_tuned, variant
+from benchmarks.whole_process import Course, ProcessFailed
+
+__all__ = ["RECORD", "main", "table_block"]
 
 RECORD = Record(
     "end-to-end",
-    "steps of whole processes in the same time, accelerated ÷ plain, mean of interleaved pairs with 95 % interval",
+    "steps of whole processes in the same time ÷ those of the plain ones before and after, geometric mean",
     {
-        "model": Column("by its name", "model"),
-        "seconds": Column("of each process, its imports and the search included", "s", ":.0f"),
-        "plain_steps": Column("median steps of a plain process", "plain steps", ":.0f"),
-        "accel_steps": Column("median steps with the one line", "with accel", ":.0f"),
-        "ratio": Column("of steps", "more steps [95 %]", "{ratio:.2f}x [{low:.2f}, {high:.2f}]"),
-        "low": Column("of its 95 % interval"),
-        "high": Column("of its 95 % interval"),
-        "kept": Column(
-            "strategies that stayed, in the last process", "kept", lambda row: ", ".join(row["kept"]) or "-"
-        ),
+        "model": Column("by its name"),
+        "variant": Column('"first" and "second" run with accel, or a variant of benchmarks/variants'),
+        "allow": Column("of accel.optimize; empty without accel"),
+        "size": Column('"tiny" or "full"'),
+        "data": Column('"synthetic", in memory, or "real": decoded from files'),
+        "seconds": Column("of each process, its imports and the search included"),
+        "hold": Column("s that a process went on after its search; 0: to its end"),
+        "plain_steps": Column("mean steps of a plain process in that time"),
+        "steps": Column("mean steps of this one"),
+        "ratio": Column("of steps"),
+        "low": Column("least of the ratios to single plain processes"),
+        "high": Column("most of them"),
+        "start_s": Column("end of the first step, s"),
+        "measured_s": Column("length of the process, s"),
+        "loss_s": Column("when the loss was that of the plain one's end, s; none if it never was"),
+        "plain_loss_s": Column("when the plain one had it, s"),
+        "peak_mb": Column("most memory, MB"),
+        "plain_peak_mb": Column("of the plain one"),
+        "kept": Column("strategies that stayed, in the last process"),
+        "remembered": Column("what was taken over from an earlier run"),
     },
-    head=f"{SOURCE}. Steps of a whole process in the same time, with the search and all imports.",
-    key=("model", "seconds"),
+    key=("model", "variant"),
 )
+LEVELS = [name for name, chosen in VARIANTS.items() if chosen.allow]
+CHOICES = ("first", "second", "by_hand", *(name for name in VARIANTS if name != "plain"))
 
 
-def train(workload: Workload, until: float, allow: str | None) -> dict[str, Any]:
-    """Train until that time of `time.time`, and return the steps and what was kept.
+class Job(NamedTuple):
+    """What all processes of a comparison share."""
+
+    model: str
+    size: str
+    data: str
+    seconds: float
+    hold: float
+    allow: str
+
+    def arguments(self, hold: float | None = None) -> list[str]:
+        """Return the options of a process."""
+        hold = self.hold if hold is None else hold
+        return [f"--size={self.size}", f"--data={self.data}", f"--seconds={self.seconds}", f"--hold={hold}"]
+
+
+Run = Callable[[str, str, Sequence[str], dict[str, str]], Course]
+
+
+class Folders:
+    """Cache folders of the variants' processes: a first run finds an empty one, a second what the first has left."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._numbers = itertools.count()
+        self._folders: dict[str, Path] = {}
+
+    def fresh(self, variant: str) -> dict[str, str]:
+        """Return variables that name new folders, also for what comes later."""
+        self._folders[variant] = self._root / str(next(self._numbers))
+        return self.same(variant)
+
+    def same(self, variant: str) -> dict[str, str]:
+        """Return variables that name the folders of the last first run."""
+        folder = self._folders[variant]
+        names = {"ACCEL_CACHE": "accel", "TORCHINDUCTOR_CACHE_DIR": "inductor", "XDG_CACHE_HOME": "user"}
+        autotune = {"PYTORCH_AUTOTUNE_CACHE": str(folder / "autotune.json")}
+        return {**autotune, **{name: str(folder / part) for name, part in names.items()}}
+
+
+def expanded(chosen: Sequence[str], model: str) -> list[str]:
+    """Return the variants to run for a model, "by_hand" in its place as each list of settings."""
+    names = [name for choice in chosen for name in (hand_tuned(model) if choice == "by_hand" else [choice])]
+    if "second" in names:
+        names = [name for name in names if name != "first"]
+        names.insert(names.index("second"), "first")  # it leaves what the second one finds
+    return names
+
+
+def process(job: Job, name: str, folders: Folders, run: Run) -> Course:
+    """Run one variant in a process; one with a cache of its own a second time, as its user would."""
+    if name in ("first", "second"):
+        environ = folders.fresh("accel") if name == "first" else folders.same("accel")
+        return run(job.model, job.allow, job.arguments(), environ)
+    environ = folders.fresh(name)
+    if variant(name).caches and not variant(name).allow:
+        run(job.model, name, job.arguments(hold=min(job.hold, 2.0) or 2.0), environ)
+    return run(job.model, name, job.arguments(), environ)
+
+
+def compare(job: Job, names: Sequence[str], rounds: int, run: Run = whole_process.run) -> Iterator[tuple[Row, Course]]:
+    """Run the variants of a model in turns with plain processes; yield a row and the last course of each.
 
     Args:
-        workload: what to train.
-        until: when to stop.
-        allow: of `accel.optimize`; None trains plainly.
+        job: model, size and times.
+        names: of the variants, in order.
+        rounds: how often each is run.
+        run: starts a process and returns its course.
     """
-    model, loader, optimizer, loss, clip, beside = workload
-    if allow is not None:
-        model, loader, optimizer = accel.optimize(model, loader, optimizer, allow=allow, cache=False)
-    steps = 0
-    while time.time() < until:
-        for x, target in loader:
-            optimizer.zero_grad()
-            loss(model(x), target).backward()  # type: ignore[no-untyped-call]
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-            if beside is not None:
-                beside(target)
-            steps += 1
-            if time.time() >= until:
-                break
-    kept = [] if allow is None else [row.name for row in accel.explain(model).rows if row.status == "kept"]
-    return {"steps": steps, "kept": kept}
+    courses: dict[str, list[tuple[Course, tuple[Course, Course]]]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as root:
+        folders = Folders(Path(root))
+        before = process(job, "plain", folders, run)
+        for _ in range(rounds):
+            for pair in (names[index : index + 2] for index in range(0, len(names), 2)):
+                measured = []
+                for name in pair:
+                    with _reported(name):
+                        measured.append((name, process(job, name, folders, run)))
+                after = process(job, "plain", folders, run)
+                for name, course in measured:
+                    courses[name].append((course, (before, after)))
+                before = after
+    for name, measured_courses in courses.items():
+        if measured_courses:
+            yield row_of(job, name, measured_courses), measured_courses[-1][0]
 
 
-def in_a_process(name: str, seconds: float, allow: str | None) -> dict[str, Any]:
-    """Train for so many seconds in a process of its own, from its start."""
-    options = [f"--until={time.time() + seconds}", *([f"--allow={allow}"] if allow else ["--plain"])]
-    command = [sys.executable, "-m", "benchmarks.end_to_end", name, *options]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+@contextlib.contextmanager
+def _reported(name: str) -> Iterator[None]:
+    """A rival or a recipe that fails on a model is said and left out; accel must not fail."""
+    try:
+        yield
+    except ProcessFailed as error:
+        if name in ("first", "second"):
+            raise
+        lines = str(error).strip().splitlines()
+        click.echo(f"left out: {lines[0]} {lines[-1]}", err=True)
 
 
-def compare(name: str, seconds: float, pairs: int, allow: str) -> Row:
-    """Run plain and accelerated processes in turns."""
-    steps: dict[bool, list[int]] = {False: [], True: []}
-    kept: list[str] = []
-    for pair in range(pairs):
-        for accelerated in (False, True) if pair % 2 == 0 else (True, False):
-            found = in_a_process(name, seconds, allow if accelerated else None)
-            steps[accelerated].append(max(found["steps"], 1))
-            kept = found["kept"] if accelerated else kept
-    measured = ratio(*([[one] for one in steps[side]] for side in (True, False)))
+def row_of(job: Job, name: str, courses: Sequence[tuple[Course, tuple[Course, Course]]]) -> Row:
+    """Return the row of a variant: each of its courses with the plain ones around it."""
+    steps = [course.steps_in(job.seconds) for course, _ in courses]
+    plain_steps = [[plain.steps_in(job.seconds) for plain in around] for _, around in courses]
+    ratios = [own / plain for own, around in zip(steps, plain_steps, strict=True) for plain in around]
+    last, (before, after) = courses[-1]
     return {
-        "model": name,
-        "seconds": seconds,
-        "plain_steps": statistics.median(steps[False]),
-        "accel_steps": statistics.median(steps[True]),
-        "ratio": measured.value,
-        "low": measured.low,
-        "high": measured.high,
-        "kept": kept,
+        "model": job.model,
+        "variant": name,
+        "allow": job.allow if name in ("first", "second") else variant(name).allow,
+        "size": job.size,
+        "data": job.data,
+        "seconds": job.seconds,
+        "hold": job.hold,
+        "plain_steps": fmean(count for around in plain_steps for count in around),
+        "steps": fmean(steps),
+        "ratio": geometric_mean(ratios),
+        "low": extremes(ratios).low,
+        "high": extremes(ratios).high,
+        "start_s": fmean(course.ends_s[0] for course, _ in courses),
+        "measured_s": fmean(course.ends_s[-1] for course, _ in courses),
+        "loss_s": last.reached_s(after.loss()),
+        "plain_loss_s": after.reached_s(after.loss()),
+        "peak_mb": max(course.peak_mb for course, _ in courses),
+        "plain_peak_mb": max(before.peak_mb, after.peak_mb),
+        "kept": last.kept,
+        "remembered": last.remembered,
     }
+
+
+def recorded(record: Record, job: Job) -> Record:
+    """Return the record that holds a job's rows: means are over rows of one size, one kind of data and one `allow`."""
+    parts = [
+        part
+        for part, default in ((job.size, "tiny"), (job.data, "synthetic"), (job.allow, "reordered"))
+        if part != default
+    ]
+    return replace(record, name="-".join([record.name, *parts]))
+
+
+LINE = (
+    "{model:7} {variant:10} {plain_steps:6.0f} → {steps:6.0f} steps in {seconds:.0f} s, {ratio:.2f}x [{low:.2f}, "
+    "{high:.2f}], first step {start_s:.1f} s, {peak_mb:.0f} MB, kept {words}"
+)
 
 
 @click.command()
 @click.argument("models", nargs=-1, type=click.Choice(sorted(MODELS)))
-@click.option("--seconds", default=60.0, show_default=True, help="Of each process.")
-@click.option("--pairs", default=3, show_default=True, type=click.IntRange(2), help="Processes of each kind.")
-@click.option("--allow", default="reordered", show_default=True)
-@click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
-@click.option("--until", type=float, hidden=True)
-@click.option("--plain", is_flag=True, hidden=True)
+@click.option("--variant", "chosen", multiple=True, default=("first", "second"), type=click.Choice(CHOICES))
+@click.option("--seconds", default=180.0, show_default=True, help="Of each process.")
+@click.option("--hold", default=20.0, show_default=True, help="Seconds after the search; 0 for all.")
+@click.option("--rounds", default=1, show_default=True, type=click.IntRange(1), help="Processes of each variant.")
+@click.option("--allow", default="reordered", show_default=True, type=click.Choice(LEVELS), help="In runs with accel.")
+@click.option("--size", default="tiny", show_default=True, type=click.Choice(["tiny", "full"]))
+@click.option("--data", default="synthetic", show_default=True, type=click.Choice(["synthetic", "real"]))
+@click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/, after each model.")
 def main(
-    models: tuple[str, ...], seconds: float, pairs: int, allow: str, record: bool, until: float | None, plain: bool
+    models: tuple[str, ...],
+    chosen: tuple[str, ...],
+    seconds: float,
+    hold: float,
+    rounds: int,
+    allow: str,
+    size: str,
+    data: str,
+    record: bool,
 ) -> None:
     """Compare whole processes that train MODELS (default: all)."""
-    if until is not None:  # one of the processes
-        torch.manual_seed(0)
-        click.echo(json.dumps(train(MODELS[models[0]]("tiny"), until, None if plain else allow)))
-        return
     console = Console(highlight=False, soft_wrap=True)
-    rows = []
-    for name in models or MODELS:
-        rows.append(compare(name, seconds, pairs, allow))
-        line = "{model:6} {plain_steps:6.0f} → {accel_steps:6.0f} steps in {seconds:.0f} s, {ratio:.2f}x "
-        console.print(
-            (line + "[{low:.2f}, {high:.2f}], kept {words}").format_map(
-                {**rows[-1], "words": ", ".join(rows[-1]["kept"]) or "nothing"}
-            )
-        )
-    if record:
-        RECORD.write(rows)
+    rows: list[Row] = []
+    for name in chosen:
+        if name in VARIANTS and (reason := VARIANTS[name].why_not()):
+            console.print(f"left out: {name}: {reason}")
+    available = [name for name in chosen if name not in VARIANTS or not VARIANTS[name].why_not()]
+    for model in models or MODELS:
+        job = Job(model, size, data, seconds, hold, allow)
+        measured = list(compare(job, expanded(available, model), rounds))
+        for row, _ in measured:
+            console.print(LINE.format_map({**row, "words": ", ".join(row["kept"]) or "nothing"}))
+        rows += [row for row, _ in measured]
+        if record:
+            recorded(RECORD, job).write([row for row, _ in measured])
+            strategies = [each for row, course in measured for each in strategy_table.rows_of(row, course.rows)]
+            if strategies:
+                recorded(strategy_table.RECORD, job).write(strategies)
+    for line in summary(rows):
+        console.print(line)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,10 @@ class Turn:
         self._away += self._clock() - began
         self._mark = self.now()
 
+    def is_over(self) -> bool:
+        """True if no more steps are wanted of what is trained now; `wait` then waits for what comes next."""
+        return self._left == 0
+
     def now(self) -> float:
         """Return seconds on a clock that stands while others have the turn."""
         return self._clock() - self._away
@@ -94,6 +98,12 @@ class Racer:
         self.info = info
         self.turns.append(payload)
         return list(payload)
+
+    def leave(self) -> None:
+        """End what is trained now: the child sees `Turn.is_over`, and may wait for a turn with something else."""
+        self.turns, self.info = [], None
+        if not self.done:
+            self.pipe.send(0)
 
 
 @contextlib.contextmanager

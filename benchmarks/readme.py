@@ -29,7 +29,9 @@ from benchmarks import (
     loaders,
     never_slower,
     public_scripts,
+    scaling,
     simota,
+    strategy_table,
 )
 from benchmarks.proof import figures_block, proof_block
 from benchmarks.record import ROOT, newest
@@ -51,7 +53,9 @@ BLOCKS = (
     Block("docs/figures.md", "scripts", "public-scripts", public_scripts.RECORD.block),
     Block("docs/figures.md", "figures", "never-slower-reordered", lambda _: figures_block(newest)),
     Block("docs/controller.md", "table", "never-slower-reordered", never_slower.RECORD.block),
-    Block("docs/controller.md", "whole", "end-to-end", end_to_end.RECORD.block),
+    Block("docs/controller.md", "whole", "end-to-end", end_to_end.table_block),
+    Block("docs/strategies.md", "gains", "strategy-gains", strategy_table.table_block),
+    Block("docs/ranks.md", "scaling", "scaling", scaling.RECORD.block),
     Block("docs/profiler.md", "faults", "fault-matrix", fault_matrix.table_block),
     Block("docs/loader.md", "loaders", "loaders", loaders.RECORD.block),
     Block("docs/samplers.md", "lengths", "length-balance", length_balance.RECORD.block),

@@ -62,11 +62,14 @@ class Record:
     rows_name: str = "rows"
 
     def rows(self) -> list[Row]:
-        """Return the rows that were recorded last; those of another day have its date."""
+        """Return the rows that were recorded last; those of another day have its date.
+
+        Rows without a column of the key are of an earlier version, and left out: nothing would ever replace them.
+        """
         result = newest(self.name)
         if result is None:
             return []
-        own: list[Row] = result[self.rows_name]
+        own: list[Row] = [row for row in result[self.rows_name] if all(name in row for name in self.key)]
         return own if result["date"] == _today() else [{"date": result["date"], **row} for row in own]
 
     def write(self, rows: Sequence[Row], command: str = "", **figures: Any) -> None:

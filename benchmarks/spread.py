@@ -53,6 +53,17 @@ def _quantiles(values: Sequence[float], parts: int) -> Spread:
     return Spread(statistics.median(values), cuts[0], cuts[-1])
 
 
+def geometric_mean(values: Sequence[float]) -> float:
+    """Return the geometric mean of ratios, which is the same whichever way round they are taken.
+
+    Raises:
+        ValueError: if there is none, or one is not above 0.
+    """
+    if not values or min(values) <= 0:
+        raise ValueError(f"values must be at least one ratio above 0. Found: {list(values)}")
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
 def ratios(slow: Sequence[float], fast: Sequence[float]) -> list[float]:
     """Return slow ÷ fast, round by round."""
     return [a / b for a, b in zip(slow, fast, strict=True)]

@@ -119,6 +119,8 @@ class Controller(Experiments):
                 yield from self._recall()
                 if self._regime_changed:
                     return
+            if self._replay is not None:  # it measures nothing that a crowded machine could hide
+                break
             if not _is_crowded(result.diagnosis) or self._only_losers_are_left():
                 break
             if waits == self._pace.crowded_looks:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from functools import partial
 
-from benchmarks.suite import bert, cnn, fcos3d, gan, gpt, lstm, ncf, resnet, swin, unet, vgg, vit, yolox
-from benchmarks.suite.workload import Size, Workload
+from benchmarks.suite.workload import Size, Workload, train_step
+
+
+def _make(name: str, size: Size) -> Workload:
+    # Imported when it is made: a process that trains one model shall not pay for the imports of others.
+    workload: Workload = importlib.import_module(f"benchmarks.suite.{name}").make(size)
+    return workload
+
 
 MODELS: dict[str, Callable[[Size], Workload]] = {
-    "cnn": cnn.make,
-    "resnet": resnet.make,
-    "vgg": vgg.make,
-    "vit": vit.make,
-    "swin": swin.make,
-    "unet": unet.make,
-    "yolox": yolox.make,
-    "fcos3d": fcos3d.make,
-    "gan": gan.make,
-    "bert": bert.make,
-    "gpt": gpt.make,
-    "lstm": lstm.make,
-    "ncf": ncf.make,
+    name: partial(_make, name)
+    for name in (
+        *("cnn", "resnet", "vgg", "vit", "swin", "unet", "yolox", "fcos3d", "gan"),
+        *("bert", "gpt", "lstm", "ncf"),
+    )
 }
 
-__all__ = ["MODELS", "Size", "Workload"]
+__all__ = ["MODELS", "Size", "Workload", "train_step"]

@@ -1,10 +1,11 @@
-"""What a model of the suite is: all that a training loop needs, at one of two sizes."""
+"""What a model of the suite is: all that a training loop needs, at one of two sizes, and one step of that loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,3 +26,18 @@ class Workload(NamedTuple):
     """Norm that gradients are clipped to."""
     beside: Callable[[Any], None] | None = None
     """What a step does after the update, given its target: a GAN trains its discriminator."""
+    backward: Callable[[Tensor], Any] = torch.Tensor.backward
+    """Runs the backward pass of a loss; frameworks have their own."""
+
+
+def train_step(workload: Workload, x: Any, target: Any) -> Tensor:
+    """Train on one batch and return its loss."""
+    workload.optimizer.zero_grad()
+    loss = workload.loss(workload.model(x), target)
+    workload.backward(loss)
+    if workload.clip is not None:
+        torch.nn.utils.clip_grad_norm_(workload.model.parameters(), workload.clip)
+    workload.optimizer.step()
+    if workload.beside is not None:
+        workload.beside(target)
+    return loss.detach()

@@ -457,6 +457,16 @@ def test_a_replayed_plan_is_switched_on_without_a_trial() -> None:
     assert controller.search_steps == 0
 
 
+def test_a_replayed_plan_does_not_wait_for_a_quiet_machine() -> None:
+    machine = Machine(speed={"good": 1.5}, thread=lambda step: CROWDED)
+
+    controller = simulate([candidate("good")], machine, replay={"good": None}, pace=FAST)
+
+    assert list(controller.plan) == ["good"]
+    assert not controller.events
+    assert machine.step < FAST.recheck
+
+
 def test_a_strategy_that_does_not_apply_says_why() -> None:
     broken = replace(candidate("broken"), refusal=lambda: 1 / 0)  # type: ignore[arg-type,return-value]
     absent = replace(candidate("absent"), refusal=lambda: "it needs a CUDA device")

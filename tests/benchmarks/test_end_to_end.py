@@ -1,17 +1,25 @@
-"""Whole processes against each other: models of the suite train, and turns are A B B A."""
+"""Whole processes against each other: what a shorter one would have done, turns, and what the rows say together."""
 
 from __future__ import annotations
 
+import json
 import math
-import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
-from benchmarks import end_to_end
-from benchmarks.end_to_end import compare, in_a_process, train
-from benchmarks.suite import MODELS
+from benchmarks import end_to_end, record, whole_process
+from benchmarks.end_to_end import Job, compare, expanded
+from benchmarks.end_to_end_table import grouped, summary, table_block
+from benchmarks.strategy_table import rows_of
+from benchmarks.strategy_table import table_block as gains_block
+from benchmarks.suite import MODELS, train_step
+from benchmarks.variants import BY_HAND
+from benchmarks.whole_process import Course, ProcessFailed, Stop
 
 # By default those with what the others lack: a discriminator beside, clipping, targets that are assigned.
 FEW = {"gan", "lstm", "fcos3d", "ncf"}
@@ -20,46 +28,218 @@ FEW = {"gan", "lstm", "fcos3d", "ncf"}
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in MODELS])
 def test_a_model_learns_by_heart(name: str) -> None:
     torch.manual_seed(0)
-    model, loader, optimizer, loss, clip, beside = MODELS[name]("tiny")
-    x, target = next(iter(loader))
-    losses = []
-    for _ in range(6):
-        optimizer.zero_grad()
-        value = loss(model(x), target)
-        value.backward()  # type: ignore[no-untyped-call]
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        if beside is not None:
-            beside(target)
-        losses.append(value.item())
+    workload = MODELS[name]("tiny")
+    x, target = next(iter(workload.loader))
+    losses = [train_step(workload, x, target).item() for _ in range(6)]
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0]
 
 
-def test_training_ends_in_time_with_its_steps() -> None:
-    found = train(MODELS["ncf"]("tiny"), time.time() + 0.5, None)
-    assert found["steps"] > 0
-    assert found["kept"] == []
+def course(start_s: float, step_s: float, steps: int, held_s: float = 0.0, **more: Any) -> Course:
+    """Return the course of a process whose first step ends at `start_s`; its loss falls by one a step."""
+    ends_s = [start_s + step_s * number for number in range(steps)]
+    return Course(ends_s, [float(steps - number) for number in range(steps)], held_s, **more)
 
 
-def test_pairs_go_a_b_b_a_and_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str | None] = []
+# One process
 
-    def process(name: str, seconds: float, allow: str | None) -> dict[str, Any]:
-        ran.append(allow)
-        steps = 100 + len(ran)
-        return {"steps": 2 * steps, "kept": ["fused_optimizer"]} if allow else {"steps": steps, "kept": []}
 
-    monkeypatch.setattr(end_to_end, "in_a_process", process)
-    row = compare("ncf", 60, 4, "exact")
-    assert ran == [None, "exact", "exact", None, None, "exact", "exact", None]
-    assert row["low"] <= row["ratio"] <= row["high"]
-    assert row["ratio"] == pytest.approx(2, rel=0.02)
-    assert row["kept"] == ["fused_optimizer"]
+def test_a_process_that_ended_early_goes_on_at_its_rate() -> None:
+    ended = course(5.0, 0.5, 41, held_s=10.0)  # until 25 s
+    assert ended.rate() == pytest.approx(2.0)
+    assert ended.steps_in(25.0) == 41
+    assert ended.steps_in(180.0) == pytest.approx(41 + 155 * 2)
+    assert ended.steps_in(10.0) == 11  # none of those that came later
+
+
+def test_the_rate_is_that_after_the_search_not_in_it() -> None:
+    slow, fast = [2.0 * number for number in range(1, 11)], [20 + 0.1 * number for number in range(1, 101)]
+    assert Course([*slow, *fast], [0.0] * 110, held_s=9.9).rate() == pytest.approx(10.0)
+    # A search that never ended: the second half stands for it.
+    assert Course(slow, [0.0] * 10).rate() == pytest.approx(0.5)
+    assert Course([1.0, 3.0], [0.0] * 2, held_s=0.1).rate() == pytest.approx(0.5)
+
+
+def test_a_loss_is_reached_by_the_mean_of_some_steps() -> None:
+    falling = course(1.0, 1.0, 40)  # 40, 39, …: the mean of 20 falls from 30.5
+    assert falling.loss() == pytest.approx(10.5)
+    assert falling.reached_s(30.5) == 20.0
+    assert falling.reached_s(29.0) == 22.0
+    assert falling.reached_s(1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("hold_s", "is_over", "ended"),
+    [
+        (5.0, None, (8, 7.0)),
+        (0.0, None, (101, 100.0)),
+        (5.0, lambda: True, (7, 6.0)),
+        (5.0, lambda: False, (101, 100.0)),
+    ],
+    ids=["after the third step", "to the end", "after the search", "a search without an end"],
+)
+def test_a_process_ends_in_time_or_after_its_search(
+    hold_s: float, is_over: Callable[[], bool] | None, ended: tuple[int, float]
+) -> None:
+    stop = Stop(100.0, hold_s, is_over)
+    assert next((steps, now) for steps in range(1, 500) if stop(steps, now := float(steps - 1))) == ended
+
+
+def test_a_rate_needs_two_steps() -> None:
+    stop = Stop(1.0, 0.0, None)
+    assert not stop(1, 30.0)
+    assert stop(2, 60.0)
+
+
+# Turns
+
+
+class Processes:
+    """Stands in for processes: each variant has a step time; notes what was asked for."""
+
+    def __init__(self, step_s: dict[str, float], failing: Sequence[str] = ()) -> None:
+        self.step_s, self.failing = step_s, failing
+        self.ran: list[str] = []
+        self.accel_folders: list[str] = []
+        self.holds: list[str] = []
+
+    def __call__(self, model: str, name: str, arguments: Sequence[str], environ: dict[str, str]) -> Course:
+        self.ran.append(name)
+        self.accel_folders.append(environ["ACCEL_CACHE"])
+        self.holds.append(arguments[-1])
+        if name in self.failing:
+            raise ProcessFailed(f"{model}, {name}, ended with 1:\nRuntimeError: no")
+        rows = [{"name": "allocator", "status": "kept", "setting": "", "gain": 1.5, "gain_low": 1.4, "gain_high": 1.6}]
+        return course(4.0, self.step_s[name], 100, held_s=1.0, rows=rows if name == "reordered" else [])
+
+
+JOB = Job("ncf", "tiny", "synthetic", 180.0, 20.0, "reordered")
+
+
+def test_the_second_run_has_the_folder_of_the_first_and_plain_ones_lie_around() -> None:
+    processes = Processes({"plain": 0.2, "reordered": 0.1})
+    rows = {row["variant"]: row for row, _ in compare(JOB, ["first", "second"], 2, processes)}
+    assert processes.ran == ["plain", "reordered", "reordered", "plain", "reordered", "reordered", "plain"]
+    folders = processes.accel_folders
+    assert folders[1] == folders[2] != folders[4] == folders[5]
+    assert list(rows) == ["first", "second"]
+    assert rows["second"]["ratio"] == pytest.approx(2, rel=0.05)
+    assert rows["second"]["low"] <= rows["second"]["ratio"] <= rows["second"]["high"]
+    assert rows["second"]["kept"] == ["allocator"]
+
+
+def test_a_variant_with_a_cache_runs_once_before_and_a_rival_may_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    processes = Processes({"plain": 0.2, "compile": 0.1, "fabric": 0.2, "accelerate": 0.2}, failing=["fabric"])
+    rows = [row for row, _ in compare(JOB, ["compile", "fabric", "accelerate"], 1, processes)]
+    assert processes.ran == ["plain", "compile", "compile", "fabric", "plain", "accelerate", "plain"]
+    assert processes.holds[1:3] == ["--hold=2.0", "--hold=20.0"]
+    assert [row["variant"] for row in rows] == ["compile", "accelerate"]
+    assert capsys.readouterr().err == "left out: ncf, fabric, ended with 1: RuntimeError: no\n"
+
+
+def test_accel_must_not_fail() -> None:
+    with pytest.raises(ProcessFailed, match="ncf, reordered"):
+        list(compare(JOB, ["first"], 1, Processes({"plain": 0.2}, failing=["reordered"])))
+
+
+def test_the_first_run_comes_before_the_second_and_recipes_in_their_place() -> None:
+    assert expanded(["second"], "cnn") == ["first", "second"]
+    assert expanded(["second", "first"], "cnn")[0] == "first"
+    by_hand = expanded(["by_hand", "compile"], "vit")
+    assert by_hand == [f"{BY_HAND}allocator, fused", f"{BY_HAND}allocator, fused, compile", "compile"]
+
+
+# Rows
+
+
+def row(model: str, variant: str, ratio: float) -> dict[str, Any]:
+    (measured, _) = next(
+        iter(compare(JOB._replace(model=model), ["fabric"], 1, Processes({"plain": 0.2, "fabric": 0.2})))
+    )
+    return {**measured, "variant": variant, "ratio": ratio, "low": ratio, "high": ratio}
+
+
+ROWS = [
+    row("ncf", "first", 2.0),
+    row("ncf", "second", 4.0),
+    row("ncf", "by hand: allocator", 1.0),
+    row("ncf", "by hand: fused", 5.0),
+    row("ncf", "fabric", 0.9),
+    row("cnn", "first", 0.5),
+    row("cnn", "second", 1.0),
+    row("cnn", "compile", 1.25),
+]
+
+
+def test_the_rows_say_together_what_accel_is_held_to() -> None:
+    first, second, hand, against_hand, against_rival = summary(ROWS)
+    assert first == "first run: geometric mean 1.00x over 2 models, least cnn 0.50x, below 0.98: cnn"
+    assert second == "second run: geometric mean 2.00x over 2 models, least cnn 1.00x, below 0.98: none"
+    assert hand == "tuned by hand: geometric mean 5.00x over 1 models, least ncf 5.00x, below 0.98: none"
+    assert "geometric mean 0.80" in against_hand
+    assert "behind: ncf 0.80" in against_hand
+    assert "at least as fast on 50% of 2 models" in against_rival
+    assert "behind: cnn 0.80" in against_rival
+
+
+def test_the_best_recipe_and_the_best_rival_stand_beside_accel() -> None:
+    ncf, cnn = grouped(ROWS)
+    assert ncf["hand"]["variant"] == "by hand: fused"
+    assert cnn["rival"]["variant"] == "compile"
+    assert "hand" not in cnn
+    result = {"command": "c", "date": "d", "machine": "m", "torch": "t", "rows": ROWS}
+    block = table_block(result)
+    assert "5.00x [5.00, 5.00], fused" in block
+    assert "A process ended 20 s after its search" in block
+    old = {"model": "lstm", "seconds": 30.0, "plain_steps": 169, "ratio": 1.0, "low": 0.9, "high": 1.1, "kept": []}
+    assert "| lstm | 30 | 169 | 1.00x [0.90, 1.10] | | |" in table_block({**result, "rows": [old]})
+
+
+def test_strategies_stand_in_a_table_with_what_they_won_and_lost() -> None:
+    process = {"model": "ncf", "variant": "first", "allow": "reordered", "size": "tiny", "data": "synthetic"}
+    gains = {"gain_low": 1.0, "gain_high": 2.0, "setting": ""}
+    report = [
+        {"name": "allocator", "status": "kept", "gain": 1.5, **gains},
+        {"name": "torch_compile", "status": "undone", "gain": 0.8, **gains},
+        {"name": "intraop_threads", "status": "refused", "gain": 1.0, **gains},
+        {"name": "tf32", "status": "not applicable", "gain": None, **gains},
+    ]
+    rows = [*rows_of(process, report), *rows_of({**process, "model": "cnn"}, report[:1])]
+    rows += rows_of({**process, "variant": "second"}, report)
+    lines = gains_block({"command": "c", "date": "d", "machine": "m", "torch": "t", "rows": rows}).splitlines()[2:]
+    assert lines[0] == "| strategy | kept | mean where kept | ncf | cnn |"
+    assert lines[2:] == [
+        "| `allocator` | 2 of 2 | 1.50x | **1.50x** | **1.50x** |",
+        "| `intraop_threads` | 0 of 1 | | 1.00x ? | |",
+        "| `torch_compile` | 0 of 1 | | 0.80x | |",
+    ]
+
+
+def test_a_recording_may_be_made_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
+    processes = Processes({"plain": 0.2, "reordered": 0.1, "accelerate": 0.4})
+    # What an earlier version recorded has no variant, and no new row would ever replace it.
+    record.save("end-to-end", {"date": "2020-01-01", "rows": [{"model": "ncf", "seconds": 180.0, "ratio": 3.0}]})
+    compare_by_default = end_to_end.compare
+    monkeypatch.setattr(end_to_end, "compare", lambda *arguments: compare_by_default(*arguments, processes))
+    for arguments in (["cnn", "ncf"], ["ncf", "--variant", "accelerate"], ["cnn"]):
+        done = CliRunner().invoke(end_to_end.main, [*arguments, "--record"], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    (path,) = tmp_path.glob("end-to-end-*")
+    rows = json.loads(path.read_text())["rows"]
+    keys = [("ncf", "first"), ("ncf", "second"), ("ncf", "accelerate"), ("cnn", "first"), ("cnn", "second")]
+    assert [(row["model"], row["variant"]) for row in rows] == keys
+    assert rows[2]["ratio"] == pytest.approx(0.5, rel=0.05)
+    (gains,) = tmp_path.glob("strategy-gains-*")
+    assert {row["strategy"] for row in json.loads(gains.read_text())["rows"]} == {"allocator"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("allow", [None, "reordered"])
-def test_a_process_of_its_own(allow: str | None) -> None:
-    assert in_a_process("ncf", 15, allow)["steps"] > 5
+@pytest.mark.parametrize("name", ["plain", "reordered", "by hand: allocator, fused", "accelerate", "fabric"])
+def test_a_process_of_its_own(name: str, tmp_path: Path) -> None:
+    environ = {"ACCEL_CACHE": str(tmp_path)}
+    ran = whole_process.run("ncf", name, ["--seconds=60", "--hold=1"], environ)
+    assert len(ran.ends_s) == len(ran.losses) > 5
+    assert ran.steps_in(1000) > len(ran.ends_s)
+    assert ran.peak_mb > 50
+    assert bool(ran.rows) == (name == "reordered")

@@ -1,0 +1,130 @@
+"""Step times of the suite in turns: who is slower, what is measured twice, and that a slowed strategy is noticed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from accel.strategies.allocator import Allocator
+from benchmarks.step_times import Options, Slowed, Steps, against_plain, measure, settle, slower
+from benchmarks.suite.conftest import slowed
+from tests.test_layout import ROOT
+
+
+class Played:
+    """A variant whose steps take what its list says: each turn the next entry, the last one for ever."""
+
+    def __init__(self, *step_s: float, settles_after: int = 1, failed: str = "") -> None:
+        self.step_s, self.settles_after, self.failed = list(step_s), settles_after, failed
+        self.steps: list[int] = []
+        self.left = 0
+
+    @property
+    def info(self) -> Any:
+        if self.failed:
+            return {"failed": self.failed}
+        return {"over": len(self.steps) >= self.settles_after, "loss": 0.5, "kept": ["allocator"]}
+
+    def run(self, steps: int) -> list[float]:
+        self.steps.append(steps)
+        seconds = self.step_s.pop(0) if len(self.step_s) > 1 else self.step_s[0]
+        return [seconds * (1.0 + 0.001 * (len(self.steps) % 3))] * steps
+
+    def leave(self) -> None:
+        self.left += 1
+
+
+OPTIONS = Options(turns=6, seconds=2.4, settle_s=10.0)
+
+
+def test_all_variants_take_turns_of_about_as_many_seconds() -> None:
+    players = {"plain": Played(0.02), "planned": Played(0.01, settles_after=3)}
+    results = measure(players, OPTIONS, ["planned"])
+    assert players["plain"].steps == [4, *[10] * 6]
+    assert players["planned"].steps == [4, 5, 5, *[20] * 6]
+    assert [player.left for player in players.values()] == [1, 1]
+    assert results["planned"].facts == {"loss": 0.5, "kept": ["allocator"]}
+    assert against_plain(results, "planned").value == pytest.approx(0.5, rel=0.01)
+    assert not slower(results, "planned")
+    assert len(results["planned"].times_s) == 6 * 18
+
+
+def test_a_slower_variant_is_measured_twice_and_then_fails() -> None:
+    players = {"plain": Played(0.02), "planned": Played(0.03)}
+    results = measure(players, OPTIONS, ["planned"])
+    assert len(players["planned"].steps) == 1 + 2 * 6
+    assert slower(results, "planned")
+    assert str(against_plain(results, "planned")).startswith("1.50x")
+
+
+def test_a_machine_that_was_busy_for_a_moment_condemns_nothing() -> None:
+    players = {"plain": Played(0.02), "planned": Played(0.02, *[0.03] * 6, 0.02)}
+    results = measure(players, OPTIONS, ["planned"])
+    assert len(players["planned"].steps) == 1 + 2 * 6
+    assert not slower(results, "planned")
+
+
+@pytest.mark.parametrize(
+    ("own", "verdict"),
+    [
+        ([1.015, 1.015, 1.014, 1.016], False),  # within the limit
+        ([1.30, 0.85, 1.25, 0.95], False),  # nothing is certain
+        ([1.06, 1.05, 1.07, 1.06], True),
+        ([0.90, 0.91, 0.90, 0.89], False),
+    ],
+    ids=["limit", "noise", "slower", "faster"],
+)
+def test_slower_is_beyond_the_limit_and_the_interval(own: list[float], verdict: bool) -> None:
+    results = {"plain": Steps([[1.0]] * 4), "planned": Steps([[value] for value in own])}
+    assert slower(results, "planned") is verdict
+
+
+def test_what_fails_is_left_out_and_the_others_go_on() -> None:
+    players = {"plain": Played(0.02), "fabric": Played(0.02, failed="RuntimeError: no"), "planned": Played(0.02)}
+    results = measure(players, OPTIONS, ["planned", "fabric"])
+    assert players["fabric"].steps == [4]
+    assert results["fabric"].failed == "RuntimeError: no"
+    assert len(results["planned"].turns) == len(results["plain"].turns) == 6
+    assert all(player.left == 1 for player in players.values())
+    assert not slower(results, "fabric")
+
+
+def test_a_search_without_an_end_is_cut_off() -> None:
+    endless = Played(0.5, settles_after=10**6)
+    assert settle(endless, limit_s=10.0).settle_s == pytest.approx(10.0, abs=3.0)
+
+
+def test_a_strategy_is_slow_on_purpose_only_while_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    for name in ("enable", "disable"):  # both are put back after the test
+        monkeypatch.setattr(Allocator, name, lambda *_: None)
+    slow, strategy = Slowed("allocator", 0.5), Allocator()
+    run: Any = None
+    slow.wait()
+    strategy.enable(run, None)
+    slow.wait()
+    strategy.disable(run)
+    slow.wait()
+    assert waited == [0.5]
+
+
+def test_what_is_slowed_is_read_from_the_command_line() -> None:
+    assert slowed(None) is None
+    assert slowed("allocator=0.05") == ("allocator", 0.05)
+    with pytest.raises(pytest.UsageError, match=r"must be STRATEGY=SECONDS.*Found: allocator"):
+        slowed("allocator")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "status"), [([], 0), (["--slow=allocator=1", "--turns=4"], 1)], ids=["as it is", "slowed"]
+)
+def test_a_strategy_slowed_on_purpose_makes_the_comparison_fail(options: list[str], status: int) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmark", "benchmarks/suite", "-k", "ncf"]
+    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert ("planned takes" in done.stdout) == bool(status)
