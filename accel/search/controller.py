@@ -259,7 +259,7 @@ class Controller(Experiments):
         self._left.forget(name)
         for number, setting in enumerate(settings):
             one_off_s = self.recollection.one_off_s(candidate, setting)
-            if number and not self._affordable(one_off_s):
+            if number and (not self._affordable(one_off_s) or (one_off_s and waiting_for(candidate))):
                 # The first has used up the budget; its result stands. Another's one-off work waits for its turn.
                 self._left.keep(name, settings[number:] if one_off_s else [])
                 break

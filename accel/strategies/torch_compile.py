@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from accel.dataio.batches import tensors
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.clocks import callslot
+from accel.profiler.host import CrowdMeter
 from accel.run import Run
 from accel.run.context import shapes_of
 from accel.run.gate import Call
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 BLOCKS, WHOLE = "blocks", "whole model"
 _START_S, _LAYER_S = 5.0, 0.5
+_LEAST_IDLE = 0.75
+"""Cores that nobody must be using where a helper process is to compile."""
+_LOOK_S = 1.0
 
 
 class TorchCompile(Strategy):
@@ -55,6 +60,8 @@ class TorchCompile(Strategy):
         self._helped: dict[str, str] = {}
         """Setting → why the helper process gave no result, '' if it has compiled."""
         self._tried: set[str] = set()
+        self._crowd: CrowdMeter | None = None
+        self._crowd_since = 0.0
         self._active = ""
 
     def refusal(self, run: Run) -> str:
@@ -96,9 +103,14 @@ class TorchCompile(Strategy):
         if self._helper is not None and self._helper.has_ended():
             self._helped[self._helper_compiles] = self._helper.problem
             self._dismiss_helper(run)
-        if self._helper is None and not _no_room(run):
-            setting = next((s for s in self.settings(run) if s not in self._tried), None)
-            if setting is not None and setting not in self._helped:
+        setting = next((s for s in self.settings(run) if s not in self._tried), None)
+        if self._helper is None and setting is not None and setting not in self._helped and not _no_room(run):
+            busy = self._cores_of_others()
+            if busy is None:
+                return "whether a core is idle is being measured"
+            if _idle_cores(run) - busy < _LEAST_IDLE:
+                self._helped[setting] = "other processes keep the cores busy"
+            else:
                 self._ask_helper(run, setting)
         self.is_preparing = self._helper is not None
         return f"a helper process compiles: {self._helper_compiles}" if self.is_preparing else ""
@@ -165,6 +177,15 @@ class TorchCompile(Strategy):
 
     # -- the helper process --------------------------------------------------------------------------------------------
 
+    def _cores_of_others(self) -> float | None:
+        """Return how many cores other processes have kept busy lately, None while that is being measured."""
+        if self._crowd is None:
+            self._crowd, self._crowd_since = CrowdMeter(), time.monotonic()
+        if time.monotonic() - self._crowd_since < _LOOK_S:
+            return None
+        busy, self._crowd = self._crowd.cores(), None
+        return busy or 0.0
+
     def _ask_helper(self, run: Run, setting: str) -> None:
         from accel.strategies.compile_ahead import CompileAhead
 
@@ -201,14 +222,18 @@ class TorchCompile(Strategy):
 
 def _no_room(run: Run) -> str:
     """Return why no helper process may compile beside this run; '' if one may."""
-    workers = getattr(run.loader, "num_workers", 0) or 0
-    if run.cores <= torch.get_num_threads() + workers:
+    if _idle_cores(run) < 1:
         return "the loop uses all cores"
     if run.device.type != "cpu":
         return "the model is not on the CPU"
     from accel.strategies.compile_ahead import unavailable
 
     return unavailable()
+
+
+def _idle_cores(run: Run) -> int:
+    """Return how many cores torch's threads and the loader's workers leave of those that this process may use."""
+    return run.cores - torch.get_num_threads() - (getattr(run.loader, "num_workers", 0) or 0)
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

@@ -157,6 +157,21 @@ def test_what_steps_take_longer_beside_a_preparation_is_a_cost() -> None:
     assert not machine.rested
 
 
+def test_the_second_setting_is_prepared_too() -> None:
+    machine = Compiles(speed={("compile", "blocks"): 1.3, ("compile", "whole"): 1.5})
+    asked: list[int] = []
+
+    def waits() -> str:
+        if "blocks" not in machine.checked:
+            return ""
+        asked.append(machine.step)
+        return "it is prepared" if machine.step < asked[0] + 500 else ""
+
+    controller = simulate([compiled(waits=waits)], machine, until_settled=False, steps=3_000)
+    assert controller.plan == {"compile": "whole"}
+    assert machine.checked["whole"] >= asked[0] + 500
+
+
 def test_a_preparation_that_costs_nothing_is_said_too() -> None:
     machine = Beside(speed={"compile": 1.5})
     machine.slowdown = 1.0

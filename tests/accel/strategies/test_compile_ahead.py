@@ -9,17 +9,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.data import DataLoader, TensorDataset
 
+import accel
+from accel import strategies
 from accel.dataio.passes.proxy import Fetching
 from accel.run import Run
 from accel.run.gate import Gate
-from accel.strategies import compile_ahead, torch_compile
+from accel.strategies import compile_ahead, compiled_draws, torch_compile
 from accel.strategies.compile_ahead import CompileAhead
 from accel.strategies.torch_compile import BLOCKS, WHOLE, TorchCompile
 from tests.accel.strategies.test_torch_compile import WIDTH, Stack
@@ -215,8 +219,11 @@ class FakeHelper:
         self.stopped = True
 
 
-def make(monkeypatch: pytest.MonkeyPatch, cores: int = 8, **loader: Any) -> tuple[TorchCompile, Run]:
+def make(
+    monkeypatch: pytest.MonkeyPatch, cores: int = 8, others: float | None = 0.0, **loader: Any
+) -> tuple[TorchCompile, Run]:
     monkeypatch.setattr(compile_ahead, "CompileAhead", FakeHelper)
+    monkeypatch.setattr(TorchCompile, "_cores_of_others", lambda self: others)
     monkeypatch.delenv("TORCHINDUCTOR_FX_GRAPH_CACHE", raising=False)
     model = Stack(2)
     data = DataLoader(TensorDataset(torch.zeros(4, 1)), **loader)
@@ -273,6 +280,30 @@ def test_another_setting_is_prepared_while_the_first_is_on(monkeypatch: pytest.M
     assert not strategy.is_preparing
 
 
+def test_other_processes_may_leave_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, run = make(monkeypatch, cores=torch.get_num_threads() + 2, others=None)
+    expected = strategy.expected_s(run, BLOCKS)
+    assert strategy.waits(run) == "whether a core is idle is being measured"
+    assert not strategy.is_preparing
+    monkeypatch.setattr(TorchCompile, "_cores_of_others", lambda self: 1.5)
+    assert strategy.waits(run) == ""
+    assert not strategy.is_preparing
+    assert strategy.expected_s(run, BLOCKS) == pytest.approx(expected / strategy.repeated_share)
+
+
+def test_how_busy_others_are_is_measured_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(torch_compile.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(torch_compile, "CrowdMeter", lambda: SimpleNamespace(cores=lambda: 1.25))
+    strategy = TorchCompile()
+    assert strategy._cores_of_others() is None
+    now[0] = 0.9
+    assert strategy._cores_of_others() is None
+    now[0] = 1.1
+    assert strategy._cores_of_others() == 1.25
+    assert strategy._cores_of_others() is None  # the next look begins
+
+
 @pytest.mark.parametrize("why", ["cores", "workers", "cache", "system"])
 def test_without_room_there_is_none(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
@@ -285,3 +316,92 @@ def test_without_room_there_is_none(why: str, monkeypatch: pytest.MonkeyPatch) -
     assert torch_compile._no_room(run)
     assert strategy.waits(run) == ""
     assert strategy._helper is None
+
+
+@pytest.mark.slow
+def test_the_loop_goes_on_until_the_helper_has_ended_and_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategies, "REGISTRY", [TorchCompile])
+    monkeypatch.setattr(compiled_draws, "compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
+    monkeypatch.setattr(TorchCompile, "_cores_of_others", lambda self: 0.0)
+    monkeypatch.setattr(torch_compile, "_idle_cores", lambda run: 1)
+    monkeypatch.setattr(torch_compile, "_START_S", 0.01)
+    monkeypatch.setattr(torch_compile, "_LAYER_S", 0.0)
+
+    def training(model: nn.Module, loader: Any, optimizer: Any) -> Iterator[None]:
+        while True:
+            for (x,) in loader:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+                yield
+
+    def begin() -> tuple[Any, Any, Any]:
+        model = Stack(2)
+        data = TensorDataset(torch.randn(30, 5, WIDTH, generator=torch.Generator().manual_seed(1)))
+        return model, DataLoader(data, batch_size=4), torch.optim.SGD(model.parameters(), 0.01)
+
+    torch.compiler.reset()
+    model, loader, optimizer = accel.optimize(*begin(), budget=60, cache=False)
+    steps, loop, deadline = 0, training(model, loader, optimizer), time.monotonic() + 300
+    row = accel.explain(model).rows[0]
+    while row.status == "not tried":
+        assert time.monotonic() < deadline, row.why
+        next(loop)
+        steps += 1
+        row = accel.explain(model).rows[0]
+    assert row.status in ("kept", "undone", "refused"), row.why
+    assert not row.why.startswith("wrong")
+    texts = [event.text for event in accel.explain(model).events]
+    assert any(text.startswith("torch_compile was prepared beside the loop") for text in texts), texts
+    assert any(text.startswith("torch_compile blocks: one-off work took") for text in texts), texts
+    accel.undo(model)
+
+    plain, plain_loader, plain_optimizer = begin()
+    plain_loop = training(plain, plain_loader, plain_optimizer)
+    for _ in range(steps):
+        next(plain_loop)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+    torch.compiler.reset()
+
+
+# -- with the real compiler --------------------------------------------------------------------------------------------
+
+COMPILES = """
+import sys, time, torch
+from torch._dynamo.utils import counters
+from accel.dataio.passes.proxy import Fetching
+from accel.run import Run
+from accel.run.gate import Gate
+from accel.strategies.torch_compile import TorchCompile
+from tests.accel.strategies.test_torch_compile import Stack, WIDTH
+
+torch.set_num_threads(1)
+model, x = Stack(3, drop=0.2), torch.randn(4, 5, WIDTH)
+plain = torch.nn.Linear(4, 4)
+for _ in range(3):  # this process has used its threads, and autograd
+    model(x).sum().backward()
+run = Run(model, [], [], Gate(model, ["torch_compile"]), Fetching(), cores=8)
+run.observed.call_shapes[(tuple(x.shape),)] = 20
+strategy = TorchCompile()
+strategy._cores_of_others = lambda: 0.0  # whatever the machine does
+expected = strategy.waits(run)
+steps = 0
+while strategy.waits(run):
+    model(x).sum().backward()
+    steps += 1
+    time.sleep(0.05)
+assert strategy._helped == {"blocks": ""}, strategy._helped
+strategy.enable(run, "blocks")
+model(x).sum().backward()
+found = counters["aot_autograd"]
+print(expected, steps > 0, found["autograd_cache_hit"], found["autograd_cache_miss"], sep=",")
+"""
+
+
+@pytest.mark.slow
+def test_what_the_helper_has_compiled_is_found_in_the_cache(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", COMPILES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[-2] == "a helper process compiles: blocks,True,1,0", done.stderr
