@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -52,6 +52,17 @@ def repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
 def leaves(module: nn.Module) -> int:
     """Return the number of modules that hold no others: how many layers there are to compile."""
     return sum(next(child.children(), None) is None for child in module.modules())
+
+
+def layers(modules: Iterable[nn.Module]) -> tuple[int, int]:
+    """Return how many different leaf modules these hold, by class, numbers and shapes, and how many repeat another."""
+    kinds = [
+        (type(leaf), _numbers(leaf), tuple(map(_layout, leaf.parameters())))
+        for module in modules
+        for leaf in module.modules()
+        if next(leaf.children(), None) is None
+    ]
+    return len(set(kinds)), len(kinds) - len(set(kinds))
 
 
 def hooks_of(model: nn.Module) -> list[dict[Any, Any]]:

@@ -326,6 +326,7 @@ def test_the_loop_goes_on_until_the_helper_has_ended_and_trains_the_same(monkeyp
     monkeypatch.setattr(torch_compile, "_idle_cores", lambda run: 1)
     monkeypatch.setattr(torch_compile, "_START_S", 0.01)
     monkeypatch.setattr(torch_compile, "_LAYER_S", 0.0)
+    monkeypatch.setattr(torch_compile, "_REPEATED_LAYER_S", 0.0)
 
     def training(model: nn.Module, loader: Any, optimizer: Any) -> Iterator[None]:
         while True:

@@ -20,7 +20,7 @@ from accel.run import Run
 from accel.run.gate import Gate
 from accel.strategies import compiled_draws, torch_compile
 from accel.strategies.compiled_calls import MOST
-from accel.strategies.repeated_blocks import leaves, repeated_blocks
+from accel.strategies.repeated_blocks import layers, leaves, repeated_blocks
 from accel.strategies.torch_compile import BLOCKS, WHOLE, TorchCompile
 
 WIDTH = 8
@@ -348,6 +348,7 @@ def test_dropout_accumulation_clipping_and_amp_train_the_same(setting: str, amp:
 def test_fewer_layers_are_expected_to_compile_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, run = make(Stack(12), (4, 5, WIDTH))
     assert leaves(run.model) == 12 * 4 + 2
+    assert layers([run.model]) == (4 + 2, 11 * 4)
     blocks, whole = (strategy.expected_s(run, setting) for setting in (BLOCKS, WHOLE))
     assert 0 < blocks < 0.5 * whole
     assert strategy.expected_s(run, None) == whole  # of a plan of an earlier version
