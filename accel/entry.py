@@ -276,6 +276,7 @@ def _memory(run: Run, settings: OptimizeSettings, fetching_in_use: bool) -> Reme
 
 
 def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetching_in_use: bool) -> Candidate:
+    estimates = type(strategy).expected_s is not Strategy.expected_s
     return Candidate(
         name=strategy.name,
         summary=strategy.summary,
@@ -291,6 +292,9 @@ def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetchin
         ruled_out=_ruled_out(strategy, settings, fetching_in_use),
         refusal=lambda: _refusal(strategy, run),
         waits=lambda: strategy.waits(run),
+        is_preparing=lambda: strategy.is_preparing,
+        expected_s=(lambda setting: strategy.expected_s(run, setting)) if estimates else None,
+        repeats=strategy.repeats,
         settings=lambda: strategy.settings(run),
         describe=strategy.describe,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,15 @@ from accel.profiler.host import usable_cores
 if TYPE_CHECKING:
     from accel.dataio.passes.proxy import Fetching
     from accel.run.gate import Gate
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of the tensors that the model is called with, in order."""
+_MOST_SHAPES = 64
+
+
+def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+    """Return the shapes of the tensors in a call's arguments."""
+    return tuple(tuple(tensor.shape) for tensor in tensors((args, kwargs)))
 
 
 @dataclass
@@ -32,6 +42,8 @@ class Observed:
     """What to pass in place of a model that the loop never calls; '' if it is called."""
     input_dtypes: set[str] = field(default_factory=set)
     """Of the tensors that the model was called with."""
+    call_shapes: Counter[Shapes] = field(default_factory=Counter)
+    """Of the calls with gradients, the first `_MOST_SHAPES` different ones."""
     batch: Hashable = None
     """Shapes of the tensors in the usual batch; "varying" if there is no usual one."""
     fetch_finding: str = ""
@@ -41,9 +53,23 @@ class Observed:
         """Note a plain call of the model."""
         self.calls += 1
         self.autocast = self.autocast or torch.is_autocast_enabled(device.type)
+        if torch.is_grad_enabled() and len(self.call_shapes) < _MOST_SHAPES:
+            self.call_shapes[shapes_of(args, kwargs)] += 1
         for tensor in tensors((args, kwargs)):
             self.conv_input = self.conv_input or (tensor.dim() == 4 and tensor.is_floating_point())
             self.input_dtypes.add(str(tensor.dtype))
+
+    def note_batch(self, shape: Hashable) -> None:
+        """Note the usual batch; if it was another before, the calls' shapes are learnt anew."""
+        if None not in (shape, self.batch) and shape != self.batch:
+            self.call_shapes.clear()
+        self.batch = shape
+
+    @property
+    def usual_shapes(self) -> Shapes | None:
+        """The shapes in four of five training calls or more; None if they vary, or no call was seen."""
+        shapes, count = self.call_shapes.most_common(1)[0] if self.call_shapes else (None, 0)
+        return shapes if count >= 0.8 * self.call_shapes.total() else None
 
 
 @dataclass

@@ -37,10 +37,11 @@ class Gate:
         self.model = model
         self._order = order
         self._wraps: dict[str, Wrap] = {}
+        self._before_plain: dict[str, Callable[[], None]] = {}
         self._user_compiled: Call | None = model._compiled_call_impl
         self._installed: Call | None = self._user_compiled
         self._original_slot = callslot.contents(model)
-        self._chain: Call = self.plain
+        self._chain: Call = self._innermost
         self.watcher: Watcher | None = None
 
     @property
@@ -51,21 +52,40 @@ class Gate:
     @property
     def plain(self) -> Call:
         """The call as it would be without the gate."""
+        return self._call_plainly if self._before_plain else self._innermost
+
+    @property
+    def _innermost(self) -> Call:
         return self._user_compiled if self._user_compiled is not None else self.model._call_impl
+
+    def _call_plainly(self, *args: Any, **kwargs: Any) -> Any:
+        for prepare in self._before_plain.values():
+            prepare()
+        return self._innermost(*args, **kwargs)
 
     @property
     def wrapped(self) -> bool:
         """True while a wrapper is on."""
         return bool(self._wraps)
 
-    def add(self, name: str, wrap: Wrap) -> None:
-        """Add a wrapper, at its place in the order."""
+    def add(self, name: str, wrap: Wrap, before_plain: Callable[[], None] | None = None) -> None:
+        """Add a wrapper, at its place in the order.
+
+        Args:
+            name: of the wrapper, one of the order.
+            wrap: given a call, returns the wrapped one.
+            before_plain: called before a call along the plain path, for a wrapper that acts inside the model too.
+        """
         self._wraps[name] = wrap
+        self._before_plain.pop(name, None)
+        if before_plain is not None:
+            self._before_plain[name] = before_plain
         self._rebuild()
 
     def remove(self, name: str) -> None:
         """Remove a wrapper; unknown names are ignored."""
         self._wraps.pop(name, None)
+        self._before_plain.pop(name, None)
         self._rebuild()
 
     def watch(self, watcher: Watcher | None) -> None:
@@ -84,7 +104,7 @@ class Gate:
         self._install()
 
     def _wrapped(self) -> Call:
-        call = self.plain
+        call = self._innermost
         for name in sorted(self._wraps, key=self._order.index):
             call = self._wraps[name](call)
         return call
@@ -122,4 +142,5 @@ class Gate:
         """Restore the model as it was before the gate."""
         self.watcher = None
         self._wraps.clear()
+        self._before_plain.clear()
         self._rebuild()

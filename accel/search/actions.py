@@ -84,6 +84,7 @@ class Candidate:
     treats: frozenset[Bottleneck] = frozenset()
     exactness: Exactness = Exactness.EXACT
     one_off_s: float = 0.0
+    """Seconds of one-off work that the budget must allow for, for any setting; 0 if it need not."""
     repeated_share: float = 1.0
     settling: Callable[[Any], int] = lambda setting: 1
     is_compared: bool = True
@@ -98,5 +99,11 @@ class Candidate:
     refusal: Callable[[], str] = lambda: ""
     waits: Callable[[], str] = lambda: ""
     """Tells what it waits for in the running loop before it can be tried, '' if it can; begins what that takes."""
+    is_preparing: Callable[[], bool] = lambda: False
+    """Tells whether it prepares itself now, beside the loop."""
+    expected_s: Callable[[Any], float] | None = None
+    """Estimates the one-off work of a setting, s; None if it is `one_off_s` for all settings together."""
+    repeats: Callable[[Any], float] | None = None
+    """Tells the share of a setting's work that a later process does again; None if it is `repeated_share`."""
     settings: Callable[[], list[Any]] = lambda: [None]
     describe: Callable[[Any], str] = lambda setting: "" if setting is None else str(setting)

@@ -22,6 +22,7 @@ from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
 from accel.search.experiments import Decisions, Experiments
 from accel.search.ledger import refusal, waiting_for
+from accel.search.one_off import Preparations
 from accel.search.pace import Pace
 from accel.search.plan import Choices
 from accel.search.remembered import PlanMemory, Recollection
@@ -81,6 +82,7 @@ class Controller(Experiments):
         """Pending candidates whose brief trial had no verdict."""
         self._closed: Choices = {}
         """The plan that the closing trial was about."""
+        self._preparations = Preparations(candidates)
 
     # -- the loop of the search --------------------------------------------------------------------------------------
 
@@ -171,7 +173,8 @@ class Controller(Experiments):
 
     def _search(self) -> Decisions:
         for candidate in [self._candidates[name] for name in self._pending]:
-            if not refusal(candidate) and not self._too_little(candidate):
+            # One-off work beside the loop costs something: that begins in its turn.
+            if not candidate.one_off_s and not refusal(candidate) and not self._too_little(candidate):
                 waiting_for(candidate)  # begins what that takes, which costs next to nothing, while others are tried
         waiting: list[str] = []
         while self._pending:
@@ -180,7 +183,9 @@ class Controller(Experiments):
             candidate = self._candidates[name]
             expected_s = self._expected_s(candidate)
             why = refusal(candidate)
-            if why:
+            if name in self._left and (why or not self._is_ready(name)):
+                waiting += [] if why else [name]  # the verdict on its other settings stands
+            elif why:
                 self._ledger.decide(name, "not applicable", why)
             elif too_little := self._too_little(candidate):
                 self._ledger.decide(name, "not tried", too_little)
@@ -188,7 +193,7 @@ class Controller(Experiments):
                 self._ledger.decide(name, "not tried", postponed)
                 waiting.append(name)
             elif not self._affordable(expected_s):
-                one_off_s = self.recollection.one_off_s(candidate)
+                one_off_s = self._one_off_s(candidate)
                 work = "one-off work" if one_off_s else "comparing it with the plain loop"
                 why = self._budget.too_dear(self.cost_s, one_off_s or expected_s, work)
                 self._ledger.decide(name, "not tried", why)
@@ -205,6 +210,7 @@ class Controller(Experiments):
                 yield from self._try_or_postpone(candidate)
                 if self._regime_changed:
                     return
+                waiting += [name] if name in self._left and name not in self._pending else []
             self._pending += [other for other in waiting if self._is_ready(other)]
             waiting = [other for other in waiting if other not in self._pending]
             if not self._pending and (steps := self._steps_until_affordable(waiting)) <= self._pace.patience:
@@ -224,6 +230,7 @@ class Controller(Experiments):
             return
         if brief and self.rows[name].status == "refused":
             self._ledger.withdraw(name)
+            self._left.forget(name)
             self._postponed.add(name)
             self._pending.append(name)
         else:
@@ -246,15 +253,21 @@ class Controller(Experiments):
     def _try(self, candidate: Candidate, config: TrialConfig) -> Decisions:
         """Try each setting of a candidate against the plan so far; a setting that wins becomes part of the plan."""
         name, row, began_s = candidate.name, self.rows[candidate.name], self.elapsed_s
-        for setting in candidate.settings():
-            if row.steps and not self._affordable(0.0):
-                break  # the first setting has used up the budget; its result stands
+        settings = self._left.of(candidate)
+        self._left.forget(name)
+        for number, setting in enumerate(settings):
+            one_off_s = self.recollection.one_off_s(candidate, setting)
+            if number and (not self._affordable(one_off_s) or (one_off_s and waiting_for(candidate))):
+                # The first has used up the budget; its result stands. Another's one-off work waits for its turn.
+                self._left.keep(name, settings[number:] if one_off_s else [])
+                break
             row.setting = row.setting or candidate.describe(setting)
             trial_plan = {**self.plan, name: setting}
             cost, steps = self.cost_s, self.steps
             outcome = None
             passed = yield from self._guard(candidate, trial_plan)
-            self.recollection.worked([name], self.cost_s - cost)
+            if worked := self.recollection.worked({name: setting}, self.cost_s - cost):
+                self._note(worked)
             if passed:
                 hasty = self._if_much_slower(name, config)
                 outcome = yield from self._trial(self.plan, trial_plan, candidate.settling(setting), config, hasty)
@@ -314,8 +327,9 @@ class Controller(Experiments):
         gap, next_check = self._pace.recheck, self.steps + self._pace.recheck
         while True:
             check = dict(self.plan) if self.plan and self.steps >= next_check else None
-            steps = 1 if check else self._pace.hold
-            rest = 0 if check or (self.plan and level.is_open) else self._pace.rest
+            preparing = self._preparations.under_way()
+            steps = 1 if check else self._pace.observe if preparing else self._pace.hold
+            rest = 0 if check or preparing or (self.plan and level.is_open) else self._pace.rest
             if self.plan:
                 rest = max(0, min(rest, next_check - self.steps - steps))
             if self._replay is None:
@@ -330,10 +344,14 @@ class Controller(Experiments):
                 continue
             if self._changed(result):
                 return
+            if preparing and not result.trips:
+                self._count_preparation(preparing, result)
             if self._replay is None and self._waits_no_more():
                 return
             if result.trips:
                 level.begin_anew()
+            elif preparing:
+                pass  # a step's time says nothing of the plan now
             elif result.seconds and self.plan and (slower := level.add(statistics.median(result.seconds) * 1e3)):
                 self._note(f"{slower}: trying the plan again")
                 yield from self._retry_kept(list(self.plan))
@@ -343,15 +361,15 @@ class Controller(Experiments):
                 level.forget()
             self.remember()
 
-    def _waits_no_more(self) -> bool:
-        """Return whether something that waited can be tried now; what turns out not to apply waits no more."""
-        for name in list(self._pending):
-            if self._is_ready(name):
-                return True
-            if why := refusal(self._candidates[name]):
-                self._pending.remove(name)
-                self._ledger.decide(name, "not applicable", why)
-        return False
+    def _count_preparation(self, name: str, result: Result) -> None:
+        """Count what the steps took longer beside a preparation, as a cost of its candidate."""
+        usual_ms = self.closing.after_ms if self.closing is not None and self.plan == self._closed else self.plain_ms
+        cost_s = self._preparations.count(name, result, usual_ms / 1e3)
+        self.cost_s += cost_s
+        self.rows[name].cost_s += cost_s
+        waiting_for(self._candidates[name])  # notices that it has ended
+        if self._preparations.under_way() != name and (outcome := self._preparations.outcome(name)):
+            self._note(outcome)
 
     def _recheck_numbers(self, result: Result) -> None:
         if result.finding is not None and result.finding.problem:
@@ -382,6 +400,7 @@ class Controller(Experiments):
         self.plan, self.closing, self._closed, self._epochs_outcome = {}, None, {}, None
         self._ledger.begin_anew()
         self._postponed = set()
+        self._left.forget()
         self._pending = [name for name, c in self._candidates.items() if c.ruled_out is None]
         yield from self._observe()
 

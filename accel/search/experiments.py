@@ -15,7 +15,8 @@ from accel.report import Event, StrategyRow
 from accel.search import trials
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
-from accel.search.ledger import Ledger, waiting_for
+from accel.search.ledger import Ledger, refusal, waiting_for
+from accel.search.one_off import SettingsLeft
 from accel.search.pace import Pace
 from accel.search.plan import Choices
 from accel.search.remembered import Recollection
@@ -75,6 +76,7 @@ class Experiments:
         self._check_s: float | None = None
         """What the guard's last comparison cost, without one-off work."""
         self._pending = [c.name for c in candidates if c.ruled_out is None]
+        self._left = SettingsLeft()
         self._regime: object = None
         self._regime_changed = False
         self._reopened = 0
@@ -148,12 +150,26 @@ class Experiments:
             return False
         return self._affordable(self._expected_s(candidate))
 
+    def _waits_no_more(self) -> bool:
+        """Return whether something that waited can be tried now; what turns out not to apply waits no more."""
+        for name in list(self._pending):
+            if self._is_ready(name):
+                return True
+            if why := refusal(self._candidates[name]):
+                self._pending.remove(name)
+                self._ledger.decide(name, "not applicable", why)
+        return False
+
     def _expected_s(self, candidate: Candidate) -> float:
         """Return what trying a candidate will cost at the least, s: its one-off work and its check by the guard."""
         check_s = self._check_s
         if check_s is None:  # the step's replays, plainly and with the candidate
             check_s = _REPLAYS * self._pace.guard * self.plain_ms / 1e3
-        return self.recollection.one_off_s(candidate) + (check_s if candidate.is_compared else 0.0)
+        return self._one_off_s(candidate) + (check_s if candidate.is_compared else 0.0)
+
+    def _one_off_s(self, candidate: Candidate) -> float:
+        """Return the seconds of one-off work to expect of the setting that is tried next."""
+        return self.recollection.one_off_s(candidate, self._left.first(candidate))
 
     def _affordable(self, expected: float) -> bool:
         return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=self.elapsed_s, saved=self.saved_s)
@@ -164,8 +180,9 @@ class Experiments:
 
     def _steps_until_affordable(self, names: Collection[str]) -> float:
         """Return after how many steps the first of these will be affordable; infinite if none waits for that."""
-        waiting = [self._candidates[name] for name in names if not self.recollection.postponed(name, self.elapsed_s)]
-        expected = [self._expected_s(candidate) for candidate in waiting if not waiting_for(candidate)]
+        waiting = [name for name in names if not self.recollection.postponed(name, self.elapsed_s)]
+        expected = [self._expected_s(self._candidates[name]) for name in waiting]
+        expected = [seconds for seconds in expected if not self._affordable(seconds)]  # others wait for something else
         if not expected or self.plain_ms <= 0:
             return math.inf
         from_s = self._budget.allowed_from(spent=self.cost_s, expected=min(expected), saved=self.saved_s)

@@ -52,7 +52,8 @@ class RememberedSearch:
     """Of the plan, in the last closing trial; None if there was none."""
     trials: dict[str, RememberedTrial] = field(default_factory=dict)
     one_off_s: dict[str, float] = field(default_factory=dict)
-    """Strategy → seconds that its one-off work, such as compiling, is expected to take the next time, as measured."""
+    """Strategy → seconds that its one-off work, such as compiling, is expected to take the next time, as measured. The
+    setting follows the name where each has work of its own."""
     runs: int = 0
     """Runs since then that have taken the result over."""
     run_s: float = 0.0
@@ -117,6 +118,8 @@ class Recollection:
         """The part of the earlier plan whose one-off work is too much for the budget so far."""
         self._trial_s: dict[str, float] = {}
         self._one_off_s: dict[str, float] = {}
+        self._repeated: dict[str, float] = {}
+        """Share of that which a later process does again."""
         self._stored: RememberedSearch | None = None
 
     @property
@@ -134,7 +137,7 @@ class Recollection:
         self._earlier = self._stored = earlier = self._memory.recall()
         self._holds = False
         self.text, self._losers, self._waiting = "", {}, {}
-        self._trial_s, self._one_off_s = {}, {}
+        self._trial_s, self._one_off_s, self._repeated = {}, {}, {}
         if earlier is None:
             return
         if reason := self._memory.interrupted or self._too_old(earlier):
@@ -167,7 +170,7 @@ class Recollection:
         if not self._holds or self._earlier is None or self._memory is None:
             return {}
         plan = {name: setting for name, setting in self._earlier.plan.items() if self._applies(name, setting)}
-        one_off_s = {name: self.one_off_s(self._candidates[name]) for name in plan}
+        one_off_s = {name: self.one_off_s(self._candidates[name], setting) for name, setting in plan.items()}
         if not affordable(sum(one_off_s.values()), self._earlier.run_s):
             self._waiting = {name: setting for name, setting in plan.items() if one_off_s[name]}
         suggested = {name: setting for name, setting in plan.items() if name not in self._waiting}
@@ -234,12 +237,13 @@ class Recollection:
 
     # -- candidates ----------------------------------------------------------------------------------------------------
 
-    def one_off_s(self, candidate: Candidate) -> float:
-        """Return the seconds that one-off work is expected to take: as measured last, or else as declared."""
-        if not candidate.one_off_s or candidate.name in self._one_off_s:
+    def one_off_s(self, candidate: Candidate, setting: object = None) -> float:
+        """Return the seconds that one-off work is expected to take: as measured last, or else as estimated."""
+        work = _work(candidate, setting)
+        if not candidate.one_off_s or work in self._one_off_s:
             return 0.0  # it has none, or does not wait for the budget, or the work is done
         remembered = {} if self._earlier is None else self._earlier.one_off_s
-        return remembered.get(candidate.name, candidate.one_off_s)
+        return remembered[work] if work in remembered else _estimate(candidate, setting)
 
     def postponed(self, name: str, elapsed_s: float) -> str:
         """Return why it is too early to try a strategy that gave nothing in an earlier run, else ''.
@@ -262,11 +266,20 @@ class Recollection:
         days = int(max(0.0, self._now() - seconds_of(moment)) / _DAY_S)
         return "less than a day ago" if days < 1 else "a day ago" if days == 1 else f"{days} days ago"
 
-    def worked(self, names: Iterable[str], seconds: float) -> None:
-        """Note what a check cost in which the one-off work of these was done, if only one of them has any."""
-        working = [name for name in names if self._candidates[name].one_off_s]
-        if len(working) == 1:
-            self._one_off_s[working[0]] = max(seconds, self._one_off_s.get(working[0], 0.0))
+    def worked(self, choices: Choices, seconds: float) -> str:
+        """Note what a check cost in which the one-off work of these was done, if only one of them has any.
+
+        Returns:
+            A line for the report; '' if that work was done before.
+        """
+        working = [self._candidates[name] for name in choices if self._candidates[name].one_off_s]
+        if len(working) != 1:
+            return ""
+        candidate, setting = working[0], choices[working[0].name]
+        work, expected_s = _work(candidate, setting), self.one_off_s(candidate, setting)
+        self._repeated[work] = candidate.repeated_share if candidate.repeats is None else candidate.repeats(setting)
+        self._one_off_s[work] = max(seconds, self._one_off_s.get(work, 0.0))
+        return f"{work}: one-off work took {seconds:.1f} s, expected {expected_s:.1f} s" if expected_s else ""
 
     def tried(self, name: str, seconds: float) -> None:
         """Note that a strategy has been tried in this run."""
@@ -302,8 +315,7 @@ class Recollection:
         one_off_s = {} if earlier is None else dict(earlier.one_off_s)
         for name, seconds in self._one_off_s.items():
             is_first = earlier is None or name not in earlier.one_off_s  # what is kept on disk was not there yet
-            share = self._candidates[name].repeated_share if is_first else 1.0
-            one_off_s[name] = round(seconds * share, 2)
+            one_off_s[name] = round(seconds * (self._repeated[name] if is_first else 1.0), 2)
         if not plan and not trials and not one_off_s:
             return
         known_run_s = 0.0 if ended or earlier is None else earlier.run_s
@@ -334,6 +346,19 @@ class Recollection:
             gain=None if row.gain is None else round(row.gain, 4),
             trial_s=round(self._trial_s.get(row.name, 0.0 if before is None else before.trial_s), 2),
         )
+
+
+def _work(candidate: Candidate, setting: object) -> str:
+    """Return what names a piece of one-off work: the strategy, with the setting if each has work of its own."""
+    described = "" if candidate.expected_s is None else candidate.describe(setting)
+    return f"{candidate.name} {described}".strip()
+
+
+def _estimate(candidate: Candidate, setting: object) -> float:
+    try:
+        return candidate.one_off_s if candidate.expected_s is None else candidate.expected_s(setting)
+    except Exception:  # a model whose modules can't be looked into
+        return candidate.one_off_s
 
 
 def seconds_of(moment: str) -> float:

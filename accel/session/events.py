@@ -35,6 +35,8 @@ _MEASURING, _RESTING, _SUSPENDED, _CLOSED = Mode
 _NO_OPTIMIZER_AFTER = 16
 # The first steps, in which plain calls show the model's usual inputs and outputs.
 _LEARNING_STEPS = 64
+# So many calls are looked at again after the usual batch has changed.
+_LEARNING_CALLS = 10
 
 
 class StepListener(Protocol):
@@ -255,7 +257,7 @@ class StepEvents:
             if self._guard.wants_recording():
                 return self._guard.recorded(args, kwargs)
             outputs = self._guard.call(call, args, kwargs)
-            if self.steps < _LEARNING_STEPS:
+            if self.steps < _LEARNING_STEPS or self._run.observed.call_shapes.total() < _LEARNING_CALLS:
                 self._guard.learn(args, kwargs, outputs)
             return outputs
         finally:

@@ -332,7 +332,7 @@ class Session:
         shapes = Counter(m.shape for m in self._result.measurements)
         shape, count = shapes.most_common(1)[0] if shapes else (None, 0)
         usual_shape = shape if count >= 0.8 * sum(shapes.values()) else "varying"
-        self.run.observed.batch = usual_shape
+        self.run.observed.note_batch(usual_shape)
         threads = torch.get_num_threads() if "intraop_threads" not in self.switchboard.active else self.run.threads
         return (usual_shape, self.run.world_size, threads, self._loader.moves, self._usage.called)
 

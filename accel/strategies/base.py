@@ -69,7 +69,7 @@ class Strategy(ABC):
     opt_in: ClassVar[str] = ""
     """Why it runs only when named in `enable=`; empty for all others."""
     one_off_s: ClassVar[float] = 0.0
-    """Expected seconds of one-off work; the budget must allow for it before it is tried."""
+    """Seconds of one-off work that the budget must allow for before it is tried; `expected_s` may know better."""
     repeated_share: ClassVar[float] = 1.0
     """Share of that work which a later process does again; the rest is kept on disk, by torch for instance."""
     settle_steps: ClassVar[int] = 1
@@ -88,6 +88,14 @@ class Strategy(ABC):
     def failure(self, run: Run) -> str:
         """Return why it has stopped acting since it was switched on, where it does so by itself; '' if it hasn't."""
         return ""
+
+    def expected_s(self, run: Run, setting: Any) -> float:
+        """Return seconds of one-off work to expect of a setting in this run, while none have been measured."""
+        return self.one_off_s
+
+    def repeats(self, setting: Any) -> float:
+        """Return the share of the one-off work just done that a later process does again."""
+        return self.repeated_share
 
     def settings(self, run: Run) -> list[Any]:
         """Return the settings worth trying, best guess first; one None when there is nothing to set."""

@@ -1,22 +1,43 @@
-"""torch_compile: compile the model in place, its compile time counted against its gain."""
+"""torch_compile: compile the model in place, or the blocks that it repeats, once for all of them."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel.dataio.batches import tensors
 from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.clocks import callslot
+from accel.profiler.host import CrowdMeter
 from accel.run import Run
+from accel.run.context import shapes_of
 from accel.run.gate import Call
 from accel.strategies.base import Exactness, Strategy
+from accel.strategies.repeated_blocks import layers, repeated_blocks
+
+if TYPE_CHECKING:
+    from accel.strategies.compile_ahead import CompileAhead
+    from accel.strategies.compiled_calls import CompiledCalls
+
+BLOCKS, WHOLE = "blocks", "whole model"
+# Fitted to eight models of benchmarks/suite on two cores: 9 to 113 s, all within a factor of two.
+_START_S, _LAYER_S, _REPEATED_LAYER_S = 5.0, 1.2, 0.35
+_LEAST_IDLE = 0.75
+"""Cores that nobody must be using where a helper process is to compile."""
+_LOOK_S = 1.0
 
 
 class TorchCompile(Strategy):
-    """Run the model's call through `torch.compile`.
+    """Run the model's call through `torch.compile`: the blocks that it repeats, or all of it.
 
-    In place: the model stays the same object and its `state_dict` keys get no `_orig_mod.` prefix. The compiled call is
-    made once and kept while a trial switches it on and off.
+    In place: the model stays the same object and its `state_dict` keys get no `_orig_mod.` prefix. Blocks with the same
+    code on parameters of the same shapes share one graph, which takes half of the compiler's time for a BERT of four.
+    The compiled calls are made once and kept while a trial switches them on and off.
+
+    Where cores are idle, a helper process compiles first, while training goes on: what it leaves in torch's cache on
+    disk makes compiling here short. See `accel.strategies.compile_ahead`.
 
     Source: Ansel et al., PyTorch 2, ASPLOS 2024.
     """
@@ -25,7 +46,6 @@ class TorchCompile(Strategy):
     summary = "compiled graph of the model (TorchInductor)"
     treats = frozenset({Bottleneck.LAUNCH, Bottleneck.MEMORY, Bottleneck.COMPUTE})
     exactness = Exactness.REORDERED
-    # A small convolutional network takes 20-40 s on two cores; large models take minutes. The budget waits for it.
     one_off_s = 30.0
     # With torch's cache a small convolutional network took 2.8 s in place of 18.8 s. Large models repeat more.
     repeated_share = 0.3
@@ -33,47 +53,194 @@ class TorchCompile(Strategy):
     compiles = True
 
     def __init__(self) -> None:
-        self._compiled: dict[int, Call] = {}
+        self._calls: dict[str, CompiledCalls] = {}
+        self._groups: list[list[torch.nn.Module]] | None = None
+        self._helper: CompileAhead | None = None
+        self._helper_compiles = ""
+        """The setting that the helper process compiles."""
+        self._helped: dict[str, str] = {}
+        """Setting → why the helper process gave no result, '' if it has compiled."""
+        self._tried: set[str] = set()
+        self._crowd: CrowdMeter | None = None
+        self._crowd_since = 0.0
+        self._active = ""
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: compiled already, or a wrapper that compiles badly from outside."""
         if run.gate.compiled_by_user or hasattr(run.model, "_orig_mod"):
             return "the model is compiled already"
-        if any(hasattr(module, "_orig_mod") or module._compiled_call_impl for module in _inner(run)):
+        if any(hasattr(module, "_orig_mod") or _is_compiled(module) for module in _inner(run)):
             return "a part of the model is compiled already"
         if run.world_size > 1:
             return "compile the model before wrapping it in DistributedDataParallel: ranks would compile at other times"
         return ""
 
+    def settings(self, run: Run) -> list[Any]:
+        """Return the repeated blocks, if there are any, and the whole model: what compiles faster comes first."""
+        return [BLOCKS, WHOLE] if self._blocks(run) else [WHOLE]
+
+    def describe(self, setting: Any) -> str:
+        """Return `blocks` or `whole model`; a plan of an earlier version has None for that."""
+        return str(setting or WHOLE)
+
+    def expected_s(self, run: Run, setting: Any) -> float:
+        """Return seconds until it is compiled: so many for each layer in the graphs, fewer for one like another.
+
+        The compiler finds most of the code for a repeated layer done, but captures and lowers each. What a helper
+        process has compiled, or is going to, leaves the part that is done again.
+        """
+        groups = self._blocks(run) if setting == BLOCKS else []
+        different, repeated = layers([group[0] for group in groups] or [run.model])
+        graphs = 1 if run.observed.usual_shapes is not None else 2  # for the first sizes, and for all
+        seconds = (_START_S + _LAYER_S * different + _REPEATED_LAYER_S * repeated) * graphs
+        problem = self._helped.get(setting) if setting in self._helped else _no_room(run)
+        return seconds if problem else seconds * self.repeated_share
+
+    def repeats(self, setting: Any) -> float:
+        """Return the share that a later process does again: all, where a helper process had done the rest before."""
+        return 1.0 if self._helped.get(setting) == "" else self.repeated_share
+
+    def waits(self, run: Run) -> str:
+        """Have a helper process compile, if there is room for it, and say so until it has ended."""
+        if self._helper is not None and self._helper.has_ended():
+            self._helped[self._helper_compiles] = self._helper.problem
+            self._dismiss_helper(run)
+        setting = next((s for s in self.settings(run) if s not in self._tried), None)
+        if self._helper is None and setting is not None and setting not in self._helped and not _no_room(run):
+            busy = self._cores_of_others()
+            if busy is None:
+                return "whether a core is idle is being measured"
+            if _idle_cores(run) - busy < _LEAST_IDLE:
+                self._helped[setting] = "other processes keep the cores busy"
+            else:
+                self._ask_helper(run, setting)
+        self.is_preparing = self._helper is not None
+        return f"a helper process compiles: {self._helper_compiles}" if self.is_preparing else ""
+
     def enable(self, run: Run, setting: Any) -> None:
-        """Put the compiled call innermost; compilation happens at its first call."""
-        run.gate.add(self.name, self._compile)
+        """Put the compiled calls in place; compilation happens at their first call."""
+        setting = setting or WHOLE
+        if self._helper is not None and self._helper_compiles == setting:
+            self._dismiss_helper(run)
+        earlier = self._calls.get(setting)
+        if earlier is None or earlier.usual != run.observed.usual_shapes:
+            if earlier is not None:
+                earlier.forget()
+            self._calls[setting] = self._new_calls(run, setting)
+        self._calls[setting].put_on()
+        self._active = setting
+        self._tried.add(setting)
+        self._wrap_calls(run)
 
     def disable(self, run: Run) -> None:
-        """Call the model as it is; the compiled call is kept."""
-        run.gate.remove(self.name)
+        """Call the model as it is; the compiled calls are kept."""
+        if self._active:
+            self._calls[self._active].take_off()
+        self._active = ""
+        self._wrap_calls(run)
+
+    def failure(self, run: Run) -> str:
+        """Return why nothing runs compiled any more; '' if it does."""
+        return self._calls[self._active].stopped if self._active else ""
 
     def close(self, run: Run) -> None:
-        """Forget the compiled call."""
-        self._compiled.clear()
+        """Forget what was compiled, and end the helper process."""
+        self._dismiss_helper(run)
+        for calls in self._calls.values():
+            calls.forget()
+        self._calls.clear()
+        self._groups = None
 
-    def _compile(self, call: Call) -> Call:
-        # One compiled call per wrapped function; the innermost call is always the same bound method.
-        key = hash(call)
-        if key not in self._compiled:
-            from accel.strategies.compiled_draws import compile_with_plain_draws
+    def _blocks(self, run: Run) -> list[list[torch.nn.Module]]:
+        if self._groups is None:
+            self._groups = repeated_blocks(run.model)
+        return self._groups
 
-            self._compiled[key] = torch.compile(_framed(call), backend=compile_with_plain_draws)
-        return self._compiled[key]
+    def _new_calls(self, run: Run, setting: str) -> CompiledCalls:
+        from accel.strategies.compiled_calls import CompiledCalls
+        from accel.strategies.compiled_draws import compile_with_plain_draws
+
+        groups = self._blocks(run) if setting == BLOCKS else []
+        return CompiledCalls(run.model, groups, usual=run.observed.usual_shapes, compiler=compile_with_plain_draws)
+
+    def _wrap_calls(self, run: Run) -> None:
+        """Wrap the model's calls as far as something is to be done in them."""
+        if not self._active and self._helper is None:
+            run.gate.remove(self.name)
+            return
+
+        def wrap(call: Call) -> Call:
+            if run.gate.compiled_by_user:
+                return call
+            wrapped = self._calls[self._active].wrap(call) if self._active else call
+            return wrapped if self._helper is None else self._with_helper(self._helper, run, call, wrapped)
+
+        run.gate.add(self.name, wrap, self._calls[self._active].leave if self._active else None)
+
+    # -- the helper process --------------------------------------------------------------------------------------------
+
+    def _cores_of_others(self) -> float | None:
+        """Return how many cores other processes have kept busy lately, None while that is being measured."""
+        if self._crowd is None:
+            self._crowd, self._crowd_since = CrowdMeter(), time.monotonic()
+        if time.monotonic() - self._crowd_since < _LOOK_S:
+            return None
+        busy, self._crowd = self._crowd.cores(), None
+        return busy or 0.0
+
+    def _ask_helper(self, run: Run, setting: str) -> None:
+        from accel.strategies.compile_ahead import CompileAhead
+
+        self._helper, self._helper_compiles = CompileAhead(torch.get_num_threads()), setting
+        self._wrap_calls(run)
+
+    def _dismiss_helper(self, run: Run) -> None:
+        if self._helper is not None:
+            self._helper.stop()
+            self._helper, self.is_preparing = None, False
+            self._wrap_calls(run)
+
+    def _with_helper(self, helper: CompileAhead, run: Run, call: Call, wrapped: Call) -> Call:
+        """Return a call that starts the helper process: only there its arguments are known."""
+        setting, usual = self._helper_compiles, run.observed.usual_shapes
+
+        def run_call(*args: Any, **kwargs: Any) -> Any:
+            if helper.is_due and torch.is_grad_enabled() and usual in (None, shapes_of(args, kwargs)):
+                helper.start(lambda: self._compile_once(run, setting, call, args, kwargs))
+            return wrapped(*args, **kwargs)
+
+        return run_call
+
+    def _compile_once(self, run: Run, setting: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile forward and backward; this runs in the helper process."""
+        if self._active:
+            self._calls[self._active].take_off()
+        calls = self._new_calls(run, setting)
+        calls.put_on()
+        outputs = [output for output in tensors(calls.wrap(call)(*args, **kwargs)) if output.requires_grad]
+        parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+        torch.autograd.grad(outputs, parameters, [torch.ones_like(o) for o in outputs], allow_unused=True)
 
 
-def _framed(call: Call) -> Call:
-    """Return `call` in a frame of ours: torch doesn't compile frames of its own files, so nothing of a Sequential."""
+def _no_room(run: Run) -> str:
+    """Return why no helper process may compile beside this run; '' if one may."""
+    if _idle_cores(run) < 1:
+        return "the loop uses all cores"
+    if run.device.type != "cpu":
+        return "the model is not on the CPU"
+    from accel.strategies.compile_ahead import unavailable
 
-    def run_call(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
+    return unavailable()
 
-    return run_call
+
+def _idle_cores(run: Run) -> int:
+    """Return how many cores torch's threads and the loader's workers leave of those that this process may use."""
+    return run.cores - torch.get_num_threads() - (getattr(run.loader, "num_workers", 0) or 0)
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    call = module._compiled_call_impl
+    return call is not None and not isinstance(call, callslot.SlotCall)
 
 
 def _inner(run: Run) -> list[torch.nn.Module]:

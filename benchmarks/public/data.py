@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import pickle
 import random
 import struct
 from pathlib import Path
@@ -41,10 +42,17 @@ def wikitext(folder: Path) -> None:
         (folder / f"{name}.txt").write_text(_text(words), encoding="utf-8")
 
 
-def shakespeare(folder: Path) -> None:
-    """Write input.txt, from which nanoGPT's prepare.py makes the rest."""
+def characters(folder: Path) -> None:
+    """Write train.bin, val.bin and meta.pkl, as nanoGPT's prepare.py of shakespeare_char does."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "input.txt").write_text(_text(100_000), encoding="utf-8")
+    text = _text(100_000)
+    letters = sorted(set(text))
+    number = {letter: index for index, letter in enumerate(letters)}
+    ids = np.array([number[letter] for letter in text], dtype=np.uint16)
+    for name, part in (("train", ids[: int(0.9 * len(ids))]), ("val", ids[int(0.9 * len(ids)) :])):
+        part.tofile(folder / f"{name}.bin")
+    meta = {"vocab_size": len(letters), "itos": dict(enumerate(letters)), "stoi": number}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
 
 
 def _text(words: int) -> str:

@@ -94,9 +94,8 @@ SCRIPTS = {
             *("--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.1"),
             *("--max_iters=300", "--lr_decay_iters=300", "--always_save_checkpoint=True"),
         ),
-        data=data.shakespeare,
+        data=data.characters,
         data_at="data/shakespeare_char",
-        before=("data/shakespeare_char/prepare.py",),
     ),
     "mingpt_adder": PublicScript(
         "karpathy/minGPT", "projects/adder/adder.py", ("--trainer.max_iters=300", "--trainer.num_workers=0")

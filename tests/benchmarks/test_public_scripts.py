@@ -44,7 +44,7 @@ SOURCE = """
 import sys, time
 print("iter 1: loss 0.5, time %.2fms, mfu 1.00%%" % time.perf_counter())
 print(f"| ms/batch {time.perf_counter():5.2f} | loss")
-open("result.txt", "w").write(open("data/input.txt").read()[:10] + sys.argv[1])
+open("result.txt", "w").write(open("data/train.txt").read()[:10] + sys.argv[1])
 sys.exit(int(sys.argv[1]))
 """
 
@@ -54,7 +54,7 @@ def own_script(tmp_path: Path) -> tuple[PublicScript, Path]:
     source = tmp_path / "repo"
     (source / "folder").mkdir(parents=True)
     (source / "folder" / "train.py").write_text(SOURCE)
-    return PublicScript("owner/repo", "folder/train.py", ("3",), data=data.shakespeare, data_at="data"), source
+    return PublicScript("owner/repo", "folder/train.py", ("3",), data=data.wikitext, data_at="data"), source
 
 
 def test_a_run_has_status_output_without_times_and_the_files_written(

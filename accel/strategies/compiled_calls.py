@@ -1,0 +1,225 @@
+"""Which calls of a model run compiled, and how often may be compiled for them.
+
+    the usual call      compiled the first time
+    any other kind      plainly until calls of that kind have taken twenty times as long as compiling did: a smaller
+                        last batch is not compiled for, an evaluation only if there is much of it
+    a varying batch     all sizes are one kind: torch compiles for the first, and for all once they vary
+    hooks that are new  plainly: torch does not check whether modules have got hooks since
+
+A kind is: shapes of the tensors, training or evaluation, with or without gradients. After `MOST` compilations all calls
+run plainly, and `stopped` says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from accel.profiler.clocks import callslot
+from accel.run.context import Shapes, shapes_of
+from accel.run.gate import Call
+from accel.strategies.repeated_blocks import hooks_of
+
+Kind = tuple[Shapes | None, bool, bool]
+"""Shapes unless they vary, with gradients, in training mode."""
+MOST = 4
+_PATIENCE = 20.0
+"""How many times as long as compiling the plain calls of another kind must have taken: the default budget's tenth, and
+the backward half of a graph, which is compiled later, takes about as long again as the measured half."""
+
+
+class CompiledCalls:
+    """Run a model's calls compiled: the whole model, or the blocks that it repeats.
+
+    Args:
+        model: whose calls these are.
+        groups: blocks that share a graph; [] compiles the whole model.
+        usual: shapes of the tensors in the usual call; None if they vary.
+        compiler: compiles a captured graph; a backend for `torch.compile`.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[list[nn.Module]],
+        *,
+        usual: Shapes | None,
+        compiler: Callable[[fx.GraphModule, Any], Callable[..., Any]],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._model, self._groups, self._clock = model, groups, clock
+        self.usual = usual
+        """Shapes of the tensors in the usual call; None if they vary."""
+        self._compiler = compiler
+        self._backend = self._counted  # kept, because torch tells backends apart by identity
+        self._graphs = 0
+        self.compilations = 0
+        """Calls in which something was compiled."""
+        self.seconds = 0.0
+        """What those calls took."""
+        self.stopped = ""
+        """Why nothing runs compiled any more; '' while it does."""
+        self._kinds: set[Kind] = set()
+        self._plain_s: dict[Kind, float] = {}
+        self._is_compiled = False
+        """Of the last call: blocks that are called again in its backward pass (checkpointing) must do the same."""
+        self._hooks: list[dict[Any, Any]] = []
+        self._hook_counts: list[int] = []
+        self._frames: list[Any] = []
+        self._whole: Call | None = None
+        self._block_calls: list[Call] = []
+        self._slots: list[tuple[nn.Module, dict[str, Any]]] = []
+
+    # -- on and off ----------------------------------------------------------------------------------------------------
+
+    def wrap(self, call: Call) -> Call:
+        """Return the model's call with the compiled parts in it.
+
+        Args:
+            call: the plain call.
+        """
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self._run(call, args, kwargs)
+
+        return run
+
+    def put_on(self) -> None:
+        """Put the compiled calls of blocks into their slots; they act only within the model's own call."""
+        if not self._hooks:
+            self._hooks = hooks_of(self._model)
+            self._hook_counts = list(map(len, self._hooks))
+        if self._slots:
+            return
+        if not self._block_calls:
+            self._block_calls = [self._compile(_block_frame()) for _ in self._groups]
+        for group, compiled in zip(self._groups, self._block_calls, strict=True):
+            for block in group:
+                self._slots.append((block, callslot.contents(block)))
+                callslot.fill(block, callslot.SlotCall(self._block_call(compiled, block)))
+
+    def take_off(self) -> None:
+        """Leave the slots as they were."""
+        for block, contents in self._slots:
+            callslot.restore(block, contents)
+        self._slots = []
+
+    def leave(self) -> None:
+        """Run plainly what is called next: a call along the plain path, with its backward pass."""
+        self._is_compiled = False
+
+    def forget(self) -> None:
+        """Take off, and let torch forget what it has compiled for it."""
+        self.take_off()
+        for frame in self._frames:
+            torch._dynamo.reset_code(frame.__code__)  # type: ignore[attr-defined]
+        self._frames, self._whole, self._block_calls = [], None, []
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind = self._kind(args, kwargs)
+        self._is_compiled = self._may_be_compiled(kind)
+        if not self._is_compiled:
+            began = self._clock()
+            outputs = call(*args, **kwargs)
+            self._plain_s[kind] = self._plain_s.get(kind, 0.0) + self._clock() - began
+            return outputs
+        graphs, began = self._graphs, self._clock()
+        compiled = call if self._groups else self._whole_call(call)
+        is_new = kind not in self._kinds or (self.usual is None and self.compilations == 1)
+        with _unwarned() if is_new else contextlib.nullcontext():
+            outputs = compiled(*args, **kwargs)
+        self._kinds.add(kind)
+        if self._graphs > graphs:
+            self._note_compilation(self._clock() - began)
+        return outputs
+
+    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+        shapes = None if self.usual is None else shapes_of(args, kwargs)
+        return shapes, torch.is_grad_enabled(), self._model.training
+
+    def _may_be_compiled(self, kind: Kind) -> bool:
+        if self.stopped or list(map(len, self._hooks)) != self._hook_counts:
+            return False
+        shapes, has_gradients, _ = kind
+        if kind in self._kinds or (has_gradients and shapes == self.usual):
+            return True
+        return self.compilations < MOST - 1 and self._plain_s.get(kind, 0.0) > _PATIENCE * max(self.seconds, 1.0)
+
+    def _note_compilation(self, seconds: float) -> None:
+        self.compilations += 1
+        self.seconds += seconds
+        if self.compilations >= MOST:
+            what = "sizes" if self.usual is None else "values in the model's code"
+            self.stopped = (
+                f"it was compiled {self.compilations} times, and again for other {what}: from then on it ran plainly"
+            )
+
+    # -- compiling -----------------------------------------------------------------------------------------------------
+
+    def _counted(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self._graphs += 1
+        return self._compiler(graph, inputs)
+
+    def _compile(self, frame: Any) -> Call:
+        self._frames.append(frame)
+        # For one kind of calls each a graph of fixed sizes, which is faster than one for all.
+        return torch.compile(frame, backend=self._backend, dynamic=None if self.usual is None else False)
+
+    def _whole_call(self, call: Call) -> Call:
+        if self._whole is None:
+            self._whole = self._compile(_call_frame(call))
+        return self._whole
+
+    def _block_call(self, compiled: Call, block: nn.Module) -> Call:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._is_compiled:
+                return compiled(block, *args, **kwargs)
+            return block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        return run
+
+
+@contextlib.contextmanager
+def _unwarned() -> Iterator[None]:
+    """Let a warning of torch's own, which it hides but does not expect to be an error, be neither."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+        yield
+
+
+# torch does not compile frames of its own files, so nothing of a Sequential: each call has a frame of ours around it.
+# It counts what it has compiled for a code object, and forgets it for one: so each has its own.
+
+
+def _call_frame(call: Call) -> Any:
+    def run_call(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return _with_own_code(run_call)
+
+
+def _block_frame() -> Any:
+    def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    return _with_own_code(run_block)
+
+
+def _with_own_code(function: Any) -> Any:
+    return FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )

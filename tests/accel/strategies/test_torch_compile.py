@@ -1,0 +1,376 @@
+"""torch_compile: repeated blocks share one graph, compilations are bounded, and training goes on as without it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from accel.dataio.passes.proxy import Fetching
+from accel.guard.draws import ReplayedDraws
+from accel.run import Run
+from accel.run.gate import Gate
+from accel.strategies import compiled_draws, torch_compile
+from accel.strategies.compiled_calls import MOST
+from accel.strategies.repeated_blocks import layers, leaves, repeated_blocks
+from accel.strategies.torch_compile import BLOCKS, WHOLE, TorchCompile
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self, drop: float = 0.0, layer_idx: int = 0) -> None:
+        super().__init__()
+        self.norm, self.into = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.drop, self.out = nn.Dropout(drop), nn.Linear(2 * WIDTH, WIDTH)
+        self.layer_idx = layer_idx
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.drop(torch.tanh(self.into(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    """Takes (N, length, WIDTH), and gives (N, 3)."""
+
+    def __init__(self, depth: int = 4, drop: float = 0.0, checkpointed: bool = False) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(drop, number) for number in range(depth))
+        self.head = nn.Linear(WIDTH, 3)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(x.mean(1))  # type: ignore[no-any-return]
+
+
+class Counts:
+    """A backend in place of TorchInductor: eager PyTorch on the captured graph."""
+
+    def __init__(self) -> None:
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph: Any, inputs: Any, **_: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        compiled = aot_eager(graph, inputs)
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return compiled(*args)
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
+    torch.compiler.reset()
+    counting = Counts()
+    monkeypatch.setattr(compiled_draws, "compile_fx", counting)
+    monkeypatch.setattr(torch_compile, "_no_room", lambda run: "not in tests")
+    yield counting
+    torch.compiler.reset()
+
+
+def make(model: nn.Module, *usual: tuple[int, ...], **options: Any) -> tuple[TorchCompile, Run]:
+    run = Run(model, [], [], Gate(model, ["torch_compile"]), Fetching(), **options)
+    if usual:
+        run.observed.call_shapes[usual] = 20
+    return TorchCompile(), run
+
+
+def gradients(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor, seed: int = 0) -> list[Tensor]:
+    torch.manual_seed(seed)
+    model.zero_grad()
+    out = call(x)
+    out.square().sum().backward()
+    return [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+# -- which blocks repeat -----------------------------------------------------------------------------------------------
+
+
+def test_layers_of_a_transformer_are_one_group() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+    (group,) = repeated_blocks(nn.Sequential(nn.Linear(3, WIDTH), nn.TransformerEncoder(layer, 3)))
+    assert [type(block).__name__ for block in group] == ["TransformerEncoderLayer"] * 3
+
+
+def test_blocks_are_found_in_nested_lists_and_their_place_in_the_model_is_no_difference() -> None:
+    stages = nn.ModuleDict({name: nn.ModuleList([Block(layer_idx=0), Block(layer_idx=1)]) for name in "ab"})
+    (group,) = repeated_blocks(nn.ModuleList([stages, nn.Linear(2, 2)]))
+    assert len(group) == 4
+
+
+def test_the_outermost_block_that_repeats_is_taken() -> None:
+    pairs = nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(3)))
+    assert [len(group) for group in repeated_blocks(pairs)] == [3]
+
+
+def test_blocks_with_other_numbers_or_shapes_are_other_groups() -> None:
+    model = nn.Sequential(*(Block(drop) for drop in (0.1, 0.1, 0.2, 0.2, 0.2)), nn.Sequential(nn.Linear(4, 4)))
+    assert [len(group) for group in repeated_blocks(model)] == [2, 3]
+    model[1].into = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+    assert [len(group) for group in repeated_blocks(model)] == [3]
+    model[3].out.weight.requires_grad = False
+    assert repeated_blocks(model) == []  # two of five: compiling them could gain little
+    assert repeated_blocks(nn.Sequential(*(Block(drop / 10) for drop in range(6)))) == []
+
+
+@pytest.mark.parametrize("kind", ["single layers", "a small part", "none"])
+def test_what_would_gain_little_is_no_block(kind: str) -> None:
+    models: dict[str, nn.Module] = {
+        "single layers": nn.Sequential(*(nn.Linear(2, 2) for _ in range(6))),
+        "a small part": nn.Sequential(Block(), Block(), *(nn.Linear(2, 2) for _ in range(20))),
+        "none": nn.Linear(2, 2),
+    }
+    assert repeated_blocks(models[kind]) == []
+    strategy, run = make(models[kind])
+    assert strategy.settings(run) == [WHOLE]
+
+
+def test_a_block_with_hooks_or_a_forward_of_its_own_is_left_as_it_is() -> None:
+    model = Stack(5)
+    model.blocks[1].norm.register_forward_hook(lambda *_: None)
+    model.blocks[2].forward = model.blocks[2].forward  # type: ignore[method-assign]
+    assert repeated_blocks(model) == [[model.blocks[number] for number in (0, 3, 4)]]
+
+
+# -- one graph for all -------------------------------------------------------------------------------------------------
+
+
+def test_blocks_share_one_graph_and_compute_the_same(backend: Counts) -> None:
+    model = Stack(4)
+    plain, x = copy.deepcopy(model), torch.randn(2, 5, WIDTH)
+    strategy, run = make(model, (2, 5, WIDTH))
+    assert strategy.settings(run) == [BLOCKS, WHOLE]
+    counters.clear()
+    strategy.enable(run, BLOCKS)
+    for _ in range(2):
+        torch.testing.assert_close(gradients(model, model, x), gradients(plain, plain, x))
+    assert (backend.graphs, backend.runs) == (1, 8)
+    assert counters["stats"]["unique_graphs"] == 1
+
+    strategy.disable(run)
+    strategy.enable(run, BLOCKS)  # in a trial, time and again
+    model(x)
+    assert backend.graphs == 1
+    strategy.disable(run)
+    strategy.enable(run, WHOLE)
+    torch.testing.assert_close(gradients(model, model, x), gradients(plain, plain, x))
+    assert (backend.graphs, backend.runs) == (2, 13)
+
+
+@pytest.mark.parametrize("setting", [BLOCKS, WHOLE])
+def test_the_model_stays_what_it_was(setting: str, backend: Counts) -> None:
+    model, x = Stack(2), torch.randn(2, 5, WIDTH)
+    before, keys = [dict(vars(module)) for module in model.modules()], list(model.state_dict())
+    strategy, run = make(model)
+    strategy.enable(run, setting)
+    model(x)
+    assert list(model.state_dict()) == keys
+    runs = backend.runs
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(copied(x), run.gate.plain(x))
+    assert strategy.refusal(run) == ""
+    assert backend.runs == runs  # copies are plain, and so is the plain path
+    strategy.disable(run)
+    strategy.close(run)
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_blocks_of_a_checkpointed_model_do_the_same_when_they_are_called_again(backend: Counts) -> None:
+    model = Stack(3, checkpointed=True)
+    plain, x = copy.deepcopy(model), torch.randn(2, 5, WIDTH)
+    strategy, run = make(model)
+    strategy.enable(run, BLOCKS)
+    torch.testing.assert_close(gradients(model, model, x), gradients(plain, plain, x))
+    assert backend.runs == 6
+    torch.testing.assert_close(gradients(model, run.gate.plain, x), gradients(plain, plain, x))
+    assert backend.runs == 6
+
+
+@pytest.mark.parametrize("setting", [BLOCKS, WHOLE])
+def test_a_hook_that_comes_later_is_called(setting: str, backend: Counts) -> None:
+    model, x, seen = Stack(2), torch.randn(2, 5, WIDTH), list[Tensor]()
+    strategy, run = make(model)
+    strategy.enable(run, setting)
+    model(x)
+    runs = backend.runs
+    hook = model.blocks[1].out.register_forward_hook(lambda module, args, out: seen.append(out))
+    model(x)
+    assert len(seen) == 1
+    assert backend.runs == runs
+    hook.remove()
+    model(x)
+    assert backend.runs > runs
+    assert len(seen) == 1
+
+
+def test_a_model_that_the_loop_compiles_later_is_left_to_it() -> None:
+    model, x = Stack(2), torch.randn(2, 5, WIDTH)
+    strategy, run = make(model)
+    strategy.enable(run, WHOLE)
+    model.compile(backend="eager")
+    strategy.disable(run)
+    assert strategy.refusal(run) == "the model is compiled already"
+    model(x)
+    other = Stack(2)
+    other.blocks[0].compile(backend="eager")
+    assert "a part of the model" in TorchCompile().refusal(make(other)[1])
+
+
+# -- how often it compiles ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", [BLOCKS, WHOLE])
+def test_a_smaller_last_batch_and_evaluation_are_not_compiled_for(setting: str, backend: Counts) -> None:
+    model = Stack(3)
+    strategy, run = make(model, (4, 5, WIDTH))
+    strategy.enable(run, setting)
+    model(torch.randn(3, 5, WIDTH))
+    assert backend.runs == 0  # whichever comes first
+    for size in (4, 4, 3, 4, 1):
+        model(torch.randn(size, 5, WIDTH))
+    with torch.no_grad():
+        model.eval()
+        model(torch.randn(4, 5, WIDTH))
+    assert backend.graphs == 1
+    assert backend.runs == 3 * (3 if setting == BLOCKS else 1)
+
+
+def test_much_evaluation_is_compiled_for(backend: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Stack(2), torch.randn(4, 5, WIDTH)
+    strategy, run = make(model, (4, 5, WIDTH))
+    strategy.enable(run, WHOLE)
+    readings = iter(range(0, 10_000, 3))  # compiling takes 3 s, and so does each plain call
+    monkeypatch.setattr(strategy._calls[WHOLE], "_clock", lambda: float(next(readings)))
+    model(x)
+    with torch.no_grad():
+        for _ in range(21):
+            model(x)
+        assert backend.graphs == 1
+        model(x)
+    assert backend.graphs == 2
+
+
+@pytest.mark.parametrize("setting", [BLOCKS, WHOLE])
+def test_varying_lengths_take_few_graphs(setting: str, backend: Counts) -> None:
+    model = Stack(2 if setting == BLOCKS else 1, drop=0.2)
+    plain = copy.deepcopy(model)
+    strategy, run = make(model)
+    run.observed.call_shapes.update(((4, length, WIDTH),) for length in range(3, 12))
+    assert run.observed.usual_shapes is None
+    strategy.enable(run, setting)
+    counters.clear()
+    for length in range(3, 12):
+        x = torch.randn(4, length, WIDTH)
+        with ReplayedDraws(canonical=True):
+            expected = gradients(plain, plain, x)
+        torch.testing.assert_close(gradients(model, model, x), expected)
+    # For the first length, and for all; the first block's input is a view, which torch tells apart then.
+    assert counters["stats"]["unique_graphs"] == backend.graphs == (3 if setting == BLOCKS else 2)
+    assert strategy.failure(run) == ""
+
+
+class Restless(Stack):
+    """Multiplies by another number in each call, which torch takes for a part of its code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = f"{float(getattr(self, 'scale', 0)) + 1}"
+        return super().forward(x) * len(self.scale) * {"1.0": 1}.get(self.scale, 2)  # type: ignore[no-any-return]
+
+
+def test_endless_compilation_is_ended_and_said(backend: Counts) -> None:
+    model, x = Restless(1), torch.randn(4, 5, WIDTH)
+    strategy, run = make(model, (4, 5, WIDTH))
+    strategy.enable(run, WHOLE)
+    for _ in range(3 * MOST):
+        model(x)
+    assert backend.graphs == MOST
+    assert strategy.failure(run) == (
+        f"it was compiled {MOST} times, and again for other values in the model's code: from then on it ran plainly"
+    )
+
+
+# -- in training -------------------------------------------------------------------------------------------------------
+
+
+def train(model: nn.Module, *, autocast: bool, scaled: bool, canonical: bool) -> dict[str, Tensor]:
+    """Train with accumulated, scaled and clipped gradients under an autocast of the loop's own."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(2)
+    for step in range(12):
+        x = torch.randn(4, 5, WIDTH, generator=generator)
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
+            ReplayedDraws(canonical) if canonical else torch.enable_grad(),
+        ):
+            loss = model(x).float().square().mean() / 3
+        scaler.scale(loss).backward()
+        if step % 3 == 2:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return {**model.state_dict(), "random": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize("setting", [BLOCKS, WHOLE])
+@pytest.mark.parametrize("amp", [False, True])
+def test_dropout_accumulation_clipping_and_amp_train_the_same(setting: str, amp: bool, backend: Counts) -> None:
+    expected = train(Stack(3, drop=0.3), autocast=amp, scaled=amp, canonical=True)
+    model = Stack(3, drop=0.3)
+    strategy, run = make(model, (4, 5, WIDTH))
+    strategy.enable(run, setting)
+    actual = train(model, autocast=amp, scaled=amp, canonical=False)
+    assert backend.graphs == 1
+    assert torch.equal(actual.pop("random"), expected.pop("random"))
+    torch.testing.assert_close(actual, expected, **({"rtol": 0.02, "atol": 2e-3} if amp else {}))
+
+
+# -- what it is expected to take ---------------------------------------------------------------------------------------
+
+
+def test_fewer_layers_are_expected_to_compile_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, run = make(Stack(12), (4, 5, WIDTH))
+    assert leaves(run.model) == 12 * 4 + 2
+    assert layers([run.model]) == (4 + 2, 11 * 4)
+    blocks, whole = (strategy.expected_s(run, setting) for setting in (BLOCKS, WHOLE))
+    assert 0 < blocks < 0.5 * whole
+    assert strategy.expected_s(run, None) == whole  # of a plan of an earlier version
+    run.observed.call_shapes.update({((4, 6, WIDTH),): 20})
+    assert strategy.expected_s(run, WHOLE) == 2 * whole
+    monkeypatch.setattr(torch_compile, "_no_room", lambda run: "")
+    assert strategy.expected_s(run, WHOLE) == pytest.approx(2 * whole * strategy.repeated_share)
+
+
+def test_shapes_are_learnt_anew_when_the_usual_batch_changes(backend: Counts) -> None:
+    model = Stack(2)
+    strategy, run = make(model, (4, 5, WIDTH))
+    run.observed.note_batch("small")
+    strategy.enable(run, BLOCKS)
+    model(torch.randn(4, 5, WIDTH))
+    strategy.disable(run)
+
+    run.observed.note_batch("large")
+    assert run.observed.usual_shapes is None
+    run.observed.note_call((torch.randn(8, 5, WIDTH),), {}, run.device)
+    assert run.observed.usual_shapes == ((8, 5, WIDTH),)
+    strategy.enable(run, BLOCKS)
+    for _ in range(2):
+        model(torch.randn(8, 5, WIDTH))
+    assert (backend.graphs, backend.runs) == (2, 2 + 4)
