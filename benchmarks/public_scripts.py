@@ -13,12 +13,13 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,23 +91,29 @@ class Ending:
         return f"files: {', '.join(different)}" if different else ""
 
 
-def run(script: PublicScript, source: Path, accel_options: Sequence[str] | None, cache: Path) -> Ending:
-    """Run a script in a fresh copy of its repository; plainly where `accel_options` is None."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = script.prepare(source, Path(scratch) / "copy")
-        before = _files(Path(scratch))
-        command = [sys.executable, str(path), *script.arguments]
-        if accel_options is not None:
-            command = [sys.executable, "-m", "accel", "run", *accel_options, *command[1:2], "--", *command[2:]]
-        search = os.pathsep.join(map(str, (SITE, Path(scratch) / "copy", ROOT)))
-        environment = {**os.environ, "PYTHONPATH": search, "ACCEL_CACHE": str(cache), "PYTHONHASHSEED": "0"}
-        began = time.perf_counter()
-        done = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, timeout=1800)
-        seconds = time.perf_counter() - began
-        after = _files(Path(scratch))
-        written = {name: content for name, content in after.items() if before.get(name) != content}
-        output = _TIMES.sub("", done.stdout).replace(scratch, "")
-        return Ending(done.returncode, output, written, seconds, done.stderr)
+def run(script: PublicScript, source: Path, accel_options: Sequence[str] | None, scratch: Path) -> Ending:
+    """Run a script in a fresh copy of its repository, at the same place each time.
+
+    Args:
+        script: what to run.
+        source: the repository.
+        accel_options: of `accel run`; None runs it plainly.
+        scratch: a folder for the copy, and for what accel remembers.
+    """
+    copy = scratch / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    path = script.prepare(source, copy)
+    before = _files(copy)
+    command = [sys.executable, str(path), *script.arguments]
+    if accel_options is not None:
+        command = [sys.executable, "-m", "accel", "run", *accel_options, *command[1:2], "--", *command[2:]]
+    search = os.pathsep.join(map(str, (SITE, copy, ROOT)))
+    environment = {**os.environ, "PYTHONPATH": search, "ACCEL_CACHE": str(scratch / "cache"), "PYTHONHASHSEED": "0"}
+    began = time.perf_counter()
+    done = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, timeout=1800)
+    seconds = time.perf_counter() - began
+    written = {name: content for name, content in _files(copy).items() if before.get(name) != content}
+    return Ending(done.returncode, _TIMES.sub("", done.stdout), written, seconds, done.stderr)
 
 
 def _files(folder: Path) -> dict[str, str]:
@@ -134,17 +141,20 @@ def compare(name: str, source: Path, pairs: int) -> Row:
     """Run one script all ways, and return its row."""
     script = SCRIPTS[name]
     with tempfile.TemporaryDirectory() as scratch:
-        cache, report = Path(scratch) / "cache", Path(scratch) / "report.json"
-        plain = run(script, source, None, cache)
-        same = plain.differs(run(script, source, ["--allow", "exact"], cache / "exact"))
+        report = Path(scratch) / "report.json"
+        plain = run(script, source, None, Path(scratch))
+        exact = run(script, source, ["--allow", "exact"], Path(scratch) / "exact")
+        if not script.repeats:
+            exact = replace(exact, output=plain.output, files=plain.files)
+        same = plain.differs(exact)
         options = ["--report", str(report)]
-        first = run(script, source, options, cache)
-        plains, others = [plain.seconds], list[float]()
+        first = run(script, source, options, Path(scratch))
+        plains, others, said = [plain.seconds], list[float](), first.said
         for pair in range(pairs):
             for accelerated in (True, False) if pair % 2 == 0 else (False, True):
-                ending = run(script, source, options if accelerated else None, cache)
+                ending = run(script, source, options if accelerated else None, Path(scratch))
                 (others if accelerated else plains).append(ending.seconds)
-                first = first if not accelerated else _said(first, ending)
+                said = ending.said if accelerated else said
         measured = ratio([[seconds] for seconds in plains[1:]], [[seconds] for seconds in others])
         return {
             "script": name,
@@ -155,12 +165,8 @@ def compare(name: str, source: Path, pairs: int) -> Row:
             "ratio": measured.value,
             "low": measured.low,
             "high": measured.high,
-            "why": _why(report, first.said),
+            "why": _why(report, said),
         }
-
-
-def _said(first: Ending, later: Ending) -> Ending:
-    return Ending(first.status, first.output, first.files, first.seconds, later.said)
 
 
 @click.command()

@@ -63,7 +63,7 @@ def test_a_run_has_status_output_without_times_and_the_files_written(
     ending = run(*own_script, None, tmp_path)
     assert ending.status == 3
     assert ending.output == "iter 1: loss 0.5, , \n|  | loss\n"
-    assert list(ending.files) == ["copy/folder/result.txt"]
+    assert list(ending.files) == ["folder/result.txt"]
     assert not list((tmp_path / "repo").rglob("result.txt"))  # it ran in a copy
     assert not ending.differs(run(*own_script, None, tmp_path))
 
@@ -82,7 +82,7 @@ def test_why_nothing_was_won(tmp_path: Path) -> None:
 def test_plain_and_later_runs_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran = []
 
-    def answer(script: PublicScript, source: Path, options: list[str] | None, cache: Path) -> Ending:
+    def answer(script: PublicScript, source: Path, options: list[str] | None, scratch: Path) -> Ending:
         kind = "later" if "first" in ran else "first"
         kind = "plain" if options is None else "exact" if "exact" in options else kind
         ran.append(kind)
