@@ -125,8 +125,8 @@ class Launcher:
         self._hypers = torch.empty(0, COLUMNS, dtype=torch.float64, device=device)
         self._norm = torch.zeros((), device=device)
         self._overflow = torch.zeros((), device=device)
-        self._spare: Tensor | None = None
-        self._captured: list[tuple[Tensor, Tensor]] = []
+        self._spare: tuple[Tensor, Tensor] | None = None
+        self._captured: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def send(self, rows: Sequence[Hypers]) -> None:
         """Send the numbers of the parameter groups that changed; tensors among them are copied on the device.
@@ -192,7 +192,7 @@ class Launcher:
     def _addressed(self, table: AddressTable, addresses: list[int], batches: Sequence[Batch]) -> Tensor:
         """Return the table of addresses as it is on the device when the kernels run."""
         if self._captures():
-            return self._captured_addresses(table, addresses)
+            return self._captured_addresses(addresses)
         if addresses != self._addresses:
             self._check_devices(addresses, batches, len(table.entries))
             values = torch.tensor(addresses, dtype=torch.int64).view(_ROWS, -1)
@@ -200,7 +200,8 @@ class Launcher:
             table.addresses.copy_(source, non_blocking=True)
             self._addresses = addresses
         if self._spare is None and self.device.type == "cuda":
-            self._spare = torch.empty(_ROWS, len(table.entries), dtype=torch.int64, pin_memory=True)
+            host = torch.empty(_ROWS, len(table.entries), dtype=torch.int64, pin_memory=True)
+            self._spare = host, torch.empty_like(table.addresses)
         return table.addresses
 
     def _check_devices(self, addresses: list[int], batches: Sequence[Batch], count: int) -> None:
@@ -216,18 +217,19 @@ class Launcher:
                             f"{tensor.device}. Make the optimizer after model.to(device), or load its state again."
                         )
 
-    def _captured_addresses(self, table: AddressTable, addresses: list[int]) -> Tensor:
-        """Return a table for one graph: it is copied at each replay, from memory that stays."""
-        if self._spare is None:
-            raise RuntimeError(
-                "accel.optim: each captured step needs an ordinary one before it. Found: two captures in a row, or "
-                "none before. Run optimizer.step() once, then capture."
-            )
-        host, self._spare = self._spare, None
-        host.copy_(torch.tensor(addresses, dtype=torch.int64).view(_ROWS, -1))
-        device = torch.empty_like(table.addresses)
+    def _captured_addresses(self, addresses: list[int]) -> Tensor:
+        """Return a table for captured steps with these addresses, which each replay copies from memory that stays."""
+        key = tuple(addresses)
+        if key not in self._captured:
+            if self._spare is None:
+                raise RuntimeError(
+                    "accel.optim: a captured step with new addresses needs an ordinary one before it. Found: none, or "
+                    "another capture since. Run optimizer.step() once, then capture."
+                )
+            self._captured[key], self._spare = self._spare, None
+            self._captured[key][0].copy_(torch.tensor(addresses, dtype=torch.int64).view(_ROWS, -1))
+        host, device = self._captured[key]
         device.copy_(host, non_blocking=True)
-        self._captured.append((host, device))
         return device
 
     def _on_here(self, scaling: Scaling) -> Scaling:

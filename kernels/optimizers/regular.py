@@ -18,14 +18,16 @@ def regular(batch: Batch) -> tuple[Batch, Copies]:
 
     A parameter with gaps, and a gradient or a state in another order than its parameter, is replaced by a copy.
     """
-    odd = [i for i, (p, g) in enumerate(zip(batch.params, batch.grads, strict=True)) if not _plain(p, g)]
-    odd += [i for column in batch.states for i, s in enumerate(column) if s.stride() != batch.params[i].stride()]
-    if not odd:
+    columns = [batch.params, batch.grads, *batch.states]
+    # A contiguous tensor is quickly known; strides of all would take longer than a small update.
+    if all(all([t.is_contiguous() for t in column]) for column in columns):
         return batch, []
     params, grads, states = list(batch.params), list(batch.grads), [list(column) for column in batch.states]
     masters = list(batch.masters)
     back: Copies = []
-    for i in set(odd):
+    for i in range(len(params)):
+        if all(column[i].is_contiguous() for column in columns):
+            continue
         params[i] = _in_order(params[i], params[i], back)
         grads[i] = _in_order(grads[i], params[i], [])
         for column in states:
@@ -33,10 +35,6 @@ def regular(batch: Batch) -> tuple[Batch, Copies]:
         if masters and (master := masters[i]) is not None:
             masters[i] = _in_order(master, params[i], back)
     return replace(batch, params=params, grads=grads, states=states, masters=masters), back
-
-
-def _plain(param: Tensor, grad: Tensor) -> bool:
-    return param.is_contiguous() and grad.is_contiguous()
 
 
 def _in_order(tensor: Tensor, like: Tensor, back: Copies) -> Tensor:
