@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -139,19 +139,26 @@ class MultiTensorOptimizer(Optimizer):
         scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         self._outcome = self._updater(batches, scaling)
         for batch in batches:
-            self._versions.update(
-                (p, p._version) for p, m in zip(batch.params, batch.masters, strict=False) if m is not None
-            )
+            self._remember(batch.params, batch.masters)
         return loss
 
     def refresh(self) -> None:
-        """Send learning rates and other numbers that changed to the device, for the replay of a captured step.
+        """Bring what changed on the host to the device, for the replay of a captured step.
 
-        A step that is not captured does so itself. Tensors on the device need no refresh.
+        That is learning rates and other numbers, and 16-bit weights that someone else wrote. A step that is not
+        captured does so itself. Tensors on the device need no refresh.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         if params:
             self._updater.send([self._row(group) for group in self.param_groups], params[0])
+        for group in self.param_groups:
+            updated = [p for p in group["params"] if "master" in self.state.get(p, {})]
+            self._remember(updated, self._masters(group, updated))
+
+    def _remember(self, params: Sequence[Tensor], masters: Sequence[Tensor | None]) -> None:
+        """Note that parameters are what their master weights round to."""
+        if masters:
+            self._versions.update((p, p._version) for p, m in zip(params, masters, strict=True) if m is not None)
 
     def _with_gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         params = [p for p in group["params"] if p.grad is not None]
@@ -181,6 +188,7 @@ class MultiTensorOptimizer(Optimizer):
                     state[p][name] = _fresh(p, name)
             return [state[p][name] for p in params]
 
+    @torch.no_grad()
     def _masters(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor | None]:
         """Return the master weights of 16-bit parameters, after taking over what others wrote to a parameter."""
         if not group["master_weights"] or not any(p.dtype in _HALF for p in params):

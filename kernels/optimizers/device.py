@@ -8,6 +8,7 @@ graph's own; hyperparameters are read from the table of all steps, so that `send
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -172,7 +173,7 @@ class Launcher:
         if entries:
             table = self._laid_out(entries)
             launch = _Launch(self, table, self._addressed(table, addresses, straight), self._on_here(scaling))
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else _Nothing():
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 launch.run(kind, norm=normed)
             copy_back(copies)
         asked = scaling.checks or scaling.found_inf is not None
@@ -240,12 +241,6 @@ class Launcher:
 
     def _captures(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 def _on_device(number: float | Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The update on a CPU: torch's fused kernels for SGD and Adam, foreach operators for LAMB and LARS.
+"""The update on a CPU: torch's fused kernels, and what LAMB and LARS do around them.
 
 Weights are updated in float32, or float64 where they are float64. Gradients are read and left as they are: what is
 scaled or clipped is a copy.
@@ -18,6 +18,8 @@ from accel.kernels.optimizers.rules import Batch, Kind, Numbers, Scaling, Update
 
 _ONE = torch.ones(())
 """Added to step counters: a number would be made a tensor for each of them."""
+_FOREVER = torch.full((), 1e9)
+"""A step at which the bias of moments is 0."""
 
 
 def update(kind: Kind, batches: Sequence[Batch], scaling: Scaling) -> UpdateOutcome:
@@ -199,30 +201,41 @@ def _lars_ratio(row: Numbers, weight: float, grad: float) -> float:
 
 
 def _lamb(batch: Batch, row: Numbers, weights: list[Tensor], grads: list[Tensor]) -> None:
-    lr, decay, beta1, beta2 = row.lr, row.weight_decay, row.beta1, row.beta2
     first, second = batch.states
+    decay = row.weight_decay
     if decay != 0 and not row.decoupled:
         grads = list(torch._foreach_add(grads, weights, alpha=decay))
-    torch._foreach_mul_(first, beta1)
-    torch._foreach_add_(first, grads, alpha=1 - beta1 if row.grad_averaging else 1.0)
-    torch._foreach_mul_(second, beta2)
-    torch._foreach_addcmul_(second, grads, grads, value=1 - beta2)
-    steps = [float(s) for s in _steps(batch)]
-    below = list(torch._foreach_sqrt(second))
-    if row.bias_correction:
-        torch._foreach_mul_(below, [(1 - beta2**t) ** -0.5 for t in steps])
-    torch._foreach_add_(below, row.eps)
-    updates = list(torch._foreach_div(first, below))
-    if row.bias_correction:
-        torch._foreach_mul_(updates, [1 / (1 - beta1**t) for t in steps])
+    # Adam's kernel makes moments and update in one pass over memory, where operators take ten: run on weights of 0, it
+    # leaves the update, negative. It averages gradients: where they are summed, the moment is scaled there and back.
+    share = 1.0 if row.grad_averaging else 1 - row.beta1
+    if share != 1:
+        torch._foreach_mul_(first, share)
+    updates = [torch.zeros_like(w) for w in weights]
+    torch._fused_adam_(
+        updates,
+        grads,
+        first,
+        second,
+        [],
+        _steps(batch) if row.bias_correction else [_FOREVER] * len(weights),
+        lr=1 / share,
+        beta1=row.beta1,
+        beta2=row.beta2,
+        weight_decay=0.0,
+        eps=row.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    if share != 1:
+        torch._foreach_mul_(first, 1 / share)
     if decay != 0 and row.decoupled:
-        torch._foreach_add_(updates, weights, alpha=decay)
-    rates = [-lr] * len(weights)
+        torch._foreach_add_(updates, weights, alpha=-decay)
+    rates = [row.lr] * len(weights)
     if row.always_adapt or decay != 0:
         norms = zip(_norms(weights), _norms(updates), strict=True)
-        rates = [-lr * weight / update if weight > 0 and update > 0 else -lr for weight, update in norms]
-    torch._foreach_mul_(updates, rates)
-    torch._foreach_add_(weights, updates)
+        rates = [row.lr * weight / update if weight > 0 and update > 0 else row.lr for weight, update in norms]
+    for weight, update, rate in zip(weights, updates, rates, strict=True):
+        weight.add_(update, alpha=rate)
 
 
 _UPDATES = {"sgd": _sgd, "adam": _adam, "lamb": _lamb, "lars": _lars}

@@ -76,9 +76,9 @@ def compare(ours: Params, theirs: Params, steps: int, least: torch.dtype = torch
 @pytest.mark.parametrize(("info", "words", "options"), INPUTS, ids=NAMES)
 def test_weights_are_torchs(info: Any, words: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     theirs, ours = params_of(dtype), params_of(dtype)
-    stepped(info.optim_cls(theirs, **plain(options)), theirs, 20)
-    stepped(OURS[info.name](ours, **copy.deepcopy(options)), ours, 20)
-    compare(ours, theirs, 20, rounded(options))
+    stepped(info.optim_cls(theirs, **plain(options)), theirs, 8)
+    stepped(OURS[info.name](ours, **copy.deepcopy(options)), ours, 8)
+    compare(ours, theirs, 8, rounded(options))
 
 
 @pytest.mark.parametrize(("info", "words", "options"), INPUTS[1::6], ids=NAMES[1::6])
@@ -106,15 +106,15 @@ def test_states_go_both_ways(info: Any, words: str, options: dict[str, Any]) -> 
     """Train in one, go on in the other, by a file."""
     theirs, ours = params_of(torch.float32), params_of(torch.float32)
     torchs, own = info.optim_cls(theirs, **plain(options)), OURS[info.name](ours, **copy.deepcopy(options))
-    stepped(torchs, theirs, 5)
-    stepped(own, ours, 5)
+    stepped(torchs, theirs, 3)
+    stepped(own, ours, 3)
     from_torch, from_ours = saved(torchs), saved(own)
     torchs, own = info.optim_cls(theirs, lr=77.0), OURS[info.name](ours, lr=77.0)
     torchs.load_state_dict(from_ours)
     own.load_state_dict(from_torch)
-    stepped(torchs, theirs, 5)
-    stepped(own, ours, 5)
-    compare(ours, theirs, 10)
+    stepped(torchs, theirs, 3)
+    stepped(own, ours, 3)
+    compare(ours, theirs, 6)
     again = OURS[info.name](params_of(torch.float32))
     again.load_state_dict(saved(own))
     assert {k: set(v) for k, v in again.state_dict()["state"].items()} == {

@@ -32,29 +32,37 @@ def test_mixed_dtypes_by_operators(case: Any) -> None:
 
 @pytest.mark.parametrize("case", OPTIONS, ids=IDS)
 def test_steps_by_kernels(case: Any, interpreted: None) -> None:
-    pair = Pair(*case, shapes=[(3, 5), (), (0, 4), (1030,)])
-    for number in range(3):
+    pair = Pair(*case, shapes=[(), (1030,), (0, 4)])
+    for number in range(2):
         pair.step(number)
-    pair.check(3, k=4)
+    pair.check(2, k=4)
 
 
 @pytest.mark.parametrize("case", OPTIONS[4::6], ids=IDS[4::6])
 def test_mixed_dtypes_by_kernels(case: Any, interpreted: None) -> None:
     # The interpreter rounds to bfloat16 otherwise: that is for a GPU.
-    pair = Pair(*case, dtypes=MIXED[:3])
+    pair = Pair(*case, dtypes=MIXED[:3], shapes=[(5,)])
     for number in range(2):
         pair.step(number, scale=8.0)
     pair.check(2, k=4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtypes", [(torch.float32,), MIXED[:3]], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("case", OPTIONS, ids=IDS)
-def test_two_hundred_steps_by_kernels(case: Any, dtypes: Any, interpreted: None) -> None:
-    pair = Pair(*case, dtypes=dtypes)
+def test_two_hundred_steps_by_kernels(case: Any, interpreted: None) -> None:
+    pair = Pair(*case, shapes=[(5,), ()])
     for number in range(200):
-        pair.step(number, scale=8.0 if len(dtypes) > 1 else None)
+        pair.step(number)
     pair.check(200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OPTIONS, ids=IDS)
+def test_all_shapes_and_dtypes_by_kernels(case: Any, interpreted: None) -> None:
+    pair = Pair(*case, dtypes=MIXED[:3])
+    for number in range(12):
+        pair.step(number, scale=8.0)
+    pair.check(12, k=2)
 
 
 @pytest.mark.slow
@@ -79,8 +87,10 @@ def _layouts() -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("by_kernels", [False, True], ids=["operators", "kernels"])
-@pytest.mark.parametrize("kind", [FusedSGD, FusedAdamW, FusedLAMB, FusedLARS])
+@pytest.mark.parametrize(
+    ("kind", "by_kernels"),
+    [(FusedSGD, True), (FusedSGD, False), (FusedAdamW, False), (FusedLAMB, False), (FusedLARS, False)],
+)
 def test_order_in_memory_changes_nothing(kind: Any, by_kernels: bool, request: pytest.FixtureRequest) -> None:
     if by_kernels:
         request.getfixturevalue("interpreted")
@@ -102,9 +112,9 @@ def test_order_in_memory_changes_nothing(kind: Any, by_kernels: bool, request: p
 def test_kernels_give_the_same_bits_every_time(interpreted: None) -> None:
     runs = []
     for _ in range(2):
-        pair = Pair(FusedLAMB, {"lr": 0.1}, shapes=[(3000,), (1100,)])
-        for number in range(2):
-            pair.step(number)
+        pair = Pair(FusedLAMB, {"lr": 0.1}, shapes=[(8200,)])  # two chunks
+        pair.step(1)
+        pair.check(1, k=4)
         runs.append([p.detach().clone() for p in pair.params])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -168,3 +178,32 @@ def test_two_published_steps_of_lars_by_hand() -> None:
         buffer = 0.9 * buffer + rate * ratio * (g + 0.5 * w)
         w = w - buffer
     torch.testing.assert_close(param.detach(), w)
+
+
+@pytest.mark.parametrize("by_kernels", [False, True], ids=["operators", "kernels"])
+@pytest.mark.parametrize("kind", [FusedSGD, FusedAdamW, FusedLAMB, FusedLARS])
+def test_nothing_to_update_and_nothing_to_divide_by(
+    kind: Any, by_kernels: bool, request: pytest.FixtureRequest
+) -> None:
+    if by_kernels:
+        request.getfixturevalue("interpreted")
+    empty, zero = torch.nn.Parameter(torch.zeros(0)), torch.nn.Parameter(torch.zeros(3))
+    optimizer = kind([empty], weight_decay=0.1, max_grad_norm=1.0)
+    optimizer.step()  # no gradient at all
+    assert not optimizer.state
+    empty.grad, zero.grad = torch.zeros(0), torch.zeros(3)
+    optimizer.step()
+    assert float(optimizer.grad_norm) == 0.0
+    optimizer.add_param_group({"params": [zero]})
+    optimizer.add_param_group({"params": []})
+    optimizer.step()
+    assert zero.tolist() == [0, 0, 0]
+
+
+def test_gradients_of_another_dtype() -> None:
+    param = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    param.grad_dtype = torch.float32
+    param.grad = torch.tensor([1e-3, 1.0])  # one more digit than bfloat16 has
+    optimizer = FusedSGD([param], lr=1.0)
+    optimizer.step()
+    assert torch.equal(optimizer.state[param]["master"], 1 - param.grad)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accel.optim import FusedAdam, FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
+from tests.kernels.hosts import need
 
 STEPS, BATCH = 60, 64
 
@@ -78,7 +79,9 @@ def test_rates_for_each_layer_learn_too(digits: Any, kind: Any, options: Any) ->
 @pytest.mark.slow
 def test_lamb_and_lars_are_timms() -> None:
     """An independent reading of both papers."""
-    timm = pytest.importorskip("timm.optim")
+    need("timm")
+    import timm.optim as timm
+
     for ours, theirs, options in (
         (FusedLAMB, timm.Lamb, {"lr": 0.01, "weight_decay": 0.02}),
         (FusedLARS, timm.Lars, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
