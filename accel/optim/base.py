@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+from operator import attrgetter, itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +16,8 @@ from accel.kernels.optimizers import Batch, Hypers, Kind, Scaling, UpdateOutcome
 from accel.optim import checks, stored
 from accel.optim.apex import ApexStep
 
-_HALF = (torch.float16, torch.bfloat16)
+_HALF = frozenset({torch.float16, torch.bfloat16})
+_GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
 _BACKENDS = ("accel", "apex")
 
 
@@ -162,36 +165,30 @@ class MultiTensorOptimizer(Optimizer):
 
     def _with_gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         params = [p for p in group["params"] if p.grad is not None]
-        grads = [p.grad for p in params]
+        grads = list(map(_GRAD, params))
         checks.gradients(type(self).__name__, grads)
         return params, grads
 
     def _batch(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> Batch:
+        names = self._state_names(group)
+        counts = self._counts_steps(group)
+        # Looked up once: the hash of a tensor is a function in Python.
+        own = [self.state[p] for p in params] if names or counts else []
         return Batch(
             self._row(group),
             params,
             grads,
-            [self._column(params, name) for name in self._state_names(group)],
+            [_column(params, own, name) for name in names],
             self._masters(group, params),
-            self._column(params, "step") if self._counts_steps(group) else (),
+            _column(params, own, "step") if counts else [],
             nesterov=bool(group.get("nesterov")),
             amsgrad=bool(group.get("amsgrad")),
         )
 
-    def _column(self, params: list[Tensor], name: str) -> list[Tensor]:
-        state = self.state
-        try:
-            return [state[p][name] for p in params]
-        except KeyError:
-            for p in params:
-                if name not in state[p]:
-                    state[p][name] = _fresh(p, name)
-            return [state[p][name] for p in params]
-
     @torch.no_grad()
     def _masters(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor | None]:
         """Return the master weights of 16-bit parameters, after taking over what others wrote to a parameter."""
-        if not group["master_weights"] or not any(p.dtype in _HALF for p in params):
+        if not group["master_weights"] or _HALF.isdisjoint(map(_DTYPE, params)):
             return []
         masters: list[Tensor | None] = []
         for p in params:
@@ -242,16 +239,29 @@ class MultiTensorOptimizer(Optimizer):
         uses_apex = state.pop("_uses_apex", False)
         if "_updater" not in self.__dict__:
             self._start()
+        before = self.__dict__.get("param_groups", [])
         super().__setstate__(state)
-        for group in self.param_groups:
+        for group, own in zip_longest(self.param_groups, before[: len(self.param_groups)], fillvalue=self.defaults):
+            # Options that torch has not, and its state says nothing of, stay as they are.
             for name, value in self.defaults.items():
-                group.setdefault(name, value)
+                group.setdefault(name, own.get(name, value))
             step = float(group.get("step", 1)) if self._counts_steps(group) else None
             for p in group["params"]:
                 if p in self.state:
                     self.state[p] = stored.taken_in(p, self.state[p], step)
         if uses_apex:
             self._use_apex()
+
+
+def _column(params: list[Tensor], own: list[dict[str, Any]], name: str) -> list[Tensor]:
+    """Return one state of all parameters, made where there is none yet."""
+    try:
+        return list(map(itemgetter(name), own))
+    except KeyError:
+        for p, state in zip(params, own, strict=True):
+            if name not in state:
+                state[name] = _fresh(p, name)
+        return list(map(itemgetter(name), own))
 
 
 def _fresh(param: Tensor, name: str) -> Tensor:

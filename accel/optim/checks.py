@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor
 
 from accel.errors import InvalidArgument
 from accel.kernels.optimizers import DTYPES
+
+_LAYOUT, _DTYPE = attrgetter("layout"), attrgetter("dtype")
+_DENSE = {torch.strided}
+_DTYPES = frozenset(DTYPES)
 
 
 def number(
@@ -105,12 +110,15 @@ def parameters(owner: str, params: Iterable[Any], device: torch.device | None) -
             )
 
 
-def gradients(owner: str, grads: Iterable[Tensor]) -> None:
+def gradients(owner: str, grads: Sequence[Tensor]) -> None:
     """Check the gradients of a step.
 
     Raises:
         InvalidArgument: if one is sparse, or of another kind.
     """
+    # Of all at once, without a look at each: this is done at every step.
+    if set(map(_LAYOUT, grads)) <= _DENSE and _DTYPES.issuperset(map(_DTYPE, grads)):
+        return
     for grad in grads:
         if grad.layout is not torch.strided:
             raise InvalidArgument(

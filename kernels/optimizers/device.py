@@ -257,7 +257,7 @@ def _entries(batches: Sequence[Batch]) -> tuple[list[TableEntry], list[int]]:
         params = [p.data_ptr() for p in batch.params]
         states = [[s.data_ptr() for s in column] for column in batch.states]
         masters = [0 if m is None else m.data_ptr() for m in batch.masters] or nothing
-        steps = [0 if s is None else s.data_ptr() for s in batch.steps] or nothing
+        steps = [s.data_ptr() for s in batch.steps] or nothing
         grads = [g.data_ptr() for g in batch.grads]
         states += [nothing] * (3 - len(states))
         own = (params, *states, masters, steps, grads)

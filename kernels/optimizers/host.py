@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from accel.kernels.optimizers.regular import copy_back, regular
 from accel.kernels.optimizers.rules import Batch, Kind, Numbers, Scaling, UpdateOutcome, needs_norm, work_dtype
 
+_DTYPE = attrgetter("dtype")
 _ONE = torch.ones(())
 """Added to step counters: a number would be made a tensor for each of them."""
 _FOREVER = torch.full((), 1e9)
@@ -70,6 +72,9 @@ def _all_finite(batches: Sequence[Batch]) -> bool:
 
 def _by_dtype(batch: Batch) -> Iterator[Batch]:
     """Yield the parameters of each dtype, those with master weights apart."""
+    if not batch.masters and len(set(map(_DTYPE, batch.params))) == 1:
+        yield batch
+        return
     masters = batch.masters or [None] * len(batch.params)
     kinds = [(p.dtype, m is None) for p, m in zip(batch.params, masters, strict=True)]
     if kinds.count(kinds[0]) == len(kinds):
@@ -87,7 +92,7 @@ def _chosen(batch: Batch, indices: Sequence[int]) -> Batch:
         grads=[batch.grads[i] for i in indices],
         states=[[column[i] for i in indices] for column in batch.states],
         masters=[batch.masters[i] for i in indices] if batch.masters else (),
-        steps=[batch.steps[i] for i in indices] if batch.steps else (),
+        steps=[batch.steps[i] for i in indices] if batch.steps else [],
     )
 
 
@@ -96,13 +101,13 @@ def _update(kind: Kind, batch: Batch, row: Numbers, factor: float) -> None:
     batch, copies = regular(batch)
     dtype = batch.params[0].dtype
     work = work_dtype(dtype)
-    masters = [m for m in batch.masters if m is not None]
+    masters = [m for m in batch.masters if m is not None] if batch.masters else []
     weights = masters or (batch.params if dtype == work else [p.to(work) for p in batch.params])
     if kind in ("lamb", "lars"):
         factor *= row.sign
     grads = _scaled(batch.grads, factor, work)
     if batch.steps:
-        torch._foreach_add_(_steps(batch), _ONE, alpha=1.0)
+        torch._foreach_add_(batch.steps, _ONE, alpha=1.0)
     _UPDATES[kind](batch, row, weights, grads)
     if weights is not batch.params:
         torch._foreach_copy_(batch.params, weights)
@@ -111,16 +116,12 @@ def _update(kind: Kind, batch: Batch, row: Numbers, factor: float) -> None:
 
 def _scaled(grads: list[Tensor], factor: float, work: torch.dtype) -> list[Tensor]:
     """Return the gradients times a factor in the dtype of the update; themselves if they are that."""
-    if any(g.dtype != work for g in grads):
+    if set(map(_DTYPE, grads)) != {work}:
         grads = [torch.empty_like(g, dtype=work).copy_(g) for g in grads]
         if factor != 1:
             torch._foreach_mul_(grads, factor)
         return grads
     return grads if factor == 1 else list(torch._foreach_mul(grads, factor))
-
-
-def _steps(batch: Batch) -> list[Tensor]:
-    return [s for s in batch.steps if s is not None]
 
 
 def _adam(batch: Batch, row: Numbers, weights: list[Tensor], grads: list[Tensor]) -> None:
@@ -132,7 +133,7 @@ def _adam(batch: Batch, row: Numbers, weights: list[Tensor], grads: list[Tensor]
         first,
         second,
         largest[0] if batch.amsgrad else [],
-        _steps(batch),
+        batch.steps,
         lr=row.lr,
         beta1=row.beta1,
         beta2=row.beta2,
@@ -145,7 +146,7 @@ def _adam(batch: Batch, row: Numbers, weights: list[Tensor], grads: list[Tensor]
 
 def _sgd(batch: Batch, row: Numbers, weights: list[Tensor], grads: list[Tensor]) -> None:
     buffers = batch.states[0] if batch.states else []
-    first = [s is not None and float(s) == 1 for s in batch.steps]
+    first = [float(s) == 1 for s in batch.steps]
     if any(first) and not all(first):
         for number in (True, False):
             own = [i for i, is_first in enumerate(first) if is_first is number]
@@ -189,7 +190,7 @@ def _lars(batch: Batch, row: Numbers, weights: list[Tensor], grads: list[Tensor]
     # One pass over each tensor, where foreach operators, which are loops on a CPU, would take four.
     for i, factor in enumerate(factors):
         own = row._replace(lr=outside, weight_decay=decay * factor, sign=1.0)
-        first = bool(batch.steps) and float(batch.steps[i] or 0) == 1
+        first = bool(batch.steps) and float(batch.steps[i]) == 1
         _fused_sgd([weights[i]], [grads[i]], [buffers[i]] if buffers else [], own, nesterov=batch.nesterov, first=first)
 
 
@@ -217,7 +218,7 @@ def _lamb(batch: Batch, row: Numbers, weights: list[Tensor], grads: list[Tensor]
         first,
         second,
         [],
-        _steps(batch) if row.bias_correction else [_FOREVER] * len(weights),
+        batch.steps if row.bias_correction else [_FOREVER] * len(weights),
         lr=1 / share,
         beta1=row.beta1,
         beta2=row.beta2,

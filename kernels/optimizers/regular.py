@@ -20,8 +20,14 @@ def regular(batch: Batch) -> tuple[Batch, Copies]:
     """
     columns = [batch.params, batch.grads, *batch.states]
     # A contiguous tensor is quickly known; strides of all would take longer than a small update.
-    if all(all([t.is_contiguous() for t in column]) for column in columns):
-        return batch, []
+    for column in columns:
+        if not all(map(torch.Tensor.is_contiguous, column)):
+            return _in_one_run(batch, columns)
+    return batch, []
+
+
+def _in_one_run(batch: Batch, columns: list[list[Tensor]]) -> tuple[Batch, Copies]:
+    """Return a batch with copies of the tensors that are in another order, or have gaps."""
     params, grads, states = list(batch.params), list(batch.grads), [list(column) for column in batch.states]
     masters = list(batch.masters)
     back: Copies = []

@@ -82,8 +82,8 @@ class Batch:
         grads: one for each, of any of `DTYPES`.
         states: lists of one tensor for each parameter: moments, or the momentum buffer; float32, or float64 for a
             float64 parameter.
-        masters: float32 weights that the 16-bit parameters are rounded from; None for a parameter without.
-        steps: float32 [] on the parameters' device: updates done; None where the rule counts none.
+        masters: float32 weights that the 16-bit parameters are rounded from; None for a parameter without, () for none.
+        steps: float32 [] on the parameters' device: updates done; [] where the rule counts none.
         nesterov, amsgrad: what the group's kernel is compiled with.
     """
 
@@ -92,7 +92,7 @@ class Batch:
     grads: list[Tensor] = field(default_factory=list)
     states: list[list[Tensor]] = field(default_factory=list)
     masters: Sequence[Tensor | None] = ()
-    steps: Sequence[Tensor | None] = ()
+    steps: list[Tensor] = field(default_factory=list)
     nesterov: bool = False
     amsgrad: bool = False
 

@@ -53,7 +53,8 @@ class Updater:
         else:
             outcome = host.update(self.kind, batches, scaling)
         # Neither our kernels nor torch's fused ones say so: what autograd saved of a parameter is no more what it was.
-        torch.autograd.graph.increment_version([p for batch in batches for p in batch.params])
+        for batch in batches:
+            torch.autograd.graph.increment_version(batch.params)
         return outcome
 
     def send(self, rows: Sequence[Hypers], param: Tensor) -> None:

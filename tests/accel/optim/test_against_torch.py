@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accel.optim import FusedAdam, FusedAdamW, FusedSGD, MultiTensorOptimizer
+from tests import effort
 from tests.accel.optim.torch_database import database
 
 OURS: dict[str, type[MultiTensorOptimizer]] = {"SGD": FusedSGD, "Adam": FusedAdam, "AdamW": FusedAdamW}
@@ -130,6 +132,14 @@ def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return state
 
 
+def test_options_that_torch_has_not_outlive_its_state() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = FusedAdam([{"params": [param], "max_grad_norm": 0.5}], max_grad_norm=3.0, master_weights=False)
+    optimizer.load_state_dict(torch.optim.Adam([param], lr=0.25).state_dict())
+    (group,) = optimizer.param_groups
+    assert [group[name] for name in ("lr", "max_grad_norm", "master_weights")] == [0.25, 0.5, False]
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, "pickled"], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("kind", OURS.values())
 def test_a_copy_goes_on_alike(kind: type[MultiTensorOptimizer], copied: Any) -> None:
@@ -221,3 +231,26 @@ def test_closure_hooks_and_groups(kind: type[MultiTensorOptimizer]) -> None:
     assert seen == ["before", "after"]
     assert bool((first < 1).all())
     assert torch.equal(second.detach(), torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs", "options"),
+    [
+        (FusedSGD, torch.optim.SGD, {"momentum": 0.9}),
+        (FusedAdam, torch.optim.Adam, {"amsgrad": True}),
+        (FusedAdamW, torch.optim.AdamW, {}),
+    ],
+)
+def test_less_python_around_the_same_kernel(kind: Any, theirs: Any, options: Any) -> None:
+    """On a CPU the update is torch's fused kernel: what is around it must not make it slower."""
+    efforts = []
+    for make in (kind, partial(theirs, fused=True)):
+        params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(50)]
+        for p in params:
+            p.grad = torch.ones(4)
+        optimizer = make(params, lr=0.1, **options)
+        optimizer.step()
+        efforts.append(effort.of(optimizer.step))
+    ours, torchs = efforts
+    assert ours.calls < torchs.calls
+    assert ours.instructions < torchs.instructions
