@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import and_, attrgetter, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ _TENSORS = 128
 _ROWS = 7
 """Of the table of addresses."""
 _ALIGNMENT_BYTES = 16
+_DTYPE = attrgetter("dtype")
 
 
 class Form(NamedTuple):
@@ -121,6 +124,7 @@ class Launcher:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._table: AddressTable | None = None
+        self._signature: list[Any] = []
         self._addresses: list[int] = []
         self._numbers: list[list[float]] = []
         self._hypers = torch.empty(0, COLUMNS, dtype=torch.float64, device=device)
@@ -168,25 +172,27 @@ class Launcher:
             same, back = regular(batch)
             straight.append(same)
             copies += back
-        entries, addresses = _entries(straight)
+        listing = _Listing(straight)
         normed = needs_norm(straight, scaling)
-        if entries:
-            table = self._laid_out(entries)
-            launch = _Launch(self, table, self._addressed(table, addresses, straight), self._on_here(scaling))
+        if listing.addresses:
+            table = self._laid_out(listing)
+            addresses = self._addressed(table, listing.addresses, straight)
+            launch = _Launch(self, table, addresses, self._on_here(scaling))
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 launch.run(kind, norm=normed)
             copy_back(copies)
         asked = scaling.checks or scaling.found_inf is not None
         return UpdateOutcome(self._norm if normed else None, self._overflow if asked else None)
 
-    def _laid_out(self, entries: list[TableEntry]) -> AddressTable:
-        if self._table is None or self._table.entries != entries:
+    def _laid_out(self, listing: _Listing) -> AddressTable:
+        if self._table is None or self._signature != listing.signature:
             if self._captures():
                 raise RuntimeError(
                     "accel.optim: a captured step must update the same parameters as the step before it. Found: other "
                     "parameters, sizes or dtypes of gradients. Run one step of this kind before the capture."
                 )
-            self._table, self._addresses = AddressTable.of(entries, self.device), []
+            self._table, self._addresses = AddressTable.of(listing.entries(), self.device), []
+            self._signature = listing.signature
             self._spare = None
         return self._table
 
@@ -247,29 +253,58 @@ def _on_device(number: float | Tensor) -> bool:
     return isinstance(number, Tensor) and number.device.type != "cpu"
 
 
-def _entries(batches: Sequence[Batch]) -> tuple[list[TableEntry], list[int]]:
-    """Return what decides the layout, and the addresses row by row."""
-    entries: list[TableEntry] = []
-    rows: list[list[int]] = [[] for _ in range(_ROWS)]
-    for group, batch in enumerate(batches):
-        count = len(batch.params)
-        nothing = [0] * count
-        params = [p.data_ptr() for p in batch.params]
-        states = [[s.data_ptr() for s in column] for column in batch.states]
+class _Listing:
+    """The tensors of a step: their addresses, and what decides how the table is laid out.
+
+    It is made at every step, so each line goes through all tensors without Python for each.
+    """
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._batches = batches
+        self._rows: list[list[int]] = [[] for _ in range(_ROWS)]
+        self.signature: list[Any] = []
+        for batch in batches:
+            self._add(batch)
+        self.addresses = list(chain.from_iterable(self._rows))
+        joined = self._rows[0]
+        for row in (*self._rows[1:5], self._rows[6]):  # all but step counters, which are read one by one
+            joined = list(map(or_, joined, row))
+        self._odd = list(map(and_, joined, repeat(_ALIGNMENT_BYTES - 1)))
+        self.signature.append(self._odd)
+
+    def _add(self, batch: Batch) -> None:
+        address = torch.Tensor.data_ptr
+        nothing = [0] * len(batch.params)
+        states = [list(map(address, column)) for column in batch.states]
         masters = [0 if m is None else m.data_ptr() for m in batch.masters] or nothing
-        steps = [s.data_ptr() for s in batch.steps] or nothing
-        grads = [g.data_ptr() for g in batch.grads]
-        states += [nothing] * (3 - len(states))
-        own = (params, *states, masters, steps, grads)
-        for row, column in zip(rows, own, strict=True):
+        own = (
+            list(map(address, batch.params)),
+            *states,
+            *[nothing] * (3 - len(states)),
+            masters,
+            list(map(address, batch.steps)) or nothing,
+            list(map(address, batch.grads)),
+        )
+        for row, column in zip(self._rows, own, strict=True):
             row += column
-        has_buffer = bool(batch.states)
-        for i, (p, g) in enumerate(zip(batch.params, batch.grads, strict=True)):
-            joined = params[i] | states[0][i] | states[1][i] | states[2][i] | masters[i] | grads[i]
-            aligned = joined % _ALIGNMENT_BYTES == 0
-            form = Form(p.dtype, g.dtype, masters[i] != 0, aligned, has_buffer, batch.nesterov, batch.amsgrad)
-            entries.append(TableEntry(form, p.numel(), group))
-    return entries, [address for row in rows for address in row]
+        self.signature += [
+            list(map(_DTYPE, batch.params)),
+            list(map(_DTYPE, batch.grads)),
+            list(map(torch.Tensor.numel, batch.params)),
+            list(map(bool, masters)),
+            (bool(batch.states), batch.nesterov, batch.amsgrad),
+        ]
+
+    def entries(self) -> list[TableEntry]:
+        """Return what the table is laid out from."""
+        entries: list[TableEntry] = []
+        for group, batch in enumerate(self._batches):
+            for p, g in zip(batch.params, batch.grads, strict=True):
+                has_master = self._rows[4][len(entries)] != 0
+                aligned = self._odd[len(entries)] == 0
+                form = Form(p.dtype, g.dtype, has_master, aligned, bool(batch.states), batch.nesterov, batch.amsgrad)
+                entries.append(TableEntry(form, p.numel(), group))
+        return entries
 
 
 @dataclass(frozen=True)
