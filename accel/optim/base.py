@@ -134,16 +134,20 @@ class MultiTensorOptimizer(Optimizer):
                 )
             with torch.enable_grad():
                 loss = closure()
+        self._update()
+        return loss
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # addresses and step counters break its graphs, one by one
+    def _update(self) -> None:
         chosen = [self._with_gradients(group) for group in self.param_groups]
         if self._apex is not None:
             self._apex.step()
-            return loss
+            return
         batches = [self._batch(group, *own) for group, own in zip(self.param_groups, chosen, strict=True)]
         scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         self._outcome = self._updater(batches, scaling)
         for batch in batches:
             self._remember(batch.params, batch.masters)
-        return loss
 
     def refresh(self) -> None:
         """Bring what changed on the host to the device, for the replay of a captured step.

@@ -254,3 +254,20 @@ def test_less_python_around_the_same_kernel(kind: Any, theirs: Any, options: Any
     ours, torchs = efforts
     assert ours.calls < torchs.calls
     assert ours.instructions < torchs.instructions
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+@pytest.mark.parametrize("kind", [FusedSGD, FusedAdamW])
+def test_a_compiled_step_runs_as_it_is(kind: Any) -> None:
+    params, others = params_of(torch.float32), params_of(torch.float32)
+    compiled, plain = kind(params, lr=0.01), kind(others, lr=0.01)
+    torch._dynamo.reset()
+    step = torch.compile(compiled.step, backend="eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            for p, q in zip(params, others, strict=True):
+                p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+            step()
+            plain.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
