@@ -246,7 +246,10 @@ class Launcher:
         return Scaling(moved(scaling.grad_scale), moved(scaling.found_inf))
 
     def _captures(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self.device.type == "cpu":
+            return False
+        with torch.cuda.device(self.device):
+            return torch.cuda.is_current_stream_capturing()
 
 
 def _on_device(number: float | Tensor) -> bool:

@@ -218,7 +218,7 @@ def _lamb(batch: Batch, row: Numbers, weights: list[Tensor], grads: list[Tensor]
         first,
         second,
         [],
-        batch.steps if row.bias_correction else [_FOREVER] * len(weights),
+        batch.steps if row.bias_correction else [_FOREVER.to(weights[0].device)] * len(weights),
         lr=1 / share,
         beta1=row.beta1,
         beta2=row.beta2,
