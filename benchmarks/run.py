@@ -34,6 +34,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "fault_matrix": ("fault_matrix", "--record"),
     "simota": ("simota", "--record"),
     "fcos_targets": ("fcos_targets", "--record"),
+    "optimizers": ("optimizers", "--record"),
     "length_balance": ("length_balance", "--record"),
     "elastic_sampler": ("elastic_sampler", "--record"),
     "loaders": ("loaders", "--record"),

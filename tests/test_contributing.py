@@ -38,7 +38,7 @@ def test_map_has_each_room(folder: str) -> None:
 
 def kernels() -> set[str]:
     """Rooms of one op each, which have one row together."""
-    return {"codes", "fcos_targets", "rows", "simota", "window_attention"}
+    return {"codes", "fcos_targets", "optimizers", "rows", "simota", "window_attention"}
 
 
 def test_there_are_three_paths_to_read() -> None:

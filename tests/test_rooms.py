@@ -20,6 +20,7 @@ ROOMS = {
         "commands",
         "guard",
         "integrations",
+        "optim",
         "report",
         "run",
         "script",
@@ -31,14 +32,15 @@ ROOMS = {
         *("bandwidth", "compression", "cost_model", "doctor", "engine", "periodic", "ranks", "selection"),
     },
     "dataio": {"dataset", "engine", "fetching", "image", "passes", "samples", "sampling"},
-    "kernels": {"codes", "fcos_targets", "rows", "simota", "window_attention"},
+    "kernels": {"codes", "fcos_targets", "optimizers", "rows", "simota", "window_attention"},
     "profiler": {"clocks", "conclusion", "diagnose", "experiments", "system", "trace"},
 }
 
 # Rooms whose names are public too: `__init__` has them in `__all__`, and other folders import them there.
 DOORS = {
     *("accel.comm.bandwidth", "accel.comm.doctor"),
-    *("accel.kernels.fcos_targets", "accel.kernels.simota", "accel.kernels.window_attention"),
+    *("accel.kernels.fcos_targets", "accel.kernels.optimizers", "accel.kernels.simota"),
+    *("accel.kernels.window_attention", "accel.optim"),
     *("accel.report", "accel.run", "accel.strategies"),
 }
 

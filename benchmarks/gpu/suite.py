@@ -39,6 +39,7 @@ BUDGETS_S = {
     "tests": 200,
     "window_attention": 150,
     "assignment": 90,
+    "optimizers": 60,
     "training": 210,
     "copy_overlap": 60,
     "gradient_kernels": 60,

@@ -42,6 +42,13 @@ def _lines(figures: Figures) -> Iterator[tuple[str, str, float, str, Found]]:
     assignment = figures.get("assignment", {})
     yield "SimOTA, B = 64, 100 boxes", "<=", 2.0, " ms", _simota_ms(assignment.get("simota", []))
     yield "FCOS and FCOS3D targets, 8 images", "<=", 20.0, " us", _targets_us(assignment.get("fcos", []))
+    optimizers = {row["op"]: row for row in figures.get("optimizers", {}).get("rows", []) if "failed" not in row}
+    adamw = optimizers.get("adamw", {})
+    yield "AdamW, 100 M parameters: share of bandwidth", ">=", 0.85, "", adamw.get("roofline")
+    yield "AdamW, 100 M parameters, over torch fused", ">=", 1 / 1.05, "x", _speedup(adamw, "torch fused")
+    three = optimizers.get("unscale, clip, adamw", {})
+    yield "unscale, clip and AdamW, over torch's three", ">=", 1.4, "x", _speedup(three, "torch in three")
+    yield "LAMB and LARS, over loops", ">=", 5.0, "x", _loops(optimizers)
     training = figures.get("training", {})
     speedup = training.get("speedup", {})
     yield "Swin-T training, fused over eager", ">=", 1.2, "x", _first(speedup.get("fused over eager"))
@@ -86,6 +93,17 @@ def _targets_us(rows: list[Figures]) -> Found:
     if not rows or any("failed" in row for row in rows):
         return None
     return 1e3 * max(float(row["ours_device_ms"]["median"]) for row in rows)
+
+
+def _speedup(row: Figures, rival: str) -> Found:
+    found_ratio: Found = row.get("speedup", {}).get(rival)
+    return found_ratio
+
+
+def _loops(rows: dict[str, Figures]) -> Found:
+    """Return the smaller gain of LAMB and LARS, as a caller sees it; None if one is missing."""
+    gains = [rows[op]["speedup_called"]["loop"] for op in ("lamb", "lars") if op in rows]
+    return min(gains) if len(gains) == 2 else None
 
 
 def _first(ratios: list[float] | None) -> Found:

@@ -50,12 +50,15 @@ class Variant:
 
 def variants() -> Iterator[Variant]:
     """Yield all."""
+    from benchmarks.kernels.aot_optimizers import optimizers
+
     yield from _window_attention()
     yield from _simota()
     yield from _fcos()
     yield from _rows()
     yield from _codes()
     yield from _thresholds()
+    yield from optimizers()
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,14 @@ GOOD: dict[str, Any] = {
         "simota": [{"images": 64, "boxes": 100, "device_ms": {"median": 1.5}}, {"images": 8, "boxes": 100}],
         "fcos": [{"ours_device_ms": SLOW}, {"ours_device_ms": FAST}],
     },
+    "optimizers": {
+        "rows": [
+            {"op": "adamw", "roofline": 0.9, "speedup": {"torch fused": 1.0}},
+            {"op": "unscale, clip, adamw", "roofline": 0.9, "speedup": {"torch in three": 1.5}},
+            {"op": "lamb", "speedup_called": {"loop": 6.0}},
+            {"op": "lars", "speedup_called": {"loop": 8.0}},
+        ]
+    },
     "training": {
         "speedup": {"fused over eager": [1.3, 1.2, 1.4], "fused over compile": [1.1, 1, 2], "both over compile": [1.2]},
         "last_loss": {"eager": 3.0, "eager again": 3.01, "fused": 2.985},
@@ -57,7 +65,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 def test_good_figures_meet_every_line() -> None:
     rows = bench.judged(GOOD)
-    assert len(rows) == 11
+    assert len(rows) == 15
     assert all(row["met"] for row in rows), rows
     assert set(rows[0]) == {"line", "asked", "found", "met"}
 
@@ -71,6 +79,10 @@ def test_good_figures_meet_every_line() -> None:
         ("window_attention/rows/6/both_device_ms", {"median": 1.4 * BOTH}, "over the best rival"),
         ("assignment/simota/0/device_ms", {"median": 2.1}, "SimOTA"),
         ("assignment/fcos/1/ours_device_ms", {"median": 0.021}, "targets, 8 images"),
+        ("optimizers/rows/0/roofline", 0.84, "share of bandwidth"),
+        ("optimizers/rows/0/speedup", {"torch fused": 0.95}, "over torch fused"),
+        ("optimizers/rows/1/speedup", {"torch in three": 1.39}, "torch's three"),
+        ("optimizers/rows/3/speedup_called", {"loop": 4.9}, "over loops"),
         ("training/speedup/fused over eager", [1.19, 1, 2], "fused over eager"),
         ("training/speedup/fused over compile", [1.0, 1, 2], "fused over compile alone"),
         ("training/speedup/both over compile", [0.99], "fused and compiled"),
@@ -90,7 +102,7 @@ def test_small_batches_are_not_asked_for_speed() -> None:
 
 def test_nothing_measured_is_nothing_met() -> None:
     rows = bench.judged({"tests": {"green": True}, "training": {"failed": "took longer than 9 s"}})
-    assert len(rows) == 11
+    assert len(rows) == 15
     assert all(row["found"] is None and row["met"] is None for row in rows)
 
 
@@ -112,5 +124,5 @@ def test_equal_losses_without_noise() -> None:
 
 def test_the_table_says_what_was_missed() -> None:
     lines = bench.table(bench.judged(changed("assignment/simota/0/device_ms", {"median": 2.5}))).splitlines()
-    assert len(lines) == 11
+    assert len(lines) == 15
     assert next(line for line in lines if line.startswith("MISSED")).split()[-2:] == ["found", "2.5"]

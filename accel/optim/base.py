@@ -1,0 +1,275 @@
+"""What all optimizers here share: parameters, state, the step, and its two ways to mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+from operator import attrgetter, itemgetter
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accel.errors import InvalidArgument
+from accel.kernels.optimizers import Batch, Hypers, Kind, Scaling, UpdateOutcome, Updater, work_dtype
+from accel.optim import checks, stored
+from accel.optim.apex import ApexStep
+
+_HALF = frozenset({torch.float16, torch.bfloat16})
+_GRAD, _DTYPE = attrgetter("grad"), attrgetter("dtype")
+_BACKENDS = ("accel", "apex")
+
+
+class MultiTensorOptimizer(Optimizer):
+    """Base of the optimizers: one update for all parameters, kernels on a GPU, torch's own operators elsewhere.
+
+    Mixed precision works in two ways. `torch.amp.GradScaler` gives the loss scale, and whether gradients are finite, to
+    the step, as it does for torch's fused optimizers: nothing waits for the device. Whoever sets `grad_scale` alone has
+    the step look for infinity and NaN itself, in the pass that finds the norm, and reads the answer from `overflow`.
+    A skipped step changes nothing, step counters included. `p.grad` stays as backward left it, scaled and not clipped.
+
+    Attributes:
+        grad_norm: norm of all gradients of the last step, unscaled and before clipping, on the device; None where it
+            was not needed. The next step overwrites it.
+        overflow: 1 if the last step was skipped, else 0, on the device; None where nobody looked.
+    """
+
+    kind: ClassVar[Kind]
+    _step_supports_amp_scaling = True
+    _apex: ApexStep | None
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "accel") -> None:
+        owner = type(self).__name__
+        if backend not in _BACKENDS:
+            raise InvalidArgument(f"{owner}: backend must be one of {', '.join(_BACKENDS)}. Found: {backend!r}.")
+        self._start()
+        # torch's own switches, so that a checkpoint is read by torch.optim; nothing here reads them.
+        super().__init__(params, {**defaults, "foreach": None, "fused": None, "differentiable": False})
+        if backend == "apex":
+            self._use_apex()
+
+    def _use_apex(self) -> None:
+        self._apex = ApexStep(self)
+        self._step_supports_amp_scaling = False  # GradScaler unscales, and skips the step itself
+
+    def _start(self) -> None:
+        self._updater = Updater(self.kind)
+        self._outcome = UpdateOutcome(None, None)
+        self._versions: dict[Tensor, int] = {}
+        self._apex = None
+
+    # What a kind of optimizer declares.
+
+    def _check(self, group: dict[str, Any]) -> None:
+        """Raise if the options of a group don't fit."""
+        raise NotImplementedError
+
+    def _row(self, group: dict[str, Any]) -> Hypers:
+        """Return the numbers of a group."""
+        raise NotImplementedError
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the tensors that are kept for each parameter."""
+        raise NotImplementedError
+
+    def _counts_steps(self, group: dict[str, Any]) -> bool:
+        """Return whether updates of each parameter are counted."""
+        return True
+
+    # What torch.optim.Optimizer asks.
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of all gradients of the last step."""
+        return self._outcome.norm
+
+    @property
+    def overflow(self) -> Tensor | None:
+        """Whether the last step was skipped."""
+        return self._outcome.overflow
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters.
+
+        Args:
+            param_group: `params`, and options other than the optimizer's.
+
+        Raises:
+            InvalidArgument: if a parameter can't be updated here, or an option does not fit.
+        """
+        given = param_group["params"]
+        if not isinstance(given, Tensor | set):
+            given = list(given)  # a generator is read once
+            param_group = {**param_group, "params": given}
+        tensors = [given] if isinstance(given, Tensor) else [p[1] if isinstance(p, tuple) else p for p in given]
+        first = next((p for group in self.param_groups for p in group["params"]), None)
+        checks.parameters(type(self).__name__, tensors, None if first is None else first.device)
+        self._check({**self.defaults, **param_group})
+        if any(p.is_cuda for p in tensors if isinstance(p, Tensor)):
+            # torch's loop would wait for step counters on a device. On a CPU its fused kernels ignore strides.
+            param_group = {**param_group, "fused": True}
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss and its gradients anew; None (default) takes the gradients that are there.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            InvalidArgument: if a gradient is sparse; nothing has been changed then.
+            RuntimeError: within the capture of a CUDA graph: given a closure, or if no step has been run before.
+        """
+        loss = None
+        if closure is not None:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{type(self).__name__}: a captured step takes no closure. Found: one. Compute loss and gradients "
+                    "before step(), within the capture."
+                )
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # addresses and step counters break its graphs, one by one
+    def _update(self) -> None:
+        chosen = [self._with_gradients(group) for group in self.param_groups]
+        if self._apex is not None:
+            self._apex.step()
+            return
+        batches = [self._batch(group, *own) for group, own in zip(self.param_groups, chosen, strict=True)]
+        scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        self._outcome = self._updater(batches, scaling)
+        for batch in batches:
+            self._remember(batch.params, batch.masters)
+
+    def refresh(self) -> None:
+        """Bring what changed on the host to the device, for the replay of a captured step.
+
+        That is learning rates and other numbers, and 16-bit weights that someone else wrote. A step that is not
+        captured does so itself. Tensors on the device need no refresh.
+        """
+        params = [p for group in self.param_groups for p in group["params"]]
+        if params:
+            self._updater.send([self._row(group) for group in self.param_groups], params[0])
+        for group in self.param_groups:
+            updated = [p for p in group["params"] if "master" in self.state.get(p, {})]
+            self._remember(updated, self._masters(group, updated))
+
+    def _remember(self, params: Sequence[Tensor], masters: Sequence[Tensor | None]) -> None:
+        """Note that parameters are what their master weights round to."""
+        if masters:
+            self._versions.update((p, p._version) for p, m in zip(params, masters, strict=True) if m is not None)
+
+    def _with_gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        params = [p for p in group["params"] if p.grad is not None]
+        grads = list(map(_GRAD, params))
+        checks.gradients(type(self).__name__, grads)
+        return params, grads
+
+    def _batch(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> Batch:
+        names = self._state_names(group)
+        counts = self._counts_steps(group)
+        # Looked up once: the hash of a tensor is a function in Python.
+        own = [self.state[p] for p in params] if names or counts else []
+        return Batch(
+            self._row(group),
+            params,
+            grads,
+            [_column(params, own, name) for name in names],
+            self._masters(group, params),
+            _column(params, own, "step") if counts else [],
+            nesterov=bool(group.get("nesterov")),
+            amsgrad=bool(group.get("amsgrad")),
+        )
+
+    @torch.no_grad()
+    def _masters(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor | None]:
+        """Return the master weights of 16-bit parameters, after taking over what others wrote to a parameter."""
+        if not group["master_weights"] or _HALF.isdisjoint(map(_DTYPE, params)):
+            return []
+        masters: list[Tensor | None] = []
+        for p in params:
+            if p.dtype not in _HALF:
+                masters.append(None)
+                continue
+            state = self.state[p]
+            if "master" not in state:
+                state["master"] = _fresh(p, "master").copy_(p)
+            elif self._versions.get(p) != p._version:
+                master = state["master"]
+                # What still rounds to the parameter is kept: it has the bits that the parameter has not.
+                master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
+            masters.append(state["master"])
+        return masters
+
+    # Checkpoints and copies.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as torch.optim does; float32 master weights of 16-bit parameters are in it."""
+        if self._apex is not None:
+            self._apex.write_steps()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, or of torch's, or apex's, of the same kind.
+
+        Args:
+            state_dict: moments keep float32, whatever the parameters' dtype; tensors are not copied where they are of
+                the right dtype and device, as torch does.
+
+        Raises:
+            InvalidArgument: if it is of another optimizer or of other parameters; nothing has been changed then.
+        """
+        # Last of the hooks, so that it sees what those of the user made of it.
+        handle = self.register_load_state_dict_pre_hook(stored.checked)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        if self._apex is not None:
+            self._apex.read_steps()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_uses_apex": self._apex is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        uses_apex = state.pop("_uses_apex", False)
+        if "_updater" not in self.__dict__:
+            self._start()
+        before = self.__dict__.get("param_groups", [])
+        super().__setstate__(state)
+        for group, own in zip_longest(self.param_groups, before[: len(self.param_groups)], fillvalue=self.defaults):
+            # Options that torch has not, and its state says nothing of, stay as they are.
+            for name, value in self.defaults.items():
+                group.setdefault(name, own.get(name, value))
+            step = float(group.get("step", 1)) if self._counts_steps(group) else None
+            for p in group["params"]:
+                if p in self.state:
+                    self.state[p] = stored.taken_in(p, self.state[p], step)
+        if uses_apex:
+            self._use_apex()
+
+
+def _column(params: list[Tensor], own: list[dict[str, Any]], name: str) -> list[Tensor]:
+    """Return one state of all parameters, made where there is none yet."""
+    try:
+        return list(map(itemgetter(name), own))
+    except KeyError:
+        for p, state in zip(params, own, strict=True):
+            if name not in state:
+                state[name] = _fresh(p, name)
+        return list(map(itemgetter(name), own))
+
+
+def _fresh(param: Tensor, name: str) -> Tensor:
+    """Return a new state of a parameter."""
+    if name == "step":
+        return torch.zeros((), dtype=torch.float32, device=param.device)
+    return torch.zeros_like(param, dtype=work_dtype(param.dtype), memory_format=torch.preserve_format)

@@ -1,0 +1,121 @@
+"""State that comes from a checkpoint: what is accepted, and how it is taken in without losing precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accel.errors import InvalidArgument
+from accel.kernels.optimizers import work_dtype
+
+if TYPE_CHECKING:
+    from accel.kernels.optimizers import Kind
+
+_ACCEPTED: dict[Kind, frozenset[str]] = {
+    "adam": frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"}),
+    "lamb": frozenset({"step", "exp_avg", "exp_avg_sq", "master"}),
+    "sgd": frozenset({"step", "momentum_buffer", "master"}),
+    "lars": frozenset({"step", "momentum_buffer", "master"}),
+}
+_NEEDED: dict[Kind, frozenset[str]] = {
+    "adam": frozenset({"exp_avg", "exp_avg_sq"}),
+    "lamb": frozenset({"exp_avg", "exp_avg_sq"}),
+    "sgd": frozenset(),
+    "lars": frozenset(),
+}
+_OPTIONS: dict[Kind, tuple[str, ...]] = {
+    "adam": ("lr", "betas", "eps", "weight_decay"),
+    "lamb": ("lr", "betas", "eps", "weight_decay"),
+    "sgd": ("lr", "momentum", "weight_decay"),
+    "lars": ("lr", "momentum", "weight_decay"),
+}
+
+
+class Sealed:
+    """Holds a value that torch would round to the parameter's dtype while it loads a state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def checked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with its tensors sealed.
+
+    Raises:
+        InvalidArgument: if it is not one of this kind of optimizer, for these parameters.
+    """
+    owner, kind = type(optimizer).__name__, optimizer.kind  # type: ignore[attr-defined]
+    if not {"state", "param_groups"} <= set(state_dict):
+        raise InvalidArgument(f"{owner}: a state has `state` and `param_groups`. Found: {sorted(state_dict)}.")
+    groups, saved = optimizer.param_groups, state_dict["param_groups"]
+    sizes, saved_sizes = ([len(group["params"]) for group in some] for some in (groups, saved))
+    if sizes != saved_sizes:
+        raise InvalidArgument(
+            f"{owner}: the state must be of as many parameters in each group, {sizes}. Found: {saved_sizes}."
+        )
+    for group in saved:
+        if missing := [name for name in _OPTIONS[kind] if name not in group]:
+            raise InvalidArgument(f"{owner}: the state is of another optimizer: its groups have no {missing[0]!r}.")
+        counted = "step" in group or all("step" in state_dict["state"].get(key, ("step",)) for key in group["params"])
+        if kind in ("adam", "lamb") and not counted:
+            raise InvalidArgument(f"{owner}: the state must say how many steps were done. Found: no 'step'.")
+    params = [p for group in groups for p in group["params"]]
+    places = dict(zip((key for group in saved for key in group["params"]), params, strict=True))
+    sealed: dict[Any, Any] = {}
+    for key, own in state_dict["state"].items():
+        if key in places:
+            _check(owner, kind, places[key], own)
+            own = {name: Sealed(value) for name, value in own.items() if value is not None}
+        sealed[key] = own
+    return {**state_dict, "state": sealed}
+
+
+def _check(owner: str, kind: Kind, param: Tensor, state: Mapping[str, Any]) -> None:
+    names = {name for name, value in state.items() if value is not None}
+    if not names:
+        return
+    if (foreign := names - _ACCEPTED[kind]) or not _NEEDED[kind] <= names:
+        raise InvalidArgument(
+            f"{owner}: the state is of another optimizer: a parameter has {sorted(foreign or names)}, expected were "
+            f"{sorted(_NEEDED[kind] or _ACCEPTED[kind])}. Begin without it."
+        )
+    for name, value in state.items():
+        if isinstance(value, Tensor) and name != "step" and value.shape != param.shape:
+            raise InvalidArgument(
+                f"{owner}: the state is of other parameters: {name} is {list(value.shape)} for a parameter of "
+                f"{list(param.shape)}."
+            )
+
+
+def taken_in(param: Tensor, state: Mapping[str, Any], step: float | None) -> dict[str, Any]:
+    """Return the state of one parameter in the dtypes and the layout of updates.
+
+    Args:
+        param: the parameter.
+        state: of it, sealed or not.
+        step: what its counter is where the state has none: apex counts by group, torch's SGD not at all. None if no
+            steps are counted.
+    """
+    taken: dict[str, Any] = {}
+    for name, held in state.items():
+        value = held.value if isinstance(held, Sealed) else held
+        if name == "step":
+            counter = value if isinstance(value, Tensor) else torch.tensor(float(value))
+            taken[name] = counter.to(device=param.device, dtype=torch.float32).reshape(())
+        elif name != "master" or work_dtype(param.dtype) != param.dtype:
+            taken[name] = _like(param, value)
+    if step is not None and taken and "step" not in taken:
+        taken["step"] = torch.tensor(step, device=param.device)
+    return taken
+
+
+def _like(param: Tensor, value: Tensor) -> Tensor:
+    value = value.to(device=param.device, dtype=work_dtype(param.dtype))
+    if value.stride() == param.stride():
+        return value
+    like = torch.empty_like(param, dtype=value.dtype, memory_format=torch.preserve_format)
+    return value if value.stride() == like.stride() else like.copy_(value)

@@ -1,0 +1,20 @@
+"""Fused optimizers: every parameter of a model in one launch, or in torch's vectorised operators on a CPU."""
+
+from __future__ import annotations
+
+from accel.kernels.optimizers.formulas import update_ref
+from accel.kernels.optimizers.rules import DTYPES, Batch, Hypers, Kind, Scaling, UpdateOutcome, work_dtype
+from accel.kernels.optimizers.update import Updater, cost
+
+__all__ = [
+    "DTYPES",
+    "Batch",
+    "Hypers",
+    "Kind",
+    "Scaling",
+    "UpdateOutcome",
+    "Updater",
+    "cost",
+    "update_ref",
+    "work_dtype",
+]

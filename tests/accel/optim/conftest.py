@@ -1,0 +1,7 @@
+"""Kernels in Triton's interpreter, and poisoned memory, for optimizers too."""
+
+from __future__ import annotations
+
+from tests.kernels.conftest import _poison, interpreted, waits_for_nothing
+
+__all__ = ["_poison", "interpreted", "waits_for_nothing"]

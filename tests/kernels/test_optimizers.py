@@ -1,0 +1,140 @@
+"""The update of a model's parameters: its table, its layout in memory, and what each op costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel.kernels import support
+from accel.kernels.optimizers import Batch, Hypers, Kind, Scaling, Updater, cost, device, rules, update_ref
+from accel.kernels.optimizers.device import CHUNK, AddressTable, Form, Launcher, TableEntry
+from accel.kernels.optimizers.regular import copy_back, is_dense, regular
+
+FORM = Form(torch.float32, torch.float32, False, True, True, False, False)
+
+
+def _table(sizes: list[int], forms: list[Form]) -> AddressTable:
+    entries = [TableEntry(form, size, i % 2) for i, (size, form) in enumerate(zip(sizes, forms, strict=True))]
+    return AddressTable.of(entries, torch.device("cpu"))
+
+
+def test_every_element_is_in_one_chunk_of_one_launch() -> None:
+    other = FORM._replace(param=torch.float16)
+    sizes = [0, 1, CHUNK, CHUNK + 1, 0, 3 * CHUNK - 1]
+    table = _table(sizes, [FORM, other, FORM, FORM, FORM, other])
+    counts = [-(-size // CHUNK) for size in sizes]
+    assert table.chunks == sum(counts)
+    assert table.layout.tolist() == [sizes, [sum(counts[:i]) for i in range(6)], [0, 1, 0, 1, 0, 1]]
+    programs = {form: list(zip(*work.tolist(), strict=True)) for form, work in table.launches.items()}
+    assert programs == {FORM: [(2, 0), (3, 0), (3, 1)], other: [(1, 0), (5, 0), (5, 1), (5, 2)]}
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    table = _table([2**31 + CHUNK, 5], [FORM, FORM])
+    assert table.layout[0, 0] == 2**31 + CHUNK
+    assert table.launches[FORM][:, -2:].tolist() == [[0, 1], [2**31 // CHUNK, 0]]
+
+
+def test_columns_and_rows_are_those_of_the_kernels() -> None:
+    assert [Hypers._fields[column] for column in (rules.LR, rules.MAX_NORM, rules.SIGN, rules.LR_IN_MOMENTUM)] == [
+        *("lr", "max_norm", "sign", "lr_in_momentum"),
+    ]
+    assert len(Hypers._fields) <= rules.COLUMNS
+    assert Hypers._fields == rules.Numbers._fields
+    if support.has_triton():
+        from accel.kernels.optimizers import triton_scalars
+
+        assert device._ROWS == triton_scalars.GRAD + 1
+        assert triton_scalars.SCALARS == rules.COLUMNS
+
+
+def test_a_channels_last_parameter_needs_no_copy() -> None:
+    like = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    batch = Batch(Hypers(0.1), [like], [torch.ones_like(like)], [[torch.zeros_like(like)]])
+    same, back = regular(batch)
+    assert same.params[0] is like
+    assert not back
+
+
+def test_gaps_are_copied_there_and_back() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    param = whole[:, ::2]
+    same, back = regular(Batch(Hypers(0.1), [param], [torch.ones(3, 2)], [[torch.zeros(3, 2)]]))
+    assert not is_dense(param)
+    assert same.params[0].is_contiguous()
+    same.params[0].zero_()
+    copy_back(back)
+    assert whole.tolist() == [[0, 1, 0, 3], [0, 5, 0, 7], [0, 9, 0, 11]]
+
+
+def _batch(kind: Kind) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    params, grads = ([torch.randn(n, generator=generator) for n in (7, 300)] for _ in range(2))
+    states = [[torch.zeros_like(p) for p in params] for _ in range(2 if kind in ("adam", "lamb") else 1)]
+    row = Hypers(0.1, 0.9, 0.99 if len(states) == 2 else 0.0, 1e-8, 0.1, decoupled=1.0)
+    return Batch(row, params, grads, states, steps=[torch.zeros(()) for _ in params])
+
+
+KINDS: tuple[Kind, ...] = ("sgd", "adam", "lamb", "lars")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_operators_and_formula_agree(kind: Kind, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs, exact = (_batch(kind) for _ in range(3))
+    scaling = Scaling(torch.tensor([2.0]))
+    by_kernels = Updater(kind)([ours], scaling)
+    monkeypatch.setattr("accel.kernels.optimizers.update.runs_triton", lambda tensor: False)
+    by_operators = Updater(kind)([theirs], scaling)
+    by_formula = update_ref(kind, [exact], scaling)
+    for outcome in (by_kernels, by_operators):
+        assert outcome.norm is not None
+        assert by_formula.norm is not None
+        torch.testing.assert_close(outcome.norm.double(), by_formula.norm.double(), rtol=1e-6, atol=0)
+    for batch in (ours, theirs):
+        for a, b in zip(_all(batch), _all(exact), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
+
+
+def _all(batch: Batch) -> list[Tensor]:
+    return [*batch.params, *(state for column in batch.states for state in column)]
+
+
+def test_numbers_are_sent_when_they_changed() -> None:
+    launcher = Launcher(torch.device("cpu"))
+    launcher.send([Hypers(0.1, max_norm=2.0)])
+    table = launcher._hypers
+    assert table[0, [rules.LR, rules.MAX_NORM]].tolist() == [0.1, 2.0]
+    launcher.send([Hypers(torch.tensor(0.5))])
+    assert launcher._hypers is table  # captured graphs read it
+    assert float(table[0, rules.LR]) == 0.5
+    launcher.send([Hypers(0.5), Hypers(0.25)])
+    assert len(launcher._hypers) == 2
+
+
+def test_a_capture_is_refused_what_it_cannot_do(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Updater("sgd")
+    batch = _batch("sgd")
+    monkeypatch.setattr(Launcher, "_captures", lambda self: True)
+    with pytest.raises(RuntimeError, match=r"before a capture. Found: they changed since the last step"):
+        update([batch])
+    monkeypatch.undo()
+    with support.interpreted():
+        update([batch])
+    monkeypatch.setattr(Launcher, "_captures", lambda self: True)
+    with pytest.raises(RuntimeError, match=r"needs an ordinary one before it"), support.interpreted():
+        update([batch])  # a CPU has no memory that is kept for it
+    other = _batch("sgd")
+    other.params[0], other.grads[0], other.states[0][0] = (torch.zeros(9) for _ in range(3))
+    with pytest.raises(RuntimeError, match=r"must update the same parameters"), support.interpreted():
+        update([other])
+
+
+def test_the_least_work() -> None:
+    assert cost("adam", 10).bytes == 280
+    assert cost("adam", 10, norm=True).bytes == 320
+    assert cost("sgd", 10).bytes == 200
+    assert cost("lars", 10).bytes == 280
+    assert cost("lamb", 10, norm=True).bytes == 440
+    assert cost("adam", 10, torch.bfloat16).bytes == 280
+    assert cost("adam", 10, torch.float64).bytes == 560
