@@ -143,7 +143,7 @@ def compare(name: str, source: Path, pairs: int) -> Row:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
         plain = run(script, source, None, Path(scratch))
-        exact = run(script, source, ["--allow", "exact"], Path(scratch) / "exact")
+        exact = run(script, source, ["--allow", "exact"], Path(scratch))
         if not script.repeats:
             exact = replace(exact, output=plain.output, files=plain.files)
         same = plain.differs(exact)

@@ -81,7 +81,7 @@ class Budget:
 
         Args:
             spent: what the search has cost so far, s.
-            expected: the further cost, s; 0 for one that can't be foreseen.
+            expected: the further cost, s; 0 for one that can't be estimated.
             work: what takes those seconds.
         """
         later = "" if self.exhausted(spent, expected) else "; tried once the run is long enough"

@@ -29,6 +29,10 @@ from accel.search.remembered import PlanMemory, Recollection
 from accel.search.step_level import StepLevel
 
 
+_SOON_STEADY = 2
+"""What needs more settling steps may need a few more the first time: its first steps say little."""
+
+
 class Controller(Experiments):
     """Choose strategies on real training steps.
 
@@ -269,8 +273,9 @@ class Controller(Experiments):
             if worked := self.recollection.worked({name: setting}, self.cost_s - cost):
                 self._note(worked)
             if passed:
-                hasty = self._if_much_slower(name, config)
-                outcome = yield from self._trial(self.plan, trial_plan, candidate.settling(setting), config, hasty)
+                settle = candidate.settling(setting)
+                hasty = self._if_much_slower(name, config) if settle <= _SOON_STEADY else None
+                outcome = yield from self._trial(self.plan, trial_plan, settle, config, hasty)
             row.cost_s += self.cost_s - cost
             row.steps += self.steps - steps
             self.search_steps += self.steps - steps

@@ -44,9 +44,9 @@ def repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
             groups.setdefault(signature, []).append(module)
         else:
             waiting += [(child, _is_list(module)) for child in module.children()]
-    found = [group for group in groups.values() if len(group) > 1]
-    inside = sum(leaves(block) for group in found for block in group)
-    return found if inside >= _LEAST_SHARE * leaves(model) else []
+    repeated = [group for group in groups.values() if len(group) > 1]
+    inside = sum(leaves(block) for group in repeated for block in group)
+    return repeated if inside >= _LEAST_SHARE * leaves(model) else []
 
 
 def leaves(module: nn.Module) -> int:

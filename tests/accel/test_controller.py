@@ -251,6 +251,7 @@ def test_what_is_much_slower_is_left_after_two_steps_and_tried_once_more() -> No
 
     slow = [action for action in machine.actions if "terrible" in action.plan]
     assert [action.steps for action in slow] == [2, 2]
+    assert all("terrible" not in machine.actions[machine.actions.index(action) + 1].plan for action in slow)
     first_good = next(n for n, action in enumerate(machine.actions) if "good" in action.plan)
     assert machine.actions.index(slow[0]) < first_good < machine.actions.index(slow[1])
     assert controller.rows["terrible"].status == "undone"
