@@ -28,7 +28,6 @@ from accel.search.plan import Choices
 from accel.search.remembered import PlanMemory, Recollection
 from accel.search.step_level import StepLevel
 
-
 _SOON_STEADY = 2
 """What needs more settling steps may need a few more the first time: its first steps say little."""
 
