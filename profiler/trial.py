@@ -29,6 +29,10 @@ Arm = Literal["A", "B"]
 Verdict = Literal["keep", "drop", "refused"]
 
 
+_BLOCK_S = 0.4
+"""Seconds beyond which a block need not last."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrialConfig:
     """Knobs of an interleaved trial."""
@@ -65,6 +69,20 @@ class TrialConfig:
         """
         looks = (4, *(pairs for pairs in self.looks if 4 < pairs <= 12))
         return replace(self, looks=looks, alpha=self.alpha / 2) if self.looks[-1] > 12 else None
+
+    def for_steps_of(self, step_s: float) -> TrialConfig:
+        """Return the knobs for steps of so many seconds: blocks of slow steps have fewer, at least two.
+
+        What disturbs steps lasts tenths of a second, so blocks of the same time have the same noise, however many steps
+        they count.
+        """
+        if step_s <= 0:
+            return self
+        return replace(self, block_steps=max(min(2, self.block_steps), min(self.block_steps, round(_BLOCK_S / step_s))))
+
+    def at_length(self) -> TrialConfig:
+        """Return the knobs of a trial after a brief one: the other half of `alpha`, and no drop before six pairs."""
+        return replace(self, min_pairs=max(self.min_pairs, 6), alpha=self.alpha / 2)
 
 
 @dataclass(frozen=True, kw_only=True)

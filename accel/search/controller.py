@@ -81,6 +81,8 @@ class Controller(Experiments):
         self.search_steps = 0
         self.searched_until = 0
         """Step at which the last search ended."""
+        self._passed: dict[str, Choices] = {}
+        """The last plan with each candidate that the guard has passed."""
         self._postponed: set[str] = set()
         """Pending candidates whose brief trial had no verdict."""
         self._closed: Choices = {}
@@ -228,10 +230,10 @@ class Controller(Experiments):
         """Try a candidate in brief, and at length once all others have been tried: noise must not hold them up."""
         name = candidate.name
         brief = None if candidate.by_epoch() or name in self._postponed else self._brief
-        yield from self._try(candidate, brief or self._config)
+        yield from self._try(candidate, brief or (self._config.at_length() if self._brief else self._config))
         if self._regime_changed:
             return
-        if brief and self.rows[name].status == "refused":
+        if brief and self._ledger.is_open(name):
             self._ledger.withdraw(name)
             self._left.forget(name)
             self._postponed.add(name)
@@ -268,10 +270,11 @@ class Controller(Experiments):
             trial_plan = {**self.plan, name: setting}
             cost, steps = self.cost_s, self.steps
             outcome = None
-            passed = yield from self._guard(candidate, trial_plan)
+            passed = self._passed.get(name) == trial_plan or (yield from self._guard(candidate, trial_plan))
             if worked := self.recollection.worked({name: setting}, self.cost_s - cost):
                 self._note(worked)
             if passed:
+                self._passed[name] = trial_plan
                 settle = candidate.settling(setting)
                 hasty = self._if_much_slower(name, config) if settle <= _SOON_STEADY else None
                 outcome = yield from self._trial(self.plan, trial_plan, settle, config, hasty)
@@ -403,7 +406,7 @@ class Controller(Experiments):
         self.remember()  # what was found under the earlier conditions
         self.plan, self.closing, self._closed, self._epochs_outcome = {}, None, {}, None
         self._ledger.begin_anew()
-        self._postponed = set()
+        self._postponed, self._passed = set(), {}
         self._left.forget()
         self._pending = [name for name, c in self._candidates.items() if c.ruled_out is None]
         yield from self._observe()

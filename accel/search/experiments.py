@@ -266,7 +266,7 @@ class Experiments:
                 a,
                 b,
                 settle=settle,
-                config=config or self._config,
+                config=(config or self._config).for_steps_of(self.plain_ms / 1e3),
                 reduce=self._reduce,
                 if_much_slower=if_much_slower,
             )

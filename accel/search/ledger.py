@@ -114,6 +114,13 @@ class Ledger:
         """Record that a strategy is kept for a reason other than a trial of its own, and announce it."""
         self.decide(name, "kept", self._with_draws(name, why))
 
+    def is_open(self, name: str) -> bool:
+        """Return whether noise may have hidden a gain: no verdict, or a drop whose interval reaches far above 1."""
+        row = self.rows[name]
+        if row.status == "undone" and row.gain_high is not None:
+            return row.gain_high > _highest_of_small(self._drop_gain)
+        return row.status == "refused"
+
     def settle(self, name: str) -> None:
         """Announce the result of a candidate whose settings have all been tried."""
         row = self.rows[name]
@@ -162,12 +169,17 @@ def _row(candidate: Candidate) -> StrategyRow:
     return row
 
 
+def _highest_of_small(drop_gain: float) -> float:
+    """Return up to where the interval of a gain may reach that is too small to keep."""
+    return 1 + 2 * drop_gain
+
+
 def _why_not(outcome: Outcome, drop_gain: float) -> tuple[Status, str]:
     if outcome.verdict == "refused":
         return "refused", f"too noisy to tell after {outcome.pairs} pairs of blocks; left off"
     if outcome.high < 1:
         return "undone", "slower"
-    if outcome.high <= 1 + 2 * drop_gain:
+    if outcome.high <= _highest_of_small(drop_gain):
         return "undone", f"gives less than {drop_gain:.0%}"
     return "undone", f"looks {'slower' if outcome.gain < 1 else 'no faster'} on a noisy machine"
 

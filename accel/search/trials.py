@@ -61,7 +61,7 @@ def by_blocks(
     while trial.verdict is None:
         arm = trial.arm
         plan = a if arm == "A" else b
-        looks_early = arm == "B" and not trial.steps["B"] and if_much_slower and config.block_steps > _FIRST
+        looks_early = arm == "B" and not trial.steps["B"] and if_much_slower and config.block_steps >= _FIRST
         steps = _FIRST if looks_early else config.block_steps
         result = yield from act(Action(plan=plan, steps=steps, settle=0 if arm == last else settle))
         if result is None:
@@ -76,10 +76,11 @@ def by_blocks(
                     return None
                 cost_s = max(0.0, settling) + sum(seconds) - len(seconds) * statistics.median(plain)
                 return TrialResult(_outcome(plain, seconds, if_much_slower), cost_s)
-            result = yield from act(Action(plan=plan, steps=config.block_steps - _FIRST))
-            if result is None:
-                return None
-            seconds = seconds + result.seconds
+            if config.block_steps > _FIRST:
+                result = yield from act(Action(plan=plan, steps=config.block_steps - _FIRST))
+                if result is None:
+                    return None
+                seconds = seconds + result.seconds
         trial.record(seconds)
     slower = statistics.median(trial.steps["B"]) - statistics.median(trial.steps["A"])
     return TrialResult(trial.outcome(), max(0.0, settling) + max(0.0, len(trial.steps["B"]) * slower))
