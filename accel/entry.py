@@ -288,6 +288,7 @@ def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetchin
         phase=strategy.phase,
         by_epoch=lambda: strategy.by_epoch(run),
         is_compared=bool(strategy.touches),
+        lasting=strategy.lasting,
         host_dependent=strategy.host_dependent,
         ruled_out=_ruled_out(strategy, settings, fetching_in_use),
         refusal=lambda: _refusal(strategy, run),

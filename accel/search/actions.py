@@ -89,6 +89,8 @@ class Candidate:
     settling: Callable[[Any], int] = lambda setting: 1
     is_compared: bool = True
     """The guard compares it with the plain path before its trial, which costs several steps."""
+    lasting: bool = False
+    """Its effect outlasts it, so that it is judged by the steps before and after it."""
     host_dependent: bool = False
     phase: str = ""
     """The one phase of the step that it can shorten; '' if it acts on more."""

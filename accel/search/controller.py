@@ -11,7 +11,7 @@ tests can drive it with a simulated loop.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from accel.profiler import naming
 from accel.profiler.diagnose import causes
@@ -20,19 +20,20 @@ from accel.report import StrategyRow
 from accel.search import priority
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
-from accel.search.experiments import Decisions, Experiments
+from accel.search.experiments import Decisions
 from accel.search.ledger import refusal, waiting_for
 from accel.search.one_off import Preparations
 from accel.search.pace import Pace
 from accel.search.plan import Choices
 from accel.search.remembered import PlanMemory, Recollection
 from accel.search.step_level import StepLevel
+from accel.search.takeover import TakeOver
 
 _SOON_STEADY = 2
 """What needs more settling steps may need a few more the first time: its first steps say little."""
 
 
-class Controller(Experiments):
+class Controller(TakeOver):
     """Choose strategies on real training steps.
 
     Args:
@@ -73,20 +74,15 @@ class Controller(Experiments):
         self._brief = self._config.brief()
         self._say = say
         self._replay = replay
-        self.closing: Outcome | None = None
-        """The closing trial: plain against the whole plan."""
         self.anatomy_before: dict[str, float] = {}
         self.plain_diagnosis = self.diagnosis
         """The verdict on the plain loop."""
-        self.search_steps = 0
         self.searched_until = 0
         """Step at which the last search ended."""
         self._passed: dict[str, Choices] = {}
         """The last plan with each candidate that the guard has passed."""
         self._postponed: set[str] = set()
         """Pending candidates whose brief trial had no verdict."""
-        self._closed: Choices = {}
-        """The plan that the closing trial was about."""
         self._preparations = Preparations(candidates)
 
     # -- the loop of the search --------------------------------------------------------------------------------------
@@ -123,7 +119,7 @@ class Controller(Experiments):
                 if result.seconds:
                     self.plain_ms = statistics.median(result.seconds) * 1e3
             if not waits and self._replay is None:
-                yield from self._recall()
+                yield from self._recall(result.seconds)
                 if self._regime_changed:
                     return
             if self._replay is not None:  # it measures nothing that a crowded machine could hide
@@ -233,7 +229,7 @@ class Controller(Experiments):
         yield from self._try(candidate, brief or (self._config.at_length() if self._brief else self._config))
         if self._regime_changed:
             return
-        if brief and self._ledger.is_open(name):
+        if brief and self._ledger.is_open(name) and not candidate.lasting:
             self._ledger.withdraw(name)
             self._left.forget(name)
             self._postponed.add(name)
@@ -321,8 +317,10 @@ class Controller(Experiments):
             return
         self.closing, self._closed = outcome, plan
         if outcome.verdict != "keep":
-            for name in plan:
+            others = [name for name in plan if not self._candidates[name].lasting]
+            for name in others or plan:
                 self._remove(name, f"{what} was not shown to be faster than plain in the closing trial")
+            yield from self._close(what)  # what has a lasting effect has had its trial
             return
         yield from self._measure_anatomy()
 
@@ -389,10 +387,11 @@ class Controller(Experiments):
         What is tried in whole epochs stays: a trial takes many of them, and steps say nothing of how epochs begin.
         """
         for name in names:
-            if name not in self.plan or self._candidates[name].by_epoch():
+            candidate = self._candidates[name]
+            if name not in self.plan or candidate.by_epoch() or candidate.lasting:
                 continue
             without = {n: s for n, s in self.plan.items() if n != name}
-            outcome = yield from self._trial(without, dict(self.plan), self._candidates[name].settling(self.plan[name]))
+            outcome = yield from self._trial(without, dict(self.plan), candidate.settling(self.plan[name]))
             if outcome is not None and outcome.verdict == "drop":
                 self._remove(name, f"it no longer pays: {outcome.gain:.2f}x when tried again at step {self.steps}")
 
@@ -410,81 +409,6 @@ class Controller(Experiments):
         self._left.forget()
         self._pending = [name for name, c in self._candidates.items() if c.ruled_out is None]
         yield from self._observe()
-
-    # -- plans -------------------------------------------------------------------------------------------------------
-
-    def _take_over(self, choices: Choices) -> Decisions:
-        """Switch a replayed plan on, strategy by strategy, each after the guard's check."""
-        for name, setting in choices.items():
-            candidate = self._candidates[name]
-            why = candidate.ruled_out[1] if candidate.ruled_out else refusal(candidate)
-            if why:
-                self._ledger.decide(name, "not applicable", why)
-                continue
-            self.rows[name].setting = candidate.describe(setting)
-            if (yield from self._guard(candidate, {**self.plan, name: setting})):
-                self.plan = {**self.plan, name: setting}
-                self._ledger.decide(name, "kept", "taken over from the plan, without a trial")
-
-    def _recall(self) -> Decisions:
-        """Try what an earlier run found, as a whole; unless it is shown to be faster once more, it is undone."""
-        recollection = self.recollection
-        recollection.recall()
-        plan = recollection.choices(self._affordable_in_a_run_of)
-        if recollection.text:
-            self._note(f"remembered {recollection.text}")
-            self._say(f"remembered {recollection.text}")
-        if not plan:
-            return
-        for name, setting in plan.items():
-            self.rows[name].setting = self._candidates[name].describe(setting)
-        cost_s, steps = self.cost_s, self.steps
-        problem = yield from self._guard_whole(plan)
-        self.search_steps += self.steps - steps
-        recollection.worked(plan, self.cost_s - cost_s)
-        if len(plan) == 1:
-            (only,) = plan
-            self.rows[only].cost_s += self.cost_s - cost_s
-        if problem:
-            if not self._regime_changed:
-                recollection.reject(problem)
-            return
-        self._pending = [name for name in self._pending if name not in plan]
-        self.plan = plan
-        yield from self._measure_anatomy()
-        yield from self._close("the remembered plan")
-        if self._regime_changed:
-            return
-        if self.plan:
-            self._confirm(plan)
-        else:
-            recollection.reject("it was not shown to be faster than plain")
-            self._consider_again(self._closed)
-
-    def _confirm(self, plan: Choices) -> None:
-        """Record that the closing trial has shown the remembered plan to be faster."""
-        self.recollection.confirm()
-        for name in self.plan:
-            if len(plan) == 1 and self.closing is not None:
-                self._ledger.judge(self._candidates[name], plan[name], self.closing, self.plan)
-            self._ledger.take_over(name, self.recollection.reason(name))
-        self.remember()
-
-    def _consider_again(self, names: Collection[str]) -> None:
-        """Let the search try these, whatever has been decided so far."""
-        for name in names:
-            self._ledger.withdraw(name)
-        self._pending = [name for name in self._candidates if name in self._pending or name in names]
-        self.closing, self._closed = None, {}
-
-    def remember(self, *, ended: bool = False) -> None:
-        """Keep what is known by now for the next run.
-
-        Args:
-            ended: the run is over.
-        """
-        speedup = self.closing.gain if self.closing is not None and self.plan == self._closed else None
-        self.recollection.store(self.plan, self.rows, speedup, self.elapsed_s, ended=ended)
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 

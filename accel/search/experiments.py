@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -70,16 +71,24 @@ class Experiments:
         self.anatomy_after: dict[str, float] = {}
         self.diagnosis = naming.diagnose(Evidence())
         """The profiler's verdict on the plan as it is now."""
-        self.steps = 0
+        self.steps = self.search_steps = 0
         self.plain_ms = 0.0
         self.elapsed_s = self.cost_s = self.saved_s = 0.0
         self._check_s: float | None = None
         """What the guard's last comparison cost, without one-off work."""
         self._pending = [c.name for c in candidates if c.ruled_out is None]
         self._left = SettingsLeft()
+        self._lasting: dict[str, Outcome] = {}
+        """What has a lasting effect → the steps before and after it was switched on for the first time."""
+        self._just_observed: Sequence[float] = ()
+        """Seconds of the plain steps before a remembered plan."""
         self._regime: object = None
         self._regime_changed = False
         self._reopened = 0
+        self.closing: Outcome | None = None
+        """The closing trial: plain against the whole plan."""
+        self._closed: Choices = {}
+        """The plan that the closing trial was about."""
         self._epochs_outcome: tuple[Choices, Choices, Outcome] | None = None
         """The last trial in whole epochs: both plans, and what it found."""
 
@@ -256,7 +265,13 @@ class Experiments:
         config: TrialConfig | None = None,
         if_much_slower: Verdict | None = None,
     ) -> Trying:
-        """Run one interleaved trial; None if a strategy tripped or the regime changed meanwhile."""
+        """Run one trial; None if a strategy tripped or the regime changed meanwhile.
+
+        What has a lasting effect is compared once, before and after; from then on it is in both plans.
+        """
+        lasting = {n: s for n, s in b.items() if n not in a and self._candidates[n].lasting}
+        if lasting:
+            return (yield from self._lasting_trial(a, b, lasting, settle, config))
         in_epochs = any(self._candidates[n].by_epoch() for n in (*a, *b) if a.get(n, self) != b.get(n, self))
         if in_epochs:
             tried = yield from trials.by_epochs(self._undisturbed, a, b, config=self._config)
@@ -276,3 +291,29 @@ class Experiments:
         if in_epochs:
             self._epochs_outcome = dict(a), dict(b), tried.outcome
         return tried.outcome
+
+    def _lasting_trial(
+        self, a: Choices, b: Choices, lasting: Choices, settle: int, config: TrialConfig | None
+    ) -> Trying:
+        """Run a trial of a plan that has strategies with a lasting effect; their part is what was measured once."""
+        for name, setting in lasting.items():
+            if name not in self._lasting:
+                tried = yield from trials.before_and_after(
+                    self._undisturbed,
+                    a,
+                    {**a, name: setting},
+                    settle=self._candidates[name].settling(setting) + 1,
+                    config=self._config.for_steps_of(self.plain_ms / 1e3),
+                    reduce=self._reduce,
+                    before=self._just_observed,
+                )
+                if tried is None:
+                    return None
+                self.cost_s += tried.cost_s
+                self._lasting[name] = tried.outcome
+        outcome = functools.reduce(trials.together, (self._lasting[name] for name in lasting))
+        with_lasting = {**a, **lasting}
+        if b != with_lasting:
+            rest = yield from self._trial(with_lasting, b, settle, config)
+            return None if rest is None else trials.together(outcome, rest)
+        return outcome

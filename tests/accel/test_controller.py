@@ -12,7 +12,7 @@ import pytest
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.evidence import ThreadShare
 from accel.profiler.trial import TrialConfig
-from accel.search.actions import Action, Result
+from accel.search.actions import Action, Candidate, Result
 from tests.accel.simulation import FAST, PLAIN_S, Machine, candidate, simulate
 
 INPUT = frozenset({Bottleneck.INPUT})
@@ -677,3 +677,66 @@ def test_blocks_of_slow_steps_have_fewer() -> None:
             action.steps for action in machine.actions if action.plan and not action.settled and not action.anatomy
         }
         assert counted == ({steps} if steps == 2 else {2, steps - 2, steps})
+
+
+# -- what outlasts its own use -----------------------------------------------------------------------------------------
+
+
+class Grown(Machine):
+    """Once `heap` has been on, it is as if it were on for ever."""
+
+    has_grown = False
+
+    def seconds(self, plan: dict[str, Any]) -> float:
+        self.has_grown = self.has_grown or "heap" in plan
+        return super().seconds({**plan, "heap": None} if self.has_grown else plan)
+
+
+def heap() -> Candidate:
+    return candidate("heap", is_compared=False, lasting=True)
+
+
+def test_a_lasting_effect_is_found_by_the_steps_before_and_after() -> None:
+    controller = simulate([candidate("none"), heap(), candidate("good")], Grown(speed={"heap": 1.2, "good": 1.5}))
+    assert list(controller.plan) == ["heap", "good"]
+    assert controller.rows["heap"].gain == pytest.approx(1.2, rel=0.02)
+    assert controller.rows["heap"].why.startswith("faster than the steps before it")
+    assert controller.closing is not None
+    assert controller.closing.gain == pytest.approx(1.8, rel=0.02)
+    assert controller.closing.before_ms / controller.closing.after_ms == pytest.approx(1.8, rel=0.02)
+
+
+def test_alone_it_needs_no_closing_trial_and_nothing_switches_it_off() -> None:
+    machine = Grown(speed={"heap": 1.2}, noise=0.02)
+    controller = simulate([heap(), candidate("none")], machine, until_settled=False, steps=3000, pace=FAST)
+    assert controller.plan == {"heap": None}
+    assert controller.closing is not None and controller.closing.gain == pytest.approx(1.2, rel=0.05)
+    first = next(n for n, action in enumerate(machine.actions) if action.plan)
+    assert all("heap" in action.plan for action in machine.actions[first:])
+
+
+@pytest.mark.parametrize("gain", [0.9, 1.0])
+def test_without_a_gain_it_is_undone_and_not_tried_again(gain: float) -> None:
+    machine = Grown(speed={"heap": gain}, noise=0.05)
+    controller = simulate([heap()], machine, until_settled=False, steps=3000, pace=FAST)
+    assert controller.plan == {}
+    assert sum(bool(action.plan) for action in machine.actions) == 1
+
+
+def test_noise_seldom_keeps_it() -> None:
+    kept = sum(bool(simulate([heap()], Grown(noise=0.2, seed=seed)).plan) for seed in range(200))
+    assert kept <= 10
+
+
+def test_what_is_worse_on_top_of_it_leaves_it_on() -> None:
+    machine = Grown(speed={"heap": 1.2, "later": 1.5})
+    machine.drift = lambda step: 2.0 if machine.actions[-1].plan.get("later", 0) is None and step > 250 else 1.0
+    controller = simulate([heap(), candidate("later")], machine, budget="10%", until_settled=False, steps=4000)
+    assert "heap" in controller.plan
+
+
+def test_after_another_batch_shape_its_gain_is_still_known() -> None:
+    machine = Grown(speed={"heap": 1.2}, regime=lambda step: "a" if step < 500 else "b")
+    controller = simulate([heap()], machine, until_settled=False, steps=3000, pace=FAST)
+    assert any("searching again" in event.text for event in controller.events)
+    assert controller.plan == {"heap": None}

@@ -469,3 +469,27 @@ def run_until(
         action = decisions.send(on.answer(action))
         assert on.step < 5000
     return controller
+
+
+# -- what outlasts its own use -----------------------------------------------------------------------------------------
+
+
+def test_a_remembered_lasting_effect_is_compared_with_the_steps_observed() -> None:
+    offered = [candidate("heap", is_compared=False, lasting=True), candidate("good")]
+    for gain, plan in ((1.2, {"heap": None, "good": None}), (1.0, {"good": None})):
+        again = machine(speed={"heap": gain, "good": 1.5})
+        memory = FakeMemory(remembered(plan={"heap": None, "good": None}))
+        controller = simulate(offered, again, memory=memory)
+        assert controller.plan == plan
+        assert controller.closing is not None
+        assert controller.closing.gain == pytest.approx(gain * 1.5, rel=0.02)
+        assert step_of_first(again, lambda chosen, plan=plan: chosen == plan) <= 35  # type: ignore[misc]
+
+
+def test_a_remembered_plan_of_nothing_else_that_gives_nothing_is_forgotten() -> None:
+    memory = FakeMemory(remembered(plan={"heap": None}))
+    controller = simulate(
+        [candidate("heap", is_compared=False, lasting=True)], machine(speed={"heap": 1.0}), memory=memory
+    )
+    assert controller.plan == {}
+    assert "not shown to be faster" in controller.recollection.text

@@ -1,0 +1,117 @@
+"""Plans from outside: one that is replayed, and what an earlier run found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from accel.search.experiments import Decisions, Experiments
+from accel.search.ledger import refusal
+from accel.search.plan import Choices
+
+
+class TakeOver(Experiments):
+    """Take plans over; the arguments are those of `Experiments`."""
+
+    _say: Callable[[str], None]
+
+    def _close(self, what: str = "the plan as a whole") -> Decisions:
+        """Try the whole plan against the plain loop; unless it is shown to be faster, it is undone."""
+        raise NotImplementedError
+
+    def _take_over(self, choices: Choices) -> Decisions:
+        """Switch a replayed plan on, strategy by strategy, each after the guard's check."""
+        for name, setting in choices.items():
+            candidate = self._candidates[name]
+            why = candidate.ruled_out[1] if candidate.ruled_out else refusal(candidate)
+            if why:
+                self._ledger.decide(name, "not applicable", why)
+                continue
+            self.rows[name].setting = candidate.describe(setting)
+            if (yield from self._guard(candidate, {**self.plan, name: setting})):
+                self.plan = {**self.plan, name: setting}
+                self._ledger.decide(name, "kept", "taken over from the plan, without a trial")
+
+    def _recall(self, observed: Sequence[float]) -> Decisions:
+        """Try what an earlier run found, as a whole; unless it is shown to be faster once more, it is undone.
+
+        Args:
+            observed: seconds of the plain steps just before.
+        """
+        recollection = self.recollection
+        recollection.recall()
+        plan = recollection.choices(self._affordable_in_a_run_of)
+        if recollection.text:
+            self._note(f"remembered {recollection.text}")
+            self._say(f"remembered {recollection.text}")
+        if not plan:
+            return
+        for name, setting in plan.items():
+            self.rows[name].setting = self._candidates[name].describe(setting)
+        yield from self._recall_lasting(plan, observed)
+        if not plan:
+            return
+        cost_s, steps = self.cost_s, self.steps
+        problem = yield from self._guard_whole(plan)
+        self.search_steps += self.steps - steps
+        recollection.worked(plan, self.cost_s - cost_s)
+        if len(plan) == 1:
+            (only,) = plan
+            self.rows[only].cost_s += self.cost_s - cost_s
+        if problem:
+            if not self._regime_changed:
+                recollection.reject(problem)
+            return
+        self._pending = [name for name in self._pending if name not in plan]
+        self.plan = plan
+        yield from self._measure_anatomy()
+        yield from self._close("the remembered plan")
+        if self._regime_changed:
+            return
+        if self.plan:
+            self._confirm(plan)
+        else:
+            recollection.reject("it was not shown to be faster than plain")
+            self._consider_again(self._closed)
+
+    def _recall_lasting(self, plan: Choices, observed: Sequence[float]) -> Decisions:
+        """Compare what has a lasting effect with the steps observed, and leave in the plan what gives something."""
+        for name in [name for name in plan if self._candidates[name].lasting]:
+            candidate, setting = self._candidates[name], plan[name]
+            self._just_observed = observed
+            outcome = yield from self._trial({}, {name: setting}, candidate.settling(setting))
+            self._just_observed = ()
+            if outcome is None:
+                plan.clear()
+                return
+            if outcome.verdict != "keep":
+                self._ledger.judge(candidate, setting, outcome, {})
+                self._ledger.settle(name)
+                self._pending.remove(name)
+                del plan[name]
+        if not plan:
+            self.recollection.reject("it was not shown to be faster than plain")
+
+    def _confirm(self, plan: Choices) -> None:
+        """Record that the closing trial has shown the remembered plan to be faster."""
+        self.recollection.confirm()
+        for name in self.plan:
+            if len(plan) == 1 and self.closing is not None:
+                self._ledger.judge(self._candidates[name], plan[name], self.closing, self.plan)
+            self._ledger.take_over(name, self.recollection.reason(name))
+        self.remember()
+
+    def _consider_again(self, names: Collection[str]) -> None:
+        """Let the search try these, whatever has been decided so far."""
+        for name in names:
+            self._ledger.withdraw(name)
+        self._pending = [name for name in self._candidates if name in self._pending or name in names]
+        self.closing, self._closed = None, {}
+
+    def remember(self, *, ended: bool = False) -> None:
+        """Keep what is known by now for the next run.
+
+        Args:
+            ended: the run is over.
+        """
+        speedup = self.closing.gain if self.closing is not None and self.plan == self._closed else None
+        self.recollection.store(self.plan, self.rows, speedup, self.elapsed_s, ended=ended)
