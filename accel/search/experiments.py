@@ -305,6 +305,7 @@ class Experiments:
                     settle=self._candidates[name].settling(setting) + 1,
                     config=self._config.for_steps_of(self.plain_ms / 1e3),
                     reduce=self._reduce,
+                    step_s=max(self.plain_ms / 1e3, 1e-4),
                     before=self._just_observed,
                 )
                 if tried is None:

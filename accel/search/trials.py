@@ -21,8 +21,10 @@ _FIRST = 2
 _MUCH_SLOWER = 1.25
 """They do so if each took this many times as long as the slowest of A's. Noise of 10 % does that once in 10,000."""
 
-_BLOCKS = 6
-"""Before and after a switch that can't be taken back."""
+_BLOCKS = 10
+"""Before, and after, a switch that can't be taken back."""
+_BLOCK_S = 0.3
+"""Each of them lasts at least so long: fast steps are disturbed for many at a time."""
 _LONGEST_SETTLING = 10.0
 """Ordinary steps that a settling step can take by its own doing."""
 
@@ -122,12 +124,13 @@ def before_and_after(
     settle: int,
     config: TrialConfig,
     reduce: Callable[[Sequence[float]], float],
+    step_s: float,
     before: Sequence[float] = (),
 ) -> Generator[Action, Result, TrialResult | None]:
     """Compare the steps before a switch with those after it, for what can't be switched back; None if interrupted.
 
-    A drift of the machine between them doesn't cancel, so what is kept must gain more than in turns: the whole 95 %
-    interval lies above 1 + `drop_gain`.
+    A drift of the machine between them doesn't cancel. So this is for what can do no harm: it is kept if the whole 95 %
+    interval lies above 1 + `keep_gain`.
 
     Args:
         act: runs an action.
@@ -136,10 +139,12 @@ def before_and_after(
         settle: steps to leave out after the switch.
         config: the statistics of the trial.
         reduce: how a block of step times becomes one number.
+        step_s: about a step's time, > 0.
         before: seconds of steps under `a` that have been measured already.
     """
-    steps = len(before) or _BLOCKS * config.block_steps
+    steps = len(before)
     if not before:
+        steps = _BLOCKS * max(config.block_steps, round(_BLOCK_S / step_s))
         result = yield from act(Action(plan=a, steps=steps))
         if result is None:
             return None
@@ -153,7 +158,7 @@ def before_and_after(
     blocks = [[reduce(block) for block in _blocks(seconds)] for seconds in (before, after)]
     differences = log_ratios(*blocks)
     low, high = interval(differences, 0.025)
-    verdict: Verdict = "keep" if low > math.log1p(config.drop_gain) else "drop"
+    verdict: Verdict = "keep" if low > math.log1p(config.keep_gain) else "drop"
     before_s, after_s = (math.exp(statistics.fmean(map(math.log, side))) for side in blocks)
     outcome = Outcome(
         verdict=verdict,
