@@ -152,6 +152,7 @@ def some_candidates() -> list[Any]:
         candidate("input", treats=frozenset({Bottleneck.INPUT})),
         candidate("wrong"),
         candidate("dear", one_off_s=3.0),
+        candidate("heap", is_compared=False, lasting=True),
         candidate("barred", ruled_out=("not allowed", "it is lossy"), refusal=lambda: "it does not apply"),
         candidate("off", ruled_out=("disabled", "left out")),
     ]
@@ -161,7 +162,7 @@ def some_candidates() -> list[Any]:
 @given(
     seed=st.integers(0, 10**6),
     noise=st.sampled_from([0.0, 0.05, 0.3]),
-    speeds=st.lists(st.sampled_from([0.8, 1.0, 1.02, 1.3, 2.0]), min_size=7, max_size=7),
+    speeds=st.lists(st.sampled_from([0.8, 1.0, 1.02, 1.3, 2.0]), min_size=8, max_size=8),
     changes_at=st.sampled_from([0, 150, 900]),
     trips_at=st.sampled_from([10**9, 60, 700]),
     slower_from=st.sampled_from([10**9, 800]),
@@ -178,7 +179,7 @@ def test_reports_of_a_search_agree_at_every_moment(
     budget: Any,
     waits: bool,
 ) -> None:
-    names: list[Any] = ["good", ("several", 1), ("several", 2), ("several", 4), "input", "wrong", "dear"]
+    names: list[Any] = ["good", ("several", 1), ("several", 2), ("several", 4), "input", "wrong", "dear", "heap"]
     machine = Machine(
         speed=dict(zip(names, speeds, strict=True)),
         noise=noise,
@@ -221,7 +222,7 @@ def test_decisions_are_counted_once_each_and_to_the_end(speed: float, caplog: py
         search.step()
     search.controller._remove("wrong", "again")
 
-    assert numbers_of_decisions(caplog.messages) == [(number, 5) for number in range(1, 6)]
+    assert numbers_of_decisions(caplog.messages) == [(number, 6) for number in range(1, 7)]
     assert any(line.startswith("accel: barred not applicable; it does not apply") for line in caplog.messages)
 
 
