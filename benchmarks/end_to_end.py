@@ -7,8 +7,8 @@ second run finds what the first one remembered, as a script does that is started
 found again too. Processes take turns, two of them between two plain ones: A B C A. Each is compared with the plain ones
 on either side.
 
-To save time a process ends `--hold` seconds after its search, a plain one as long after its third step; the rest of
-`--seconds` is counted at its rate in those seconds (`benchmarks.whole_process`). `--hold 0` runs all to their end.
+To save time a process without accel ends `--hold` seconds after its third step; the rest of `--seconds` is counted at its
+rate in those seconds (`benchmarks.whole_process`). `--hold 0` runs all to their end, as those with accel always do.
 
 With `--variant by_hand` the settings of `benchmarks/variants/recipes.py` are tried, and the rivals with their names.
 What is recorded of a model stays until the same is recorded anew, so that a recording may be made in parts.
@@ -49,7 +49,7 @@ RECORD = Record(
         "size": Column('"tiny" or "full"'),
         "data": Column('"synthetic", in memory, or "real": decoded from files'),
         "seconds": Column("of each process, its imports and the search included"),
-        "hold": Column("s that a process went on after its search; 0: to its end"),
+        "hold": Column("s that a process without accel went on after its third step; 0: to its end"),
         "plain_steps": Column("mean steps of a plain process in that time"),
         "steps": Column("mean steps of this one"),
         "ratio": Column("of steps"),
@@ -220,7 +220,7 @@ LINE = (
 @click.argument("models", nargs=-1, type=click.Choice(sorted(MODELS)))
 @click.option("--variant", "chosen", multiple=True, default=("first", "second"), type=click.Choice(CHOICES))
 @click.option("--seconds", default=180.0, show_default=True, help="Of each process.")
-@click.option("--hold", default=20.0, show_default=True, help="Seconds after the search; 0 for all.")
+@click.option("--hold", default=20.0, show_default=True, help="Seconds of a process without accel; 0 for all.")
 @click.option("--rounds", default=1, show_default=True, type=click.IntRange(1), help="Processes of each variant.")
 @click.option("--allow", default="reordered", show_default=True, type=click.Choice(LEVELS), help="In runs with accel.")
 @click.option("--size", default="tiny", show_default=True, type=click.Choice(["tiny", "full"]))

@@ -2,9 +2,9 @@
 
     python -m benchmarks.whole_process ncf reordered --seconds 180 --hold 20
 
-It ends after so many seconds, counted from its start with all imports, or earlier: `--hold` seconds after its search
-(without accel: after its third step), since from then on its steps go on as they are. `Course.steps_in` counts the rest
-at the rate of those seconds; `--hold 0` runs every process to its end.
+It ends after so many seconds, counted from its start with all imports. Without accel it ends earlier, `--hold` seconds
+after its third step, since from then on its steps go on as they are: `Course.steps_in` counts the rest at the rate of
+those seconds. `--hold 0` runs every process to its end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,6 @@ from benchmarks.variants import variant
 _ROOT = Path(__file__).resolve().parent.parent
 _WARM_STEPS = 3
 """After so many steps a process without a search is as fast as it will be."""
-_LOOK_S = 1.0
-"""How often is asked whether the search is over, s."""
 _WINDOW = 20
 """Steps whose mean loss counts as the loss at a time."""
 
@@ -51,7 +48,7 @@ class Course:
     losses: list[float]
     """Of each step."""
     held_s: float = 0.0
-    """How long it ran after its search, 0 if that never ended; its rate is that of this time, else of its last half."""
+    """How long it ran after its third step, 0 if it never did; its rate is that of this time, else of its last half."""
     peak_mb: float = 0.0
     """Largest resident memory, or largest memory allocated on the GPU, MB."""
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -65,7 +62,7 @@ class Course:
         return [row["name"] for row in self.rows if row["status"] == "kept"]
 
     def rate(self) -> float:
-        """Return the steps in a second, once the search is over."""
+        """Return the steps in a second."""
         end = self.ends_s[-1]
         window_s = self.held_s or (end - self.ends_s[0]) / 2
         first = min(bisect.bisect_left(self.ends_s, end - window_s), len(self.ends_s) - 2)
@@ -92,33 +89,26 @@ class Course:
 
 
 class Stop:
-    """Tell when a process ends: at its time, or so long after its search.
+    """Tell when a process ends: at its time, or so long after its third step.
 
     Args:
         seconds: of the process.
-        hold_s: how long it goes on after its search; 0 for always.
-        is_over: tells whether the search is over; None without accel.
+        hold_s: how long it goes on after its third step; 0 for always.
     """
 
-    def __init__(self, seconds: float, hold_s: float, is_over: Callable[[], bool] | None) -> None:
-        self._seconds, self._hold_s, self._is_over = seconds, hold_s, is_over
-        self._looked_s = 0.0
-        self._settled_s: float | None = None
+    def __init__(self, seconds: float, hold_s: float) -> None:
+        self._seconds, self._hold_s = seconds, hold_s
+        self._warm_s: float | None = None
 
     def __call__(self, steps: int, now_s: float) -> bool:
         """Tell, after a step, whether that was the last."""
-        if self._settled_s is None:
-            if self._is_over is None:
-                self._settled_s = now_s if steps >= _WARM_STEPS else None
-            elif now_s >= self._looked_s + _LOOK_S:
-                self._looked_s = now_s
-                self._settled_s = now_s if self._is_over() else None
-        held_s = self.held_s(now_s)
-        return steps > 1 and (now_s >= self._seconds or (0 < self._hold_s <= held_s))
+        if self._warm_s is None and steps >= _WARM_STEPS:
+            self._warm_s = now_s
+        return steps > 1 and (now_s >= self._seconds or (0 < self._hold_s <= self.held_s(now_s)))
 
     def held_s(self, now_s: float) -> float:
-        """Return how long ago the search ended, 0 if it hasn't."""
-        return 0.0 if self._settled_s is None else now_s - self._settled_s
+        """Return how long ago the third step ended, 0 if it hasn't."""
+        return 0.0 if self._warm_s is None else now_s - self._warm_s
 
 
 def train(workload: Workload, stop: Stop, device: torch.device, clock: Callable[[], float]) -> Course:
@@ -152,8 +142,8 @@ def work(model: str, name: str, size: Size, data: str, seconds: float, hold_s: f
     workload.model.to(device)
     chosen = variant(name)
     workload = chosen.prepare(workload, model)
-    is_over = partial(search_is_over, workload) if chosen.allow else None
-    course = train(workload, Stop(seconds, hold_s, is_over), device, lambda: time.time() - launched)
+    stop = Stop(seconds, 0.0 if chosen.allow else hold_s)  # the search goes on as long as the run does
+    course = train(workload, stop, device, lambda: time.time() - launched)
     course.peak_mb = peak_mb(device)
     if chosen.allow:
         import accel
@@ -163,13 +153,6 @@ def work(model: str, name: str, size: Size, data: str, seconds: float, hold_s: f
         course.rows = [{column: getattr(row, column) for column in columns} for row in report.rows]
         course.remembered = report.remembered
     return course
-
-
-def search_is_over(workload: Workload) -> bool:
-    """Tell whether accel's search for a workload has ended."""
-    import accel
-
-    return accel.explain(workload.model).state not in ("searching", "interrupted")
 
 
 def peak_mb(device: torch.device) -> float:
@@ -215,7 +198,7 @@ def run(model: str, name: str, arguments: Sequence[str], environ: Mapping[str, s
 @click.option("--size", default="tiny", show_default=True, type=click.Choice(["tiny", "full"]))
 @click.option("--data", default="synthetic", show_default=True, type=click.Choice(["synthetic", "real"]))
 @click.option("--seconds", default=180.0, show_default=True, help="Of the process.")
-@click.option("--hold", default=20.0, show_default=True, help="Seconds after the search; 0 for all.")
+@click.option("--hold", default=20.0, show_default=True, help="Seconds after the third step, without accel; 0 for all.")
 @click.option("--launched", type=float, help="When it was started, in seconds since the epoch; default now.")
 def main(model: str, name: str, size: Size, data: str, seconds: float, hold: float, launched: float | None) -> None:
     """Train MODEL in the variant NAME, and print its course as JSON."""
