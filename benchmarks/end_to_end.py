@@ -7,8 +7,8 @@ second run finds what the first one remembered, as a script does that is started
 found again too. Processes take turns, two of them between two plain ones: A B C A. Each is compared with the plain ones
 on either side.
 
-To save time a process without accel ends `--hold` seconds after its third step; the rest of `--seconds` is counted at its
-rate in those seconds (`benchmarks.whole_process`). `--hold 0` runs all to their end, as those with accel always do.
+To save time a process without accel ends `--hold` seconds after its third step; the rest of `--seconds` is counted at
+its rate in those seconds (`benchmarks.whole_process`). `--hold 0` runs all to their end, as those with accel always do.
 
 With `--variant by_hand` the settings of `benchmarks/variants/recipes.py` are tried, and the rivals with their names.
 What is recorded of a model stays until the same is recorded anew, so that a recording may be made in parts.

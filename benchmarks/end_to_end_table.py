@@ -51,8 +51,8 @@ def table_block(result: Row) -> str:
 def _what(rows: Sequence[Row]) -> str:
     hold = max((row.get("hold", 0.0) for row in rows), default=0.0)
     early = (
-        f" A process ended {hold:.0f} s after its search, a plain one as long after its third step; the rest of the "
-        "time is counted at its rate in those seconds."
+        f" A plain process ended {hold:.0f} s after its third step; the rest of the time is counted at its rate in "
+        "those seconds."
         if hold
         else ""
     )

@@ -1,6 +1,6 @@
 """Which path a call takes, and what an op costs: the two things every op of this folder asks.
 
-An op stands in `<op>.py` (formula, reference in plain torch, public function) and its kernels in `<op>_triton.py`,
+An op stands in `<op>.py` (formula, reference in plain torch, public function) and its kernels in `<op>/triton.py`,
 which is imported on first use: without triton everything still runs, on the reference.
 """
 

@@ -204,6 +204,32 @@ def test_tolerances_follow_exactness_and_dtype() -> None:
     assert Tolerance.of(Exactness.REORDERED, torch.float64).output < reordered.output
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_no_dtype_makes_a_level_wider_than_the_one_below_it(dtype: torch.dtype) -> None:
+    exact, reordered, reduced = (Tolerance.of(e, dtype) for e in list(Exactness)[:3])
+    for name in ("output", "gradient", "scale"):
+        assert getattr(exact, name) <= getattr(reordered, name) <= getattr(reduced, name) <= 0.5
+    assert reduced.output <= 2**-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_in_sixteen_bits_another_order_passes_and_a_wrong_scale_does_not(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8)).to(dtype)
+    x = torch.randn(64, 256).to(dtype)
+    recording = guard.record(model, CPU, (x,), {})
+    order = torch.randperm(256)
+
+    def reordered(call: nn.Sequential) -> Callable[[Tensor], Tensor]:
+        first, last = call[0], call[2]
+        return lambda x: last(torch.tanh(nn.functional.linear(x[:, order], first.weight[:, order], first.bias)))
+
+    plain = guard.replay(model, model, recording)
+    assert not guard.compare(plain, guard.replay(model, reordered(model), recording), Exactness.REORDERED).problem
+    scaled = guard.replay(model, lambda x: 1.5 * model(x), recording)
+    assert "its output is off" in guard.compare(plain, scaled, Exactness.REORDERED).problem
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
 def test_the_update_of_a_fused_path_agrees_and_a_wrong_one_does_not(kind: Any) -> None:
     torch.manual_seed(0)
