@@ -62,7 +62,7 @@ class Tolerance:
             return cls(output=0.0, gradient=0.0, scale=0.0)
         reduced = 2**4 * max(eps, _REDUCED_EPS)
         if exactness == Exactness.REORDERED:
-            # 16-bit tensors are summed in float32, so another order moves them by few roundings: 2¹⁰ would allow anything.
+            # 16-bit tensors are summed in float32, so another order moves them by few roundings: 2¹⁰ ε allows anything.
             output, scale = min(2**10 * eps, reduced), 2.0**-7
         else:
             output, scale = reduced, 2.0**-6
