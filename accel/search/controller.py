@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 
 from accel.profiler import naming
 from accel.profiler.diagnose import causes
@@ -155,7 +156,7 @@ class Controller(TakeOver):
             waiting = [name for name in waiting if name not in names]
             candidate = self._candidates[name := names.pop(0)]
             shows = priority.shows_when_crowded(candidate, self.anatomy_after, self._config.drop_gain, self._pace)
-            if not shows or refusal(candidate) or not self._may_be_tried_now(candidate):
+            if not shows or refusal(candidate) or not self._may_be_tried_at_once(candidate):
                 continue
             if waiting_for(candidate):
                 waiting.append(name)
@@ -229,7 +230,15 @@ class Controller(TakeOver):
         yield from self._try(candidate, brief or (self._config.at_length() if self._brief else self._config))
         if self._regime_changed:
             return
-        if brief and self._ledger.is_open(name) and not candidate.lasting:
+        if name in self._tripped:
+            return
+        is_open = brief is not None and self._ledger.is_open(name) and not candidate.lasting
+        if is_open or name in self._left:
+            # It will be asked again whether it applies. A trial may have ended with it on, and then it can't tell.
+            result = yield from self._act(Action(plan=self.plan, steps=1))
+            if self._changed(result) or name in result.trips:
+                return
+        if is_open:
             self._ledger.withdraw(name)
             self._left.forget(name)
             self._postponed.add(name)
@@ -258,22 +267,24 @@ class Controller(TakeOver):
         self._left.forget(name)
         for number, setting in enumerate(settings):
             one_off_s = self.recollection.one_off_s(candidate, setting)
-            if number and (not self._affordable(one_off_s) or (one_off_s and waiting_for(candidate))):
-                # The first has used up the budget; its result stands. Another's one-off work waits for its turn.
-                self._left.keep(name, settings[number:] if one_off_s else [])
+            expected_s = one_off_s + self._expected_check_s(candidate)
+            if number and (not self._affordable(expected_s) or (one_off_s and waiting_for(candidate))):
+                self._left.keep(name, settings[number:])  # they wait for their turn; the verdict so far stands
                 break
             row.setting = row.setting or candidate.describe(setting)
             trial_plan = {**self.plan, name: setting}
             cost, steps = self.cost_s, self.steps
             outcome = None
             passed = self._passed.get(name) == trial_plan or (yield from self._guard(candidate, trial_plan))
-            if worked := self.recollection.worked({name: setting}, self.cost_s - cost):
-                self._note(worked)
+            if candidate.is_compared:
+                self._note_work(candidate, setting, self.cost_s - cost)
             if passed:
                 self._passed[name] = trial_plan
                 settle = candidate.settling(setting)
                 hasty = self._if_much_slower(name, config) if settle <= _SOON_STEADY else None
                 outcome = yield from self._trial(self.plan, trial_plan, settle, config, hasty)
+            if not candidate.is_compared:  # then it works when it is switched on
+                self._note_work(candidate, setting, self.cost_s - cost)
             row.cost_s += self.cost_s - cost
             row.steps += self.steps - steps
             self.search_steps += self.steps - steps
@@ -285,6 +296,10 @@ class Controller(TakeOver):
             if outcome.verdict == "keep":
                 yield from self._measure_anatomy()
         self.recollection.tried(name, self.elapsed_s - began_s)
+
+    def _note_work(self, candidate: Candidate, setting: object, seconds: float) -> None:
+        if worked := self.recollection.worked({candidate.name: setting}, seconds):
+            self._note(worked)
 
     def _if_much_slower(self, name: str, config: TrialConfig) -> Verdict | None:
         """Return the verdict where the first steps are much slower: two such trials end in a drop."""
@@ -407,8 +422,12 @@ class Controller(TakeOver):
         self._ledger.begin_anew()
         self._postponed, self._passed = set(), {}
         self._left.forget()
+        self._tripped.clear()
         self._pending = [name for name, c in self._candidates.items() if c.ruled_out is None]
         yield from self._observe()
+        # Of what has a lasting effect the gain is still known, and the plain steps observed now have it.
+        for name, outcome in self._lasting.items():
+            self._lasting[name] = replace(outcome, before_ms=self.plain_ms * outcome.gain, after_ms=self.plain_ms)
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 

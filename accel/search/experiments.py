@@ -13,7 +13,7 @@ from accel.profiler.diagnose.communication_wait import wait_as_communication
 from accel.profiler.evidence import Evidence
 from accel.profiler.trial import Outcome, TrialConfig, Verdict
 from accel.report import Event, StrategyRow
-from accel.search import trials
+from accel.search import priority, trials
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
 from accel.search.ledger import Ledger, refusal, waiting_for
@@ -80,6 +80,7 @@ class Experiments:
         self._left = SettingsLeft()
         self._lasting: dict[str, Outcome] = {}
         """What has a lasting effect → the steps before and after it was switched on for the first time."""
+        self._tripped: set[str] = set()
         self._just_observed: Sequence[float] = ()
         """Seconds of the plain steps before a remembered plan."""
         self._regime: object = None
@@ -113,12 +114,15 @@ class Experiments:
             self.cost_s += result.aside_s
         self._ledger.moving = self._is_another(result)
         for name, why in result.trips.items():
+            self._tripped.add(name)
             self._remove(name, f"{why} at step {self.steps}")
         return result
 
     def _shown_gain(self, plan: Choices) -> float:
         """Return by how much a plan is faster than the plain loop at the least, as a ratio; 1 if that isn't known."""
-        rows = [self.rows[name] for name in plan]
+        if plan and plan == self._closed == self.plan and self.closing is not None:
+            return max(1.0, self.closing.low)
+        rows = [self.rows[name] for name, setting in plan.items() if self.plan.get(name, self) == setting]
         return math.prod(max(1.0, row.gain_low or 1.0) for row in rows if row.status == "kept")
 
     def _undisturbed(self, action: Action) -> Generator[Action, Result, Result | None]:
@@ -169,12 +173,22 @@ class Experiments:
                 self._ledger.decide(name, "not applicable", why)
         return False
 
+    def _may_be_tried_at_once(self, candidate: Candidate) -> bool:
+        """Return the same on a crowded machine: what is urgent doesn't wait until the budget allows for its check."""
+        if not priority.is_urgent(candidate, self.anatomy_after, self._pace):
+            return self._may_be_tried_now(candidate)
+        postponed = self.recollection.postponed(candidate.name, self.elapsed_s)
+        return not postponed and self._affordable(self._one_off_s(candidate))
+
     def _expected_s(self, candidate: Candidate) -> float:
         """Return what trying a candidate will cost at the least, s: its one-off work and its check by the guard."""
+        return self._one_off_s(candidate) + self._expected_check_s(candidate)
+
+    def _expected_check_s(self, candidate: Candidate) -> float:
         check_s = self._check_s
         if check_s is None:  # the step's replays, plainly and with the candidate
             check_s = _REPLAYS * self._pace.guard * self.plain_ms / 1e3
-        return self._one_off_s(candidate) + (check_s if candidate.is_compared else 0.0)
+        return check_s if candidate.is_compared else 0.0
 
     def _one_off_s(self, candidate: Candidate) -> float:
         """Return the seconds of one-off work to expect of the setting that is tried next."""
@@ -218,7 +232,7 @@ class Experiments:
             return True
         row, cost_s = self.rows[candidate.name], self.cost_s
         result = yield from self._act(Action(plan=self.plan, steps=self._pace.guard, check=trial_plan))
-        if not candidate.one_off_s:
+        if not candidate.one_off_s and candidate.expected_s is None:  # else it may be mostly that
             self._check_s = self.cost_s - cost_s
         if self._changed(result) or candidate.name in result.trips:
             return False

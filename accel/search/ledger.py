@@ -132,9 +132,16 @@ class Ledger:
         self.announce(name)
 
     def withdraw(self, name: str) -> None:
-        """Withdraw a verdict; its cost still counts."""
+        """Withdraw a verdict; its cost still counts, and what the guard found stands."""
         row = self.rows[name]
-        self.rows[name] = dataclasses.replace(_row(self._candidates[name]), cost_s=row.cost_s, steps=row.steps)
+        self.rows[name] = dataclasses.replace(
+            _row(self._candidates[name]),
+            cost_s=row.cost_s,
+            steps=row.steps,
+            output_error=row.output_error,
+            gradient_error=row.gradient_error,
+            tolerance=row.tolerance,
+        )
 
     def begin_anew(self) -> None:
         """Withdraw all verdicts."""

@@ -24,7 +24,10 @@ class SettingsLeft:
 
     def first(self, candidate: Candidate) -> Any:
         """Return the setting whose one-off work comes next; None for a candidate that has none."""
-        return next(iter(self.of(candidate)), None) if candidate.one_off_s else None
+        try:
+            return next(iter(self.of(candidate)), None) if candidate.one_off_s else None
+        except Exception:  # a model whose modules can't be looked into; its refusal will say so
+            return None
 
     def keep(self, name: str, settings: list[Any]) -> None:
         """Leave these for later; [] when all have been tried."""

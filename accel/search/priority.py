@@ -62,9 +62,14 @@ def too_little_of_epoch(candidate: Candidate, epoch: Result, drop_gain: float) -
     return "" if of_epoch >= drop_gain else f"{candidate.phase} is {of_epoch:.1%} of an epoch: too little to win"
 
 
+def is_urgent(candidate: Candidate, anatomy: Mapping[str, float], pace: Pace) -> bool:
+    """Return whether what it can shorten is so much of the step that its gain stands out from any noise."""
+    return (share(candidate, anatomy) or 0.0) >= pace.urgent
+
+
 def shows_when_crowded(candidate: Candidate, anatomy: Mapping[str, float], drop_gain: float, pace: Pace) -> bool:
     """Return whether its gain shows beside other processes: it doesn't depend on them, or is large."""
-    if (share(candidate, anatomy) or 0.0) >= pace.urgent:
+    if is_urgent(candidate, anatomy, pace):
         return True
     if candidate.lasting:
         return False  # it is compared once, with the steps just before

@@ -67,11 +67,13 @@ class TakeOver(Experiments):
         yield from self._close("the remembered plan")
         if self._regime_changed:
             return
-        if self.plan:
+        missing = [name for name in plan if name not in self.plan and name not in self._tripped]
+        if self.plan and not missing:
             self._confirm(plan)
-        else:
-            recollection.reject("it was not shown to be faster than plain")
-            self._consider_again(self._closed)
+            return
+        faster = f"only {', '.join(self.plan)} was" if self.plan else "it was not"
+        recollection.reject(f"{faster} shown to be faster than plain")
+        self._consider_again(missing)
 
     def _recall_lasting(self, plan: Choices, observed: Sequence[float]) -> Decisions:
         """Compare what has a lasting effect with the steps observed, and leave in the plan what gives something."""

@@ -78,9 +78,6 @@ def by_blocks(
         if looks_early:
             plain = trial.steps["A"]
             if if_much_slower and min(seconds) > _MUCH_SLOWER * max(plain):
-                # Back to A: a candidate that is on can't be asked whether it applies, and this one may be tried again.
-                if (yield from act(Action(plan=a, steps=1))) is None:
-                    return None
                 cost_s = max(0.0, settling) + sum(seconds) - len(seconds) * statistics.median(plain)
                 return TrialResult(_outcome(plain, seconds, if_much_slower), cost_s)
             if config.block_steps > _FIRST:

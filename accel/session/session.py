@@ -43,6 +43,8 @@ from accel.strategies.base import Strategy
 log = logging.getLogger("accel")
 
 # Steps between two checks whether another model's search has ended.
+_SHAPES = 5
+"""Steps by whose batches the usual shape is judged, at the least."""
 _PAUSE = 25
 
 
@@ -102,6 +104,9 @@ class Session:
         self._epochs_before = self._epoch_counted = 0
         self._sizes: deque[int] = deque(maxlen=64)
         self._usual_size = 0
+        self._usual_shape: Hashable = None
+        self._shapes: Counter[Hashable] = Counter()
+        """Of the measured steps since that was judged."""
         self._waits_for = ""
         self._on_settled: Callable[[], None] | None = None
         self._is_settled = False
@@ -329,12 +334,15 @@ class Session:
         self._next_action()
 
     def _regime(self) -> Hashable:
-        shapes = Counter(m.shape for m in self._result.measurements)
-        shape, count = shapes.most_common(1)[0] if shapes else (None, 0)
-        usual_shape = shape if count >= 0.8 * sum(shapes.values()) else "varying"
-        self.run.observed.note_batch(usual_shape)
+        self._shapes.update(m.shape for m in self._result.measurements)
+        # An action of one step has one shape although shapes vary, and one odd batch in four is not a variation.
+        if self._usual_shape is None or self._shapes.total() >= _SHAPES:
+            shape, count = self._shapes.most_common(1)[0] if self._shapes else (None, 0)
+            self._usual_shape = shape if count >= 0.8 * self._shapes.total() else "varying"
+            self._shapes.clear()
+            self.run.observed.note_batch(self._usual_shape)
         threads = torch.get_num_threads() if "intraop_threads" not in self.switchboard.active else self.run.threads
-        return (usual_shape, self.run.world_size, threads, self._loader.moves, self._usage.called)
+        return (self._usual_shape, self.run.world_size, threads, self._loader.moves, self._usage.called)
 
     def _next_action(self, first: bool = False) -> None:
         assert self._ranks is not None

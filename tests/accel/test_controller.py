@@ -740,3 +740,20 @@ def test_after_another_batch_shape_its_gain_is_still_known() -> None:
     controller = simulate([heap()], machine, until_settled=False, steps=3000, pace=FAST)
     assert any("searching again" in event.text for event in controller.events)
     assert controller.plan == {"heap": None}
+
+
+def test_what_trips_just_after_it_was_kept_is_not_tried_again() -> None:
+    machine = Machine(speed={"good": 1.5}, trips_at={"good": 60})
+    controller = simulate([candidate("good")], machine, until_settled=False, steps=1000, pace=FAST)
+    assert controller.rows["good"].status == "undone"
+    assert "its output is not finite" in controller.rows["good"].why
+    assert sum("good undone" in event.text for event in controller.events) == 1
+    assert not any("good" in action.plan for action in machine.actions[-3:])
+
+
+def test_settings_that_the_budget_did_not_allow_are_tried_later() -> None:
+    machine = Machine(speed={("threads", 2): 0.95, ("threads", 1): 1.5})
+    controller = simulate(
+        [candidate("threads", settings=(2, 1))], machine, budget="1%", until_settled=False, steps=6000, pace=FAST
+    )
+    assert controller.plan == {"threads": 1}

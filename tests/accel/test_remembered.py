@@ -493,3 +493,13 @@ def test_a_remembered_plan_of_nothing_else_that_gives_nothing_is_forgotten() -> 
     )
     assert controller.plan == {}
     assert "not shown to be faster" in controller.recollection.text
+
+
+def test_what_is_missing_of_a_remembered_plan_is_searched_anew() -> None:
+    offered = [candidate("heap", is_compared=False, lasting=True), candidate("good"), candidate("better")]
+    memory = FakeMemory(remembered(plan={"heap": None, "good": None}))
+    again = machine(speed={"heap": 1.2, "good": 0.99, "better": 1.4})
+    controller = simulate(offered, again, memory=memory)
+    assert controller.plan == {"heap": None, "better": None}
+    assert "only heap was shown to be faster than plain" in controller.recollection.text
+    assert controller.rows["good"].status == "undone"
