@@ -220,12 +220,13 @@ def _train_one(on_step: Turn, model: str, name: str, size: Size, data: str, slow
 
 
 def _facts(workload: Workload, name: str, losses: Sequence[float], device: torch.device) -> dict[str, Any]:
-    from benchmarks.whole_process import peak_mb, search_is_over
+    from benchmarks.whole_process import peak_mb
 
     facts: dict[str, Any] = {"over": True, "loss": statistics.fmean(losses[:LOSS_STEPS]), "peak_mb": peak_mb(device)}
     if variant(name).allow:
         import accel
 
-        kept = [row.name for row in accel.explain(workload.model).rows if row.status == "kept"]
-        facts |= {"over": search_is_over(workload), "kept": kept}
+        report = accel.explain(workload.model)
+        kept = [row.name for row in report.rows if row.status == "kept"]
+        facts |= {"over": report.state not in ("searching", "interrupted"), "kept": kept}
     return facts
