@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 
@@ -12,6 +12,8 @@ from benchmarks.pairs import Racer, racers
 from benchmarks.step_times import Options, Steps
 from benchmarks.suite import MODELS
 from benchmarks.variants import VARIANTS
+
+Start = Callable[[list[str]], AbstractContextManager[dict[str, Racer]]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,18 +55,34 @@ def slowed(text: str | None) -> tuple[str, float] | None:
 
 
 class Field:
-    """The models of this run, measured when they are asked for first."""
+    """The models of this run, measured when they are asked for first.
 
-    def __init__(self, models: list[str], players: dict[str, Racer], options: Options) -> None:
-        self._waiting, self._players, self._options = list(models), players, options
+    Args:
+        start: starts a process for each variant that trains the models named, and ends them on leaving.
+        models: in the order in which `players` come to them.
+        players: the processes that train them all.
+        options: of a measurement.
+    """
+
+    def __init__(self, start: Start, models: list[str], players: dict[str, Racer], options: Options) -> None:
+        self._start, self._waiting, self._players, self._options = start, list(models), players, options
         self._results: dict[str, dict[str, Steps]] = {}
 
     def __getitem__(self, model: str) -> dict[str, Steps]:
         """Return what each variant gave on a model."""
         while model not in self._results:  # the processes take the models in order
-            judged = [name for name in self._players if VARIANTS[name].allow]
-            self._results[self._waiting.pop(0)] = step_times.measure(self._players, self._options, judged)
+            current = self._waiting.pop(0)
+            self._results[current] = self._measure(current)
         return self._results[model]
+
+    def _measure(self, model: str) -> dict[str, Steps]:
+        judged = [name for name in self._players if VARIANTS[name].allow]
+        first = step_times.measure(self._players, self._options)
+        return step_times.judge(first, lambda: self._measure_anew(model), judged)
+
+    def _measure_anew(self, model: str) -> dict[str, Steps]:
+        with self._start([model]) as players:
+            return step_times.measure(players, self._options)
 
 
 @pytest.fixture(scope="session")
@@ -77,20 +95,18 @@ def field(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     wanted = {item.callspec.params["model"] for item in request.session.items if hasattr(item, "callspec")}
     models = [model for model in MODELS if model in wanted]
     slow = slowed(config.getoption("slow"))
-    shared = {"models": models, "size": config.getoption("size"), "data": config.getoption("data")}
-    variants = {
-        name: (step_times.train, {**shared, "name": name, "slowed": slow if VARIANTS[name].allow else None})
-        for name in chosen(config)
-        if not VARIANTS[name].why_not()
-    }
+    shared = {"size": config.getoption("size"), "data": config.getoption("data")}
+
+    def start(models: list[str]) -> AbstractContextManager[dict[str, Racer]]:
+        variants = {
+            name: {**shared, "models": models, "name": name, "slowed": slow if VARIANTS[name].allow else None}
+            for name in chosen(config)
+            if not VARIANTS[name].why_not()
+        }
+        return racers({name: (step_times.train, arguments) for name, arguments in variants.items()})
+
     # Searches begin anew, and leave nothing where the user's own runs would find it.
-    cache = os.environ.get("ACCEL_CACHE")
-    os.environ["ACCEL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    try:
-        with racers(variants) as players:
-            yield Field(models, players, options)
-    finally:
-        if cache is None:
-            del os.environ["ACCEL_CACHE"]
-        else:
-            os.environ["ACCEL_CACHE"] = cache
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCEL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        with start(models) as players:
+            yield Field(start, models, players, options)

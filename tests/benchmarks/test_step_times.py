@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from accel.strategies.allocator import Allocator
-from benchmarks.step_times import Options, Slowed, Steps, against_plain, measure, settle, slower
-from benchmarks.suite.conftest import slowed
+from benchmarks.step_times import Options, Slowed, Steps, against_plain, judge, measure, settle, slower
+from benchmarks.suite.conftest import Field, slowed
 from tests.test_layout import ROOT
 
 
@@ -42,7 +44,7 @@ OPTIONS = Options(turns=6, seconds=2.4, settle_s=10.0)
 
 def test_all_variants_take_turns_of_about_as_many_seconds() -> None:
     players = {"plain": Played(0.02), "planned": Played(0.01, settles_after=3)}
-    results = measure(players, OPTIONS, ["planned"])
+    results = measure(players, OPTIONS)
     assert players["plain"].steps == [4, *[10] * 6]
     assert players["planned"].steps == [4, 5, 5, *[20] * 6]
     assert [player.left for player in players.values()] == [1, 1]
@@ -52,19 +54,41 @@ def test_all_variants_take_turns_of_about_as_many_seconds() -> None:
     assert len(results["planned"].times_s) == 6 * 18
 
 
-def test_a_slower_variant_is_measured_twice_and_then_fails() -> None:
-    players = {"plain": Played(0.02), "planned": Played(0.03)}
-    results = measure(players, OPTIONS, ["planned"])
-    assert len(players["planned"].steps) == 1 + 2 * 6
+def in_processes(*ratios: float) -> list[dict[str, Steps]]:
+    """Return measurements of as many pairs of processes, each with its own ratio of planned to plain."""
+    return [{"plain": Steps([[1.0]] * 4), "planned": Steps([[ratio]] * 4)} for ratio in ratios]
+
+
+def test_a_variant_is_slower_that_is_so_in_three_pairs_of_processes() -> None:
+    first, *anew = in_processes(1.5, 1.4, 1.3)
+    results = judge(first, lambda: anew.pop(0), ["planned"])
     assert slower(results, "planned")
-    assert str(against_plain(results, "planned")).startswith("1.50x")
+    assert str(against_plain(results, "planned")).startswith("1.30x")
+    assert not anew
 
 
-def test_a_machine_that_was_busy_for_a_moment_condemns_nothing() -> None:
-    players = {"plain": Played(0.02), "planned": Played(0.02, *[0.03] * 6, 0.02)}
-    results = measure(players, OPTIONS, ["planned"])
-    assert len(players["planned"].steps) == 1 + 2 * 6
+@pytest.mark.parametrize("ratios", [(1.0,), (1.5, 1.0), (1.5, 1.4, 1.0)])
+def test_a_process_with_bad_luck_condemns_nothing(ratios: tuple[float, ...]) -> None:
+    first, *anew = in_processes(*ratios)
+    results = judge(first, lambda: anew.pop(0), ["planned"])
     assert not slower(results, "planned")
+    assert not anew
+
+
+def test_a_model_that_seems_slower_is_measured_in_new_processes() -> None:
+    started: list[list[str]] = []
+
+    @contextlib.contextmanager
+    def start(models: list[str]) -> Iterator[Any]:
+        started.append(models)
+        yield {"plain": Played(0.02), "planned": Played(0.01)}
+
+    # First the settling and six turns of "vgg", then those of "vit".
+    players: Any = {"plain": Played(0.02), "planned": Played(*[0.03] * 7, 0.02)}
+    field = Field(start, ["vgg", "vit"], players, OPTIONS)
+    assert against_plain(field["vit"], "planned").value == pytest.approx(1.0, rel=0.01)
+    assert against_plain(field["vgg"], "planned").value == pytest.approx(0.5, rel=0.01)
+    assert started == [["vgg"]]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +108,7 @@ def test_slower_is_beyond_the_limit_and_the_interval(own: list[float], verdict: 
 
 def test_what_fails_is_left_out_and_the_others_go_on() -> None:
     players = {"plain": Played(0.02), "fabric": Played(0.02, failed="RuntimeError: no"), "planned": Played(0.02)}
-    results = measure(players, OPTIONS, ["planned", "fabric"])
+    results = measure(players, OPTIONS)
     assert players["fabric"].steps == [4]
     assert results["fabric"].failed == "RuntimeError: no"
     assert len(results["planned"].turns) == len(results["plain"].turns) == 6
