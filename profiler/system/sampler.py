@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -43,6 +44,32 @@ class _LineSamples:
     tags: set[str] = field(default_factory=set)
 
 
+@dataclass
+class ThreadClocks:
+    """What the sampler reads of a thread's time.
+
+    Args:
+        now: seconds on the wall clock.
+        ran: seconds that the thread has computed.
+        meter: how long it has waited for a core.
+        tells_running: whether `ran` is known on this system.
+    """
+
+    now: Callable[[], float]
+    ran: Callable[[], float]
+    meter: ThreadMeter
+    tells_running: bool = True
+
+    @classmethod
+    def of(cls, ident: int, native: int) -> ThreadClocks:
+        """Return the system's clocks of a thread, by Python's and by the system's id."""
+        meter = ThreadMeter(tid=native)
+        if not hasattr(time, "pthread_getcpuclockid"):
+            return cls(time.perf_counter, lambda: 0.0, meter, tells_running=False)
+        cpu = time.pthread_getcpuclockid(ident)
+        return cls(time.perf_counter, lambda: time.clock_gettime(cpu), meter)
+
+
 class Sampler:
     """Samples a thread until stopped.
 
@@ -51,17 +78,19 @@ class Sampler:
         ident: Python's thread id.
         native: the system's thread id.
         interval_s: time between samples.
+        clocks: of the thread; the system's by default.
     """
 
-    def __init__(self, clock: StepClock, ident: int, native: int, interval_s: float = 0.01) -> None:
+    def __init__(
+        self, clock: StepClock, ident: int, native: int, interval_s: float = 0.01, clocks: ThreadClocks | None = None
+    ) -> None:
         self.batch_lines: set[tuple[str, int]] = set()
         """Lines that make or ask for the next batch."""
         self.call_lines: set[tuple[str, int]] = set()
         """Lines that call the model: before the call, they make its arguments."""
         self._clock = clock
         self._ident = ident
-        self._meter = ThreadMeter(tid=native)
-        self._cpu = time.pthread_getcpuclockid(ident) if hasattr(time, "pthread_getcpuclockid") else None
+        self._clocks = clocks or ThreadClocks.of(ident, native)
         self.interval_s = interval_s
         self._samples: defaultdict[tuple[str, str, int], _LineSamples] = defaultdict(_LineSamples)
         self._phases: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -84,31 +113,37 @@ class Sampler:
         if self._thread.is_alive():
             self._thread.join(timeout=1.0)
             sys.setswitchinterval(self._switch_interval)
-        self._meter.close()
+        self._clocks.meter.close()
 
     def pause(self, paused: bool) -> None:
         """Skip samples while `paused`."""
         self._pause = paused
 
     def _run(self) -> None:
-        ran, at = self._ran(), time.perf_counter()
-        meter, samples = self._meter.read(), 0
+        samples = self.samples()
+        next(samples)
         while not self._stop.wait(self.interval_s):
-            ran_now, at_now = self._ran(), time.perf_counter()
+            next(samples)
+
+    def samples(self) -> Iterator[None]:
+        """Take a sample at each turn but the first, which reads the clocks."""
+        clocks = self._clocks
+        at, ran = clocks.now(), clocks.ran()
+        waited, count = clocks.meter.read(), 0
+        while True:
+            yield
+            at_now, ran_now = clocks.now(), clocks.ran()
             if not self._pause:
                 seconds = at_now - at
                 self._record(seconds, min(seconds, ran_now - ran))
-                samples += 1
-            ran, at = ran_now, at_now
-            if samples % _METER_EVERY == 0 or self._pause:
-                meter = self._count_waiting(meter)
-
-    def _ran(self) -> float:
-        return time.clock_gettime(self._cpu) if self._cpu is not None else 0.0
+                count += 1
+            at, ran = at_now, ran_now
+            if count % _METER_EVERY == 0 or self._pause:
+                waited = self._count_waiting(waited)
 
     def _count_waiting(self, before: ThreadTime | None) -> ThreadTime | None:
         """Add up, as the system reports it, how long the thread waited for a core."""
-        now = self._meter.read()
+        now = self._clocks.meter.read()
         if before is not None and now is not None and not self._pause:
             with self._lock:
                 self._waited[0] += now.at - before.at
@@ -156,7 +191,7 @@ class Sampler:
             rows = [row for name, row in self._phases.items() if phase in (None, name)]
             total, ran = (sum(row[part] for row in rows) for part in range(2))
             watched, waited = self._waited
-        if total < 0.05 or self._cpu is None:
+        if total < 0.05 or not self._clocks.tells_running:
             return None
         run = min(1.0, ran / total)
         # How long it waited for a core is known for all phases together only.

@@ -31,8 +31,10 @@ def collector() -> Iterator[Collector]:
     made.remove()
 
 
-def test_the_time_of_each_collection_counts(collector: Collector) -> None:
-    assert collector.seconds == pytest.approx(0.0, abs=0.1)
+def test_the_time_of_each_collection_counts() -> None:
+    began = time.perf_counter()
+    collector = Collector()
+    collector.install()
     ring: list[Any] = []
     ring.append(ring)
 
@@ -42,11 +44,9 @@ def test_the_time_of_each_collection_counts(collector: Collector) -> None:
 
     ring.append(Slow())
     del ring
-    began = time.perf_counter()
     gc.collect()
-    took = time.perf_counter() - began
-
-    assert 0.05 <= collector.seconds <= took + 0.1  # earlier, young collections count too
+    assert collector.seconds >= 0.05
+    assert collector.seconds <= time.perf_counter() - began  # young collections between the two count too
     seen = collector.seconds
     collector.remove()
     gc.collect()
@@ -67,7 +67,7 @@ def test_a_collection_that_is_not_over_does_not_count_yet(collector: Collector) 
     finally:
         gc.callbacks.remove(look)
     assert within and within[0] >= before
-    assert before <= collector.seconds < before + 10.0
+    assert before <= collector.seconds
 
 
 @pytest.mark.parametrize("phase", ["start", "stop"])

@@ -23,6 +23,7 @@ def spin(seconds: float) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_sleeping_is_told_from_running() -> None:
     meter = ThreadMeter(tid=threading.get_native_id())
     before = meter.read()
@@ -38,6 +39,26 @@ def test_sleeping_is_told_from_running() -> None:
     assert ran is not None and ran.blocked < 0.1  # whatever else runs on this machine only makes it wait
     for share in (slept, ran):
         assert share.run + share.wait + share.blocked == pytest.approx(1.0)
+
+
+def test_a_thread_s_times_go_on() -> None:
+    meter = ThreadMeter(tid=threading.get_native_id())
+    before = meter.read()
+    spin(0.01)
+    after = meter.read()
+    assert before is not None and after is not None
+    assert after.run > before.run > 0.0
+    assert after.wait >= before.wait >= 0.0
+    assert after.at - before.at >= 0.01
+
+
+def test_the_busy_seconds_of_this_system_are_read() -> None:
+    proc, cores = Path("/proc"), frozenset(os.sched_getaffinity(0))
+    before, own = host._busy_seconds(proc, cores), host._tree_seconds(proc, os.getpid(), cores)
+    spin(4 * TICK_S)
+    after = host._busy_seconds(proc, cores)
+    assert before is not None and after is not None and after > before > 0.0
+    assert host._tree_seconds(proc, os.getpid(), cores) > own > 0.0
 
 
 def test_shares_stay_within_bounds_and_need_a_millisecond() -> None:
@@ -57,6 +78,7 @@ def test_a_process_that_is_gone_reads_as_none() -> None:
     assert ThreadMeter(child.pid).read() is None
 
 
+@pytest.mark.slow
 def test_another_process_s_work_is_busy_time_and_our_own_is_this_run_s() -> None:
     """Seconds on a core, not shares: whatever else runs on this machine only adds to the busy ones."""
     proc, cores = Path("/proc"), frozenset(os.sched_getaffinity(0))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from accel.profiler.host import ThreadTime
 from accel.profiler.phases import StepClock
 from accel.profiler.system.loop_source import batch_lines, is_users, users_frames
-from accel.profiler.system.sampler import Sampler
+from accel.profiler.system.sampler import Sampler, ThreadClocks
 
 LOOPS = """\
 def train(batches, optimizers):
@@ -70,40 +73,96 @@ def test_frames_are_the_innermost_first() -> None:
     assert frames[0][1] < frames[1][1]
 
 
-def sampled(work: int) -> Sampler:
+class PlayedClocks:
+    """Clocks of a thread, in s, that are set by hand."""
+
+    def __init__(self) -> None:
+        self.now = self.ran = self.wait = 0.0
+
+    def read(self) -> ThreadTime:
+        return ThreadTime(at=self.now, run=self.ran, wait=self.wait)
+
+    def clocks(self) -> ThreadClocks:
+        meter: Any = self
+        return ThreadClocks(lambda: self.now, lambda: self.ran, meter)
+
+    def turn(self, samples: Iterator[None], seconds: float, ran: float = 0.0, wait: float = 0.0) -> None:
+        """Let some time pass, and take a sample."""
+        self.now, self.ran, self.wait = self.now + seconds, self.ran + ran, self.wait + wait
+        next(samples)
+
+
+def test_time_is_told_by_phase_and_line_and_asleep_from_running() -> None:
+    clock, played = StepClock(), PlayedClocks()
+    sampler = Sampler(clock, threading.get_ident(), threading.get_native_id(), clocks=played.clocks())
+    samples = sampler.samples()
+    next(samples)
+    clock.enter("outside")
+    for _ in range(80):
+        played.turn(samples, 0.01)  # asleep
+    for _ in range(20):
+        played.turn(samples, 0.01, ran=0.0099)  # the line below, which also computes a little
+    clock.enter("forward")
+    for _ in range(60):
+        played.turn(samples, 0.01, ran=0.006, wait=0.004)
+    outside = [line for line in sampler.lines() if line.phase == "outside"]
+
+    assert [line.source for line in sampler.lines()] == ["next(samples)"] * 2  # the innermost line that is the user's
+    assert (outside[0].seconds, outside[0].share) == (pytest.approx(1.0), 1.0)
+    assert outside[0].blocked == pytest.approx(0.802)
+    sleeping, running = sampler.thread("outside"), sampler.thread("forward")
+    assert sleeping is not None and sleeping.run == pytest.approx(0.198)
+    assert running is not None and running.run == pytest.approx(0.6)
+    # Waiting is known of all phases together, up to the last 16 samples: 0.24 s of 1.6 s.
+    assert sleeping.wait == running.wait == pytest.approx(0.15, abs=0.01)
+    assert sampler.thread("data") is None
+
+
+def test_a_pause_leaves_samples_out() -> None:
+    clock, played = StepClock(), PlayedClocks()
+    sampler = Sampler(clock, threading.get_ident(), threading.get_native_id(), clocks=played.clocks())
+    samples = sampler.samples()
+    next(samples)
+    sampler.pause(True)
+    for _ in range(20):
+        played.turn(samples, 0.01, wait=0.01)
+    assert sampler.lines() == []
+    sampler.pause(False)
+    for _ in range(20):
+        played.turn(samples, 0.01, ran=0.01)
+    assert [line.seconds for line in sampler.lines()] == [pytest.approx(0.2)]
+    share = sampler.thread()
+    assert share is not None and (share.run, share.wait) == (pytest.approx(1.0), 0.0)
+
+
+def test_a_thread_of_its_own_takes_the_samples_until_it_is_stopped() -> None:
+    clock = StepClock()
+    sampler = Sampler(clock, threading.get_ident(), threading.get_native_id(), interval_s=0.001)
+    switching = sys.getswitchinterval()
+    sampler.start()
+    until = time.monotonic() + 60.0
+    while not sampler.lines() and time.monotonic() < until:
+        time.sleep(0.001)
+    sampler.stop()
+    assert sampler.lines()
+    assert sys.getswitchinterval() == switching
+
+
+@pytest.mark.slow
+def test_the_system_s_clocks_tell_asleep_from_running() -> None:
     clock = StepClock()
     sampler = Sampler(clock, threading.get_ident(), threading.get_native_id(), interval_s=0.002)
     sampler.start()
     clock.enter("outside")
     time.sleep(0.3)
     clock.enter("forward")
-    until = time.thread_time() + 0.1 * work
+    until = time.thread_time() + 0.3
     while time.thread_time() < until:
         pass
     sampler.stop()
-    return sampler
-
-
-def test_time_is_told_by_phase_and_line_and_asleep_from_running() -> None:
-    sampler = sampled(work=3)
     outside = [line for line in sampler.lines() if line.phase == "outside"]
-
     assert outside[0].source == "time.sleep(0.3)"
-    assert outside[0].share > 0.9
-    assert outside[0].blocked > 0.9
     sleeping, running = sampler.thread("outside"), sampler.thread("forward")
     # Others may hold the core when it wakes up.
     assert sleeping is not None and sleeping.blocked > 0.9 * (1 - sleeping.wait) > 0.2
-    assert running is not None and running.blocked < 0.2
-    assert sampler.thread("data") is None
-
-
-def test_a_pause_leaves_samples_out() -> None:
-    clock = StepClock()
-    sampler = Sampler(clock, threading.get_ident(), threading.get_native_id(), interval_s=0.002)
-    sampler.pause(True)
-    sampler.start()
-    time.sleep(0.05)
-    sampler.stop()
-
-    assert sampler.lines() == []
+    assert running is not None and running.blocked < 0.3
