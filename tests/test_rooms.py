@@ -32,7 +32,7 @@ ROOMS = {
         *("bandwidth", "compression", "cost_model", "doctor", "engine", "periodic", "ranks", "selection"),
     },
     "dataio": {"dataset", "engine", "fetching", "image", "passes", "samples", "sampling"},
-    "kernels": {"codes", "fcos_targets", "optimizers", "rows", "simota", "window_attention"},
+    "kernels": {"codes", "draws", "fcos_targets", "optimizers", "rows", "simota", "window_attention"},
     "profiler": {"clocks", "conclusion", "diagnose", "experiments", "system", "trace"},
 }
 

@@ -12,6 +12,7 @@ from accel.strategies.autocast_bf16 import AutocastBf16
 from accel.strategies.base import Exactness, Strategy
 from accel.strategies.channels_last import ChannelsLast
 from accel.strategies.cudnn_benchmark import CudnnBenchmark
+from accel.strategies.dropout_masks import DropoutMasks
 from accel.strategies.fused_optimizer import FusedOptimizer
 from accel.strategies.gradient_by_hosts import GradientByHosts
 from accel.strategies.gradient_compression import GradientCompression
@@ -34,6 +35,7 @@ REGISTRY: list[type[Strategy]] = [
     TF32,
     CudnnBenchmark,
     WindowAttention,
+    DropoutMasks,
     FusedOptimizer,
     Allocator,
     KeepSamples,  # before workers: it begins to record, which takes two epochs
