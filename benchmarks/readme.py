@@ -16,6 +16,7 @@ import click
 
 from accel.files import write_atomic
 from benchmarks import (
+    bernoulli,
     comm_accuracy,
     comm_choice,
     comm_hooks,
@@ -67,6 +68,7 @@ BLOCKS = (
     Block("docs/comm_figures.md", "accuracy", "comm-accuracy", comm_accuracy.table_block),
     Block("docs/kernels.md", "simota", "simota", simota.table_block),
     Block("docs/kernels.md", "fcos", "fcos-targets", fcos_targets.table_block),
+    Block("docs/kernels.md", "bernoulli", "bernoulli", bernoulli.RECORD.block),
 )
 
 
