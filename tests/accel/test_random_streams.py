@@ -59,7 +59,7 @@ EVERY_MODULE = (
     STATES
     + """
 import importlib, pkgutil
-from accel.dataio.engine import drawing
+from accel.dataio.fetching import drawing
 before = states()
 for name in sys.argv[1:]:
     importlib.import_module(name)
