@@ -31,7 +31,7 @@ from accel.kernels.draws.library import NotCompiled, compiler, library
 
 __all__ = ["bernoulli_", "compiler", "takes", "why_not"]
 
-_FEW = 2048
+_FEW = 4096
 """Elements from which on it pays: a call takes 7 µs more than torch's."""
 _WORDS = 624
 # torch's state of a generator, in bytes: the seed, how many words are left, whether it was seeded, the next word, and

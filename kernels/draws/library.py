@@ -25,8 +25,8 @@ def compiler() -> tuple[str, ...]:
     """Return the command of the C compiler: what `CC` names, else the first on the path; empty if there is none."""
     if named := shlex.split(os.environ.get("CC", "")):
         return tuple(named)
-    found = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
-    return (found,) if found else ()
+    path = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    return (path,) if path else ()
 
 
 @functools.cache

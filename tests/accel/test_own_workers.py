@@ -18,7 +18,7 @@ from accel.run.gate import Gate
 from accel.strategies.loader_workers import LoaderWorkers
 from tests.accel.loops import Net, loss_of
 
-OTHERS = ("allocator", "intraop_threads", "fused_optimizer", "channels_last", "torch_compile")
+OTHERS = ("allocator", "dropout_masks", "intraop_threads", "fused_optimizer", "channels_last", "torch_compile")
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
