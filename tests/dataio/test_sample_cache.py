@@ -27,14 +27,14 @@ class Counted(Dataset[Any]):
 
     def __init__(self, samples: int = 12) -> None:
         self.fetched = [0] * samples
-        self.scale = 1.0
+        self.scale, self.shift = 1.0, 0.0
 
     def __len__(self) -> int:
         return len(self.fetched)
 
     def __getitem__(self, index: int) -> Any:
         self.fetched[index] += 1
-        return torch.full((2, 3), self.scale * index), index
+        return torch.full((2, 3), self.scale * index + self.shift), index
 
 
 class Many(Counted):
@@ -207,11 +207,11 @@ def test_some_samples_are_fetched_all_the_same_in_each_epoch() -> None:
 def test_the_first_difference_drops_everything_and_the_fresh_samples_are_handed_out(kind: type[Counted]) -> None:
     cache = SampleCache(kind())
     epochs(cache, 3, batch=12)
-    cache.dataset.scale = 2.0
+    cache.dataset.scale, cache.dataset.shift = 2.0, 1.0  # sample 0, too, is another now
     for x, index in epochs(cache, 1, batch=12):
-        assert (x == 2 * index[:, None, None]).all()
+        assert (x == 2 * index[:, None, None] + 1).all()
     assert "came out differently when it was fetched again" in cache.dropped
-    assert epochs(cache, 1)[0][0].max() <= 22 and cache.stats().kept == 0
+    assert epochs(cache, 1)[0][0].max() <= 23 and cache.stats().kept == 0
 
 
 @pytest.mark.usefixtures("checks")
