@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from accel.profiler import naming
 from accel.profiler.diagnose import causes
-from accel.profiler.trial import Outcome, TrialConfig, Verdict
+from accel.profiler.trial import TrialConfig, Verdict
 from accel.report import StrategyRow
 from accel.search import priority
 from accel.search.actions import Action, Candidate, Result
@@ -306,38 +306,6 @@ class Controller(TakeOver):
         if name in self._postponed:
             return "drop"
         return "refused" if config is self._brief else None
-
-    # -- closing trial -----------------------------------------------------------------------------------------------
-
-    def _close(self, what: str = "the plan as a whole") -> Decisions:
-        """Try the whole plan against the plain loop; unless it is shown to be faster, it is undone.
-
-        Args:
-            what: the plan, in the reason for undoing it.
-        """
-        if not self.plan:
-            return
-        settle = max(self._candidates[name].settling(setting) for name, setting in self.plan.items())
-        steps = self.steps
-        plan = dict(self.plan)
-        known = self._epochs_outcome
-        if known is not None and known[:2] == ({}, plan):
-            outcome: Outcome | None = known[2]  # the plan is one strategy, and this was its own trial
-        else:
-            outcome = yield from self._trial({}, plan, settle)
-        self.search_steps += self.steps - steps
-        if outcome is None:
-            if self.plan and not self._regime_changed:
-                yield from self._close(what)  # a strategy tripped and is gone: close with the rest
-            return
-        self.closing, self._closed = outcome, plan
-        if outcome.verdict != "keep":
-            others = [name for name in plan if not self._candidates[name].lasting]
-            for name in others or plan:
-                self._remove(name, f"{what} was not shown to be faster than plain in the closing trial")
-            yield from self._close(what)  # what has a lasting effect has had its trial
-            return
-        yield from self._measure_anatomy()
 
     # -- hold --------------------------------------------------------------------------------------------------------
 

@@ -114,9 +114,18 @@ class Experiments:
             self.cost_s += result.aside_s
         self._ledger.moving = self._is_another(result)
         for name, why in result.trips.items():
-            self._tripped.add(name)
-            self._remove(name, f"{why} at step {self.steps}")
+            self._record_trip(name, f"{why} at step {self.steps}", action)
         return result
+
+    def _record_trip(self, name: str, why: str, action: Action) -> None:
+        """Undo a strategy; where another setting of it was being tried, the kept one stays."""
+        tried = {**action.plan, **(action.check or {})}
+        if name in self.plan and name in tried and tried[name] != self.plan[name]:
+            setting = self._candidates[name].describe(tried[name])
+            self._note(f"{name} {setting} undone: {why}; {self.rows[name].setting} stays")
+            return
+        self._tripped.add(name)
+        self._remove(name, why)
 
     def _shown_gain(self, plan: Choices) -> float:
         """Return by how much a plan is faster than the plain loop at the least, as a ratio; 1 if that isn't known."""
@@ -332,3 +341,35 @@ class Experiments:
             rest = yield from self._trial(with_lasting, b, settle, config)
             return None if rest is None else trials.together(outcome, rest)
         return outcome
+
+    # -- closing trial -----------------------------------------------------------------------------------------------
+
+    def _close(self, what: str = "the plan as a whole") -> Decisions:
+        """Try the whole plan against the plain loop; unless it is shown to be faster, it is undone.
+
+        Args:
+            what: the plan, in the reason for undoing it.
+        """
+        if not self.plan:
+            return
+        settle = max(self._candidates[name].settling(setting) for name, setting in self.plan.items())
+        steps = self.steps
+        plan = dict(self.plan)
+        known = self._epochs_outcome
+        if known is not None and known[:2] == ({}, plan):
+            outcome: Outcome | None = known[2]  # the plan is one strategy, and this was its own trial
+        else:
+            outcome = yield from self._trial({}, plan, settle)
+        self.search_steps += self.steps - steps
+        if outcome is None:
+            if self.plan and not self._regime_changed:
+                yield from self._close(what)  # a strategy tripped and is gone: close with the rest
+            return
+        self.closing, self._closed = outcome, plan
+        if outcome.verdict != "keep":
+            others = [name for name in plan if not self._candidates[name].lasting]
+            for name in others or plan:
+                self._remove(name, f"{what} was not shown to be faster than plain in the closing trial")
+            yield from self._close(what)  # what has a lasting effect has had its trial
+            return
+        yield from self._measure_anatomy()

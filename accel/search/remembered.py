@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, Protocol
@@ -209,10 +209,10 @@ class Recollection:
 
     # -- the check of the plan -----------------------------------------------------------------------------------------
 
-    def confirm(self) -> None:
-        """The plan passed the guard and its closing trial."""
+    def confirm(self, undone: Sequence[str] = ()) -> None:
+        """The plan passed the guard and its closing trial, without what was undone before that."""
         self._is_checking = False
-        self.text = f"{self._suggestion}; checked again: kept"
+        self.text = f"{self._suggestion}; checked again: kept" + (f", but for {', '.join(undone)}" if undone else "")
 
     def reject(self, why: str) -> None:
         """The plan did not pass: forget it, and the verdicts that were made beside it."""

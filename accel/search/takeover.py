@@ -14,10 +14,6 @@ class TakeOver(Experiments):
 
     _say: Callable[[str], None]
 
-    def _close(self, what: str = "the plan as a whole") -> Decisions:
-        """Try the whole plan against the plain loop; unless it is shown to be faster, it is undone."""
-        raise NotImplementedError
-
     def _take_over(self, choices: Choices) -> Decisions:
         """Switch a replayed plan on, strategy by strategy, each after the guard's check."""
         for name, setting in choices.items():
@@ -47,6 +43,7 @@ class TakeOver(Experiments):
             return
         for name, setting in plan.items():
             self.rows[name].setting = self._candidates[name].describe(setting)
+        remembered = list(plan)
         yield from self._recall_lasting(plan, observed)
         if not plan:
             return
@@ -69,7 +66,7 @@ class TakeOver(Experiments):
             return
         missing = [name for name in plan if name not in self.plan and name not in self._tripped]
         if self.plan and not missing:
-            self._confirm(plan)
+            self._confirm(plan, [name for name in remembered if name not in plan])
             return
         faster = f"only {', '.join(self.plan)} was" if self.plan else "it was not"
         recollection.reject(f"{faster} shown to be faster than plain")
@@ -79,11 +76,17 @@ class TakeOver(Experiments):
         """Compare what has a lasting effect with the steps observed, and leave in the plan what gives something."""
         for name in [name for name in plan if self._candidates[name].lasting]:
             candidate, setting = self._candidates[name], plan[name]
+            row, cost_s, steps = self.rows[name], self.cost_s, self.steps
             self._just_observed = observed
             outcome = yield from self._trial({}, {name: setting}, candidate.settling(setting))
             self._just_observed = ()
+            row.cost_s += self.cost_s - cost_s
+            row.steps += self.steps - steps
+            self.search_steps += self.steps - steps
             if outcome is None:
                 plan.clear()
+                if not self._regime_changed:
+                    self.recollection.reject(row.why)
                 return
             if outcome.verdict != "keep":
                 self._ledger.judge(candidate, setting, outcome, {})
@@ -93,9 +96,9 @@ class TakeOver(Experiments):
         if not plan:
             self.recollection.reject("it was not shown to be faster than plain")
 
-    def _confirm(self, plan: Choices) -> None:
-        """Record that the closing trial has shown the remembered plan to be faster."""
-        self.recollection.confirm()
+    def _confirm(self, plan: Choices, undone: Sequence[str]) -> None:
+        """Record that the closing trial has shown the remembered plan, but for what was undone, to be faster."""
+        self.recollection.confirm(undone)
         for name in self.plan:
             if len(plan) == 1 and self.closing is not None:
                 self._ledger.judge(self._candidates[name], plan[name], self.closing, self.plan)

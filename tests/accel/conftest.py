@@ -10,8 +10,10 @@ import torch
 import accel
 from accel import entry, strategies
 from accel.search import controller
+from accel.search.remembered import Recollection
 from tests.accel import loops
 from tests.accel.loops import Quick
+from tests.accel.memory import NOW
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +41,9 @@ def only_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `Quick` be the one registered strategy and the clock a played one: a search is short, its outcome known."""
     monkeypatch.setattr(strategies, "REGISTRY", [Quick])
     loops.play_clock(monkeypatch.setattr)
+
+
+@pytest.fixture
+def today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let it be the day from which `tests.accel.memory` counts."""
+    monkeypatch.setattr(Recollection.__init__, "__defaults__", (lambda: NOW,))

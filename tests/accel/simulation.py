@@ -18,6 +18,8 @@ from accel.search.controller import Controller
 from accel.search.pace import Pace
 
 PLAIN_S = 0.020
+INPUT = frozenset({Bottleneck.INPUT})
+CROWDED, QUIET = ThreadShare(run=0.5, wait=0.45, blocked=0.05), ThreadShare(run=0.98, wait=0.01, blocked=0.01)
 _EPOCH = 10
 
 
@@ -30,8 +32,8 @@ class Machine:
     seed: int = 0
     wrong: frozenset[str] = frozenset()
     """Strategies that fail the guard."""
-    trips_at: dict[str, int] = field(default_factory=dict)
-    """Strategy → step from which it trips when it is on."""
+    trips_at: dict[Any, int] = field(default_factory=dict)
+    """Strategy (and setting) → step from which it trips when it is on."""
     drift: Callable[[int], float] = lambda step: 1.0
     """Factor on every step time, by step."""
     regime: Callable[[int], Any] = lambda step: "shape"
@@ -72,8 +74,8 @@ class Machine:
                 result.measurements.append(Measurement(step=self.step, seconds=seconds, phases=phases, samples=32))
         if action.anatomy:
             result.evidence = Evidence(steps=result.measurements, thread=self.thread(self.step))
-        for name in action.plan:
-            if self.step >= self.trips_at.get(name, 10**9):
+        for name, setting in action.plan.items():
+            if self.step >= self.trips_at.get((name, setting), self.trips_at.get(name, 10**9)):
                 result.trips[name] = "its output is not finite"
         if action.check is not None:
             bad = [name for name in action.check if name in self.wrong]
@@ -104,6 +106,16 @@ def simulate(
         if until_settled and action.settled:
             break
     return controller
+
+
+def step_of_first(machine: Machine, holds: Callable[[dict[str, Any]], bool]) -> int:
+    """Return the step at which a plan was first on."""
+    step = 0
+    for action in machine.actions:
+        if action.plan and holds(action.plan):
+            return step
+        step += action.rest + action.settle + action.steps
+    raise AssertionError("no such plan was on")
 
 
 FAST = Pace(hold=20, recheck=200)

@@ -9,8 +9,8 @@ import pytest
 
 from accel.search.actions import Action, Candidate, Result
 from accel.search.remembered import RememberedSearch
+from tests.accel.memory import FakeMemory
 from tests.accel.simulation import FAST, PLAIN_S, Machine, candidate, simulate
-from tests.accel.test_remembered import FakeMemory
 
 WORK_S = {"blocks": 4.0, "whole": 20.0}
 

@@ -9,68 +9,14 @@ from typing import Any
 
 import pytest
 
-from accel.profiler.evidence import ThreadShare
 from accel.search.actions import Candidate
 from accel.search.controller import Controller
-from accel.search.remembered import MOST_DAYS, MOST_RUNS, Recollection, RememberedSearch, RememberedTrial
+from accel.search.remembered import MOST_DAYS, MOST_RUNS, RememberedSearch
 from accel.strategies import Exactness
-from tests.accel.simulation import FAST, Machine, candidate, simulate
+from tests.accel.memory import NOW, FakeMemory, day, lost, remembered
+from tests.accel.simulation import CROWDED, FAST, Machine, candidate, simulate, step_of_first
 
-DAY_S = 86400.0
-NOW = datetime.fromisoformat("2026-11-23T12:00:00+00:00").timestamp()
-
-
-class FakeMemory:
-    """Keeps one result, and a list of what was asked of it."""
-
-    def __init__(self, search: RememberedSearch | None = None, interrupted: str = "") -> None:
-        self.search, self.interrupted = search, interrupted
-        self.note = "a file"
-        self.calls: list[str] = []
-
-    def recall(self) -> RememberedSearch | None:
-        self.calls.append("recall")
-        return self.search
-
-    def begin_check(self) -> None:
-        self.calls.append("begin_check")
-
-    def store(self, search: RememberedSearch) -> None:
-        self.calls.append("store")
-        self.search = search
-
-    def forget(self) -> None:
-        self.calls.append("forget")
-        self.search = None
-
-
-def day(days_ago: float) -> str:
-    return datetime.fromtimestamp(NOW - days_ago * DAY_S).astimezone().isoformat()
-
-
-def remembered(days_ago: float = 3, **fields: Any) -> RememberedSearch:
-    return RememberedSearch(searched=day(days_ago), **fields)
-
-
-def lost(gain: float = 0.99, trial_s: float = 1.0, **fields: Any) -> RememberedTrial:
-    return RememberedTrial(
-        **{"status": "undone", "on": day(3), "why": "slower", "gain": gain, "trial_s": trial_s, **fields}
-    )
-
-
-@pytest.fixture(autouse=True)
-def _today(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recollection.__init__, "__defaults__", (lambda: NOW,))
-
-
-def step_of_first(machine: Machine, holds: Callable[[dict[str, Any]], bool]) -> int:
-    """Return the step at which a plan was first on."""
-    step = 0
-    for action in machine.actions:
-        if action.plan and holds(action.plan):
-            return step
-        step += action.rest + action.settle + action.steps
-    raise AssertionError("no such plan was on")
+pytestmark = pytest.mark.usefixtures("today")
 
 
 def candidates() -> list[Candidate]:
@@ -422,9 +368,6 @@ def test_a_run_that_found_nothing_out_leaves_no_trace() -> None:
     assert memory.calls == ["recall"]
 
 
-CROWDED = ThreadShare(run=0.5, wait=0.45, blocked=0.05)
-
-
 def test_on_a_crowded_machine_a_remembered_plan_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     from accel.search import controller as module
 
@@ -469,37 +412,3 @@ def run_until(
         action = decisions.send(on.answer(action))
         assert on.step < 5000
     return controller
-
-
-# -- what outlasts its own use -----------------------------------------------------------------------------------------
-
-
-def test_a_remembered_lasting_effect_is_compared_with_the_steps_observed() -> None:
-    offered = [candidate("heap", is_compared=False, lasting=True), candidate("good")]
-    for gain, plan in ((1.2, {"heap": None, "good": None}), (1.0, {"good": None})):
-        again = machine(speed={"heap": gain, "good": 1.5})
-        memory = FakeMemory(remembered(plan={"heap": None, "good": None}))
-        controller = simulate(offered, again, memory=memory)
-        assert controller.plan == plan
-        assert controller.closing is not None
-        assert controller.closing.gain == pytest.approx(gain * 1.5, rel=0.02)
-        assert step_of_first(again, lambda chosen, plan=plan: chosen == plan) <= 35  # type: ignore[misc]
-
-
-def test_a_remembered_plan_of_nothing_else_that_gives_nothing_is_forgotten() -> None:
-    memory = FakeMemory(remembered(plan={"heap": None}))
-    controller = simulate(
-        [candidate("heap", is_compared=False, lasting=True)], machine(speed={"heap": 1.0}), memory=memory
-    )
-    assert controller.plan == {}
-    assert "not shown to be faster" in controller.recollection.text
-
-
-def test_what_is_missing_of_a_remembered_plan_is_searched_anew() -> None:
-    offered = [candidate("heap", is_compared=False, lasting=True), candidate("good"), candidate("better")]
-    memory = FakeMemory(remembered(plan={"heap": None, "good": None}))
-    again = machine(speed={"heap": 1.2, "good": 0.99, "better": 1.4})
-    controller = simulate(offered, again, memory=memory)
-    assert controller.plan == {"heap": None, "better": None}
-    assert "only heap was shown to be faster than plain" in controller.recollection.text
-    assert controller.rows["good"].status == "undone"

@@ -1,0 +1,115 @@
+"""What outlasts its own use is judged by the steps before and after it, in this run and in the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accel.search.actions import Candidate
+from tests.accel.memory import FakeMemory, remembered
+from tests.accel.simulation import FAST, Machine, candidate, simulate, step_of_first
+
+pytestmark = pytest.mark.usefixtures("today")
+
+
+class Grown(Machine):
+    """Once `heap` has been on, it is as if it were on for ever."""
+
+    has_grown = False
+
+    def seconds(self, plan: dict[str, Any]) -> float:
+        self.has_grown = self.has_grown or "heap" in plan
+        return super().seconds({**plan, "heap": None} if self.has_grown else plan)
+
+
+def heap() -> Candidate:
+    return candidate("heap", is_compared=False, lasting=True)
+
+
+def test_a_lasting_effect_is_found_by_the_steps_before_and_after() -> None:
+    controller = simulate([candidate("none"), heap(), candidate("good")], Grown(speed={"heap": 1.2, "good": 1.5}))
+    assert list(controller.plan) == ["heap", "good"]
+    assert controller.rows["heap"].gain == pytest.approx(1.2, rel=0.02)
+    assert controller.rows["heap"].why.startswith("faster than the steps before it")
+    assert controller.closing is not None
+    assert controller.closing.gain == pytest.approx(1.8, rel=0.02)
+    assert controller.closing.before_ms / controller.closing.after_ms == pytest.approx(1.8, rel=0.02)
+
+
+def test_alone_it_needs_no_closing_trial_and_nothing_switches_it_off() -> None:
+    machine = Grown(speed={"heap": 1.2}, noise=0.02)
+    controller = simulate([heap(), candidate("none")], machine, until_settled=False, steps=3000, pace=FAST)
+    assert controller.plan == {"heap": None}
+    assert controller.closing is not None and controller.closing.gain == pytest.approx(1.2, rel=0.05)
+    first = next(n for n, action in enumerate(machine.actions) if action.plan)
+    assert all("heap" in action.plan for action in machine.actions[first:])
+
+
+@pytest.mark.parametrize("gain", [0.9, 1.0])
+def test_without_a_gain_it_is_undone_and_not_tried_again(gain: float) -> None:
+    machine = Grown(speed={"heap": gain}, noise=0.05)
+    controller = simulate([heap()], machine, until_settled=False, steps=3000, pace=FAST)
+    assert controller.plan == {}
+    assert sum(bool(action.plan) for action in machine.actions) == 1
+
+
+def test_noise_seldom_keeps_it() -> None:
+    kept = sum(bool(simulate([heap()], Grown(noise=0.2, seed=seed)).plan) for seed in range(200))
+    assert kept <= 10
+
+
+def test_what_is_worse_on_top_of_it_leaves_it_on() -> None:
+    machine = Grown(speed={"heap": 1.2, "later": 1.5})
+    machine.drift = lambda step: 2.0 if machine.actions[-1].plan.get("later", 0) is None and step > 250 else 1.0
+    controller = simulate([heap(), candidate("later")], machine, budget="10%", until_settled=False, steps=4000)
+    assert "heap" in controller.plan
+
+
+def test_after_another_batch_shape_its_gain_is_still_known() -> None:
+    machine = Grown(speed={"heap": 1.2}, regime=lambda step: "a" if step < 500 else "b")
+    controller = simulate([heap()], machine, until_settled=False, steps=3000, pace=FAST)
+    assert any("searching again" in event.text for event in controller.events)
+    assert controller.plan == {"heap": None}
+
+
+def test_a_remembered_lasting_effect_is_compared_with_the_steps_observed() -> None:
+    offered = [candidate("heap", is_compared=False, lasting=True), candidate("good")]
+    for gain, plan in ((1.2, {"heap": None, "good": None}), (1.0, {"good": None})):
+        again = Machine(speed={"heap": gain, "good": 1.5}, noise=0.02)
+        memory = FakeMemory(remembered(plan={"heap": None, "good": None}))
+        controller = simulate(offered, again, memory=memory)
+        assert controller.plan == plan
+        assert controller.recollection.text.endswith("kept" if "heap" in plan else "kept, but for heap")
+        assert controller.rows["heap"].steps > 0
+        assert controller.closing is not None
+        assert controller.closing.gain == pytest.approx(gain * 1.5, rel=0.02)
+        assert step_of_first(again, lambda chosen, plan=plan: chosen == plan) <= 35  # type: ignore[misc]
+
+
+def test_a_remembered_plan_of_nothing_else_that_gives_nothing_is_forgotten() -> None:
+    memory = FakeMemory(remembered(plan={"heap": None}))
+    controller = simulate(
+        [candidate("heap", is_compared=False, lasting=True)], Machine(speed={"heap": 1.0}, noise=0.02), memory=memory
+    )
+    assert controller.plan == {}
+    assert "not shown to be faster" in controller.recollection.text
+
+
+def test_what_is_missing_of_a_remembered_plan_is_searched_anew() -> None:
+    offered = [candidate("heap", is_compared=False, lasting=True), candidate("good"), candidate("better")]
+    memory = FakeMemory(remembered(plan={"heap": None, "good": None}))
+    again = Machine(speed={"heap": 1.2, "good": 0.99, "better": 1.4}, noise=0.02)
+    controller = simulate(offered, again, memory=memory)
+    assert controller.plan == {"heap": None, "better": None}
+    assert "only heap was shown to be faster than plain" in controller.recollection.text
+    assert controller.rows["good"].status == "undone"
+
+
+def test_a_remembered_lasting_effect_that_fails_is_not_remembered() -> None:
+    memory = FakeMemory(remembered(plan={"heap": None}))
+    again = Machine(speed={"heap": 1.3, "good": 1.3}, trips_at={"heap": 0})
+    controller = simulate([heap(), candidate("good")], again, memory=memory)
+    assert controller.plan == {"good": None}
+    assert "checked again: undone (its output is not finite" in controller.recollection.text
+    assert memory.search is not None and memory.search.plan == {"good": None}
