@@ -61,6 +61,8 @@ class TorchCompile(Strategy):
         self._helped: dict[str, str] = {}
         """Setting → why the helper process gave no result, '' if it has compiled."""
         self._tried: set[str] = set()
+        self._batch: object = None
+        """What the helper process was asked for, and what has been tried, holds for batches of this shape."""
         self._crowd: CrowdMeter | None = None
         self._crowd_since = 0.0
         self._active = ""
@@ -102,6 +104,7 @@ class TorchCompile(Strategy):
 
     def waits(self, run: Run) -> str:
         """Have a helper process compile, if there is room for it, and say so until it has ended."""
+        self._follow_batch(run)
         if self._helper is not None and self._helper.has_ended():
             self._helped[self._helper_compiles] = self._helper.problem
             self._dismiss_helper(run)
@@ -119,6 +122,7 @@ class TorchCompile(Strategy):
 
     def enable(self, run: Run, setting: Any) -> None:
         """Put the compiled calls in place; compilation happens at their first call."""
+        self._follow_batch(run)
         setting = setting or WHOLE
         if self._helper is not None and self._helper_compiles == setting:
             self._dismiss_helper(run)
@@ -176,6 +180,14 @@ class TorchCompile(Strategy):
             return wrapped if self._helper is None else self._with_helper(self._helper, run, call, wrapped)
 
         run.gate.add(self.name, wrap, self._calls[self._active].leave if self._active else None)
+
+    def _follow_batch(self, run: Run) -> None:
+        """After a change of the batch, forget what was compiled ahead for the one before."""
+        if run.observed.batch != self._batch:
+            self._batch = run.observed.batch
+            self._dismiss_helper(run)
+            self._helped.clear()
+            self._tried.clear()
 
     # -- the helper process --------------------------------------------------------------------------------------------
 

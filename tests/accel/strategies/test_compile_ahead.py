@@ -280,6 +280,26 @@ def test_another_setting_is_prepared_while_the_first_is_on(monkeypatch: pytest.M
     assert not strategy.is_preparing
 
 
+def test_after_a_change_of_the_batch_it_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, run = make(monkeypatch)
+    run.observed.note_batch((4, 5))
+    assert strategy.waits(run)
+    first: Any = strategy._helper
+    run.observed.note_batch((8, 5))
+    run.observed.call_shapes[((8, 5, WIDTH),)] = 20
+    assert strategy.waits(run) == "a helper process compiles: blocks"
+    second: Any = strategy._helper
+    assert first.stopped and second is not first
+    run.model(torch.randn(4, 5, WIDTH))
+    assert second.is_due
+    run.model(torch.randn(8, 5, WIDTH))
+    assert not second.is_due
+    second.ended = True
+    assert strategy.waits(run) == ""
+    run.observed.note_batch((4, 5))
+    assert strategy.waits(run) == "a helper process compiles: blocks"
+
+
 def test_other_processes_may_leave_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, run = make(monkeypatch, cores=torch.get_num_threads() + 2, others=None)
     expected = strategy.expected_s(run, BLOCKS)
