@@ -235,8 +235,12 @@ class Tuner:
 
     def _cost(self) -> InlineCost:
         fetch = statistics.median(self._waits)
-        run, line = (min(fetch, max(0.0, statistics.median(each))) for each in zip(*self._busy, strict=True))
-        return InlineCost(fetch, run, line, statistics.median(self._steps))
+        run = min(fetch, max(0.0, statistics.median(busy.run_s for busy in self._busy)))
+        # Asleep batch by batch: where a crowd comes and goes, the median of the line is not that of the median batch.
+        asleep = statistics.median(
+            max(0.0, wait - busy.run_s - busy.line_s) for wait, busy in zip(self._waits, self._busy, strict=True)
+        )
+        return InlineCost(fetch, run, max(0.0, fetch - run - asleep), statistics.median(self._steps))
 
     def _after_first(self) -> None:
         count = len(self._waits)
