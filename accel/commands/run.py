@@ -31,6 +31,7 @@ ALLOW = ("exact", "reordered", "reduced", "lossy")
 @click.option("--report", type=click.Path(path_type=Path), help="A folder, a .json or a .html file for the report.")
 @click.option("--enable", multiple=True, metavar="NAME", help="A strategy to try although it is opt-in; repeatable.")
 @click.option("--disable", multiple=True, metavar="NAME", help="A strategy not to try; repeatable.")
+@click.option("--cache/--no-cache", default=True, help="Remember what is found for the next run; default --cache.")
 @click.pass_context
 def run(
     context: click.Context,
@@ -42,6 +43,7 @@ def run(
     report: Path | None,
     enable: tuple[str, ...],
     disable: tuple[str, ...],
+    cache: bool,
 ) -> None:
     """Run SCRIPT with its own ARGUMENTS, and make its training faster.
 
@@ -56,7 +58,7 @@ def run(
     from accel.profiler.script import Script
 
     check_script(script, module)
-    options = _checked(allow, budget, report, enable, disable)
+    options = {**_checked(allow, budget, report, enable, disable), "cache": cache}
     RunJob(Script(script, own_arguments(arguments), module=module), options).begin(context)
 
 

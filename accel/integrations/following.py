@@ -23,6 +23,7 @@ class Following:
         enable: names of strategies to try although they are opt-in or beyond `allow`.
         disable: names of strategies not to try.
         report: where the report goes: a `.json` or `.html` file, or a folder.
+        cache: whether what is found is remembered for the next run.
 
     Raises:
         InvalidArgument: if an argument is wrong.
@@ -35,12 +36,14 @@ class Following:
         enable: Iterable[str],
         disable: Iterable[str],
         report: str | os.PathLike[str] | None,
+        cache: bool,
     ) -> None:
         enable, disable = tuple(enable), tuple(disable)
-        entry.check_settings(nn.Identity(), allow, enable, disable, None, budget, report, True)
+        entry.check_settings(nn.Identity(), allow, enable, disable, None, budget, report, cache)
         self._options = {
             **{"allow": allow, "budget": budget, "enable": enable, "disable": disable},
             "report": None if report is None else Path(report).absolute(),
+            "cache": cache,
         }
         self._training: ScriptTraining | None = None
 

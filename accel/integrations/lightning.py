@@ -23,6 +23,8 @@ class LightningCallback(Callback):
         enable: names of strategies to try although they are opt-in or beyond `allow`.
         disable: names of strategies not to try.
         report: where the report goes: a `.json` or `.html` file, or a folder.
+        cache: whether what is found is remembered for the next run, and what was remembered is tried first; default
+            True.
 
     Raises:
         InvalidArgument: if an argument is wrong.
@@ -41,8 +43,9 @@ class LightningCallback(Callback):
         enable: Iterable[str] = (),
         disable: Iterable[str] = (),
         report: str | os.PathLike[str] | None = None,
+        cache: bool = True,
     ) -> None:
-        self._following = Following(allow, budget, enable, disable, report)
+        self._following = Following(allow, budget, enable, disable, report, cache)
 
     @property
     def report(self) -> Report | None:

@@ -18,7 +18,7 @@ from accel.report import Report, StrategyRow
 from tests import warm
 from tests.accel.frameworks import LET_TORCHVISION_IMPORT, need
 
-OPTIONS: dict[str, Any] = {"allow": "exact", "budget": 60, "enable": (), "disable": (), "report": None}
+OPTIONS: dict[str, Any] = {"allow": "exact", "budget": 60, "enable": (), "disable": (), "report": None, "cache": True}
 
 
 def report() -> Report:
@@ -81,15 +81,22 @@ def test_options_are_checked_when_the_callback_is_made() -> None:
         Following(**{**OPTIONS, "allow": "anything"})
     with pytest.raises(InvalidArgument, match="enable"):
         Following(**{**OPTIONS, "enable": ["no such strategy"]})
+    with pytest.raises(InvalidArgument, match="cache must be True or False"):
+        Following(**{**OPTIONS, "cache": "runs/cache"})
 
 
-def test_what_is_trained_between_begin_and_end_is_optimized_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cache", [True, False])
+def test_what_is_trained_between_begin_and_end_is_optimized_and_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: bool
+) -> None:
+    monkeypatch.setenv("ACCEL_CACHE", str(tmp_path))
+
     def train(follow: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         data = TensorDataset(torch.randn(256, 8), torch.randint(0, 2, (256,)))
         model, loader = nn.Linear(8, 2), DataLoader(data, 8, shuffle=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        following = Following(**OPTIONS)
+        following = Following(**{**OPTIONS, "cache": cache})
         assert following.report is None
         if follow:
             following.begin()
@@ -103,6 +110,7 @@ def test_what_is_trained_between_begin_and_end_is_optimized_and_the_same(monkeyp
         if follow:
             found = following.report
             assert found is not None and found.steps > 50
+            assert found.cache.startswith(str(tmp_path) if cache else "") and bool(found.cache) == cache
         return [p.detach().clone() for p in model.parameters()]
 
     iterate = DataLoader.__iter__

@@ -37,13 +37,15 @@ def accel_run(folder: Path, *arguments: str, environment: dict[str, str] | None 
 def test_the_exact_level_prints_the_losses_of_the_plain_script(tmp_path: Path) -> None:
     script(tmp_path, TRAINING)
     plain = warm.run(["train.py"], cwd=tmp_path, environment=ONE_THREAD)
-    done = accel_run(tmp_path, "--allow", "exact", "--report", "runs/one", "--budget", "60", "train.py")
+    options = ["--allow", "exact", "--report", "runs/one", "--budget", "60", "--no-cache"]
+    done = accel_run(tmp_path, *options, "train.py", environment={"ACCEL_CACHE": str(tmp_path / "cache")})
 
     assert done.stdout == plain.stdout
     assert done.returncode == plain.returncode == 0
     report = Report.load(tmp_path / "runs" / "one" / "report.json")
     assert (report.model, report.allow, report.budget) == ("Sequential", "exact", "60s")
     assert report.steps >= 3 * 40 - 4
+    assert report.cache == "" and not (tmp_path / "cache").exists()
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) <= 12
 
