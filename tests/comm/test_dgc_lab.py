@@ -28,4 +28,5 @@ def test_a_host_sends_what_the_formula_says() -> None:
 
 def test_by_hosts_a_host_sends_a_quarter_of_what_its_two_ranks_send_to_all() -> None:
     found = measured(2, "dgc", "hierarchical dgc", depth=8)
-    assert found["dgc"]["sent_mb"] == pytest.approx(4 * found["hierarchical dgc"]["sent_mb"], rel=0.05)
+    # But for the biases, of which a host sends half as much.
+    assert 3.2 < found["dgc"]["sent_mb"] / found["hierarchical dgc"]["sent_mb"] < 4
