@@ -1,6 +1,7 @@
 """Threads that make batches: daemons, so that a hung one doesn't keep the interpreter; at rest while a fork is made.
 
-`concurrent.futures` joins its threads when the interpreter ends, for ever if a fetch hangs. These are given a second.
+`concurrent.futures` joins its threads when the interpreter ends, for ever if a fetch hangs. Here a thread that is
+asleep is given a second; one that is at work is waited for: torn down in native code it would take the process along.
 A process that is forked while a thread holds a lock, of the dataset say, inherits the lock and nobody who releases it.
 `at_rest` lets the threads of all pools finish what they have in hand, and keeps them from taking more meanwhile.
 """
@@ -14,12 +15,16 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-# What hanging threads are given when the interpreter ends.
-_GRACE_S = 1.0
+from accel.profiler.host import ThreadMeter
+
+# What threads that are asleep are given when the interpreter ends, maybe they hang; and the most that others are.
+_GRACE_S, _LONGEST_S = 1.0, 60.0
+# Of the time, on a core or in line for one: who has less is asleep, at most looking now and then.
+_AT_WORK = 0.1
 
 _Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 _Queue = queue.SimpleQueue["_Task | None"]
@@ -47,6 +52,9 @@ class _PoolRest:
 
 _rest = _PoolRest()
 _pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
+# Beside the pools: a thread may still be at work when its pool is gone.
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_is_ending = threading.Event()
 
 
 @contextlib.contextmanager
@@ -106,6 +114,7 @@ class ThreadPool:
             name = f"{self._name}_{len(self._threads)}"
             thread = threading.Thread(target=_work, args=(self._tasks, self._rests), name=name, daemon=True)
             self._threads.append(thread)
+            _threads.add(thread)
             thread.start()
         return future
 
@@ -115,8 +124,7 @@ class ThreadPool:
 
     def join(self, until: float) -> None:
         """Wait for the threads to end, until `time.monotonic()` is `until` at most."""
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        _join(self._threads, until)
 
 
 def _end(tasks: _Queue, workers: int) -> None:
@@ -126,7 +134,7 @@ def _end(tasks: _Queue, workers: int) -> None:
 
 def _work(tasks: _Queue, rests: bool) -> None:
     rest = _rest if rests else _PoolRest()
-    while (task := tasks.get()) is not None:
+    while (task := tasks.get()) is not None and not _is_ending.is_set():
         future, function, arguments = task
         del task
         rest.begin()
@@ -150,10 +158,30 @@ def _run(future: Future[Any], function: Callable[..., Any], arguments: tuple[Any
 
 @atexit.register
 def _end_all() -> None:
-    """Let threads end on their own: one that is torn down within native code can take the process with it."""
-    pools = list(_pools)
-    for pool in pools:
+    """Let threads end on their own once they are done with what they have in hand, as long as they are at work."""
+    _is_ending.set()
+    for pool in list(_pools):
         pool.shutdown()
-    until = time.monotonic() + _GRACE_S
-    for pool in pools:
-        pool.join(until)
+    alive, until = [thread for thread in _threads if thread.is_alive()], time.monotonic() + _LONGEST_S
+    while alive and time.monotonic() < until:
+        busy_s = [_busy_s(thread) for thread in alive]
+        _join(alive, time.monotonic() + _GRACE_S)
+        least_s = _AT_WORK * _GRACE_S
+        alive = [
+            thread
+            for thread, before_s in zip(alive, busy_s, strict=True)
+            if thread.is_alive() and _busy_s(thread) - before_s > least_s
+        ]
+
+
+def _busy_s(thread: threading.Thread) -> float:
+    """Return how long a thread has been on a core or in line for one, s; 0 where the system doesn't tell."""
+    meter = ThreadMeter(tid=thread.native_id)
+    seen = meter.read()
+    meter.close()
+    return 0.0 if seen is None else seen.run + seen.wait
+
+
+def _join(threads: Iterable[threading.Thread], until: float) -> None:
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
+
+import pytest
 
 from accel.dataio.engine.thread_pool import ThreadPool, at_rest
 
@@ -108,3 +112,44 @@ def test_threads_end_with_the_pool_and_keep_nothing_alive() -> None:
         time.sleep(0.001)
 
     assert not any(t.name.startswith("accel-tests-end") for t in threading.enumerate())
+
+
+ENDING = """
+import sys, time
+import torch
+from accel.dataio.engine.thread_pool import ThreadPool
+
+def at_work(seconds):
+    parts, until = [torch.zeros(64)] * 1000, time.monotonic() + seconds
+    while time.monotonic() < until:
+        torch.stack(parts)  # native code that gives up the interpreter's lock
+
+pool = ThreadPool(1, "tests")
+what, gone = sys.argv[1:]
+pool.submit(*((at_work, 1.6) if what == "at work" else (time.sleep, 600)))
+for _ in range(100):
+    pool.submit(at_work, 600)
+time.sleep(0.1)
+if gone == "gone":
+    del pool
+began = time.monotonic()
+import atexit
+atexit._run_exitfuncs()
+print(time.monotonic() - began)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "gone", "least_s", "most_s"),
+    [
+        ("at work", "", 1.2, 30.0),  # without it: terminate called without an active exception, in each run
+        pytest.param("at work", "gone", 1.2, 30.0, marks=pytest.mark.slow),
+        pytest.param("asleep", "", 0.9, 30.0, marks=pytest.mark.slow),
+    ],
+)
+def test_at_the_end_of_the_interpreter_a_thread_at_work_is_waited_for(
+    what: str, gone: str, least_s: float, most_s: float
+) -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING, what, gone], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert least_s < float(done.stdout) < most_s
