@@ -26,6 +26,7 @@ from torch import Tensor
 from accel.comm.layout import Layout
 from accel.comm.ranks.channel import Channel, ConnectionBroken
 from accel.comm.ranks.post_mortem import CommError, PostMortem, RankReport, verdict
+from accel.profiler.torch_threads import compute_alone
 
 PATIENCE_S = 5.0
 
@@ -127,6 +128,7 @@ class _Line:
 
     def work(self, number: int) -> None:
         """Carry out one stage of each job."""
+        compute_alone()
         with torch.no_grad():
             while (job := self.queues[number].get()) is not None:
                 self.carry_out(number, job)

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from accel.profiler.host import ThreadMeter
+from accel.profiler.torch_threads import compute_alone
 
 # What threads that are asleep are given when the interpreter ends, maybe they hang; and the most that others are.
 _GRACE_S, _LONGEST_S = 1.0, 60.0
@@ -133,6 +134,7 @@ def _end(tasks: _Queue, workers: int) -> None:
 
 
 def _work(tasks: _Queue, rests: bool) -> None:
+    compute_alone()
     rest = _rest if rests else _PoolRest()
     while (task := tasks.get()) is not None and not _is_ending.is_set():
         future, function, arguments = task

@@ -8,10 +8,13 @@ import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
+import torch
 
 from accel.dataio.engine.thread_pool import ThreadPool, at_rest
+from tests import warm
 
 
 def test_results_and_errors_come_back() -> None:
@@ -113,6 +116,48 @@ def test_threads_end_with_the_pool_and_keep_nothing_alive() -> None:
 
     assert not any(t.name.startswith("accel-tests-end") for t in threading.enumerate())
 
+
+def test_torch_computes_with_one_thread_in_each_and_elsewhere_as_before() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        pool, seen = ThreadPool(2, "tests"), []
+        seen += [future.result() for future in [pool.submit(torch.get_num_threads) for _ in range(20)]]
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert seen == [1] * 20 + [3]
+        assert torch.get_num_threads() == 3
+        pool.shutdown()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_no_thread_has_a_team_that_would_slow_the_loop_down(tmp_path: Path) -> None:
+    (tmp_path / "teams.py").write_text(TEAMS)
+    done = warm.run(["teams.py"], cwd=tmp_path)
+    assert done.stdout.split() == ["1"], done.stderr
+
+
+TEAMS = """
+import os, sys
+import torch
+from accel.dataio.engine.thread_pool import ThreadPool
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def stack():
+    torch.stack([torch.ones(300_000)] * 8).sum()
+
+torch.set_num_threads(2)
+stack()
+before = threads()
+pool = ThreadPool(1, "tests")
+for _ in range(3):
+    pool.submit(stack).result()
+print(threads() - before)
+"""
 
 ENDING = """
 import sys, time
