@@ -1,0 +1,27 @@
+"""Mixed precision by levels, O2 among them: 16-bit weights in the model, float32 master weights in the optimizer."""
+
+from __future__ import annotations
+
+from accel.amp.decorate import decorate
+from accel.amp.functions import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from accel.amp.loss_scale import DynamicLossScale
+from accel.amp.masters import master_params
+
+__all__ = [
+    "DynamicLossScale",
+    "decorate",
+    "float_function",
+    "half_function",
+    "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+]

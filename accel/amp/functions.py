@@ -1,0 +1,134 @@
+"""Functions of the user's own within a model in mixed precision: which dtype each computes in.
+
+Within a call of a decorated model a half function gets its floating-point tensors in the model's 16-bit dtype, a float
+function in float32, a promote function in the widest of them. Elsewhere all are as they were.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from accel.amp.border import Call, current, mapped
+from accel.errors import InvalidArgument
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_Target = Callable[[Call, Any], torch.dtype]
+
+
+def half_function(function: _F) -> _F:
+    """Return a function that computes in 16 bits within a decorated model.
+
+    Args:
+        function: takes tensors, in structures too.
+
+    Example:
+        >>> @half_function
+        ... def attend(q, k):
+        ...     return q @ k.mT
+    """
+    return _cast_first(function, lambda call, arguments: call.dtype)
+
+
+def float_function(function: _F) -> _F:
+    """Return a function that computes in float32 within a decorated model.
+
+    Args:
+        function: takes tensors, in structures too.
+
+    Example:
+        >>> @float_function
+        ... def entropy(logits):
+        ...     return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    """
+    return _cast_first(function, lambda call, arguments: torch.float32)
+
+
+def promote_function(function: _F) -> _F:
+    """Return a function that computes in the widest of its arguments' dtypes within a decorated model.
+
+    Args:
+        function: takes tensors, in structures too.
+
+    Example:
+        >>> @promote_function
+        ... def mixed(x, y):
+        ...     return torch.addcmul(x, x, y)
+    """
+    return _cast_first(function, lambda call, arguments: _widest(arguments))
+
+
+def register_half_function(owner: Any, name: str) -> None:
+    """Make a function of a module or class a half function, for all who look it up there.
+
+    Args:
+        owner: the module or class.
+        name: of the function.
+
+    Raises:
+        InvalidArgument: if there is no such function.
+    """
+    _register(owner, name, half_function)
+
+
+def register_float_function(owner: Any, name: str) -> None:
+    """Make a function of a module or class a float function, for all who look it up there.
+
+    Args:
+        owner: the module or class.
+        name: of the function.
+
+    Raises:
+        InvalidArgument: if there is no such function.
+    """
+    _register(owner, name, float_function)
+
+
+def register_promote_function(owner: Any, name: str) -> None:
+    """Make a function of a module or class a promote function, for all who look it up there.
+
+    Args:
+        owner: the module or class.
+        name: of the function.
+
+    Raises:
+        InvalidArgument: if there is no such function.
+    """
+    _register(owner, name, promote_function)
+
+
+def _register(owner: Any, name: str, kind: Callable[[Any], Any]) -> None:
+    function = getattr(owner, name, None)
+    if not callable(function):
+        raise InvalidArgument(
+            f"{getattr(owner, '__name__', owner)!r} must have a function {name!r}. Found: {function!r}."
+        )
+    setattr(owner, name, kind(getattr(function, "_accel_original", function)))
+
+
+def _cast_first(function: _F, target: _Target) -> _F:
+    @functools.wraps(function)
+    def casting(*args: Any, **kwargs: Any) -> Any:
+        call = current()
+        if call is None:
+            return function(*args, **kwargs)
+        dtype = target(call, (args, kwargs))
+        args, kwargs = mapped(lambda tensor: tensor.to(dtype), (args, kwargs))
+        if call.autocast is None:
+            return function(*args, **kwargs)
+        with torch.autocast(call.autocast.device, enabled=False):
+            return function(*args, **kwargs)
+
+    casting._accel_original = function  # type: ignore[attr-defined]
+    return casting  # type: ignore[return-value]
+
+
+def _widest(arguments: Any) -> torch.dtype:
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32

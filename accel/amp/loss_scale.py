@@ -1,0 +1,185 @@
+"""The loss scale: it keeps small gradients of float16 from becoming zero, and learns from steps that overflowed.
+
+    scale ← scale · backoff   after `hysteresis` overflows in a row,   scale · growth   after `interval` good steps
+
+It is applied where values leave the model, to their gradients, so that the loop's loss stays as it is; what flows back
+out of the model, through its inputs, is divided by it. All of it is computed on the device: nothing waits.
+
+Source: Micikevicius et al., Mixed Precision Training, ICLR 2018; the hysteresis is Megatron-LM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.errors import InvalidArgument
+
+
+class DynamicLossScale:
+    """A factor on gradients that halves when they overflow, and doubles when they haven't for long.
+
+    Args:
+        initial: the first scale, a power of two; default 2¹⁶.
+        growth: factor after `interval` steps without overflow, ≥ 1; default 2. 1 keeps the scale from growing.
+        backoff: factor after an overflow, in (0, 1]; default 0.5. 1 keeps it from falling.
+        interval: steps without overflow before it grows; default 2000.
+        least: the smallest scale; default 1.
+        most: the largest; default 2²⁴.
+        hysteresis: overflows in a row before it falls; default 1.
+
+    Raises:
+        InvalidArgument: if a number is out of its range.
+
+    Example:
+        >>> scale = DynamicLossScale(initial=1024.0, interval=500)
+        >>> scale.update(torch.tensor(1.0))
+        >>> float(scale.value)
+        512.0
+    """
+
+    def __init__(
+        self,
+        *,
+        initial: float = 2.0**16,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
+        least: float = 1.0,
+        most: float = 2.0**24,
+        hysteresis: int = 1,
+    ) -> None:
+        if not 0 < least <= initial <= most:
+            raise InvalidArgument(f"0 < least <= initial <= most must hold. Found: {least:g}, {initial:g}, {most:g}.")
+        if growth < 1 or not 0 < backoff <= 1:
+            raise InvalidArgument(f"growth must be at least 1 and backoff in (0, 1]. Found: {growth:g}, {backoff:g}.")
+        if interval < 1 or hysteresis < 1:
+            raise InvalidArgument(f"interval and hysteresis must be at least 1. Found: {interval}, {hysteresis}.")
+        self._growth, self._backoff, self._interval = growth, backoff, interval
+        self._least, self._most, self._hysteresis = least, most, hysteresis
+        self.value = torch.tensor(float(initial))
+        """The scale now, float32 of no dimension, on the model's device."""
+        self._good_steps = torch.tensor(0)
+        self._overflows_left = torch.tensor(hysteresis)
+        self._noted: list[Tensor] = []
+        self._task = -1
+        self.came_through = False
+        """A gradient has come through it since the last step."""
+        self.on_forward: list[Callable[[], None]] = []
+        """Called for each tensor whose gradient will be multiplied."""
+        self.on_backward: list[Callable[[], None]] = []
+        """Called once in each backward pass, when the first gradient comes through it."""
+        self.holds: list[Callable[[], bool]] = []
+        """Asked before it changes: whether gradients that are scaled by it are waiting for their step."""
+
+    def to(self, device: torch.device) -> None:
+        """Move it to a device."""
+        self.value, self._good_steps, self._overflows_left = (
+            each.to(device) for each in (self.value, self._good_steps, self._overflows_left)
+        )
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return `x`, whose gradient will be multiplied by the scale."""
+        for listener in self.on_forward:
+            listener()
+        scaled: Tensor = _Multiplied.apply(x, self)  # type: ignore[no-untyped-call]
+        return scaled
+
+    def divide(self, x: Tensor) -> Tensor:
+        """Return `x`, whose gradient will be divided by the scale."""
+        divided: Tensor = _Divided.apply(x, self)  # type: ignore[no-untyped-call]
+        return divided
+
+    def note(self, overflow: Tensor) -> None:
+        """Note whether a step overflowed, != 0 if so; taken into account when the next backward pass begins."""
+        self._noted.append(overflow.detach().to(self.value.device, torch.float32, copy=True).reshape(()))
+        self.came_through = False
+
+    @torch.no_grad()
+    def update(self, overflow: Tensor) -> None:
+        """Take a step into account.
+
+        Args:
+            overflow: of one element; != 0 if its gradients were not finite.
+        """
+        bad = overflow != 0
+        self._overflows_left = torch.where(bad, self._overflows_left - 1, self._hysteresis)
+        good_steps = torch.where(bad, 0, self._good_steps + 1)
+        grows = good_steps >= self._interval
+        falls = bad & (self._overflows_left <= 0)
+        factor = torch.where(falls, self._backoff, torch.where(grows, self._growth, 1.0))
+        # In place: what has to know the scale holds this tensor.
+        self.value.mul_(factor).clamp_(self._least, self._most)
+        self._good_steps = torch.where(grows, 0, good_steps)
+
+    def settle(self) -> None:
+        """Take the steps into account that were noted, unless scaled gradients still wait for theirs."""
+        if self._noted and not any(holds() for holds in self.holds):
+            self.update(torch.stack(self._noted).amax())
+            self._noted.clear()
+
+    def _begin_backward(self) -> None:
+        """Be called when a gradient comes through."""
+        task = torch._C._current_graph_task_id()
+        if task != -1 and task == self._task:
+            return
+        self._task, self.came_through = task, True
+        self.settle()
+        for listener in self.on_backward:
+            listener()
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what it has learnt, as numbers; this waits for the device."""
+        if self._noted:
+            self.update(torch.stack(self._noted).amax())
+            self._noted.clear()
+        return {
+            "scale": float(self.value),
+            "good_steps": int(self._good_steps),
+            "overflows_left": int(self._overflows_left),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            InvalidArgument: if it is something else; nothing has been changed then.
+        """
+        try:
+            scale, good, left = float(state["scale"]), int(state["good_steps"]), int(state["overflows_left"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidArgument(f"a loss scale's state has three numbers. Found: {state!r} ({error}).") from None
+        self.value.fill_(scale)
+        self._good_steps.fill_(good)
+        self._overflows_left.fill_(left)
+        self._noted.clear()
+
+
+class _Multiplied(torch.autograd.Function):
+    """x, with its gradient multiplied by the scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: DynamicLossScale) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.scale._begin_backward()
+        return grads[0] * ctx.scale.value.to(grads[0].device), None
+
+
+class _Divided(torch.autograd.Function):
+    """x, with its gradient divided by the scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: DynamicLossScale) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] / ctx.scale.value.to(grads[0].device), None

@@ -1,0 +1,379 @@
+"""Float32 master weights of an optimizer: where they are kept, and what its step does with them.
+
+The optimizers of `accel.optim` know master weights and loss scales: unscaling, the look for overflow and the skipped
+step are part of their one pass, and nothing waits for the device. In the groups of any other optimizer masters, with
+float32 gradients, stand in for their parameters while the step runs. Either way masters are kept in the optimizer's
+state, so they are saved with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accel.amp.loss_scale import DynamicLossScale
+from accel.errors import InvalidArgument
+from accel.optim import MultiTensorOptimizer
+
+_NAME = "master"
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+_all: weakref.WeakKeyDictionary[Optimizer, MasterWeights] = weakref.WeakKeyDictionary()
+
+
+def master_params(optimizer: Optimizer, scaler: torch.amp.GradScaler | None = None) -> list[Tensor]:
+    """Return the float32 weights that a decorated optimizer updates, each with its unscaled float32 gradient.
+
+    Call it after the last backward pass of a step, to clip gradients or look at them. The step then takes these.
+
+    Args:
+        optimizer: as `decorate` returned it; of another one its parameters are returned.
+        scaler: of the loop, where it uses one of torch; not after `scaler.unscale_`.
+
+    Returns:
+        In the order of the parameter groups: master weights of 16-bit parameters, other parameters themselves.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        >>> model, optimizer = decorate(model, optimizer, dtype=torch.bfloat16)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> norm = torch.nn.utils.clip_grad_norm_(master_params(optimizer), max_norm=1.0)
+        >>> optimizer.step()
+    """
+    masters = _all.get(optimizer)
+    if masters is None:
+        return [p for group in optimizer.param_groups for p in group["params"]]
+    return masters.unscaled(None if scaler is None else scaler._scale)
+
+
+def masters_of(optimizer: Optimizer) -> MasterWeights | None:
+    """Return what is known of a decorated optimizer's masters; None if it is not decorated."""
+    return _all.get(optimizer)
+
+
+class MasterWeights:
+    """The master weights of one optimizer, and its steps.
+
+    Args:
+        optimizer: whose parameters have been cast.
+        values: 16-bit parameter → its float32 value.
+        scale: of the gradients; None where the loop scales, or nothing does.
+        keeps: whether there are master weights; else there is only the scale.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, values: Mapping[Tensor, Tensor], scale: DynamicLossScale | None, *, keeps: bool
+    ) -> None:
+        self._optimizer, self._scale, self._keeps = weakref.ref(optimizer), scale, keeps
+        self._fused = isinstance(optimizer, MultiTensorOptimizer)
+        self._skips_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._swapped: list[tuple[dict[str, Any], list[Tensor]]] = []
+        """Groups, and the parameters that masters stand in for."""
+        self._set_aside: list[tuple[Tensor, Tensor]] = []
+        self._ready: Tensor | None = None
+        """Whether gradients overflowed, once masters have theirs; None before that."""
+        self._ready_for: dict[Tensor, tuple[int, int]] = {}
+        """The gradients that they are made of."""
+        self._versions: dict[Tensor, tuple[int, int]] = {}
+        """The gradients that the last scaled backward pass has left."""
+        self._passed_on: dict[str, Any] = {}
+        """What torch.amp.GradScaler has set for this step."""
+        own = [p for p in self._params() if keeps and p in values]
+        for p in own:
+            optimizer.state[p][_NAME] = values[p]
+        self._agree(own, [values[p] for p in own])
+        if not self._fused:
+            # torch.amp.GradScaler then passes its scale on, in place of refusing 16-bit gradients.
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_state_dict_post_hook(self._add_scale)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+        self._kept: dict[Tensor, Tensor] = {}
+        self._loaded_scale: Any = None
+        if scale is not None:
+            scale.on_backward.append(self._begin_backward)
+            scale.holds.append(self._holds)
+        _all[optimizer] = self
+
+    def _params(self) -> list[Tensor]:
+        optimizer = self._optimizer()
+        return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+
+    def of(self, p: Tensor) -> Tensor | None:
+        """Return the master weights of a parameter, None if it has none."""
+        optimizer = self._optimizer()
+        if optimizer is None or p not in optimizer.state:
+            return None
+        master: Tensor | None = optimizer.state[p].get(_NAME)
+        return master
+
+    @torch.no_grad()
+    def take(self, p: Tensor, value: Tensor) -> None:
+        """Set a parameter and its master weights."""
+        master = self.of(p)
+        if master is not None:
+            master.copy_(value)
+            p.copy_(master)
+            self._agree([p], [master])
+
+    def _agree(self, params: list[Tensor], masters: list[Tensor]) -> None:
+        """Note that parameters are what their master weights round to."""
+        optimizer = self._optimizer()
+        if isinstance(optimizer, MultiTensorOptimizer):
+            optimizer._remember(params, masters)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def _holds(self) -> bool:
+        return any(p.grad is not None and p in self._versions for p in self._params())
+
+    def _begin_backward(self) -> None:
+        if self._ready is not None:
+            raise InvalidArgument("master_params() must be called after the last backward pass of a step.")
+        # After what DistributedDataParallel does at the end of the pass, which it will ask for only now.
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(self._end_backward))
+
+    def _end_backward(self) -> None:
+        self._versions = self._seen()
+
+    def _seen(self) -> dict[Tensor, tuple[int, int]]:
+        """Return which gradients there are, and how often each has been written to."""
+        return {p: (id(p.grad), p.grad._version) for p in self._params() if p.grad is not None}
+
+    def _seen_of_halves(self) -> dict[Tensor, tuple[int, int]]:
+        return {p: seen for p, seen in self._seen().items() if self.of(p) is not None}
+
+    def _check_unchanged(self, optimizer: Optimizer) -> None:
+        """Raise if the gradients of this step are not those that a scaled backward pass has left."""
+        assert self._scale is not None
+        grads = {p: p.grad for p in self._params() if p.grad is not None}
+        if grads and not self._scale.came_through and not self._versions:
+            raise InvalidArgument(
+                "the gradients must come through the output of the decorated model, where the loss scale is applied. "
+                "Found: gradients of a step in which nothing did. Decorate the module that the loop calls, or scale "
+                "the loss by torch.amp.GradScaler and pass loss_scale=None."
+            )
+        for p, grad in grads.items():
+            seen = self._versions.get(p)
+            if seen is not None and seen[0] == id(grad) and seen[1] != grad._version:
+                raise InvalidArgument(
+                    f"gradients must not be changed while they are scaled, by {float(self._scale.value):g} now. Found: "
+                    "one that was, between backward and step. Clip or change those of "
+                    f"accel.amp.master_params({type(optimizer).__name__.lower()}), which are not scaled."
+                )
+
+    @torch.no_grad()
+    def unscaled(self, value: Tensor | None = None) -> list[Tensor]:
+        """Give the masters their gradients, unscaled, and return all that the step updates.
+
+        Args:
+            value: the scale of a GradScaler; None for this one's own.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        if self._scale is not None:
+            if not self._versions:  # no backward pass since the last step
+                return self._updated()
+            value = self._scale.value
+        if self._ready is None or self._ready_for != self._seen_of_halves():
+            if self._scale is not None:
+                self._check_unchanged(optimizer)
+            self._move()
+            for p in self._params():
+                master = self.of(p)
+                if master is not None:
+                    master.grad = None if p.grad is None else p.grad.float()
+            grads = [each.grad for each in self._updated() if each.grad is not None]
+            self._ready = torch.zeros(()) if value is None else _unscale(grads, value)
+            self._ready_for = self._seen_of_halves()
+        return self._updated()
+
+    def _updated(self) -> list[Tensor]:
+        return [p if (master := self.of(p)) is None else master for p in self._params()]
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._swap_out(optimizer)  # where the step before has failed
+        native = hasattr(optimizer, "found_inf")
+        if native and self._scale is not None:
+            raise InvalidArgument(
+                "one loss scale is enough. Found: torch.amp.GradScaler beside that of decorate; pass loss_scale=None."
+            )
+        closure = (*args[1:2], kwargs.get("closure"))
+        in_its_pass = self._fused and self._ready is None
+        if any(each is not None for each in closure) and not (in_its_pass and self._scale is None):
+            raise InvalidArgument("a decorated optimizer's step takes no closure. Found: one.")
+        if in_its_pass:
+            if self._scale is not None:
+                self._check_unchanged(optimizer)
+                optimizer.grad_scale = self._scale.value  # type: ignore[attr-defined]
+            self._move()
+            return
+        if native:
+            self._passed_on = {name: vars(optimizer).pop(name, None) for name in ("grad_scale", "found_inf")}
+            self.unscaled(self._passed_on["grad_scale"])
+            overflow = self._passed_on["found_inf"]
+        else:
+            if self._scale is not None and self._ready is None:
+                self._check_unchanged(optimizer)
+            self.unscaled()
+            overflow = self._ready if self._scale is not None else None
+        if overflow is not None and self._skips_itself:
+            optimizer.grad_scale, optimizer.found_inf = None, overflow  # type: ignore[attr-defined]
+        elif overflow is not None and bool(overflow.to("cpu") != 0):  # this waits for the device
+            self._hide_gradients()
+            return
+        self._swap_in(optimizer)
+
+    def _hide_gradients(self) -> None:
+        """Let the step find no gradient, so that it changes nothing."""
+        for p in self._params():
+            if p.grad is not None:
+                self._set_aside.append((p, p.grad))
+                p.grad = None
+
+    def _swap_in(self, optimizer: Optimizer) -> None:
+        """Put masters, with the state of their parameters, in the place of these.
+
+        A parameter's own data must not be replaced by one of another dtype: torch then gives it another accumulator,
+        of which DistributedDataParallel knows nothing.
+        """
+        for group in optimizer.param_groups:
+            self._swapped.append((group, group["params"]))
+            group["params"] = [self._stand_in(optimizer, p) for p in group["params"]]
+
+    def _stand_in(self, optimizer: Optimizer, p: Tensor) -> Tensor:
+        own = optimizer.state.get(p, {})
+        if _NAME not in own:
+            return p
+        del optimizer.state[p]
+        master: Tensor = own.pop(_NAME)
+        if own:  # many optimizers take any state for one they have made
+            optimizer.state[master] = own
+        return master
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._swap_out(optimizer)
+        for p, grad in self._set_aside:
+            p.grad = grad
+        self._set_aside.clear()
+        overflow: Tensor | None = self._ready
+        if self._fused and overflow is None and self._scale is not None:
+            overflow = optimizer.overflow  # type: ignore[attr-defined]
+        if not hasattr(optimizer, "found_inf") or self._scale is not None or self._passed_on:
+            for name in ("grad_scale", "found_inf"):
+                vars(optimizer).pop(name, None)
+        vars(optimizer).update(self._passed_on)
+        if self._scale is not None:
+            self._scale.note(torch.zeros(()) if overflow is None else overflow)
+        self._passed_on, self._ready, self._ready_for, self._versions = {}, None, {}, {}
+
+    @torch.no_grad()
+    def _swap_out(self, optimizer: Optimizer) -> None:
+        """Put the parameters back, as their masters round."""
+        for group, params in self._swapped:
+            for p, master in zip(params, group["params"], strict=True):
+                if master is not p:
+                    optimizer.state[p] = {**optimizer.state.pop(master, {}), _NAME: master}
+                    p.copy_(master)
+                    master.grad = None
+                    self._agree([p], [master])
+            group["params"] = params
+        self._swapped.clear()
+
+    def _move(self) -> None:
+        """Follow a model that was moved to another device, and refuse one whose dtype was changed."""
+        for p in self._params():
+            master = self.of(p)
+            if master is None:
+                self._adopt(p)
+                continue
+            if p.dtype not in _HALF:
+                raise InvalidArgument(f"a decorated model's weights must stay 16-bit. Found: a parameter of {p.dtype}.")
+            if master.device != p.device:
+                optimizer = self._optimizer()
+                assert optimizer is not None
+                optimizer.state[p][_NAME] = master.to(p.device)
+        if self._scale is not None and self._params() and self._scale.value.device != self._params()[0].device:
+            self._scale.to(self._params()[0].device)
+
+    def _adopt(self, p: Tensor) -> None:
+        """Give a 16-bit parameter that was added later its master weights."""
+        optimizer = self._optimizer()
+        if self._keeps and not self._fused and p.dtype in _HALF and optimizer is not None:
+            optimizer.state[p][_NAME] = p.detach().float()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _add_scale(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        return None if self._scale is None else {**state_dict, "loss_scale": self._scale.state_dict()}
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        self._kept = {p: master for p in self._params() if (master := self.of(p)) is not None}
+        self._loaded_scale = state_dict.get("loss_scale")
+        if self._fused:
+            return None
+        params = dict(enumerate(self._params()))
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        halves = {key for key, p in zip(keys, params.values(), strict=False) if p in self._kept}
+        sealed = {
+            key: {name: value if name == "step" else _Unrounded(value) for name, value in own.items()}
+            if key in halves
+            else own
+            for key, own in state_dict["state"].items()
+        }
+        return {**state_dict, "state": sealed}
+
+    @torch.no_grad()
+    def _after_load(self, optimizer: Optimizer) -> None:
+        for p, kept in self._kept.items():
+            own = optimizer.state[p]
+            for name, value in own.items():
+                own[name] = value.opened(kept) if isinstance(value, _Unrounded) else value
+            master = own.setdefault(_NAME, kept)
+            p.copy_(master)
+        self._agree(list(self._kept), [optimizer.state[p][_NAME] for p in self._kept])
+        self._kept = {}
+        if self._scale is not None and self._loaded_scale is not None:
+            self._scale.load_state_dict(self._loaded_scale)
+        self._loaded_scale, self._ready, self._ready_for, self._versions = None, None, {}, {}
+
+
+class _Unrounded:
+    """Holds a value that torch would round to the parameter's dtype while it loads a state."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def opened(self, like: Tensor) -> Any:
+        """Return it, for master weights `like`."""
+        if not isinstance(self._value, Tensor):
+            return self._value
+        dtype = like.dtype if self._value.is_floating_point() else self._value.dtype
+        return self._value.to(like.device, dtype, copy=True)
+
+
+@torch.no_grad()
+def _unscale(grads: Iterable[Tensor], value: Tensor) -> Tensor:
+    """Divide gradients by a scale in place, and return whether one is not finite, as 1.0 or 0.0."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(grad)
+    overflows = []
+    for device, own in by_device.items():
+        overflow = torch.zeros((), device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(own, overflow, 1.0 / value.to(device))
+        overflows.append(overflow)
+    if not overflows:
+        return torch.zeros(())
+    return torch.stack([each.to(overflows[0].device) for each in overflows]).amax()

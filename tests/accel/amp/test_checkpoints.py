@@ -1,0 +1,146 @@
+"""Checkpoints: float32 names and values, nothing lost between levels, a resumed run like one that never stopped."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel.amp import DynamicLossScale, decorate, master_params
+from accel.errors import InvalidArgument
+from tests.accel.amp.amp_models import OPTIMIZERS, batches, cnn, loss_of
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[tuple[Tensor, Tensor]]) -> None:
+    for x, target in data:
+        optimizer.zero_grad()
+        loss_of(model(x), target).backward()
+        optimizer.step()
+
+
+def made(name: str, level: str = "O2", dtype: torch.dtype = torch.float16, seed: int = 0) -> tuple[Any, Any]:
+    model = cnn(seed)
+    scale = DynamicLossScale(initial=64.0, interval=2) if dtype == torch.float16 else None
+    return decorate(model, OPTIMIZERS[name](model.parameters()), level=level, dtype=dtype, loss_scale=scale)
+
+
+def reloaded(state: Any) -> Any:
+    """Return what a file of the state holds, read without executing code."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_that_stops_and_goes_on_is_bitwise_one_that_does_not(name: str, dtype: torch.dtype) -> None:
+    data = batches(8, 3, 8, 8)
+    model, optimizer = made(name, dtype=dtype)
+    train(model, optimizer, data)
+
+    first, first_optimizer = made(name, dtype=dtype)
+    train(first, first_optimizer, data[:4])
+    saved = reloaded((first.state_dict(), first_optimizer.state_dict()))
+    for order in (0, 1):
+        second, second_optimizer = made(name, dtype=dtype, seed=1)
+        parts = [(second, saved[0]), (second_optimizer, saved[1])]
+        for what, state in parts if order else reversed(parts):
+            what.load_state_dict(copy.deepcopy(state))
+        train(second, second_optimizer, data[4:])
+        assert all(map(torch.equal, second.parameters(), model.parameters()))
+        assert all(map(torch.equal, master_params(second_optimizer), master_params(optimizer)))
+        ours, theirs = second_optimizer.state_dict(), optimizer.state_dict()
+        assert ours.get("loss_scale") == theirs.get("loss_scale")
+        for key, own in theirs["state"].items():
+            for entry, value in own.items():
+                if isinstance(value, Tensor):
+                    assert torch.equal(ours["state"][key][entry], value), (key, entry)
+
+
+def test_a_state_dict_is_float32_under_the_usual_names() -> None:
+    model, optimizer = made("Adam")
+    train(model, optimizer, batches(2, 3, 8, 8))
+    state = model.state_dict()
+    assert list(state) == list(cnn().state_dict())
+    assert {value.dtype for value in state.values()} == {torch.float32, torch.int64}
+    masters = dict(zip(dict(model.named_parameters()), master_params(optimizer), strict=True))
+    assert all(torch.equal(state[name], master) for name, master in masters.items())
+    assert any(not torch.equal(state[name], p.float()) for name, p in model.named_parameters())
+    part = model[5].state_dict()
+    assert torch.equal(part["weight"], masters["5.weight"])
+
+
+@pytest.mark.parametrize("there", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("here", ["O0", "O1", "O2", "O3"])
+def test_between_levels_nothing_is_lost(here: str, there: str) -> None:
+    model, optimizer = made("SGD", here, torch.bfloat16)
+    train(model, optimizer, batches(2, 3, 8, 8))
+    saved = reloaded(model.state_dict())
+    other, _ = made("SGD", there, torch.bfloat16, seed=1)
+    other.load_state_dict(saved)
+    again = other.state_dict()
+    for name, value in saved.items():
+        expected = value.bfloat16().float() if there == "O3" and value.is_floating_point() else value
+        assert torch.equal(again[name], expected), name
+
+
+def test_a_float32_run_goes_on_at_o2_with_its_state() -> None:
+    data = batches(4, 3, 8, 8)
+    plain = cnn()
+    optimizer = torch.optim.Adam(plain.parameters(), 0.01)
+    train(plain, optimizer, data[:2])
+    model, decorated = made("Adam", seed=1)
+    model.load_state_dict(reloaded(plain.state_dict()))
+    decorated.load_state_dict(reloaded(optimizer.state_dict()))
+    before = [p.detach().clone() for p in plain.parameters()]
+    assert all(map(torch.equal, master_params(decorated), before))
+    weight = next(iter(model.parameters()))
+    assert decorated.state[weight]["exp_avg"].dtype == torch.float32
+    train(model, decorated, data[2:])
+    train(plain, optimizer, data[2:])
+    for own, other in zip(master_params(decorated), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=0.1, atol=0.02)
+
+
+def test_an_optimizer_with_state_can_be_decorated() -> None:
+    data = batches(3, 3, 8, 8)
+    model = cnn()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    train(model, optimizer, data[:2])
+    step = optimizer.state[model[0].weight]["step"].item()
+    model, optimizer = decorate(model, optimizer, dtype=torch.bfloat16)
+    train(model, optimizer, data[2:])
+    assert optimizer.state[model[0].weight]["step"].item() == step + 1
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    model, optimizer = made("Adam")
+    train(model, optimizer, batches(2, 3, 8, 8))
+    before = [m.clone() for m in master_params(optimizer)]
+    other = torch.optim.Adam([nn.Parameter(torch.zeros(2))], 0.1)
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict(other.state_dict())
+    assert all(map(torch.equal, before, master_params(optimizer)))
+    train(model, optimizer, batches(1, 3, 8, 8))
+
+
+@pytest.mark.parametrize("state", [{}, {"scale": "x", "good_steps": 0, "overflows_left": 1}, None])
+def test_a_scale_s_state_is_checked(state: Any) -> None:
+    scale = DynamicLossScale()
+    with pytest.raises(InvalidArgument, match="a loss scale's state has three numbers"):
+        scale.load_state_dict(state)
+    assert float(scale.value) == 2.0**16
+
+
+def test_a_model_that_is_cast_afterwards_is_refused() -> None:
+    model, optimizer = made("SGD")
+    (x, target), *_ = batches(1, 3, 8, 8)
+    loss_of(model(x), target).backward()
+    model.float()
+    with pytest.raises(InvalidArgument, match=r"weights must stay 16-bit. Found: a parameter of torch.float32"):
+        optimizer.step()

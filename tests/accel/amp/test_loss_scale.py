@@ -1,0 +1,98 @@
+"""The loss scale by itself: when it falls, grows and stops, against the rule written out in numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.amp import DynamicLossScale
+from accel.errors import InvalidArgument
+
+
+class ByRule:
+    """The rule, step by step, in Python's numbers."""
+
+    def __init__(self, scale: float, interval: int, hysteresis: int, least: float, most: float) -> None:
+        self.scale, self.interval, self.hysteresis, self.least, self.most = scale, interval, hysteresis, least, most
+        self.good, self.left = 0, hysteresis
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.good = 0
+            self.left -= 1
+            if self.left <= 0:
+                self.scale = max(self.scale / 2, self.least)
+            return
+        self.left = self.hysteresis
+        self.good += 1
+        if self.good == self.interval:
+            self.scale, self.good = min(self.scale * 2, self.most), 0
+
+
+@given(
+    steps=st.lists(st.booleans(), max_size=60),
+    interval=st.integers(1, 5),
+    hysteresis=st.integers(1, 3),
+    exponent=st.integers(0, 6),
+)
+def test_it_follows_the_rule(steps: list[bool], interval: int, hysteresis: int, exponent: int) -> None:
+    rule = ByRule(2.0**exponent, interval, hysteresis, 1.0, 64.0)
+    scale = DynamicLossScale(initial=2.0**exponent, interval=interval, hysteresis=hysteresis, least=1.0, most=64.0)
+    value = scale.value
+    for overflow in steps:
+        scale.update(torch.tensor(float(overflow)))
+        rule.update(overflow)
+        assert float(scale.value) == rule.scale
+    assert scale.value is value  # an optimizer, or a captured graph, holds it
+
+    twin = DynamicLossScale(interval=interval, hysteresis=hysteresis, least=1.0, most=2.0**24)
+    twin.load_state_dict(scale.state_dict())
+    assert twin.state_dict() == scale.state_dict()
+
+
+def test_steps_of_several_optimizers_count_once() -> None:
+    scale = DynamicLossScale(initial=8.0, interval=100)
+    for overflow in (0.0, 1.0, 0.0):
+        scale.note(torch.tensor(overflow))
+    scale.settle()
+    assert scale.state_dict() == {"scale": 4.0, "good_steps": 0, "overflows_left": 0}
+
+
+def test_it_stays_while_scaled_gradients_wait() -> None:
+    scale, waiting = DynamicLossScale(initial=8.0), [True]
+    scale.holds.append(lambda: waiting[0])
+    scale.note(torch.tensor(1.0))
+    scale.settle()
+    assert float(scale.value) == 8.0
+    waiting[0] = False
+    scale.settle()
+    assert float(scale.value) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"initial": 0.5}, "0 < least <= initial <= most must hold"),
+        ({"most": 2.0}, "0 < least <= initial <= most must hold"),
+        ({"growth": 0.5}, "growth must be at least 1 and backoff in"),
+        ({"backoff": 0.0}, "growth must be at least 1 and backoff in"),
+        ({"interval": 0}, "interval and hysteresis must be at least 1"),
+        ({"hysteresis": 0}, "interval and hysteresis must be at least 1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        DynamicLossScale(**options)
+
+
+def test_gradients_of_gradients_pass_through() -> None:
+    scale = DynamicLossScale(initial=4.0)
+    x = torch.tensor(3.0, requires_grad=True)
+    (gradient,) = torch.autograd.grad(scale.multiply(x**3), x, create_graph=True)
+    assert float(gradient.detach()) == 4 * 27
+    (second,) = torch.autograd.grad(gradient, x)
+    assert float(second) == 4 * 18
