@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from accel.amp.decorate import decorate
-from accel.amp.functions import (
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
+from accel.amp.functions import float_function, half_function, promote_function, register_function
 from accel.amp.loss_scale import DynamicLossScale
 from accel.amp.masters import master_params
 
@@ -21,7 +14,5 @@ __all__ = [
     "half_function",
     "master_params",
     "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
+    "register_function",
 ]

@@ -22,6 +22,8 @@ _calls = threading.local()
 class Call(NamedTuple):
     """A call of a decorated model that is under way."""
 
+    owner: object
+    """The border through which it went."""
     dtype: torch.dtype
     autocast: Any
     """The context to leave when it ends, None if there is none."""
@@ -64,7 +66,7 @@ class Border:
             context.__enter__()  # type: ignore[no-untyped-call]
         if not hasattr(_calls, "stack"):
             _calls.stack = []
-        _calls.stack.append(Call(self._dtype, context))  # `leave` takes it away, also where the call fails
+        _calls.stack.append(Call(self, self._dtype, context))  # `leave` takes it away, also where the call fails
         into = None if self._autocast else self._dtype
         result: tuple[Any, Any] = mapped(lambda tensor: self._inwards(tensor, into), (args, kwargs))
         return result
@@ -77,9 +79,12 @@ class Border:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Cast what comes out to float32."""
-        context = _calls.stack.pop().autocast
-        if context is not None:
-            context.__exit__(None, None, None)
+        call = current()
+        if call is None or call.owner is not self:  # it failed in a hook before `enter`
+            return output
+        _calls.stack.pop()
+        if call.autocast is not None:
+            call.autocast.__exit__(None, None, None)
         return mapped(self._outwards, output)
 
     def _outwards(self, tensor: Tensor) -> Tensor:

@@ -63,51 +63,24 @@ def promote_function(function: _F) -> _F:
     return _cast_first(function, lambda call, arguments: _widest(arguments))
 
 
-def register_half_function(owner: Any, name: str) -> None:
-    """Make a function of a module or class a half function, for all who look it up there.
+def register_function(owner: Any, name: str, kind: Callable[[Any], Any]) -> None:
+    """Make a function of a module or class one of the three kinds, for all who look it up there.
 
     Args:
         owner: the module or class.
         name: of the function.
+        kind: `half_function`, `float_function` or `promote_function`; the last one registered holds.
 
     Raises:
         InvalidArgument: if there is no such function.
+
+    Example:
+        >>> register_function(torch.nn.functional, "normalize", float_function)
     """
-    _register(owner, name, half_function)
-
-
-def register_float_function(owner: Any, name: str) -> None:
-    """Make a function of a module or class a float function, for all who look it up there.
-
-    Args:
-        owner: the module or class.
-        name: of the function.
-
-    Raises:
-        InvalidArgument: if there is no such function.
-    """
-    _register(owner, name, float_function)
-
-
-def register_promote_function(owner: Any, name: str) -> None:
-    """Make a function of a module or class a promote function, for all who look it up there.
-
-    Args:
-        owner: the module or class.
-        name: of the function.
-
-    Raises:
-        InvalidArgument: if there is no such function.
-    """
-    _register(owner, name, promote_function)
-
-
-def _register(owner: Any, name: str, kind: Callable[[Any], Any]) -> None:
     function = getattr(owner, name, None)
     if not callable(function):
-        raise InvalidArgument(
-            f"{getattr(owner, '__name__', owner)!r} must have a function {name!r}. Found: {function!r}."
-        )
+        place = getattr(owner, "__name__", owner)
+        raise InvalidArgument(f"{place!r} must have a function {name!r}. Found: {function!r}.")
     setattr(owner, name, kind(getattr(function, "_accel_original", function)))
 
 

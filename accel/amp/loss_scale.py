@@ -158,13 +158,17 @@ class DynamicLossScale:
         self._noted.clear()
 
 
-class _Multiplied(torch.autograd.Function):
-    """x, with its gradient multiplied by the scale."""
+class _Passed(torch.autograd.Function):
+    """x as it is; what becomes of its gradient, subclasses say."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: DynamicLossScale) -> Tensor:
         ctx.scale = scale
         return x.view_as(x)
+
+
+class _Multiplied(_Passed):
+    """x, with its gradient multiplied by the scale."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -172,13 +176,8 @@ class _Multiplied(torch.autograd.Function):
         return grads[0] * ctx.scale.value.to(grads[0].device), None
 
 
-class _Divided(torch.autograd.Function):
+class _Divided(_Passed):
     """x, with its gradient divided by the scale."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: DynamicLossScale) -> Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

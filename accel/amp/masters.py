@@ -84,6 +84,8 @@ class MasterWeights:
         """The gradients that the last scaled backward pass has left."""
         self._passed_on: dict[str, Any] = {}
         """What torch.amp.GradScaler has set for this step."""
+        self._hands_over = False
+        """The optimizer has been given a scale, or whether gradients overflowed, for this step."""
         own = [p for p in self._params() if keeps and p in values]
         for p in own:
             optimizer.state[p][_NAME] = values[p]
@@ -216,7 +218,7 @@ class MasterWeights:
         if in_its_pass:
             if self._scale is not None:
                 self._check_unchanged(optimizer)
-                optimizer.grad_scale = self._scale.value  # type: ignore[attr-defined]
+                self._hand_over(optimizer, grad_scale=self._scale.value)
             self._move()
             return
         if native:
@@ -229,11 +231,15 @@ class MasterWeights:
             self.unscaled()
             overflow = self._ready if self._scale is not None else None
         if overflow is not None and self._skips_itself:
-            optimizer.grad_scale, optimizer.found_inf = None, overflow  # type: ignore[attr-defined]
+            self._hand_over(optimizer, grad_scale=None, found_inf=overflow)
         elif overflow is not None and bool(overflow.to("cpu") != 0):  # this waits for the device
             self._hide_gradients()
             return
         self._swap_in(optimizer)
+
+    def _hand_over(self, optimizer: Optimizer, **values: Any) -> None:
+        vars(optimizer).update(values)
+        self._hands_over = True
 
     def _hide_gradients(self) -> None:
         """Let the step find no gradient, so that it changes nothing."""
@@ -270,7 +276,8 @@ class MasterWeights:
         overflow: Tensor | None = self._ready
         if self._fused and overflow is None and self._scale is not None:
             overflow = optimizer.overflow  # type: ignore[attr-defined]
-        if not hasattr(optimizer, "found_inf") or self._scale is not None or self._passed_on:
+        if self._hands_over:
+            self._hands_over = False
             for name in ("grad_scale", "found_inf"):
                 vars(optimizer).pop(name, None)
         vars(optimizer).update(self._passed_on)
@@ -323,9 +330,8 @@ class MasterWeights:
         self._loaded_scale = state_dict.get("loss_scale")
         if self._fused:
             return None
-        params = dict(enumerate(self._params()))
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        halves = {key for key, p in zip(keys, params.values(), strict=False) if p in self._kept}
+        halves = {key for key, p in zip(keys, self._params(), strict=False) if p in self._kept}
         sealed = {
             key: {name: value if name == "step" else _Unrounded(value) for name, value in own.items()}
             if key in halves

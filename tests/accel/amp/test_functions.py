@@ -9,15 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.amp import (
-    decorate,
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
+from accel.amp import decorate, float_function, half_function, promote_function, register_function
 from accel.errors import InvalidArgument
 
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
@@ -62,14 +54,10 @@ def test_arguments_are_cast_within_a_decorated_model(kind: Any, expected: torch.
 
 def test_a_function_of_a_module_is_registered_by_name() -> None:
     owner: Any = SimpleNamespace(double=lambda x: x * 2)
-    for register, dtype in (
-        (register_half_function, HALF),
-        (register_float_function, SINGLE),
-        (register_promote_function, SINGLE),
-    ):
-        register(owner, "double")  # the last one holds
+    for kind, dtype in ((half_function, HALF), (float_function, SINGLE), (promote_function, SINGLE)):
+        register_function(owner, "double", kind)  # the last one holds
         model = decorate(Calls(lambda y, more: owner.double(more["more"][0])), dtype=HALF)
         model(torch.randn(2, 4))
         assert model.noted.dtype == dtype
     with pytest.raises(InvalidArgument, match="must have a function 'triple'"):
-        register_half_function(owner, "triple")
+        register_function(owner, "triple", half_function)

@@ -81,6 +81,26 @@ def test_o1_computes_under_autocast_and_leaves_it() -> None:
     optimizer.step()
 
 
+def test_a_call_that_fails_before_the_border_leaves_the_call_around_it_alone() -> None:
+    def fail(module: nn.Module, args: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    inner, seen = mlp(), []
+    inner.register_forward_pre_hook(fail)
+    inner = decorate(inner, level="O1", dtype=torch.bfloat16)
+
+    class Outer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with pytest.raises(RuntimeError, match="on purpose"):
+                inner(x)
+            seen.append(current())
+            return x
+
+    decorate(Outer(), level="O1", dtype=torch.float16)(torch.randn(2, 8))
+    assert seen[0] is not None and seen[0].dtype == torch.float16
+    assert current() is None
+
+
 def test_modules_that_are_named_stay_in_float32() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -159,6 +159,17 @@ def test_the_native_grad_scaler_needs_no_change(name: str, clips: bool) -> None:
     assert all(map(torch.equal, before, master_params(optimizer)))
 
 
+def test_a_scale_that_the_loop_has_set_itself_stays() -> None:
+    model = mlp()
+    model, optimizer = decorate(model, OPTIMIZERS["FusedSGD"](model.parameters()), dtype=torch.float16, loss_scale=None)
+    optimizer.grad_scale = torch.tensor(64.0)
+    for x, target in batches(2, 8):
+        optimizer.zero_grad()
+        (loss_of(model(x), target) * 64).backward()
+        optimizer.step()
+        assert float(optimizer.grad_scale) == 64.0
+
+
 def test_two_scales_are_one_too_many() -> None:
     model = mlp()
     model, optimizer = decorate(model, torch.optim.SGD(model.parameters(), 0.1), dtype=torch.float16)
