@@ -63,7 +63,7 @@ def _times(row: Result, name: str = "speedup", low: str = "", high: str = "") ->
 def _demo(result: Result) -> Iterator[Line]:
     for name, allow in (("default", "reordered"), ("reduced", "reduced")):
         figure = _times(result["variants"][name], "speedup", "low", "high")
-        what = f'`make demo`: `optimize(allow="{allow}")` on a small CNN, Fashion-MNIST: time of a step'
+        what = f'`make demo`: `optimize(allow="{allow}", budget=5)` on a small CNN, Fashion-MNIST: time of a step'
         yield Line(what, "the plain loop", figure, "figures.md", headline=True)
 
 
