@@ -79,7 +79,7 @@ class PairTape:
 
     def append(self, entry: Any, /) -> None:
         """Hold a phase back until its time follows."""
-        if self._code is None:
+        if self._code is None or isinstance(entry, str):  # Ctrl-C may have come before the time
             self._code = entry
             return
         code, self._code = self._code, None
@@ -95,7 +95,8 @@ class StepClock:
     Attributes:
         now: the clock.
         write: writes a pair to the tape: a phase and a time.
-        tape: phases and times alternately. Two appends to it are the cheapest mark, half the time of `write`.
+        tape: phases and times alternately. Two appends to it are the cheapest mark, half the time of `write`. A phase
+            without its time, because Ctrl-C came between the two, is left out when the tape is read.
         aside_s: seconds excluded by `skip` and `resume`.
         cut_at: when the last step that was read ended, s.
         backward_is_seen: True while `backward` and `backwarded` are called; without them, the loss counts as backward.
@@ -210,7 +211,7 @@ class StepClock:
     def phase(self) -> str:
         """The open phase; may be read by another thread."""
         tape = self.tape
-        for index in range(len(tape) - 2 + len(tape) % 2, -1, -2):
+        for index in range(len(tape) - 1, -1, -1):
             try:
                 if tape[index] in MEANING:
                     return str(tape[index])
@@ -250,8 +251,13 @@ class StepClock:
         self._early = []
         length = len(tape)
         booked, opened, last, phase = self._booked, self._opened, self._last, self._open
-        for index in range(0, length, 2):
+        index = 0
+        while index < length - 1:
             code, at = tape[index], tape[index + 1]
+            if at.__class__ is str and code != WAS:  # Ctrl-C came between the phase and its time
+                index += 1
+                continue
+            index += 2
             if code in booked:
                 booked[phase] += at - last
                 last, phase = at, code

@@ -23,6 +23,7 @@ from hypothesis import settings
 
 from accel.profiler.host import usable_cores
 from tests.durations import Durations
+from tests.sampling import mark_the_rest_slow
 
 # Triton reads it when a kernel is defined. With a GPU the kernels are compiled, without one they are interpreted.
 if not torch.cuda.is_available():
@@ -83,7 +84,9 @@ def pytest_collection() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m "not slow" picks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_the_rest_slow(items)
     # pytest-xdist's processes must collect the same: an object's address in a name differs from process to process.
     if addresses := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"Names of tests must be the same in each process. Found: {addresses}. Give them ids=.")

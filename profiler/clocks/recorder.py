@@ -433,8 +433,11 @@ class Recorder:
 
     def _deliver(self) -> None:
         """Hand over the steps since the last time; an error of the profiler's own must not end the script."""
+        self._guarded(self._hand_over)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            self._hand_over()
+            work()
         except Exception as error:
             self.failed = f"the recorder stopped at step {self.steps}: {type(error).__name__}: {error}"
             self._hot.steps_left = sys.maxsize  # never again
@@ -464,7 +467,13 @@ class Recorder:
         self.on_step(measured)
 
     def catch_up(self) -> None:
-        """Parse the stored segments and call `on_step` for their steps, once the loop is over."""
+        """Parse the stored segments and call `on_step` for their steps, once the loop is over.
+
+        An error of the profiler's own loses the steps after it, and not the report.
+        """
+        self._guarded(self._parse_stored)
+
+    def _parse_stored(self) -> None:
         for number, segment in enumerate(self._segments):
             if number == 0 and self._segments.dropped:  # the steps before were dropped
                 self.first_boundary, self.step_s, self.clock.aside_s = segment[1], 0.0, 0.0

@@ -148,6 +148,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("fault", "way"), PAIRS)
 def test_a_fault_of_the_run_s_own_is_left_to_it(no_waiting: None, fault: str, way: str) -> None:
     plain, _ = run({10: fault}, way, None)

@@ -194,9 +194,9 @@ def test_shares_that_do_not_add_up_are_shown_as_they_are() -> None:
 
 def test_deep_tree_needs_no_deep_stack() -> None:
     root = Node(name="bottom", ms=1.0, share=1.0)
-    for _ in range(5000):
+    for _ in range(1500):  # Python stops at 1,000 calls
         root = Node(name="part", ms=1.0, share=1.0, children=[root])
-    assert [row.percent for row in words.tree(root)] == ["100.0 %"] * 5001
+    assert [row.percent for row in words.tree(root)] == ["100.0 %"] * 1501
     assert render(ProfileReport(evidence=root), width=80, color=False)
 
 

@@ -98,6 +98,7 @@ def go_to(phase: str, loop: Iterator[list[int]], model: FaultyNet) -> int:
     return advance_until(loop, in_trial if phase == "trial" else settled(model))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("phase", ["observe", "trial", "hold"])
 @pytest.mark.parametrize("where", PLACES)
 def test_an_error_passes_through_as_it_is(only_quick: None, phase: str, where: str) -> None:

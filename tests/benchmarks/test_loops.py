@@ -75,6 +75,7 @@ def test_same_bits_every_time(first_run: Callable[[str], Outcome], name: str) ->
     assert_same(first_run(name), run(name, steps=STEPS))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LOOPS)
 def test_wrap_is_called_once_with_what_it_documents(name: str) -> None:
     calls: list[tuple[Any, ...]] = []

@@ -113,6 +113,7 @@ def test_a_way_that_cannot_handle_a_bucket_is_left_out() -> None:
     assert list(found) == [Scheme("half")]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("topology", [PAIR, FOUR], ids=["flat", "by hosts"])
 @pytest.mark.parametrize("shapes", [[(0,)], [(0, 3), (2, 0)], [()], [(1,)], [(1, 2), (1,), (0,)], [(3, 3), (), (2, 1)]])
 def test_buckets_of_nothing_and_of_little_have_a_cost(shapes: list[tuple[int, ...]], topology: Topology) -> None:

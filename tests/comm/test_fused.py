@@ -104,6 +104,7 @@ def _decoded(kind: BlockCompressor, encoded: Tensor, numel: int) -> Tensor:
     return out
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
 @pytest.mark.parametrize("numel", [1, 100, 2049, pytest.param(3333, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS, ids=repr)
@@ -174,6 +175,7 @@ def _same_gathered(kind: OneBit, numel: int, feedback: bool, found: tuple[Tensor
         assert ((after - before.sum(0)).abs() <= 32 * EPS * (before.abs().sum(0) + found[0].abs() + 1)).all()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
 @pytest.mark.parametrize("numel", [1, 100, 2049])
 @pytest.mark.parametrize("kind", [OneBit(64), OneBit(1024), OneBit(1000)], ids=repr)
@@ -218,6 +220,7 @@ LARGEST = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "shares", [(1 / 300, 0.9), pytest.param((1e-4, 0.02, 1.0), marks=pytest.mark.slow)], ids=["two", "more"]
 )

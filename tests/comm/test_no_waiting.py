@@ -30,6 +30,7 @@ def _named(kind: Compressor) -> Compressor:
     return kind
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("where", ["flat", "5 ranks", "by hosts"])
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_nobody_asks_the_device_for_a_value(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,7 @@ def test_a_rank_speaks_to_a_few_that_speak_to_it(size: int) -> None:
         assert len(peers) == size - 1 if size <= 9 else len(peers) <= 2 * math.ceil(math.log2(size))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     ("kind", "word"),

@@ -76,6 +76,7 @@ def low_rank_matrix(m: int, n: int, decay: float, seed: int = 0) -> Tensor:
 # -- approximation -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("alternate", [False, True])
 @pytest.mark.parametrize(("m", "n"), [(60, 40), (40, 60), (33, 33)])
 @pytest.mark.parametrize("rank", [1, 2, 4, 8, 16, 32])

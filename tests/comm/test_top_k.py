@@ -30,6 +30,7 @@ def check(values: torch.Tensor, count: int) -> None:
     assert torch.equal(magnitudes[found].isnan().sum(), want.isnan().sum())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("size", SIZES)
@@ -60,6 +61,7 @@ def patterns(size: int) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("pattern", patterns(8))
 @pytest.mark.parametrize("size", SIZES)
 def test_awkward_values(size: int, pattern: str) -> None:

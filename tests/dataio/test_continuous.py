@@ -357,6 +357,7 @@ class Grows(Squares):
         return 40 + self.step * self.epoch
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shuffle", [True, False], ids=["shuffled", "in order"])
 @pytest.mark.parametrize("step", [5, -5, 40])
 @pytest.mark.parametrize("mode", ["threads", "fork", "proxy"])

@@ -220,6 +220,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("beside", [nobody, idle_thread, busy_thread])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_is_made_from_its_seed_whoever_is_there(kind: str, beside: Any) -> None:
@@ -238,6 +239,7 @@ def test_a_batch_is_made_from_its_seed_whoever_is_there(kind: str, beside: Any) 
     assert random_state() == before
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("beside", [nobody, idle_thread, busy_thread])
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_are_refused_whoever_is_there(kind: str, beside: Any) -> None:

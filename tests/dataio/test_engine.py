@@ -76,6 +76,7 @@ KEPT = ["value", "key", "os", "impostor", "slots", "timeout", "end of file", "br
 WHERE = {"inline": "the loop's own thread", "threads": "thread [01]", "processes": "worker process [01]"}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KEPT)
 def test_an_error_says_who_was_making_which_sample(make: Any, kind: str) -> None:
     error, wanted, text = ERRORS[kind]

@@ -72,6 +72,7 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", DATASETS)
 @settings(max_examples=25)
 @given(indices=st.lists(st.integers(-20, 19).filter(lambda n: n % 20 != 13), min_size=1, max_size=6))

@@ -66,6 +66,7 @@ def wrong_guesses(loader: ContinuousLoader) -> int:
     return continuous.failed_guesses
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize(("mode", "workers"), MODES)
 def test_batches_are_the_plain_loaders(samples: Any, mode: Any, workers: int | None, numbers: str) -> None:

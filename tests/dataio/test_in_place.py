@@ -109,6 +109,7 @@ BETWEEN = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("mode", "change"), BETWEEN)
 def test_a_change_between_epochs(mode: str, change: str) -> None:
     assert_as_plain(mode, CHANGES[change])
@@ -196,6 +197,7 @@ TIMES = [(mode, change, False) for mode in ("threads", "fork", "proxy", "auto") 
 TIMES += [(mode, "attribute", True) for mode in ("proxy", "auto")]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("mode", "change", "often"), TIMES)
 def test_a_change_within_an_epoch(mode: Any, change: str, often: bool) -> None:
     def seen(loader: Any, data: Curriculum) -> list[Tensor]:

@@ -24,9 +24,9 @@ from accel.dataio.passes import tuner
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.jobs import ListLost
 from accel.dataio.passes.proxy import LoaderProxy
-from tests.dataio.interruptions import Interrupter
 from tests.dataio.numbers import Numbers, indices
 from tests.dataio.test_continuous import Silent
+from tests.interruptions import Interrupter
 
 LENGTH, SIZE = 14, 3
 # Of 600 to 1,500 lines that run in an epoch, one in so many: primes, to meet loops over batches at all phases.
@@ -108,7 +108,7 @@ def interrupted(mode: str, own: bool, at: int | None) -> tuple[Interrupter, list
     loader = _wrapped(mode, own)
     try:
         _whole(loader)
-        interrupter, seen, batches = Interrupter(at), [], None
+        interrupter, seen, batches = Interrupter("dataio", at), [], None
         try:
             with interrupter():
                 batches = iter(loader)

@@ -162,6 +162,7 @@ def test_company_changes_where_no_two_lengths_are_equal(padded: bool, limit: dic
 # Efficiency
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("quadratic", [False, True], ids=["linear", "attention"])
 @pytest.mark.parametrize(

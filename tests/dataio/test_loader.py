@@ -28,6 +28,7 @@ from tests.dataio.numbers import Numbers, indices, run, same, saved_and_loaded, 
 # -- order -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("stop", [None, 0, 1, 5, 12], ids=lambda stop: f"leave_at_{stop}")
 def test_shuffled_epochs_left_early(engine: dict[str, Any], stop: int | None) -> None:
     plain = run(DataLoader(Numbers(), 4, shuffle=True, generator=seeded()), 4, stop=stop)
@@ -67,6 +68,7 @@ def test_torchs_own_random_state_is_shared_with_the_loop(engine: dict[str, Any],
     assert torch.equal(moved_state, state)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("told", ["each", "never", "twos"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_distributed_sampler(engine: dict[str, Any], told: str, rank: int) -> None:
@@ -96,6 +98,7 @@ class EveryOther(Sampler[int]):
         return self.length // 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["own", "weighted", "replacement", "batch", "sequential", "no_batches", "drop_last"])
 def test_samplers_of_all_kinds(engine: dict[str, Any], kind: str) -> None:
     def make() -> DataLoader[Any]:
@@ -186,6 +189,7 @@ def test_a_pass_over_a_closed_loader_ends_as_it_should(engine: dict[str, Any]) -
 # -- the dataset's epoch ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("through", ["loader", "dataset", "attribute"])
 def test_the_datasets_epoch_reaches_live_workers(engine: dict[str, Any], through: str) -> None:
     data = Numbers()

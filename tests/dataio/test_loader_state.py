@@ -30,6 +30,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("at", [0, 1, 7, 12, 13], ids=lambda at: f"after_{at}")
 @pytest.mark.parametrize(("first", "then"), CHANGES)
 def test_going_on_in_the_middle_of_an_epoch(first: tuple[str, int], then: tuple[str, int], at: int) -> None:

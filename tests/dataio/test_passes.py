@@ -60,6 +60,7 @@ class Raises(Sampler[int]):
         raise LookupError("no more of these")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("length", [0, 3, 9, 11, 40])
 @pytest.mark.parametrize("mode", MODES[:-1])
 def test_a_samplers_error_comes_after_the_batches_it_has_yielded(mode: Any, length: int) -> None:

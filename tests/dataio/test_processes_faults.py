@@ -32,6 +32,7 @@ from tests.dataio.engines import (
 from tests.dataio.faults import ENDS, ERRORS, GARBAGE, Once, only_in, throw
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ERRORS)
 def test_what_the_dataset_raises_comes_out(kind: str) -> None:
     error, wanted, text = ERRORS[kind]

@@ -100,6 +100,7 @@ def test_a_thousand_batches_have_the_published_targets(kind: str, seeds: range) 
         same(fcos3d_targets(points, gts, CONFIG), fcos3d_batch(points, gts, CONFIG))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_setting_on_every_path(name: str, kind: str) -> None:
@@ -113,6 +114,7 @@ def test_every_setting_on_every_path(name: str, kind: str) -> None:
 
 
 # Boxes of NaN and inf are meant; numpy, which interprets the kernels, warns of what it computes from them.
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|underflow) encountered:RuntimeWarning")
 @pytest.mark.parametrize("seed", [300, pytest.param(301, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)

@@ -32,6 +32,7 @@ def as_found(matched: Sequence[Sequence[Tensor]]) -> list[list[list[float]]]:
     ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("case", COUNTS)
 def test_the_targets_are_those_of_the_loops(case: str, seed: int) -> None:

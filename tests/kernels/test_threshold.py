@@ -57,6 +57,7 @@ def test_maxima(size: int, path: str) -> None:
     assert torch.equal(block_maxima(x).nan_to_num(7.0, 8.0), expected.nan_to_num(7.0, 8.0))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("with_maxima", [False, True], ids=["all read", "by maxima"])
 @pytest.mark.parametrize("size", SIZES)
 def test_all_that_are_there(size: int, with_maxima: bool, path: str) -> None:
@@ -66,6 +67,7 @@ def test_all_that_are_there(size: int, with_maxima: bool, path: str) -> None:
         _check(at_least(x, torch.tensor(least), maxima=maxima), x, least, None)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("with_maxima", [False, True], ids=["all read", "by maxima"])
 @pytest.mark.parametrize(
     "room", [0, 1, 700, 2049, 12_000]

@@ -98,7 +98,7 @@ LAYERS = {
 # Each of their flags is in another layer too; several row blocks are those of a head of 64.
 PAIRS = {
     *("window 12, half", "cosine, half", "cosine, window 12", "half, head of 16", "half, head of 64"),
-    *("window 12: several row blocks", "swin, not shifted"),
+    *("window 12: several row blocks", "swin, not shifted", "one head of three, odd numbers"),
 }
 
 

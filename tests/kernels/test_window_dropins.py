@@ -35,6 +35,7 @@ def run(model: nn.Module, *inputs: Tensor | None) -> dict[str, Tensor]:
     return {"output": out.detach(), **grads}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", SIZES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fused_model_computes_the_same(name: str, case: str) -> None:
@@ -122,6 +123,7 @@ def shift_mask() -> Tensor:
     return torch.where(regions[:, None] == regions[:, :, None], 0.0, -100.0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shifted", [False, True], ids=["not shifted", "shifted"])
 @pytest.mark.parametrize("window", [(4, 4), (7, 7), (12, 12), (3, 5)])
 @pytest.mark.parametrize("name", MODULES)

@@ -72,6 +72,22 @@ def test_any_order_of_marks_books_every_moment(marks: list[tuple[str, float]]) -
     assert set(measured.phases) == set(PHASES)
 
 
+@given(st.lists(st.tuples(st.sampled_from(MARKS), st.floats(0, 10), st.booleans())))
+def test_marks_that_ctrl_c_cut_in_half_are_left_out(marks: list[tuple[str, float, bool]]) -> None:
+    fake = FakeClock()
+    clock, whole = StepClock(fake), StepClock(fake)
+    for mark, seconds, torn in marks:
+        fake.after(seconds)
+        if torn:
+            clock.tape.append("forward")
+            continue
+        for each in (clock, whole):
+            each.batch(1, None) if mark == "batch" else getattr(each, mark)()
+        assert clock.phase == whole.phase
+
+    assert clock.close(0) == whole.close(0)
+
+
 def test_several_batches_and_calls_make_one_step() -> None:
     fake = FakeClock()
     clock = StepClock(fake)

@@ -36,6 +36,7 @@ def reloaded(state: Any) -> Any:
     return torch.load(buffer, weights_only=True)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_that_stops_and_goes_on_is_bitwise_one_that_does_not(name: str, dtype: torch.dtype) -> None:

@@ -83,6 +83,7 @@ def curve(data: tuple[Tensor, Tensor], name: str, make: Any, **options: Any) -> 
     return torch.stack(losses)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdamW])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_curve_is_that_of_float32(digits: tuple[Tensor, Tensor], name: str, make: Any) -> None:

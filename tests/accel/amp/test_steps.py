@@ -28,6 +28,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, target: 
     return loss.detach()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("make", "shape"), [(mlp, (8,)), (cnn, (3, 8, 8))])

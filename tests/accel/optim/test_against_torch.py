@@ -74,6 +74,7 @@ def compare(ours: Params, theirs: Params, steps: int, least: torch.dtype = torch
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp64"])
 @pytest.mark.parametrize(("info", "words", "options"), INPUTS, ids=NAMES)
 def test_weights_are_torchs(info: Any, words: str, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -103,6 +104,7 @@ def test_all_weights_are_torchs_by_kernels(
     compare(ours, theirs, 20, rounded(options))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("info", "words", "options"), INPUTS, ids=NAMES)
 def test_states_go_both_ways(info: Any, words: str, options: dict[str, Any]) -> None:
     """Train in one, go on in the other, by a file."""
@@ -166,6 +168,7 @@ def _schedules() -> list[Any]:
     ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("info", "index"), _schedules())
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
 def test_schedulers_are_followed(info: Any, index: int, tensor: bool) -> None:

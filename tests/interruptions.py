@@ -1,4 +1,4 @@
-"""Raise KeyboardInterrupt at one line of the loading code after the other, as Ctrl-C might."""
+"""Raise KeyboardInterrupt at one line of the library after the other, as Ctrl-C might."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import accel.dataio.engine
-
-HERE = str(Path(accel.dataio.engine.__file__).resolve().parents[1])
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Interrupter:
-    """Counts the lines of the loading code that run, and raises at number `at`.
+    """Counts the lines of a folder's code that run, and raises at number `at`.
 
     Args:
+        folder: of the library.
         at: number of the line, from 0; None to count only.
     """
 
-    def __init__(self, at: int | None) -> None:
+    def __init__(self, folder: str, at: int | None) -> None:
         self.at, self.lines, self.place = at, 0, ""
+        self._folder = str(ROOT / folder)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -35,7 +35,9 @@ class Interrupter:
             sys.settrace(before)
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        return self._line if _ours(frame.f_code.co_filename) and not _swallowed(frame) else None
+        return (
+            self._line if _real(frame.f_code.co_filename).startswith(self._folder) and not _swallowed(frame) else None
+        )
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
@@ -47,8 +49,8 @@ class Interrupter:
 
 
 @functools.cache
-def _ours(filename: str) -> bool:
-    return str(Path(filename).resolve()).startswith(HERE)
+def _real(filename: str) -> str:
+    return str(Path(filename).resolve())
 
 
 def _swallowed(frame: FrameType | None) -> bool:
