@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from accel.profiler import naming
 from accel.profiler.clocks import called_modules as roots
 from accel.profiler.clocks import facts
 from accel.profiler.clocks.probes import Loaders
-from accel.profiler.clocks.recorder import Recorder, kept_steps
+from accel.profiler.clocks.recorder import Recorder
+from accel.profiler.clocks.segments import KEPT_STEPS
 from accel.profiler.clocks.settings import TorchSettings
 from accel.profiler.conclusion import judging
 from accel.profiler.diagnose.causes import CROWDS
@@ -68,7 +70,7 @@ class ProfileSession:
         self.exchange = exchange
         self.experiments: dict[str, Experiment] = {}
         """By the cause they tested."""
-        self.steps = kept_steps()
+        self.steps: deque[Measurement] = deque(maxlen=KEPT_STEPS)
         self.samples = 0
         self.counted_s = 0.0
         self.unseen: list[str] = []

@@ -5,8 +5,9 @@
     @pytest.mark.parametrize("size", SIZES)
     def test_…(dtype, size): ...
 
-Each value of each parameter is in at least one of the cases that stay, and at least one case in `n` stays. Which ones
-depends on their names alone, so that they are the same in each run.
+Each value of each parameter is in at least one of the cases that stay, and at least one case in `n` stays; with
+`every_value=False`, for lists whose cases overlap, only the latter. Which ones depends on their names alone, so that
+they are the same in each run.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ def mark_the_rest_slow(items: Iterable[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and item.get_closest_marker("sample") and not _is_slow(item):
             cases[item.parent, item.originalname].append(item)
     for of_a_test in cases.values():
-        (one_in,) = next(of_a_test[0].iter_markers("sample")).args
-        stay = sample([_values(item) for item in of_a_test], [item.name for item in of_a_test], one_in)
+        marker = next(of_a_test[0].iter_markers("sample"))
+        covers = marker.kwargs.get("every_value", True)
+        values = [_values(item) if covers else set() for item in of_a_test]
+        stay = sample(values, [item.name for item in of_a_test], *marker.args)
         for number, item in enumerate(of_a_test):
             if number not in stay:
                 item.add_marker(pytest.mark.slow)

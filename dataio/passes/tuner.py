@@ -116,6 +116,14 @@ class Busy(NamedTuple):
         return Busy(self.run_s - before.run_s, self.line_s - before.line_s)
 
 
+class _Served(NamedTuple):
+    """A batch: the wait for it, the loop's own time since the one before, and how much of the wait was at work."""
+
+    wait_s: float
+    own_s: float
+    busy: Busy
+
+
 class Tuner:
     """Decide on a setting from the times of the running loop.
 
@@ -166,9 +174,7 @@ class Tuner:
 
     def _block(self, settle: int = 0, settle_s: float = 0.0) -> None:
         self._settle, self._settle_until = settle, time.perf_counter() + settle_s
-        self._steps: list[float] = []
-        self._waits: list[float] = []
-        self._busy: list[Busy] = []
+        self._batches: list[_Served] = []  # one list: Ctrl-C between two appends would leave two of unequal length
         self._spent_s = 0.0
 
     @property
@@ -220,9 +226,7 @@ class Tuner:
         if self._settle > 0 or time.perf_counter() < self._settle_until:
             self._settle -= 1
             return
-        self._waits.append(wait_s)
-        self._steps.append(own_s)
-        self._busy.append(busy)
+        self._batches.append(_Served(wait_s, own_s, busy))
         self._spent_s += wait_s + own_s
         if self._phase == "first":
             self._after_first()
@@ -234,16 +238,21 @@ class Tuner:
     # -- deciding ----------------------------------------------------------------------------------------------------
 
     def _cost(self) -> InlineCost:
-        fetch = statistics.median(self._waits)
-        run = min(fetch, max(0.0, statistics.median(busy.run_s for busy in self._busy)))
+        batches = self._batches
+        fetch = statistics.median(each.wait_s for each in batches)
+        run = min(fetch, max(0.0, statistics.median(each.busy.run_s for each in batches)))
         # Asleep batch by batch: where a crowd comes and goes, the median of the line is not that of the median batch.
-        asleep = statistics.median(
-            max(0.0, wait - busy.run_s - busy.line_s) for wait, busy in zip(self._waits, self._busy, strict=True)
-        )
-        return InlineCost(fetch, run, max(0.0, fetch - run - asleep), statistics.median(self._steps))
+        asleep = statistics.median(max(0.0, each.wait_s - each.busy.run_s - each.busy.line_s) for each in batches)
+        return InlineCost(fetch, run, max(0.0, fetch - run - asleep), self._step_s())
+
+    def _step_s(self) -> float:
+        return statistics.median(each.own_s for each in self._batches)
+
+    def _wait_s(self) -> float:
+        return statistics.fmean(each.wait_s for each in self._batches)
 
     def _after_first(self) -> None:
-        count = len(self._waits)
+        count = len(self._batches)
         if count < 3 or (count < _FIRST and self._spent_s < _FIRST_S):
             return
         cost = self._cost()
@@ -271,7 +280,7 @@ class Tuner:
         enough = max(_BLOCK, 2 * capacity)
         # Rounds that decide nothing are too short for the bursts of this machine.
         block_s = _BLOCK_S * (1 + self._rounds.done // 4)
-        if len(self._waits) < enough or (self._spent_s < block_s and len(self._waits) < _LONGEST):
+        if len(self._batches) < enough or (self._spent_s < block_s and len(self._batches) < _LONGEST):
             return
         if self.current.mode == "inline":
             self._drop_idle(self._cost())
@@ -289,9 +298,8 @@ class Tuner:
     def _measured(self) -> tuple[float, float]:
         # By means, since batches come in bursts, and what is no wait in one setting is a longer step in another. But
         # now and then a step logs or saves: that counts as no more than three.
-        most = 3 * statistics.median(self._steps)
-        wait = statistics.fmean(self._waits)
-        return wait + statistics.fmean(min(step, most) for step in self._steps), wait
+        most, wait = 3 * self._step_s(), self._wait_s()
+        return wait + statistics.fmean(min(each.own_s, most) for each in self._batches), wait
 
     def _next_block(self, capacity: int) -> None:
         following = self._rounds.current
@@ -320,9 +328,9 @@ class Tuner:
 
     def _watch(self) -> None:
         """Look whether the loop is another than when the setting was chosen."""
-        if self._spent_s < _WINDOW_S or len(self._waits) < _WINDOW:
+        if self._spent_s < _WINDOW_S or len(self._batches) < _WINDOW:
             return
-        wait, step = statistics.fmean(self._waits), statistics.median(self._steps)
+        wait, step = self._wait_s(), self._step_s()
         if self.current.mode != "inline" and self.ahead.saw(wait, step, self.current.workers):
             self.changes += 1
             self._block(settle=2 * self.current.workers * self.ahead.batches)

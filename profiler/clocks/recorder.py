@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections import deque
 from collections.abc import Callable
 from threading import get_ident
 from types import MethodType
@@ -30,11 +29,10 @@ from accel.profiler.clocks.collate_time import CollateTimer
 from accel.profiler.clocks.device_events import DeviceEvents
 from accel.profiler.clocks.mark_state import MarkState
 from accel.profiler.clocks.probes import Function, Loaders, Probes
-from accel.profiler.clocks.segments import Segments
+from accel.profiler.clocks.segments import KEPT_STEPS, Segments
 from accel.profiler.evidence import LoaderFacts
 from accel.profiler.phases import CUT, STEP, Measurement, PairTape, StepClock, Tape
 
-_KEPT_STEPS = 20_000
 _LEARNING_STEPS = 12
 """Steps in which a module that is never called is replaced by its children."""
 _LOST = 50
@@ -92,7 +90,7 @@ class Recorder:
         self._training: set[int] = set()
         self._recent: list[int] = []
         self._hot = MarkState()
-        self._segments = Segments(_KEPT_STEPS, self.clock.now)
+        self._segments = Segments(KEPT_STEPS, self.clock.now)
         self._segment_steps = 1
         self._starts_epoch = False
         self._other_updates = 0
@@ -467,10 +465,7 @@ class Recorder:
         self.on_step(measured)
 
     def catch_up(self) -> None:
-        """Parse the stored segments and call `on_step` for their steps, once the loop is over.
-
-        An error of the profiler's own loses the steps after it, and not the report.
-        """
+        """Parse the stored segments, call `on_step` for their steps; an error loses those after it, no more."""
         self._guarded(self._parse_stored)
 
     def _parse_stored(self) -> None:
@@ -502,8 +497,3 @@ class Recorder:
     def worker_pids(self) -> list[int]:
         """Return the loader's worker processes."""
         return [worker.pid for worker in getattr(self.iterator, "_workers", []) if worker.pid]
-
-
-def kept_steps() -> deque[Measurement]:
-    """Return a deque for the last 20,000 steps: 20 MB."""
-    return deque(maxlen=_KEPT_STEPS)

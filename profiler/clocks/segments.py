@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+KEPT_STEPS = 20_000
+"""The last steps that are kept: 20 MB."""
 MIN_STEPS, MAX_STEPS, SECONDS = 64, 512, 1.0
 """A segment has as many steps as take a second, within these bounds. With 64 always, handing segments over and the
 readings that come with that cost 1 µs of a step of 70 µs."""
