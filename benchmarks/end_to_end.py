@@ -4,11 +4,12 @@
 
 Each process begins with its imports, so the search, its trials and the import of accel count against the speed-up. The
 second run finds what the first one remembered, as a script does that is started again; torch's compiled graphs are
-found again too. Processes take turns, two of them between two plain ones: A B C A. Each is compared with the plain ones
-on either side.
+found again too. A process with accel and a plain one take turns of two seconds (`benchmarks.turns`), so that both meet
+the same neighbours; `--variant plain` shows what is left of the noise.
 
-To save time a process without accel ends `--hold` seconds after its third step; the rest of `--seconds` is counted at
-its rate in those seconds (`benchmarks.whole_process`). `--hold 0` runs all to their end, as those with accel always do.
+To save time a variant without accel, and the plain process beside it, end `--hold` seconds after their third step; the
+rest of `--seconds` is counted at their rate in those seconds (`benchmarks.whole_process`). `--hold 0` runs all to their
+end, as those with accel always do.
 
 With `--variant by_hand` the settings of `benchmarks/variants/recipes.py` are tried, and the rivals with their names.
 What is recorded of a model stays until the same is recorded anew, so that a recording may be made in parts.
@@ -16,11 +17,12 @@ What is recorded of a model stays until the same is recorded anew, so that a rec
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -28,20 +30,21 @@ from typing import NamedTuple
 import click
 from rich.console import Console
 
+from accel.profiler.trial import interval, winsorised
 from benchmarks import strategy_table, whole_process
 from benchmarks.end_to_end_table import summary, table_block
 from benchmarks.record import Column, Record
 from benchmarks.render import Row
-from benchmarks.spread import extremes, geometric_mean
+from benchmarks.spread import Spread
 from benchmarks.suite import MODELS
 from benchmarks.variants import VARIANTS, hand_tuned, variant
-from benchmarks.whole_process import Course, ProcessFailed
+from benchmarks.whole_process import Course, Process, ProcessFailed
 
 __all__ = ["RECORD", "main", "table_block"]
 
 RECORD = Record(
     "end-to-end",
-    "steps of whole processes in the same time ÷ those of the plain ones before and after, geometric mean",
+    "steps of whole processes in the same time ÷ those of plain ones that took turns with them",
     {
         "model": Column("by its name"),
         "variant": Column('"first" and "second" run with accel, or a variant of benchmarks/variants'),
@@ -53,8 +56,8 @@ RECORD = Record(
         "plain_steps": Column("mean steps of a plain process in that time"),
         "steps": Column("mean steps of this one"),
         "ratio": Column("of steps"),
-        "low": Column("least of the ratios to single plain processes"),
-        "high": Column("most of them"),
+        "low": Column("lower end of its 95 % interval, from parts of the second half of the time"),
+        "high": Column("upper end"),
         "start_s": Column("end of the first step, s"),
         "measured_s": Column("length of the process, s"),
         "loss_s": Column("when the loss was that of the plain one's end, s; none if it never was"),
@@ -67,7 +70,9 @@ RECORD = Record(
     key=("model", "variant"),
 )
 LEVELS = [name for name, chosen in VARIANTS.items() if chosen.allow]
-CHOICES = ("first", "second", "by_hand", *(name for name in VARIANTS if name != "plain"))
+CHOICES = ("first", "second", "by_hand", *VARIANTS)
+_PARTS = 10
+"""Of the second half of a process's time, for the scatter."""
 
 
 class Job(NamedTuple):
@@ -86,7 +91,7 @@ class Job(NamedTuple):
         return [f"--size={self.size}", f"--data={self.data}", f"--seconds={self.seconds}", f"--hold={hold}"]
 
 
-Run = Callable[[str, str, Sequence[str], dict[str, str]], Course]
+Run = Callable[[Sequence[Process]], list[Course | ProcessFailed]]
 
 
 class Folders:
@@ -119,15 +124,23 @@ def expanded(chosen: Sequence[str], model: str) -> list[str]:
     return names
 
 
-def process(job: Job, name: str, folders: Folders, run: Run) -> Course:
-    """Run one variant in a process; one with a cache of its own a second time, as its user would."""
+def process(job: Job, name: str, folders: Folders, hold: float | None = None) -> Process:
+    """Return the process of one variant."""
     if name in ("first", "second"):
         environ = folders.fresh("accel") if name == "first" else folders.same("accel")
-        return run(job.model, job.allow, job.arguments(), environ)
-    environ = folders.fresh(name)
-    if variant(name).caches and not variant(name).allow:
-        run(job.model, name, job.arguments(hold=min(job.hold, 2.0) or 2.0), environ)
-    return run(job.model, name, job.arguments(), environ)
+        return Process(job.model, job.allow, job.arguments(hold), environ)
+    return Process(job.model, name, job.arguments(hold), folders.fresh(name))
+
+
+def groups(names: Sequence[str]) -> list[list[str]]:
+    """Return which variants take turns with one plain process: those with a search alone, all others together."""
+    searching = [[name] for name in names if _searches(name)]
+    others = [name for name in names if not _searches(name)]
+    return [*searching, *([others] if others else [])]
+
+
+def _searches(name: str) -> bool:
+    return name in ("first", "second") or bool(variant(name).allow)
 
 
 def compare(job: Job, names: Sequence[str], rounds: int, run: Run = whole_process.run) -> Iterator[tuple[Row, Course]]:
@@ -137,67 +150,93 @@ def compare(job: Job, names: Sequence[str], rounds: int, run: Run = whole_proces
         job: model, size and times.
         names: of the variants, in order.
         rounds: how often each is run.
-        run: starts a process and returns its course.
+        run: starts processes that take turns and returns their courses.
     """
-    courses: dict[str, list[tuple[Course, tuple[Course, Course]]]] = {name: [] for name in names}
+    courses: dict[str, list[tuple[Course, Course]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as root:
         folders = Folders(Path(root))
-        before = process(job, "plain", folders, run)
-        for _ in range(rounds):
-            for pair in (names[index : index + 2] for index in range(0, len(names), 2)):
-                measured = []
-                for name in pair:
-                    with _reported(name):
-                        measured.append((name, process(job, name, folders, run)))
-                after = process(job, "plain", folders, run)
-                for name, course in measured:
-                    courses[name].append((course, (before, after)))
-                before = after
+        for number, group in enumerate(groups(names) * rounds):
+            for name, own, plain in _in_turns(job, group, folders, run, plain_first=number % 2 == 0):
+                courses[name].append((own, plain))
     for name, measured_courses in courses.items():
         if measured_courses:
             yield row_of(job, name, measured_courses), measured_courses[-1][0]
 
 
-@contextlib.contextmanager
-def _reported(name: str) -> Iterator[None]:
-    """A rival or a recipe that fails on a model is said and left out; accel must not fail."""
-    try:
-        yield
-    except ProcessFailed as error:
-        if name in ("first", "second"):
-            raise
-        lines = str(error).strip().splitlines()
-        click.echo(f"left out: {lines[0]} {lines[-1]}", err=True)
+def _in_turns(
+    job: Job, group: Sequence[str], folders: Folders, run: Run, *, plain_first: bool
+) -> Iterator[tuple[str, Course, Course]]:
+    """Yield each variant of a group with its course and that of the plain process beside it.
+
+    The first of several equal processes was often the slowest, by some percent, so the plain one is it by turns.
+    """
+    processes = []
+    for name in group:
+        processes.append(process(job, name, folders))
+        if not _searches(name) and variant(name).caches:  # as its user would, a second time
+            run([processes[-1]._replace(arguments=job.arguments(hold=min(job.hold, 2.0) or 2.0))])
+    # Where there is a search, the plain process goes on as long as it does.
+    plain = process(job, "plain", folders, hold=0.0 if _searches(group[0]) else None)
+    if plain_first:
+        reference, *outcomes = run([plain, *processes])
+    else:
+        *outcomes, reference = run([*processes, plain])
+    if isinstance(reference, ProcessFailed):
+        raise reference
+    for name, course in zip(group, outcomes, strict=True):
+        if not isinstance(course, ProcessFailed):
+            yield name, course, reference
+        elif name in ("first", "second"):
+            raise course
+        else:  # a rival or a recipe that fails on a model is said and left out
+            lines = str(course).strip().splitlines()
+            click.echo(f"left out: {lines[0]} {lines[-1]}", err=True)
 
 
-def row_of(job: Job, name: str, courses: Sequence[tuple[Course, tuple[Course, Course]]]) -> Row:
-    """Return the row of a variant: each of its courses with the plain ones around it."""
-    steps = [course.steps_in(job.seconds) for course, _ in courses]
-    plain_steps = [[plain.steps_in(job.seconds) for plain in around] for _, around in courses]
-    ratios = [own / plain for own, around in zip(steps, plain_steps, strict=True) for plain in around]
-    last, (before, after) = courses[-1]
+def row_of(job: Job, name: str, courses: Sequence[tuple[Course, Course]]) -> Row:
+    """Return the row of a variant: each of its courses with the plain one beside it."""
+    seconds = job.seconds
+    measured = ratio(courses, seconds)
+    last, plain = courses[-1]
     return {
         "model": job.model,
         "variant": name,
         "allow": job.allow if name in ("first", "second") else variant(name).allow,
         "size": job.size,
         "data": job.data,
-        "seconds": job.seconds,
+        "seconds": seconds,
         "hold": job.hold,
-        "plain_steps": fmean(count for around in plain_steps for count in around),
-        "steps": fmean(steps),
-        "ratio": geometric_mean(ratios),
-        "low": extremes(ratios).low,
-        "high": extremes(ratios).high,
-        "start_s": fmean(course.ends_s[0] for course, _ in courses),
-        "measured_s": fmean(course.ends_s[-1] for course, _ in courses),
-        "loss_s": last.reached_s(after.loss()),
-        "plain_loss_s": after.reached_s(after.loss()),
-        "peak_mb": max(course.peak_mb for course, _ in courses),
-        "plain_peak_mb": max(before.peak_mb, after.peak_mb),
+        "plain_steps": fmean(plain.steps_in(seconds) for _, plain in courses),
+        "steps": fmean(own.steps_in(seconds) for own, _ in courses),
+        **measured.named("ratio", "low", "high"),
+        "start_s": fmean(own.ends_s[0] for own, _ in courses),
+        "measured_s": fmean(own.ends_s[-1] for own, _ in courses),
+        "loss_s": last.reached_s(plain.loss()),
+        "plain_loss_s": plain.reached_s(plain.loss()),
+        "peak_mb": max(own.peak_mb for own, _ in courses),
+        "plain_peak_mb": max(plain.peak_mb for _, plain in courses),
         "kept": last.kept,
         "remembered": last.remembered,
     }
+
+
+def ratio(courses: Sequence[tuple[Course, Course]], seconds: float) -> Spread:
+    """Return the ratio of steps in so many seconds, geometric mean over the processes, with its 95 % interval.
+
+    The interval is from the scatter of the ratio over parts of the second half of the time, in which the search is
+    mostly over, and of whole processes.
+    """
+    totals = [math.log(own.steps_in(seconds) / plain.steps_in(seconds)) for own, plain in courses]
+    scatter: list[float] = []
+    for total, (own, plain) in zip(totals, courses, strict=True):
+        until = min(own.ends_s[-1], plain.ends_s[-1])
+        since = max(own.ends_s[0], plain.ends_s[0], until - seconds / 2)
+        edges = [since + (until - since) * part / _PARTS for part in range(_PARTS + 1)]
+        rates = [[course.steps_until(b) - course.steps_until(a) for a, b in pairwise(edges)] for course in (own, plain)]
+        logs = [math.log(fast / slow) for fast, slow in zip(*rates, strict=True) if fast > 0 and slow > 0]
+        scatter += [each - fmean(logs) + total for each in logs]
+    low, high = interval(winsorised(scatter), 0.025) if len(scatter) > 1 else (-math.inf, math.inf)
+    return Spread(math.exp(fmean(totals)), math.exp(low), math.exp(high))
 
 
 def recorded(record: Record, job: Job) -> Record:

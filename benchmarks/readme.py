@@ -26,6 +26,7 @@ from benchmarks import (
     fault_matrix,
     fcos_targets,
     jpeg,
+    launch_cost,
     length_balance,
     loaders,
     never_slower,
@@ -68,6 +69,7 @@ BLOCKS = (
     Block("docs/comm_figures.md", "accuracy", "comm-accuracy", comm_accuracy.table_block),
     Block("docs/kernels.md", "simota", "simota", simota.table_block),
     Block("docs/kernels.md", "fcos", "fcos-targets", fcos_targets.table_block),
+    Block("docs/kernels.md", "host", "launch-cost", launch_cost.RECORD.block),
     Block("docs/kernels.md", "bernoulli", "bernoulli", bernoulli.RECORD.block),
 )
 

@@ -35,6 +35,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "simota": ("simota", "--record"),
     "fcos_targets": ("fcos_targets", "--record"),
     "optimizers": ("optimizers", "--record"),
+    "launch_cost": ("launch_cost", "--record"),
     "bernoulli": ("bernoulli", "--record"),
     "length_balance": ("length_balance", "--record"),
     "elastic_sampler": ("elastic_sampler", "--record"),

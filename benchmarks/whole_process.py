@@ -13,16 +13,13 @@ import bisect
 import dataclasses
 import itertools
 import json
-import os
 import resource
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -30,11 +27,13 @@ from torch import Tensor
 
 from benchmarks.suite import MODELS, Size, Workload, train_step
 from benchmarks.suite.files import from_files
+from benchmarks.turns import Command, take_turns
 from benchmarks.variants import variant
 
-_ROOT = Path(__file__).resolve().parent.parent
 _WARM_STEPS = 3
 """After so many steps a process without a search is as fast as it will be."""
+_TURN_S = 2.0
+"""Long against the first step of a turn, which finds cold caches; short against what the neighbours do."""
 _WINDOW = 20
 """Steps whose mean loss counts as the loss at a time."""
 
@@ -75,6 +74,14 @@ class Course:
             return bisect.bisect_right(self.ends_s, seconds)
         return len(self.ends_s) + (seconds - end) * self.rate()
 
+    def steps_until(self, second: float) -> float:
+        """Return the steps until then, the share of one that was under way included."""
+        number = bisect.bisect_right(self.ends_s, second)
+        if number in (0, len(self.ends_s)):
+            return number
+        before, after = self.ends_s[number - 1 : number + 1]
+        return number + (second - before) / (after - before)
+
     def loss(self) -> float:
         """Return the loss at the end: the mean over the last steps."""
         return statistics.fmean(self.losses[-_WINDOW:])
@@ -111,7 +118,9 @@ class Stop:
         return 0.0 if self._warm_s is None else now_s - self._warm_s
 
 
-def train(workload: Workload, stop: Stop, device: torch.device, clock: Callable[[], float]) -> Course:
+def train(
+    workload: Workload, stop: Stop, device: torch.device, clock: Callable[[], float], between: Callable[[], None]
+) -> Course:
     """Train until it is time to stop.
 
     Args:
@@ -119,6 +128,7 @@ def train(workload: Workload, stop: Stop, device: torch.device, clock: Callable[
         stop: tells when.
         device: where the batches go.
         clock: seconds since the process was started.
+        between: called between two steps.
     """
     ends_s: list[float] = []
     losses: list[Tensor] = []
@@ -130,9 +140,19 @@ def train(workload: Workload, stop: Stop, device: torch.device, clock: Callable[
             ends_s.append(clock())
             if stop(len(ends_s), ends_s[-1]):
                 return Course(ends_s, torch.stack(losses).tolist(), stop.held_s(ends_s[-1]))
+            between()
 
 
-def work(model: str, name: str, size: Size, data: str, seconds: float, hold_s: float, launched: float) -> Course:
+def work(
+    model: str,
+    name: str,
+    size: Size,
+    data: str,
+    seconds: float,
+    hold_s: float,
+    launched: float,
+    between: Callable[[], None],
+) -> Course:
     """Be a process: train a model of the suite in one variant."""
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -143,7 +163,7 @@ def work(model: str, name: str, size: Size, data: str, seconds: float, hold_s: f
     chosen = variant(name)
     workload = chosen.prepare(workload, model)
     stop = Stop(seconds, 0.0 if chosen.allow else hold_s)  # the search goes on as long as the run does
-    course = train(workload, stop, device, lambda: time.time() - launched)
+    course = train(workload, stop, device, lambda: time.time() - launched, between)
     course.peak_mb = peak_mb(device)
     if chosen.allow:
         import accel
@@ -166,29 +186,29 @@ class ProcessFailed(RuntimeError):
     """A training process ended with an error; the message holds the end of what it printed."""
 
 
-def run(model: str, name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Course:
-    """Train in a process of its own and return its course.
+class Process(NamedTuple):
+    """A process to be run."""
 
-    Args:
-        model: of the suite.
-        name: of the variant.
-        arguments: more options of this module's command.
-        environ: more variables.
+    model: str
+    """Of the suite."""
+    variant: str
+    arguments: Sequence[str]
+    """More options of this module's command."""
+    environ: Mapping[str, str]
+    """More variables."""
 
-    Raises:
-        ProcessFailed: if it fails.
-    """
-    command = [sys.executable, "-m", "benchmarks.whole_process", model, name, *arguments]
-    done = subprocess.run(
-        [*command, f"--launched={time.time()}"],
-        cwd=_ROOT,
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+
+def run(processes: Sequence[Process]) -> list[Course | ProcessFailed]:
+    """Train in processes that take turns; return the course of each, or why it failed."""
+    start = ["-m", "benchmarks.turn_clock", str(_TURN_S)]
+    commands = [Command([*start, each.model, each.variant, *each.arguments], each.environ) for each in processes]
+    return [_course(process, done) for process, done in zip(processes, take_turns(commands), strict=True)]
+
+
+def _course(process: Process, done: subprocess.CompletedProcess[str]) -> Course | ProcessFailed:
     if done.returncode:
-        raise ProcessFailed(f"{model}, {name}, ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        ended = f"{process.model}, {process.variant}, ended with {done.returncode}"
+        return ProcessFailed(f"{ended}:\n{done.stderr[-3000:]}")
     return Course(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -200,10 +220,25 @@ def run(model: str, name: str, arguments: Sequence[str], environ: Mapping[str, s
 @click.option("--seconds", default=180.0, show_default=True, help="Of the process.")
 @click.option("--hold", default=20.0, show_default=True, help="Seconds after the third step, without accel; 0 for all.")
 @click.option("--launched", type=float, help="When it was started, in seconds since the epoch; default now.")
-def main(model: str, name: str, size: Size, data: str, seconds: float, hold: float, launched: float | None) -> None:
+@click.pass_obj
+def main(
+    between: Callable[[], None] | None,
+    model: str,
+    name: str,
+    size: Size,
+    data: str,
+    seconds: float,
+    hold: float,
+    launched: float | None,
+) -> None:
     """Train MODEL in the variant NAME, and print its course as JSON."""
-    course = work(model, name, size, data, seconds, hold, time.time() if launched is None else launched)
+    launched = time.time() if launched is None else launched
+    course = work(model, name, size, data, seconds, hold, launched, between or _go_on)
     click.echo(json.dumps(dataclasses.asdict(course)))
+
+
+def _go_on() -> None:
+    pass
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ foreground is a few hundred of some 10⁵ points.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -122,6 +123,8 @@ class TakeRowsFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_SC: Tensor) -> tuple[Tensor, None, None]:
         (source_S,) = ctx.saved_tensors
+        if not torch.is_grad_enabled():  # no second derivative is wanted
+            return _put(grad_SC, source_S, ctx.total), None, None
         return _apply(PutRowsFunction, grad_SC, source_S, ctx.total), None, None
 
 
@@ -136,6 +139,8 @@ class PutRowsFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_PC: Tensor) -> tuple[Tensor, None, None]:
         (source_S,) = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return _take(grad_PC, source_S, 0.0), None, None
         return _apply(TakeRowsFunction, grad_PC, source_S, 0.0), None, None
 
 
@@ -185,14 +190,15 @@ def compact(x: Tensor, mask: Tensor, size: int | None = None, pad: float = 0.0) 
     """
     _check(x, mask, size)
     size = len(x) if size is None else size
-    x_PC = x.reshape(len(x), math.prod(x.shape[1:]))
+    x_PC = x if x.dim() == 2 else x.reshape(len(x), math.prod(x.shape[1:]))
     if torch.compiler.is_compiling():
         source, count = _sources_op(mask, size)
         rows = _take_op(x_PC, source, float(pad))
     else:
         source, count = _sources(mask, size)
-        rows = _apply(TakeRowsFunction, x_PC, source, float(pad))
-    return Compacted(rows.view(size, *x.shape[1:]), count)
+        take = functools.partial(_apply, TakeRowsFunction) if x.requires_grad else _take
+        rows = take(x_PC, source, float(pad))
+    return Compacted(rows if x.dim() == 2 else rows.view(size, *x.shape[1:]), count)
 
 
 def _check(x: Tensor, mask: Tensor, size: int | None) -> None:

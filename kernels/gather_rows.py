@@ -129,6 +129,8 @@ class GatherRowsFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_NC: Tensor) -> tuple[Tensor, None]:
         (index_N,) = ctx.saved_tensors
+        if not torch.is_grad_enabled():  # no second derivative is wanted
+            return _scatter(grad_NC, index_N, ctx.group), None
         return _apply(ScatterRowsFunction, grad_NC, index_N, ctx.group), None
 
 
@@ -143,6 +145,8 @@ class ScatterRowsFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_NGC: Tensor) -> tuple[Tensor, None, None]:
         (index_N,) = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return _gather(grad_NGC, index_N), None, None
         return _apply(GatherRowsFunction, grad_NGC, index_N), None, None
 
 
@@ -193,13 +197,13 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     groups = index.numel()
     if 0 < groups * x.shape[-1] <= _SMALL and not torch.compiler.is_compiling() and not runs_triton(x) and x.is_cpu:
         return _gather_few(x, index)
-    flat = x.reshape(groups, *x.shape[-2:]), index.reshape(groups)
+    flat = (x, index) if x.dim() == 3 else (x.reshape(groups, *x.shape[-2:]), index.reshape(groups))
     picked: Tensor
     if torch.compiler.is_compiling():
         picked = _gather_op(*flat)
     else:
         picked = _apply(GatherRowsFunction, *flat) if x.requires_grad else _gather(*flat)
-    return picked.view(*index.shape, x.shape[-1])
+    return picked if x.dim() == 3 else picked.view(*index.shape, x.shape[-1])
 
 
 def _check(x: Tensor, index: Tensor) -> None:

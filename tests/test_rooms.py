@@ -19,6 +19,7 @@ ROOMS = {
         "cache",
         "code",
         "commands",
+        "graphs",
         "guard",
         "integrations",
         "optim",
@@ -41,7 +42,7 @@ ROOMS = {
 DOORS = {
     *("accel.comm.bandwidth", "accel.comm.doctor"),
     *("accel.kernels.fcos_targets", "accel.kernels.optimizers", "accel.kernels.simota"),
-    *("accel.kernels.window_attention", "accel.amp", "accel.optim"),
+    *("accel.kernels.window_attention", "accel.amp", "accel.graphs", "accel.optim"),
     *("accel.report", "accel.run", "accel.strategies"),
 }
 

@@ -11,6 +11,8 @@ from hashlib import sha256
 from importlib.metadata import version
 from typing import Any
 
+from accel.kernels.launching import PlannedKernel
+
 
 def digest(kernel: Any, *parameters: Mapping[str, Any]) -> str:
     """Return 12 digits of the source, the parameters and the compiler's version; comments don't count."""
@@ -39,5 +41,6 @@ def _sources(kernel: Any) -> list[str]:
 @cache  # helpers are part of most kernels, and a kernel of several variants
 def _text(function: Callable[..., Any]) -> str:
     skipped = (tokenize.COMMENT, tokenize.NL)
-    lines = io.StringIO(inspect.getsource(function)).readline
+    # How a kernel is launched is no part of what it is compiled to.
+    lines = io.StringIO(inspect.getsource(function).removeprefix(f"@{PlannedKernel.__name__}\n")).readline
     return " ".join(token.string for token in tokenize.generate_tokens(lines) if token.type not in skipped)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from accel.kernels.launching import PlannedKernel
 from accel.kernels.window_attention import Spec
 from benchmarks.kernels.aot_key import digest
 
@@ -24,7 +25,7 @@ class Variant:
 
     name: str
     """Kernel, layer and dtype: the key of the table."""
-    kernel: Any
+    launched: PlannedKernel
     pointers: dict[str, str]
     """Argument → what it points to."""
     constants: dict[str, Any]
@@ -32,6 +33,11 @@ class Variant:
     """What the launcher asks of the compiler beside them: warps, stages, fusion."""
     scalars: dict[str, str] = field(default_factory=dict)
     """Argument → its type; all others are 32-bit integers."""
+
+    @property
+    def kernel(self) -> Any:
+        """Return the function of `triton.jit`."""
+        return self.launched.kernel
 
     @property
     def key(self) -> str:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from accel.kernels.codes.block_code import LARGEST_BLOCK
+from accel.kernels.launching import PlannedKernel
 
 EXACT = {"enable_fp_fusion": False}
 """Options of all launches."""
@@ -96,6 +96,7 @@ def _store_signs(
         tl.store(lost + n, x - sent, mask=there)
 
 
+@PlannedKernel
 @triton.jit
 def _encode_kernel(
     values,  # [N]
@@ -137,6 +138,7 @@ def _decoded(encoded, B, BITS: tl.constexpr, row, row_there, byte, byte_there):
     return x
 
 
+@PlannedKernel
 @triton.jit
 def _decode_sum_kernel(
     encoded,  # [R, 4 B + ⌈N BITS/8⌉], bytes
@@ -188,18 +190,16 @@ def encode(
     """Launch the encoding, over all blocks."""
     numel = values.numel()
     scaling = None if factor == 1.0 else factor
-    with torch.cuda.device_of(values):
-        for programs, rows, whole in launches(numel, block):
-            form = {"BITS": bits, "WHOLE": whole, "ROWS": rows, "BLOCK": block}
-            blocks = -(-numel // block)
-            _encode_kernel[(programs,)](values, residual, encoded, lost, scaling, numel, blocks, **form, **EXACT)
+    for programs, rows, whole in launches(numel, block):
+        form = {"BITS": bits, "WHOLE": whole, "ROWS": rows, "BLOCK": block}
+        blocks = -(-numel // block)
+        _encode_kernel[(programs,)](values, residual, encoded, lost, scaling, numel, blocks, **form, **EXACT)
 
 
 def decode_sum(bits: int, encoded: Tensor, out: Tensor, block: int, add: bool) -> None:
     """Launch the sum, over all blocks."""
     numel = out.numel()
     ranks, stride = encoded.shape[0], encoded.stride(0)
-    with torch.cuda.device_of(out):
-        for programs, rows, whole in launches(numel, block):
-            form = {"ADD": add, "BITS": bits, "WHOLE": whole, "ROWS": rows, "BLOCK": block}
-            _decode_sum_kernel[(programs,)](encoded, out, numel, -(-numel // block), ranks, stride, **form, **EXACT)
+    for programs, rows, whole in launches(numel, block):
+        form = {"ADD": add, "BITS": bits, "WHOLE": whole, "ROWS": rows, "BLOCK": block}
+        _decode_sum_kernel[(programs,)](encoded, out, numel, -(-numel // block), ranks, stride, **form, **EXACT)

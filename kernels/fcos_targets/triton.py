@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accel.kernels.fcos_targets.inputs import FcosConfig, FcosGts, FcosPoints
+from accel.kernels.launching import PlannedKernel, ceil_div
 
 _BLOCK = 256
 
@@ -53,6 +54,7 @@ def _in_range(x, y, low, high, left, top, right, bottom):
     return (far >= low) & (far <= high) & number
 
 
+@PlannedKernel
 @triton.jit
 def _fcos_kernel(
     xy,  # [P, 2]
@@ -124,6 +126,7 @@ def _fcos_kernel(
     tl.store(centerness + out, score, mask=there)
 
 
+@PlannedKernel
 @triton.jit
 def _fcos3d_kernel(
     xy,  # [P, 2]
@@ -210,25 +213,24 @@ def fcos(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> tuple[Tensor, 
     sides, centerness = gts.boxes.new_empty(images, total, 4), gts.boxes.new_empty(images, total)
     if labels.numel() == 0:
         return labels, sides, centerness
-    with torch.cuda.device_of(sides):
-        _fcos_kernel[(triton.cdiv(total, _BLOCK), images)](
-            *_in_order(points),
-            gts.boxes.contiguous(),
-            gts.labels.contiguous(),
-            gts.valid.contiguous(),
-            labels,
-            sides,
-            centerness,
-            total,
-            count,
-            BACKGROUND=config.background,
-            RADIUS=config.radius,
-            CENTER=config.center_sampling,
-            NORMALIZE=config.normalize,
-            WORK=_work(sides.dtype),
-            BLOCK=_BLOCK,
-            enable_fp_fusion=False,
-        )
+    _fcos_kernel[(ceil_div(total, _BLOCK), images)](
+        *_in_order(points),
+        gts.boxes.contiguous(),
+        gts.labels.contiguous(),
+        gts.valid.contiguous(),
+        labels,
+        sides,
+        centerness,
+        total,
+        count,
+        BACKGROUND=config.background,
+        RADIUS=config.radius,
+        CENTER=config.center_sampling,
+        NORMALIZE=config.normalize,
+        WORK=_work(sides.dtype),
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )
     return labels, sides, centerness
 
 
@@ -241,28 +243,27 @@ def fcos3d(
     targets, centerness = code.new_empty(images, total, code.shape[-1]), code.new_empty(images, total)
     if labels.numel() == 0:
         return labels, targets, centerness, attributes
-    with torch.cuda.device_of(targets):
-        _fcos3d_kernel[(triton.cdiv(total, _BLOCK), images)](
-            *_in_order(points),
-            gts.boxes.contiguous(),
-            code.contiguous(),
-            gts.labels.contiguous(),
-            attrs.contiguous(),
-            gts.valid.contiguous(),
-            labels,
-            targets,
-            centerness,
-            attributes,
-            total,
-            count,
-            C=code.shape[-1],
-            BACKGROUND=config.background,
-            ATTR_BACKGROUND=config.attr_background,
-            RADIUS=config.radius,
-            NORMALIZE=config.normalize,
-            ALPHA=config.centerness_alpha,
-            WORK=_work(targets.dtype),
-            BLOCK=_BLOCK,
-            enable_fp_fusion=False,
-        )
+    _fcos3d_kernel[(ceil_div(total, _BLOCK), images)](
+        *_in_order(points),
+        gts.boxes.contiguous(),
+        code.contiguous(),
+        gts.labels.contiguous(),
+        attrs.contiguous(),
+        gts.valid.contiguous(),
+        labels,
+        targets,
+        centerness,
+        attributes,
+        total,
+        count,
+        C=code.shape[-1],
+        BACKGROUND=config.background,
+        ATTR_BACKGROUND=config.attr_background,
+        RADIUS=config.radius,
+        NORMALIZE=config.normalize,
+        ALPHA=config.centerness_alpha,
+        WORK=_work(targets.dtype),
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )
     return labels, targets, centerness, attributes

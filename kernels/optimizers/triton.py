@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from accel.kernels.launching import PlannedKernel
 from accel.kernels.optimizers.triton_scalars import (
     _DEBIAS,
     _EPSILON,
@@ -65,6 +66,7 @@ def _sgd_block(
         _write(w, i, end, weight, WORK, FULL)
 
 
+@PlannedKernel
 @triton.jit
 def sgd_kernel(
     addresses,  # [7, T]
@@ -135,6 +137,7 @@ def _adam_block(
         _write(w, i, end, weight, WORK, FULL)
 
 
+@PlannedKernel
 @triton.jit
 def adam_kernel(
     addresses,  # [7, T]
@@ -206,6 +209,7 @@ def _moments_block(
     return weight * weight, update * update
 
 
+@PlannedKernel
 @triton.jit
 def moments_kernel(
     addresses,  # [7, T]
@@ -282,6 +286,7 @@ def _apply_block(
         _write(w, i, end, weight, WORK, FULL)
 
 
+@PlannedKernel
 @triton.jit
 def apply_kernel(
     addresses,  # [7, T]

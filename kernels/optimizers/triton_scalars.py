@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from accel.kernels.launching import PlannedKernel
 from accel.kernels.optimizers import rules
 
 # Rows of `addresses` and of `layout`.
@@ -129,6 +130,7 @@ def _sums_block(g, w, i, end, inverse, WEIGHTS: tl.constexpr, WORK: tl.constexpr
     return grad * grad, squares, infinite
 
 
+@PlannedKernel
 @triton.jit
 def sums_kernel(
     addresses,  # [7, T]
@@ -211,6 +213,7 @@ def _store_scalar(scalars, t, column: tl.constexpr, value, ok):
     tl.store(scalars + t * _SCALARS + column, value, mask=ok)
 
 
+@PlannedKernel
 @triton.jit
 def scalars_kernel(
     addresses,  # [7, T]
@@ -294,6 +297,7 @@ def scalars_kernel(
         _store_scalar(scalars, t, _FACTOR, factor, ok)
 
 
+@PlannedKernel
 @triton.jit
 def ratio_kernel(
     layout,  # [3, T]

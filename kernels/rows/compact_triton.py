@@ -8,9 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accel.kernels.launching import PlannedKernel, ceil_div, next_power_of_2
+
 _ELEMENTS = 1024  # of a program's block
 
 
+@PlannedKernel
 @triton.jit
 def _sources_kernel(
     mask,  # [P]
@@ -28,15 +31,16 @@ def _sources_kernel(
     tl.store(source + n, tl.zeros([BLOCK], tl.int64) + P, mask=(n < S) & (n >= count))
 
 
+@PlannedKernel
 @triton.jit
 def _take_kernel(
     x,  # [P, C]
     source,  # [S]
     out,  # [S, C]
+    pad,  # []
     P,
     S,
     C,
-    pad,  # []
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -50,6 +54,7 @@ def _take_kernel(
     tl.store(out + row[:, None] * C + column[None, :], values, mask=written)
 
 
+@PlannedKernel
 @triton.jit
 def _put_kernel(
     rows,  # [S, C]
@@ -76,10 +81,9 @@ def sources(mask_P: Tensor, size: int) -> tuple[Tensor, Tensor]:
     if total == 0:
         return source.zero_(), mask_P.new_zeros((), dtype=torch.int64)
     ends = mask_P.cumsum(0)
-    with torch.cuda.device_of(mask_P):
-        _sources_kernel[(triton.cdiv(max(total, size), _ELEMENTS),)](
-            mask_P.contiguous(), ends, source, total, size, BLOCK=_ELEMENTS
-        )
+    _sources_kernel[(ceil_div(max(total, size), _ELEMENTS),)](
+        mask_P.contiguous(), ends, source, total, size, BLOCK=_ELEMENTS
+    )
     return source, ends[-1].clone()
 
 
@@ -92,8 +96,7 @@ def take(x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
     if total == 0:
         return out.fill_(pad)
     grid, blocks = _blocks(size, columns)
-    with torch.cuda.device_of(x_PC):
-        _take_kernel[grid](x_PC.contiguous(), source_S, out, total, size, columns, x_PC.new_full((), pad), **blocks)
+    _take_kernel[grid](x_PC.contiguous(), source_S, out, x_PC.new_full((), pad), total, size, columns, **blocks)
     return out
 
 
@@ -104,13 +107,12 @@ def put(rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
     if out.numel() == 0 or size == 0:
         return out
     grid, blocks = _blocks(size, columns)
-    with torch.cuda.device_of(rows_SC):
-        _put_kernel[grid](rows_SC.contiguous(), source_S, out, total, size, columns, **blocks)
+    _put_kernel[grid](rows_SC.contiguous(), source_S, out, total, size, columns, **blocks)
     return out
 
 
 def _blocks(size: int, columns: int) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the grid and the blocks of rows and columns."""
-    across = min(triton.next_power_of_2(columns), _ELEMENTS)
+    across = min(next_power_of_2(columns), _ELEMENTS)
     down = _ELEMENTS // across
-    return (triton.cdiv(size, down), triton.cdiv(columns, across)), {"ROWS": down, "COLUMNS": across}
+    return (ceil_div(size, down), ceil_div(columns, across)), {"ROWS": down, "COLUMNS": across}

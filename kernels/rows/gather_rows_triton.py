@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from accel.kernels.launching import PlannedKernel, ceil_div, next_power_of_2
+
 _ELEMENTS = 1024  # of a program's block
 
 
+@PlannedKernel
 @triton.jit
 def _gather_kernel(
     x,  # [N, G, C], any strides
@@ -34,6 +36,7 @@ def _gather_kernel(
     tl.store(out + n[:, None] * C + c[None, :], tl.load(source, mask=written & there[:, None], other=0), mask=written)
 
 
+@PlannedKernel
 @triton.jit
 def _scatter_kernel(
     rows,  # [N, C]
@@ -62,21 +65,20 @@ def gather(x_NGC: Tensor, index_N: Tensor) -> Tensor:
         return out
     if rows == 0:
         return out.zero_()
-    block_columns = min(triton.next_power_of_2(columns), _ELEMENTS)
+    block_columns = min(next_power_of_2(columns), _ELEMENTS)
     block_rows = _ELEMENTS // block_columns
-    grid = (triton.cdiv(groups, block_rows), triton.cdiv(columns, block_columns))
-    with torch.cuda.device_of(x_NGC):
-        _gather_kernel[grid](
-            x_NGC,
-            index_N.contiguous(),
-            out,
-            groups,
-            rows,
-            columns,
-            *x_NGC.stride(),
-            ROWS=block_rows,
-            COLUMNS=block_columns,
-        )
+    grid = (ceil_div(groups, block_rows), ceil_div(columns, block_columns))
+    _gather_kernel[grid](
+        x_NGC,
+        index_N.contiguous(),
+        out,
+        groups,
+        rows,
+        columns,
+        *x_NGC.stride(),
+        ROWS=block_rows,
+        COLUMNS=block_columns,
+    )
     return out
 
 
@@ -86,9 +88,8 @@ def scatter(rows_NC: Tensor, index_N: Tensor, group: int) -> Tensor:
     out = rows_NC.new_empty(groups, group, columns)
     if out.numel() == 0:
         return out
-    size = min(triton.next_power_of_2(group * columns), _ELEMENTS)
-    with torch.cuda.device_of(rows_NC):
-        _scatter_kernel[(groups, triton.cdiv(group * columns, size))](
-            rows_NC.contiguous(), index_N.contiguous(), out, groups, group, columns, SIZE=size
-        )
+    size = min(next_power_of_2(group * columns), _ELEMENTS)
+    _scatter_kernel[(groups, ceil_div(group * columns, size))](
+        rows_NC.contiguous(), index_N.contiguous(), out, groups, group, columns, SIZE=size
+    )
     return out

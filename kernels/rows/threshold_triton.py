@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accel.kernels.launching import PlannedKernel, ceil_div
 from accel.kernels.threshold import BLOCK
 
 _ROWS = 32  # blocks of a program, 2,048 elements: 16 a thread
@@ -32,6 +33,7 @@ def _magnitudes(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
+@PlannedKernel
 @triton.jit
 def _block_maxima_kernel(
     values,  # [N]
@@ -58,6 +60,7 @@ def _at_least(values, least, maxima, N, ROWS: tl.constexpr, WIDTH: tl.constexpr)
     return x, (there & (_magnitudes(x) >= floor)).to(tl.int32), begin, n
 
 
+@PlannedKernel
 @triton.jit
 def _tally_kernel(
     values,  # [N]
@@ -72,6 +75,7 @@ def _tally_kernel(
     tl.store(counts + tl.program_id(0), tl.sum(tl.sum(selected, 1), 0))
 
 
+@PlannedKernel
 @triton.jit
 def _take_kernel(
     values,  # [N]
@@ -107,20 +111,18 @@ def _take_kernel(
 def block_maxima(values: Tensor) -> Tensor:
     """Launch the search for maxima."""
     numel = values.numel()
-    maxima = values.new_empty(triton.cdiv(numel, BLOCK))
+    maxima = values.new_empty(ceil_div(numel, BLOCK))
     if numel:
-        with torch.cuda.device_of(values):
-            _block_maxima_kernel[(triton.cdiv(len(maxima), _ROWS),)](values, maxima, numel, ROWS=_ROWS, WIDTH=BLOCK)
+        _block_maxima_kernel[(ceil_div(len(maxima), _ROWS),)](values, maxima, numel, ROWS=_ROWS, WIDTH=BLOCK)
     return maxima
 
 
 def tally(values: Tensor, least: Tensor, maxima: Tensor | None) -> Tensor:
     """Launch the count; return [T], int64: how many there are up to and with each tile."""
     numel = values.numel()
-    counts = values.new_empty(triton.cdiv(numel, _ROWS * BLOCK), dtype=torch.int32)
+    counts = values.new_empty(ceil_div(numel, _ROWS * BLOCK), dtype=torch.int32)
     if numel:
-        with torch.cuda.device_of(values):
-            _tally_kernel[(len(counts),)](values, least, maxima, counts, numel, ROWS=_ROWS, WIDTH=BLOCK)
+        _tally_kernel[(len(counts),)](values, least, maxima, counts, numel, ROWS=_ROWS, WIDTH=BLOCK)
     return counts.cumsum(0)
 
 
@@ -133,9 +135,8 @@ def take(
     if numel == 0:
         return positions.zero_(), selected.zero_(), ends.new_zeros(())
     if size:
-        tiles = triton.cdiv(max(numel, size), _ROWS * BLOCK)
-        with torch.cuda.device_of(values):
-            _take_kernel[(tiles,)](
-                values, least, maxima, ends, positions, selected, numel, size, len(ends), ROWS=_ROWS, WIDTH=BLOCK
-            )
+        tiles = ceil_div(max(numel, size), _ROWS * BLOCK)
+        _take_kernel[(tiles,)](
+            values, least, maxima, ends, positions, selected, numel, size, len(ends), ROWS=_ROWS, WIDTH=BLOCK
+        )
     return positions, selected, ends[-1].clone()

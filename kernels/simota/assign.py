@@ -148,8 +148,7 @@ def simota_assign(
     if support.runs_triton(boxes):
         from accel.kernels.simota import triton as simota_triton
 
-        with torch.cuda.device_of(boxes):  # type: ignore[no-untyped-call]
-            return simota_triton.assign(anchors, truths, rules, candidates_given=candidates is not None)
+        return simota_triton.assign(anchors, truths, rules, candidates_given=candidates is not None)
     if candidates is None:
         anchors = anchors._replace(valid=_candidates(cells, truths, rules, chunk))
     return assign_fixed(anchors, truths, rules, chunk)

@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from accel.kernels.launching import PlannedKernel, ceil_div, next_power_of_2
 from accel.kernels.simota.inputs import INF_BITS, Anchors, Assignment, Rules, Truths
 
 _BLOCK = 256
@@ -122,6 +123,7 @@ def _truth(gts_ptr, at, stride):
     )  # fmt: skip
 
 
+@PlannedKernel
 @triton.jit
 def _near_kernel(
     cells_ptr,  # [3, B, A] fp32: x, y, reach
@@ -145,6 +147,7 @@ def _near_kernel(
     tl.store(near_ptr + at, is_candidate.to(tl.int8), mask=ok)
 
 
+@PlannedKernel
 @triton.jit
 def _list_kernel(
     near_ptr,  # [B, A] int8
@@ -164,6 +167,7 @@ def _list_kernel(
     tl.store(length_ptr + image, count)
 
 
+@PlannedKernel
 @triton.jit
 def _absent_kernel(
     cls_ptr,  # [B, A, C], `row` from anchor to anchor
@@ -206,6 +210,7 @@ def _smallest(best, keys, TOPK: tl.constexpr, LARGEST_FILL: tl.constexpr):
     return best
 
 
+@PlannedKernel
 @triton.jit
 def _match_kernel(
     boxes_ptr,  # [5, B, A] fp32: left, top, right, bottom, area
@@ -254,6 +259,7 @@ def _match_kernel(
     tl.atomic_max(taker_ptr + at, g, mask=is_taken)
 
 
+@PlannedKernel
 @triton.jit
 def _resolve_kernel(
     boxes_ptr,  # [5, B, A] fp32
@@ -321,13 +327,13 @@ def assign(anchors: Anchors, truths: Truths, rules: Rules, *, candidates_given: 
     length = torch.empty(batch, dtype=torch.int32, device=cls.device)
     absent = torch.empty(batch, count, dtype=torch.float32, device=cls.device)
     takers, taker = torch.zeros_like(listed), torch.full_like(listed, -1)
-    grid = (batch, triton.cdiv(count, _BLOCK))
+    grid = (batch, ceil_div(count, _BLOCK))
     if not candidates_given:
         _near_kernel[grid](cells, table, near, batch, count, gts, REGION=region, BLOCK=_BLOCK)
     _list_kernel[(batch,)](near, listed, length, count, BLOCK=1024)
     # Products are not fused with sums, so that an IoU has the bits of the published one.
     form: dict[str, Any] = {"C": cls.shape[2], "HAS_OBJ": anchors.obj is not None, "enable_fp_fusion": False}
-    _absent_kernel[(batch, triton.cdiv(count, 16))](
+    _absent_kernel[(batch, ceil_div(count, 16))](
         cls,
         obj,
         listed,
@@ -337,7 +343,7 @@ def assign(anchors: Anchors, truths: Truths, rules: Rules, *, candidates_given: 
         row,
         **form,
         ROWS=16,
-        BLOCK_C=min(128, triton.next_power_of_2(cls.shape[2])),
+        BLOCK_C=min(128, next_power_of_2(cls.shape[2])),
     )
     read = (boxes, cls, obj, absent, cells, table, labels)
     sizes = (batch, count, gts, row, rules.cls_weight, rules.iou_weight, rules.log_eps, rules.union_eps)

@@ -16,8 +16,10 @@ Liu et al., Swin Transformer, https://arxiv.org/abs/2103.14030; V2, https://arxi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,13 +99,7 @@ def window_attention(
 
     Source: https://arxiv.org/abs/2103.14030, section 3.2.
     """
-    _check_pair("window", window)
-    if qkv.dim() != 3 or qkv.shape[1] != window[0] * window[1]:
-        raise ValueError(
-            f"window_attention: qkv must be [windows, {window[0] * window[1]}, 3·H·D] for windows of {window}. "
-            f"Found: {list(qkv.shape)}; a map goes to shifted_window_attention"
-        )
-    spec = _spec(qkv, heads, window, (0, 0), scale, head_scale, mask_value, dropout)
+    spec = _checked(_windows_spec, qkv, table, head_scale, heads, window, (0, 0), scale, mask_value, dropout)
     regions = _checked_regions(regions, qkv, spec)
     tall, wide = spec.window
     out = _attend(qkv.reshape(qkv.shape[0], tall, wide, qkv.shape[-1]), table, head_scale, regions, spec)
@@ -151,16 +147,7 @@ def shifted_window_attention(
 
     Source: https://arxiv.org/abs/2103.14030, section 3.2.
     """
-    _check_pair("window", window)
-    _check_pair("shift", shift)
-    if qkv.dim() != 4 or qkv.shape[1] % window[0] or qkv.shape[2] % window[1]:
-        raise ValueError(
-            f"shifted_window_attention: qkv must be [B, Y, X, 3·H·D] with Y and X multiples of {window}. "
-            f"Found: {list(qkv.shape)}; pad the map first"
-        )
-    if not all(0 <= s < w for s, w in zip(shift, window, strict=True)):
-        raise ValueError(f"shifted_window_attention: shift must be in [0, window). Found: {shift} for {window}")
-    spec = _spec(qkv, heads, window, shift, scale, head_scale, mask_value, dropout)
+    spec = _checked(_map_spec, qkv, table, head_scale, heads, window, shift, scale, mask_value, dropout)
     regions = None
     # A compiler would build the table, on the CPU, in every step: so the operator looks it up itself.
     in_operator = torch.compiler.is_compiling() and _runs_kernels(qkv)
@@ -251,7 +238,6 @@ def _runs_kernels(qkv: Tensor) -> bool:
 
 def _attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, spec: Spec) -> Tensor:
     """Attend within the windows of a map [B, Y, X, 3·H·D], by the path for its device."""
-    _check(qkv, table, head_scale, spec)
     kind = qkv.device.type
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     if casts and qkv.dtype != torch.float64:
@@ -266,13 +252,78 @@ def _attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tens
     return window_attention_op.attend(qkv.contiguous(), table, head_scale, regions, spec)
 
 
+# -- what a call must be -----------------------------------------------------------------------------------------------
+
+
+_MOST_CHECKED = 512
+_checked_calls: dict[Hashable, Spec] = {}
+
+
+def _checked(make: Callable[..., Spec], qkv: Tensor, table: Tensor, head_scale: Tensor | None, *numbers: Any) -> Spec:
+    """Return the constants of a call; what was checked once, with the same shapes, dtypes and numbers, is known."""
+    if torch.compiler.is_compiling():
+        return make(qkv, table, head_scale, *numbers)
+    third = None if head_scale is None else (head_scale.shape, head_scale.dtype, head_scale.device)
+    key = (make, qkv.shape, qkv.dtype, qkv.device, table.shape, table.dtype, table.device, third, *numbers)
+    try:
+        spec = _checked_calls.get(key)
+    except TypeError:  # a list for a window, or what is no number at all
+        return make(qkv, table, head_scale, *numbers)
+    if spec is None:
+        spec = make(qkv, table, head_scale, *numbers)
+        if len(_checked_calls) >= _MOST_CHECKED:
+            _checked_calls.clear()
+        _checked_calls[key] = spec
+    return spec
+
+
+def _windows_spec(
+    qkv: Tensor,
+    table: Tensor,
+    head_scale: Tensor | None,
+    heads: int,
+    window: tuple[int, int],
+    shift: tuple[int, int],
+    *rest: Any,
+) -> Spec:
+    _check_pair("window", window)
+    if qkv.dim() != 3 or qkv.shape[1] != window[0] * window[1]:
+        raise ValueError(
+            f"window_attention: qkv must be [windows, {window[0] * window[1]}, 3·H·D] for windows of {window}. "
+            f"Found: {list(qkv.shape)}; a map goes to shifted_window_attention"
+        )
+    return _spec(qkv, table, head_scale, heads, window, shift, *rest)
+
+
+def _map_spec(
+    qkv: Tensor,
+    table: Tensor,
+    head_scale: Tensor | None,
+    heads: int,
+    window: tuple[int, int],
+    shift: tuple[int, int],
+    *rest: Any,
+) -> Spec:
+    _check_pair("window", window)
+    _check_pair("shift", shift)
+    if qkv.dim() != 4 or qkv.shape[1] % window[0] or qkv.shape[2] % window[1]:
+        raise ValueError(
+            f"shifted_window_attention: qkv must be [B, Y, X, 3·H·D] with Y and X multiples of {window}. "
+            f"Found: {list(qkv.shape)}; pad the map first"
+        )
+    if not all(0 <= s < w for s, w in zip(shift, window, strict=True)):
+        raise ValueError(f"shifted_window_attention: shift must be in [0, window). Found: {shift} for {window}")
+    return _spec(qkv, table, head_scale, heads, window, shift, *rest)
+
+
 def _spec(
     qkv: Tensor,
+    table: Tensor,
+    head_scale: Tensor | None,
     heads: int,
     window: tuple[int, int],
     shift: tuple[int, int],
     scale: float | None,
-    head_scale: Tensor | None,
     mask_value: float,
     dropout: float,
 ) -> Spec:
@@ -289,9 +340,11 @@ def _spec(
         scale = (qkv.shape[-1] // (3 * heads)) ** -0.5 if qkv.shape[-1] else 1.0
     tall, wide = (int(side) for side in window)
     down, right = (int(side) for side in shift)
-    return Spec(
+    spec = Spec(
         heads=heads, window=(tall, wide), shift=(down, right), scale=scale, mask_value=mask_value, dropout=dropout
     )
+    _check(qkv, table, head_scale, spec)
+    return spec
 
 
 def _check_pair(name: str, pair: object) -> None:

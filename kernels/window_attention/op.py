@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
@@ -34,11 +35,19 @@ class WindowAttentionFunction(torch.autograd.Function):
         return forward(qkv, table, head_scale, regions, seed, spec)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Launch."""
-        qkv, table, head_scale, regions, seed = ctx.saved_tensors
-        return (*backward(grads[0], qkv, table, head_scale, regions, seed, ctx.spec), None, None, None)
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative is refused in torch's own words
+            return _launch_once(ctx, *grads)
+        return _launch(ctx, *grads)
+
+
+def _launch(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    qkv, table, head_scale, regions, seed = ctx.saved_tensors
+    return (*backward(dout, qkv, table, head_scale, regions, seed, ctx.spec), None, None, None)
+
+
+_launch_once = once_differentiable(_launch)
 
 
 def attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, spec: Spec) -> Tensor:
@@ -52,8 +61,19 @@ def attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tenso
         fields = (spec.heads, list(spec.window), list(spec.shift), spec.scale, spec.mask_value, spec.dropout)
         compiled: Tensor = _attend_op(qkv, table, head_scale, regions, seed, *fields)
         return compiled
+    if _is_plain(qkv, table, head_scale):
+        return forward(qkv, table, head_scale, regions, seed, spec)
     out: Tensor = WindowAttentionFunction.apply(qkv, table, head_scale, regions, seed, spec)  # type: ignore[no-untyped-call]
     return out
+
+
+def _is_plain(*tensors: Tensor | None) -> bool:
+    """Return whether nothing is to be differentiated, in either direction, and no transform is at work."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return False
+    return forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None
 
 
 # torch.compile and dispatch modes (FLOP counters, fake tensors) see an opaque op. Other eager calls go round it: the

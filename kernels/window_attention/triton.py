@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -25,10 +25,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from accel.kernels.launching import LaunchPlan, PlannedKernel, ceil_div, next_power_of_2
 from accel.kernels.window_attention.attention import Spec
 
 _SINGLE_BLOCK_TOKENS = 64
 """Tokens up to which a window is one block of rows, and its bias gradient stays in registers."""
+_LAYERS = 512
+"""Layers and sizes of maps whose plans are kept."""
 _PROGRAMS_PER_CORE = 4
 
 
@@ -103,6 +106,7 @@ def _mixed(x):
     return x ^ (x >> 16)
 
 
+@PlannedKernel
 @triton.jit
 def _fwd_kernel(
     qkv,  # [B·Y·X, 3, H, D]
@@ -154,6 +158,7 @@ def _accumulated(total, weights, x, BLOCKS: tl.constexpr, PRECISION: tl.constexp
         return total + tl.dot(tl.trans(x), weights, input_precision=PRECISION)
 
 
+@PlannedKernel
 @triton.jit
 def _bwd_kernel(
     qkv,  # [B·Y·X, 3, H, D]
@@ -250,6 +255,7 @@ def _bwd_kernel(
         tl.store(dscale + first * H + h, summed_scale)
 
 
+@PlannedKernel
 @triton.jit
 def _table_kernel(
     dbias,  # [P, H, N, N] fp32
@@ -294,11 +300,11 @@ def tiles_of(spec: Spec, head_channels: int, dtype: torch.dtype, *, cosine: bool
     Chosen by registers (benchmarks/aot.csv): without spills, four warps that load ahead, else more that don't. What
     spills all the same stands in benchmarks/kernels/aot_spills.py.
     """
-    columns = max(16, triton.next_power_of_2(spec.tokens))
-    channels = max(16, triton.next_power_of_2(head_channels))
+    columns = max(16, next_power_of_2(spec.tokens))
+    channels = max(16, next_power_of_2(head_channels))
     exact = _precision(dtype) == "ieee"  # without tensor cores a product's operands lie in registers
     rows = columns if columns <= _SINGLE_BLOCK_TOKENS and not (exact and channels > 32) else 16
-    blocks = triton.cdiv(spec.tokens, rows)
+    blocks = ceil_div(spec.tokens, rows)
     if columns > _SINGLE_BLOCK_TOKENS:
         return Tiles(columns, rows, blocks, channels, 8, 1 if backward or exact or channels == 16 else 2)
     if dtype == torch.float32:
@@ -335,17 +341,7 @@ def _precision(dtype: torch.dtype) -> str:
 def _programs(windows: int, heads: int, device: torch.device) -> int:
     """Return how many programs share a head's windows: enough for every core, few enough for few partial sums."""
     cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    return int(min(windows, triton.cdiv(_PROGRAMS_PER_CORE * cores, heads)))
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    windows: int
-    channels: int
-
-
-def _sizes(qkv: Tensor, spec: Spec) -> _Sizes:
-    return _Sizes(qkv.shape[:-1].numel() // spec.tokens, qkv.shape[-1] // (3 * spec.heads))
+    return int(min(windows, ceil_div(_PROGRAMS_PER_CORE * cores, heads)))
 
 
 _R = TypeVar("_R")
@@ -369,33 +365,95 @@ def sized(launch: Callable[..., _R]) -> Callable[..., _R]:
     return launch_with_remedy
 
 
+class _Layer(NamedTuple):
+    """What decides how a pass is launched."""
+
+    spec: Spec
+    shape: torch.Size
+    """Of qkv, [B, Y, X, 3·H·D]."""
+    dtype: torch.dtype
+    device: torch.device
+    images: int
+    """Windows that have regions of their own; 0 without regions."""
+    cosine: bool
+    precision: str
+
+    @classmethod
+    def of(cls, qkv: Tensor, head_scale: Tensor | None, regions: Tensor | None, spec: Spec) -> _Layer:
+        """Return what decides it for these inputs."""
+        dtype = qkv.dtype
+        windows = 0 if regions is None else regions.shape[0]
+        return cls(spec, qkv.shape, dtype, qkv.device, windows, head_scale is not None, _precision(dtype))
+
+    def arguments(self, tiles: Tiles) -> tuple[tuple[int, ...], dict[str, Any]]:
+        """Return the numbers and the compile-time arguments of a pass."""
+        numbers = (self.shape[:-1].numel() // self.spec.tokens, max(1, self.images), self.shape[1], self.shape[2])
+        return numbers, {
+            "WIDE": self.shape.numel() >= 2**31,
+            "MASKED": self.images > 0,
+            "COSINE": self.cosine,
+            "num_warps": tiles.warps,
+            "num_stages": tiles.stages,
+            **constants(self.spec, self.channels, self.dtype, tiles),
+        }
+
+    @property
+    def channels(self) -> int:
+        """Return those of a head."""
+        return self.shape[-1] // (3 * self.spec.heads)
+
+    def tiles(self, *, backward: bool) -> Tiles:
+        """Return the tiles of a pass."""
+        return tiles_of(self.spec, self.channels, self.dtype, cosine=self.cosine, backward=backward)
+
+
+@functools.lru_cache(_LAYERS)
+def _forward_plan(layer: _Layer) -> LaunchPlan:
+    tiles, heads = layer.tiles(backward=False), layer.spec.heads
+    numbers, fixed = layer.arguments(tiles)
+    return _fwd_kernel.plan((_programs(numbers[0], heads, layer.device), heads, tiles.blocks), *numbers, **fixed)
+
+
+@dataclass(frozen=True)
+class _BackwardPlan:
+    """Two launches, and how the sums between them are laid out."""
+
+    windows: LaunchPlan
+    table: LaunchPlan
+    programs: int
+    zeroed: bool
+    """Whether the sums are added to."""
+
+
+@functools.lru_cache(_LAYERS)
+def _backward_plan(layer: _Layer) -> _BackwardPlan:
+    tiles, spec = layer.tiles(backward=True), layer.spec
+    numbers, fixed = layer.arguments(tiles)
+    programs = _programs(numbers[0], spec.heads, layer.device)
+    return _BackwardPlan(
+        _bwd_kernel.plan((programs, spec.heads), *numbers, BLOCKS=tiles.blocks, **fixed),
+        _table_kernel.plan(
+            (spec.entries, spec.heads),
+            programs,
+            H=spec.heads,
+            WH=spec.window[0],
+            WW=spec.window[1],
+            NP=tiles.columns,
+            BP=16,
+        ),
+        programs,
+        zeroed=tiles.blocks > 1,
+    )
+
+
 @sized
 def forward(
     qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, seed: Tensor | None, spec: Spec
 ) -> Tensor:
     """Launch the forward pass on a map [B, Y, X, 3·H·D], and return [B, Y, X, H·D]."""
-    sizes = _sizes(qkv, spec)
-    tiles = tiles_of(spec, sizes.channels, qkv.dtype, cosine=head_scale is not None, backward=False)
-    out = qkv.new_empty((*qkv.shape[:-1], spec.heads * sizes.channels))
-    with torch.cuda.device_of(qkv):
-        _fwd_kernel[(_programs(sizes.windows, spec.heads, qkv.device), spec.heads, tiles.blocks)](
-            qkv,
-            table,
-            head_scale,
-            regions,
-            seed,
-            out,
-            sizes.windows,
-            1 if regions is None else regions.shape[0],
-            qkv.shape[1],
-            qkv.shape[2],
-            WIDE=qkv.numel() >= 2**31,
-            MASKED=regions is not None,
-            COSINE=head_scale is not None,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-            **constants(spec, sizes.channels, qkv.dtype, tiles),
-        )
+    shape = qkv.shape
+    out = qkv.new_empty((*shape[:-1], shape[-1] // 3))
+    _forward_plan(_Layer.of(qkv, head_scale, regions, spec))(qkv, table, head_scale, regions, seed, out)
     return out
 
 
@@ -410,41 +468,15 @@ def backward(
     spec: Spec,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Launch the backward pass, and return the gradients of qkv, table and head_scale."""
-    sizes = _sizes(qkv, spec)
-    tiles = tiles_of(spec, sizes.channels, qkv.dtype, cosine=head_scale is not None, backward=True)
-    programs, tokens = _programs(sizes.windows, spec.heads, qkv.device), spec.tokens
+    plan, tokens = _backward_plan(_Layer.of(qkv, head_scale, regions, spec)), spec.tokens
     dqkv, dtable = torch.empty_like(qkv), torch.empty_like(table)
-    make = torch.empty if tiles.blocks == 1 else torch.zeros
-    dbias = make((programs, spec.heads, tokens, tokens), dtype=torch.float32, device=qkv.device)
+    make = torch.zeros if plan.zeroed else torch.empty
+    dbias = make((plan.programs, spec.heads, tokens, tokens), dtype=torch.float32, device=qkv.device)
     dscale = None
     if head_scale is not None:
-        dscale = torch.empty((programs, spec.heads), dtype=torch.float32, device=qkv.device)
-    with torch.cuda.device_of(qkv):
-        _bwd_kernel[(programs, spec.heads)](
-            qkv,
-            table,
-            head_scale,
-            regions,
-            seed,
-            dout.contiguous(),
-            dqkv,
-            dbias,
-            dscale,
-            sizes.windows,
-            1 if regions is None else regions.shape[0],
-            qkv.shape[1],
-            qkv.shape[2],
-            WIDE=qkv.numel() >= 2**31,
-            MASKED=regions is not None,
-            COSINE=head_scale is not None,
-            BLOCKS=tiles.blocks,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-            **constants(spec, sizes.channels, qkv.dtype, tiles),
-        )
-        _table_kernel[(spec.entries, spec.heads)](
-            dbias, dtable, programs, H=spec.heads, WH=spec.window[0], WW=spec.window[1], NP=tiles.columns, BP=16
-        )
+        dscale = torch.empty((plan.programs, spec.heads), dtype=torch.float32, device=qkv.device)
+    plan.windows(qkv, table, head_scale, regions, seed, dout.contiguous(), dqkv, dbias, dscale)
+    plan.table(dbias, dtable)
     if head_scale is None or dscale is None:
         return dqkv, dtable, None
     return dqkv, dtable, dscale.sum(0).to(head_scale.dtype).view_as(head_scale)

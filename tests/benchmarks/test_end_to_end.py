@@ -13,13 +13,13 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import end_to_end, record, whole_process
-from benchmarks.end_to_end import Job, compare, expanded
+from benchmarks.end_to_end import Job, compare, expanded, ratio
 from benchmarks.end_to_end_table import grouped, summary, table_block
 from benchmarks.strategy_table import rows_of
 from benchmarks.strategy_table import table_block as gains_block
 from benchmarks.suite import MODELS, train_step
 from benchmarks.variants import BY_HAND
-from benchmarks.whole_process import Course, ProcessFailed, Stop
+from benchmarks.whole_process import Course, Process, ProcessFailed, Stop
 
 # By default those with what the others lack: a discriminator beside, clipping, targets that are assigned.
 FEW = {"gan", "lstm", "fcos3d", "ncf"}
@@ -88,47 +88,69 @@ class Processes:
 
     def __init__(self, step_s: dict[str, float], failing: Sequence[str] = ()) -> None:
         self.step_s, self.failing = step_s, failing
-        self.ran: list[str] = []
+        self.ran: list[list[str]] = []
         self.accel_folders: list[str] = []
-        self.holds: list[str] = []
+        self.holds: list[list[str]] = []
 
-    def __call__(self, model: str, name: str, arguments: Sequence[str], environ: dict[str, str]) -> Course:
-        self.ran.append(name)
-        self.accel_folders.append(environ["ACCEL_CACHE"])
-        self.holds.append(arguments[-1])
-        if name in self.failing:
-            raise ProcessFailed(f"{model}, {name}, ended with 1:\nRuntimeError: no")
+    def __call__(self, processes: Sequence[Process]) -> list[Course | ProcessFailed]:
+        self.ran.append([each.variant for each in processes])
+        self.accel_folders += [each.environ["ACCEL_CACHE"] for each in processes if each.variant == "reordered"]
+        self.holds.append([each.arguments[-1] for each in processes])
+        return [self._course(each) for each in processes]
+
+    def _course(self, process: Process) -> Course | ProcessFailed:
+        if process.variant in self.failing:
+            return ProcessFailed(f"{process.model}, {process.variant}, ended with 1:\nRuntimeError: no")
         rows = [{"name": "allocator", "status": "kept", "setting": "", "gain": 1.5, "gain_low": 1.4, "gain_high": 1.6}]
-        return course(4.0, self.step_s[name], 100, held_s=1.0, rows=rows if name == "reordered" else [])
+        accelerated = process.variant == "reordered"
+        return course(4.0, self.step_s[process.variant], 100, held_s=1.0, rows=rows if accelerated else [])
 
 
 JOB = Job("ncf", "tiny", "synthetic", 180.0, 20.0, "reordered")
 
 
-def test_the_second_run_has_the_folder_of_the_first_and_plain_ones_lie_around() -> None:
+def test_the_second_run_has_the_folder_of_the_first_and_a_plain_one_is_beside() -> None:
     processes = Processes({"plain": 0.2, "reordered": 0.1})
     rows = {row["variant"]: row for row, _ in compare(JOB, ["first", "second"], 2, processes)}
-    assert processes.ran == ["plain", "reordered", "reordered", "plain", "reordered", "reordered", "plain"]
-    folders = processes.accel_folders
-    assert folders[1] == folders[2] != folders[4] == folders[5]
+    assert processes.ran == [["plain", "reordered"], ["reordered", "plain"]] * 2
+    assert {hold for holds, ran in zip(processes.holds, processes.ran, strict=True) for hold in holds if ran} == {
+        "--hold=20.0",
+        "--hold=0.0",  # of the plain one, as long as the search
+    }
+    first, second, third, fourth = processes.accel_folders
+    assert first == second != third == fourth
     assert list(rows) == ["first", "second"]
     assert rows["second"]["ratio"] == pytest.approx(2, rel=0.05)
     assert rows["second"]["low"] <= rows["second"]["ratio"] <= rows["second"]["high"]
     assert rows["second"]["kept"] == ["allocator"]
 
 
+def test_an_interval_is_as_wide_as_the_scatter() -> None:
+    steady = course(1.0, 0.1, 600)
+    ends, now = [], 1.0
+    for number in range(600):
+        now += 0.05 if number // 40 % 2 else 0.15
+        ends.append(now)
+    same = ratio([(steady, steady)], 60.0)
+    assert same == pytest.approx((1.0, 1.0, 1.0), rel=0.01)
+    scattered = ratio([(Course(ends, steady.losses), steady)], 60.0)
+    assert scattered.low < 0.9 < 1.1 < scattered.high
+    assert scattered.median == pytest.approx(1.0, rel=0.05)
+
+
 def test_a_variant_with_a_cache_runs_once_before_and_a_rival_may_fail(capsys: pytest.CaptureFixture[str]) -> None:
     processes = Processes({"plain": 0.2, "compile": 0.1, "fabric": 0.2, "accelerate": 0.2}, failing=["fabric"])
     rows = [row for row, _ in compare(JOB, ["compile", "fabric", "accelerate"], 1, processes)]
-    assert processes.ran == ["plain", "compile", "compile", "fabric", "plain", "accelerate", "plain"]
-    assert processes.holds[1:3] == ["--hold=2.0", "--hold=20.0"]
+    assert processes.ran == [["compile"], ["plain", "compile", "fabric", "accelerate"]]
+    assert processes.holds == [["--hold=2.0"], ["--hold=20.0"] * 4]
     assert [row["variant"] for row in rows] == ["compile", "accelerate"]
     assert capsys.readouterr().err == "left out: ncf, fabric, ended with 1: RuntimeError: no\n"
 
 
-def test_accel_must_not_fail() -> None:
-    with pytest.raises(ProcessFailed, match="ncf, reordered"):
-        list(compare(JOB, ["first"], 1, Processes({"plain": 0.2}, failing=["reordered"])))
+@pytest.mark.parametrize("failing", ["reordered", "plain"])
+def test_accel_and_the_plain_one_must_not_fail(failing: str) -> None:
+    with pytest.raises(ProcessFailed, match=f"ncf, {failing}"):
+        list(compare(JOB, ["first"], 1, Processes({"plain": 0.2, "reordered": 0.2}, failing=[failing])))
 
 
 def test_the_first_run_comes_before_the_second_and_recipes_in_their_place() -> None:
@@ -179,7 +201,7 @@ def test_the_best_recipe_and_the_best_rival_stand_beside_accel() -> None:
     result = {"command": "c", "date": "d", "machine": "m", "torch": "t", "rows": ROWS}
     block = table_block(result)
     assert "5.00x [5.00, 5.00], fused" in block
-    assert "A plain process ended 20 s after its third step" in block
+    assert "ended 20 s after their third step" in block
     old = {"model": "lstm", "seconds": 30.0, "plain_steps": 169, "ratio": 1.0, "low": 0.9, "high": 1.1, "kept": []}
     assert "| lstm | 30 | 169 | 1.00x [0.90, 1.10] | | |" in table_block({**result, "rows": [old]})
 
@@ -227,7 +249,10 @@ def test_a_recording_may_be_made_in_parts(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", ["plain", "reordered", "by hand: allocator, fused", "accelerate", "fabric"])
 def test_a_process_of_its_own(name: str, tmp_path: Path) -> None:
     environ = {"ACCEL_CACHE": str(tmp_path)}
-    ran = whole_process.run("ncf", name, ["--seconds=15", "--hold=1"], environ)
+    plain, ran = whole_process.run(
+        [Process("ncf", each, ["--seconds=15", "--hold=1"], environ) for each in ("plain", name)]
+    )
+    assert isinstance(plain, Course) and isinstance(ran, Course)
     assert len(ran.ends_s) == len(ran.losses) > 5
     assert ran.steps_in(1000) > len(ran.ends_s)
     assert ran.peak_mb > 50

@@ -1,0 +1,243 @@
+"""A training step as CUDA graphs: one for each kind of input, captured after some ordinary calls, then replayed.
+
+A launch-bound step costs the host tens of microseconds an operator; a graph costs one launch. What it freezes is made
+its key, so that nothing stale is replayed: shapes, dtypes and strides of the inputs, modes of modules, autocast,
+numbers of optimizers, and where parameters and gradients lie. Randomness goes on as in eager steps (torch's generators
+count within a graph).
+
+Sources: https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs; traps: pytorch/pytorch#148439, #169545.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accel.errors import AccelError
+from accel.graphs.inputs import described, rebuilt
+from accel.graphs.owners import Owners, found
+from accel.graphs.recorder import CudaRecorder, GraphRecorder, RecordedGraph
+
+_MOST_COUNTED = 1024
+"""Kinds of calls whose number is kept until they are captured."""
+_ANEW = 3
+"""Captures for the same inputs and other numbers of an optimizer, after which a warning says so."""
+
+
+class CaptureError(AccelError):
+    """A step could not be captured; `why_not_capturable` names the line."""
+
+
+def capture(
+    step: Callable[..., Any],
+    *,
+    warmup: int = 3,
+    most: int = 8,
+    modules: Iterable[nn.Module] | None = None,
+    optimizers: Iterable[Optimizer] | None = None,
+    strict: bool = False,
+) -> CapturedStep:
+    """Return a step that is captured as CUDA graphs and replayed.
+
+    The step may hold all of a training step (forward, backward, optimizer) or the first two. Its own code runs in the
+    first calls and once for each capture, and no more; what it prints or counts does not go on.
+
+    Args:
+        step: takes tensors, numbers and words, or tuples, lists and dicts of them, and returns such. Inputs don't
+            require gradients, and outputs have none: they are copies, and may be kept.
+        warmup: calls of each kind that run eagerly first: libraries set themselves up. Default 3; 11 under
+            DistributedDataParallel, as torch asks.
+        most: graphs that are kept, default 8; of more, the one that was replayed longest ago goes.
+        modules: whose mode and parameters count; default those that the step refers to.
+        optimizers: whose numbers count; default those that the step refers to. A learning rate that is a tensor on the
+            device follows its scheduler; one that is a number takes a graph for each value.
+        strict: raise CaptureError where a step can't be captured. By default it goes on eagerly, with a warning.
+
+    Raises:
+        ValueError: if `warmup` or `most` is out of range.
+        TypeError: in a call, if an argument or a result is of another kind, or an input requires gradients.
+        CaptureError: in a call, with `strict`.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> step = capture(lambda x: model(x).sum())  # on a CPU it runs as it is
+
+    Source: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/
+    """
+    if warmup < 0 or most < 1:
+        raise ValueError(f"capture: warmup must be 0 or more and most 1 or more. Found: {warmup} and {most}")
+    by_itself = found(step)
+    owners = Owners(by_itself[0] if modules is None else modules, by_itself[1] if optimizers is None else optimizers)
+    return CapturedStep(step, owners, warmup=warmup, most=most, strict=strict)
+
+
+@dataclass
+class _Captured:
+    """One graph with its own memory."""
+
+    graph: RecordedGraph
+    inputs: list[Tensor]
+    result: Hashable
+    """Description of what the step returns."""
+    outputs: list[Tensor]
+    gradients: list[Tensor | None]
+
+    def replay(self, inputs: list[Tensor], owners: Owners) -> Any:
+        """Run it on these inputs."""
+        if inputs:
+            torch._foreach_copy_(self.inputs, inputs, non_blocking=True)
+        self.graph.replay()
+        owners.put(self.gradients)  # zero_grad outside of the graph has taken them off
+        return rebuilt(self.result, iter([output.clone() for output in self.outputs]))
+
+
+class CapturedStep:
+    """What `capture` returns; it is called as the step is.
+
+    Attributes:
+        captures: graphs captured so far.
+        replays: calls that were replayed.
+        why_eager: why steps run eagerly, one sentence for each kind.
+    """
+
+    def __init__(self, step: Callable[..., Any], owners: Owners, *, warmup: int, most: int, strict: bool) -> None:
+        self.captures = self.replays = 0
+        self.why_eager: list[str] = []
+        self._step, self._owners = step, owners
+        self._warmup, self._most, self._strict = warmup, most, strict
+        self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
+        self._calls: Counter[Hashable] = Counter()
+        self._eager: set[Hashable] = set()
+        self._numbers: dict[Hashable, set[Hashable]] = {}
+        self._recorder: GraphRecorder | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do a step: eagerly, or by a graph."""
+        inputs: list[Tensor] = []
+        description = described((args, kwargs), inputs, "arguments")
+        recorder = self._recorder or self._made(inputs)
+        if recorder is None:
+            return _detached(self._step(*args, **kwargs))
+        key = (description, self._owners.state(), _modes(inputs))
+        if captured := self._graphs.get(key):
+            self._graphs.move_to_end(key)
+            self.replays += 1
+            return captured.replay(inputs, self._owners)
+        if key in self._eager:
+            return _detached(self._step(*args, **kwargs))
+        if self._calls[key] < self._warmup:
+            return self._warm(recorder, key, args, kwargs)
+        return self._captured(recorder, key, description, inputs, args, kwargs)
+
+    def reset(self) -> None:
+        """Drop all graphs and their memory; the next calls are eager again."""
+        for captured in self._graphs.values():
+            captured.graph.reset()
+        self._graphs.clear()
+        self._calls.clear()
+        self._eager.clear()
+
+    def _made(self, inputs: list[Tensor]) -> GraphRecorder | None:
+        devices = {tensor.device for tensor in (*inputs, *self._owners.parameters) if tensor.device.type != "cpu"}
+        if len(devices) == 1 and next(iter(devices)).type == "cuda":
+            self._recorder = CudaRecorder(next(iter(devices)))
+            return self._recorder
+        words = ", ".join(sorted(map(str, devices))) or "the CPU"
+        self._say(f"its tensors must be on one CUDA device. Found: {words}")
+        return None
+
+    def _warm(self, recorder: GraphRecorder, key: Hashable, args: Any, kwargs: Any) -> Any:
+        if len(self._calls) >= _MOST_COUNTED:
+            self._calls.clear()
+        self._calls[key] += 1
+        before = self._owners.gradients()
+        result = recorder.aside(lambda: self._step(*args, **kwargs))
+        self._owners.learn(before)
+        return _detached(result)
+
+    def _captured(
+        self, recorder: GraphRecorder, key: Hashable, description: Any, inputs: list[Tensor], args: Any, kwargs: Any
+    ) -> Any:
+        """Capture a graph for these inputs and replay it; run eagerly if that fails."""
+        if any(tensor.requires_grad for tensor in inputs):
+            raise TypeError(
+                "capture: inputs must not require gradients, they are copied into a graph's own; detach them"
+            )
+        own = [tensor.clone() for tensor in inputs]
+        own_args, own_kwargs = rebuilt(description, iter(own))
+        self._owners.refresh()
+        before = self._owners.gradients()
+        recorder.waits()
+        outputs: list[Tensor] = []
+        try:
+            graph, result = recorder.record(lambda: self._step(*own_args, **own_kwargs))
+        except Exception as error:
+            self._owners.put(before)
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            if self._strict:
+                raise CaptureError(f"capture: a step must not wait for the device. Found: {reason}") from error
+            self._say(f"it could not be captured: {reason}; accel.graphs.why_not_capturable names the line")
+            self._eager.add(key)
+            return _detached(self._step(*args, **kwargs))
+        shape = described(_detached(result), outputs, "what a step returns")
+        self._keep(key, _Captured(graph, own, shape, outputs, self._owners.gradients()))
+        self._count(description)
+        return self._graphs[key].replay(inputs, self._owners)
+
+    def _keep(self, key: Hashable, captured: _Captured) -> None:
+        if len(self._graphs) >= self._most:
+            _, oldest = self._graphs.popitem(last=False)
+            oldest.graph.reset()
+        self._graphs[key] = captured
+        self._calls.pop(key, None)
+        self.captures += 1
+        if self.captures == 4 * self._most:
+            self._warn(
+                f"{self.captures} graphs were captured, and {self._most} are kept: inputs differ too much for that. "
+                "Pad them to few sizes (accel.graphs.Buckets), or raise most="
+            )
+
+    def _count(self, description: Hashable) -> None:
+        numbers = self._numbers.setdefault(description, set())
+        numbers.add(self._owners.numbers())
+        if len(numbers) == _ANEW:
+            self._warn(
+                "a number of an optimizer changes from step to step, and each value takes a graph of its own; give it "
+                "as a tensor on the device: lr=torch.tensor(0.1, device='cuda')"
+            )
+
+    def _say(self, reason: str) -> None:
+        if reason not in self.why_eager:
+            self.why_eager.append(reason)
+            self._warn(f"the step runs eagerly: {reason}")
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(f"accel.graphs.capture: {text}", RuntimeWarning, stacklevel=4)
+
+
+def _modes(inputs: list[Tensor]) -> Hashable:
+    """Return what decides, beside the inputs, how operators run."""
+    kind = next((tensor.device.type for tensor in inputs), "cuda")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+    )
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, tuple | list):
+        items = [_detached(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return type(value)((key, _detached(item)) for key, item in value.items())
+    return value

@@ -1,0 +1,125 @@
+"""What a captured function works on beside its arguments: the models and optimizers that it finds by itself."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Owners:
+    """Modules and optimizers whose state decides what a step computes.
+
+    Args:
+        modules: whose mode and parameters count.
+        optimizers: whose numbers count.
+
+    Attributes:
+        replaces_gradients: True once a call was seen to end with other gradient tensors than it began with. What it
+            begins with is then of no account.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+        self.modules, self.optimizers = list(modules), list(optimizers)
+        self.replaces_gradients = False
+        self.parameters: list[Tensor] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """List the parameters again: some may have come or gone."""
+        owned = [p for module in self.modules for p in module.parameters()]
+        stepped = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        self.parameters = list({id(p): p for p in [*owned, *stepped]}.values())
+
+    def state(self) -> Hashable:
+        """Return what a graph has frozen: modes, numbers of optimizers, where parameters and gradients lie."""
+        places: tuple[Any, ...]
+        if self.replaces_gradients:
+            places = tuple(p.data_ptr() for p in self.parameters)
+        else:
+            places = tuple((p.data_ptr(), None if p.grad is None else p.grad.data_ptr()) for p in self.parameters)
+        return tuple(module.training for module in self.modules), self.numbers(), places
+
+    def numbers(self) -> tuple[Hashable, ...]:
+        """Return the optimizers' options that are no tensors: a graph goes on with what they were."""
+        return tuple(
+            tuple((name, _hashable(value)) for name, value in group.items() if name != "params")
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        )
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradients, parameter by parameter."""
+        return [p.grad for p in self.parameters]
+
+    def learn(self, before: list[Tensor | None]) -> None:
+        """Note, after an eager call, whether it has put other gradients in the place of those before it."""
+        pairs = zip(before, self.gradients(), strict=True)
+        if any(one is not None and other is not None and one is not other for one, other in pairs):
+            self.replaces_gradients = True
+
+    def put(self, gradients: list[Tensor | None]) -> None:
+        """Set the gradients."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+
+def _hashable(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return "tensor", value.data_ptr()
+    return tuple(value) if isinstance(value, list) else value
+
+
+def found(function: Callable[..., Any]) -> tuple[list[nn.Module], list[Optimizer]]:
+    """Return the modules and optimizers that a function refers to: closure, globals, its object, bound arguments."""
+    modules: dict[int, nn.Module] = {}
+    optimizers: dict[int, Optimizer] = {}
+    for value in _referred(function):
+        if isinstance(value, nn.Module):
+            modules[id(value)] = value
+        elif isinstance(value, Optimizer):
+            optimizers[id(value)] = value
+    return list(modules.values()), list(optimizers.values())
+
+
+def _referred(function: Any) -> Iterator[Any]:
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values())
+        yield from _referred(function.func)
+    elif isinstance(function, types.MethodType):
+        yield function.__self__
+        yield from _attributes(function.__self__)
+        yield from _referred(function.__func__)
+    elif isinstance(function, types.FunctionType):
+        for cell in function.__closure__ or ():
+            if (value := _content(cell)) is not None:
+                yield value
+                yield from _items(value)
+        yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        for name in function.__code__.co_names:
+            if name in function.__globals__:
+                yield function.__globals__[name]
+    else:
+        yield function
+        yield from _attributes(function)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else ()
+
+
+def _attributes(value: Any) -> Iterable[Any]:
+    return () if isinstance(value, nn.Module | torch.Tensor) else getattr(value, "__dict__", {}).values()

@@ -1,0 +1,268 @@
+"""What a repeated eager call of each fused op costs the host, without a GPU: a driver that launches nothing.
+
+    python -m benchmarks.launch_cost [--record]
+
+Triton's binder, keys and compiled kernels are its own (`benchmarks.kernels.no_op_driver`). `bare` is what no op can do
+without: torch's own operators that a call runs (outputs, sums, what autograd asks of any function of Python) and the
+launches of its kernels with all arguments bound. What is above it is ours. "by triton" is the same call launched as
+`kernel[grid](…)`, as it was before kernels had plans.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+import torch
+from torch import Tensor
+
+from benchmarks.record import Column, Record
+from benchmarks.render import SOURCE, Row
+
+if TYPE_CHECKING:
+    from accel.kernels.launching import LaunchPlan
+
+_CALLS, _BATCHES = 20, 200
+
+RECORD = Record(
+    "launch-cost",
+    "host time of repeated eager calls with a driver that launches nothing, µs",
+    {
+        "call": Column("op and pass", "call"),
+        "launches": Column("of kernels", "launches"),
+        "call_us": Column("the call, least of the batches", "call µs", ":.1f"),
+        "bare_us": Column("what no op can do without, least of the batches", "bare µs", ":.1f"),
+        "own_us": Column("the difference", "ours µs", ":.1f"),
+        "triton_us": Column("the call, launched by Triton's own binder", "by triton µs", ":.1f"),
+    },
+    key=("call",),
+    head=f"{SOURCE}. Least of {_BATCHES} batches of {_CALLS} calls, with a driver that launches nothing.",
+)
+LINE = (
+    "{call:44} {launches:2} launches: {call_us:6.1f} µs, bare {bare_us:5.1f}, ours {own_us:5.1f}, "
+    "by triton {triton_us:6.1f}"
+)
+
+
+class Call(NamedTuple):
+    """A call to be timed."""
+
+    name: str
+    run: Callable[[], Any]
+    """The op."""
+    torchs: Callable[[], Any] = lambda: None
+    """What of it is torch's: the same outputs, through a function of Python where the op is differentiated."""
+
+
+def microseconds(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the least time of a call over batches of calls: what it takes while nothing else runs."""
+    times = []
+    for _ in range(_BATCHES):
+        began = clock()
+        for _ in range(_CALLS):
+            run()
+        times.append((clock() - began) / _CALLS)
+    return 1e6 * min(times)
+
+
+@contextmanager
+def replaced(launch: Callable[..., None]) -> Iterator[None]:
+    """Let plans launch in another way."""
+    from accel.kernels.launching import LaunchPlan
+
+    before = LaunchPlan.__call__
+    LaunchPlan.__call__ = launch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LaunchPlan.__call__ = before  # type: ignore[method-assign]
+
+
+def launched(call: Callable[[], Any]) -> list[Callable[[], None]]:
+    """Return the launches of a call with all arguments bound."""
+    from accel.kernels.launching import LaunchPlan
+
+    launches: list[Callable[[], None]] = []
+    keep = LaunchPlan.__call__
+
+    def noted(plan: LaunchPlan, *tensors: Tensor | None) -> None:
+        keep(plan, *tensors)
+        ((run, function, packed, rest),) = plan._bound.values()
+        x, y, z = plan._launched
+        launches.append(lambda: run(x, y, z, 0, function, packed, None, None, None, *tensors, *rest))
+
+    with replaced(noted):
+        call()
+    return launches
+
+
+def by_triton(plan: LaunchPlan, *tensors: Tensor | None) -> None:
+    """Launch as `kernel[grid](…)` does."""
+    plan._kernel[plan._grid](*tensors, *plan._numbers, **plan._constants)
+
+
+def measure(call: Call) -> Row:
+    """Time one call."""
+    for _ in range(3):  # compiled, bound, known
+        call.run()
+    launches = launched(call.run)
+
+    def bare() -> None:
+        call.torchs()
+        for launch in launches:
+            launch()
+
+    call_us, bare_us = microseconds(call.run), microseconds(bare)
+    with replaced(by_triton):
+        triton_us = microseconds(call.run)
+    return {
+        "call": call.name,
+        "launches": len(launches),
+        "call_us": call_us,
+        "bare_us": bare_us,
+        "own_us": call_us - bare_us,
+        "triton_us": triton_us,
+    }
+
+
+class _Empty(torch.autograd.Function):
+    """What autograd asks of a function of Python: saves, allocates, returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor, shape: Sequence[int]) -> Tensor:
+        ctx.save_for_backward(x, other)
+        return x.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, other = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(other), None
+
+
+def _backward_of(out: Tensor, inputs: Sequence[Tensor]) -> Callable[[], Any]:
+    grad = torch.ones_like(out)
+    return lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+
+def _window_attention() -> Iterator[Call]:
+    from accel.kernels.window_attention import shifted_window_attention
+
+    qkv, table = torch.randn(1, 56, 56, 3 * 96).half(), torch.randn(13 * 13, 3).half()
+    trained, shape = (qkv.clone().requires_grad_(), table.clone().requires_grad_()), (1, 56, 56, 96)
+    attend = partial(shifted_window_attention, heads=3, window=(7, 7), shift=(3, 3))
+    empty = partial(_Empty.apply, *trained, shape)
+    yield Call("window_attention, no gradient", partial(attend, qkv, table), partial(qkv.new_empty, shape))
+    yield Call("window_attention, forward", partial(attend, *trained), empty)
+    yield Call("window_attention, backward", _backward_of(attend(*trained), trained), _backward_of(empty(), trained))
+
+
+def _rows() -> Iterator[Call]:
+    from accel.kernels.compact import compact
+    from accel.kernels.gather_rows import gather_rows
+    from accel.kernels.threshold import at_least, block_maxima
+
+    x, index = torch.randn(4096, 8, 9), torch.zeros(4096, dtype=torch.int64)
+    yield Call("gather_rows, no gradient", lambda: gather_rows(x, index), lambda: x.new_empty(4096, 9))
+    trained = x.clone().requires_grad_()
+
+    def empty() -> Tensor:
+        out: Tensor = _Empty.apply(trained, index, (4096, 9))  # type: ignore[no-untyped-call]
+        return out
+
+    yield Call("gather_rows, forward", lambda: gather_rows(trained, index), empty)
+    backward = _backward_of(gather_rows(trained, index), [trained])
+    yield Call("gather_rows, backward", backward, _backward_of(empty(), [trained]))
+    rows, mask = torch.randn(4096, 8), torch.ones(4096, dtype=torch.bool)
+
+    def compacted() -> None:
+        mask.new_empty(1024, dtype=torch.int64), mask.cumsum(0)[-1].clone(), rows.new_empty(1024, 8)
+        rows.new_full((), 0.0)
+
+    yield Call("compact, no gradient", lambda: compact(rows, mask, 1024), compacted)
+    values, least = torch.randn(1 << 20), torch.tensor(2.0)
+    yield Call("block_maxima", lambda: block_maxima(values), lambda: values.new_empty(2048))
+
+    def selected() -> None:
+        values.new_empty(256, dtype=torch.int32).cumsum(0)[-1].clone()
+        values.new_empty(1024, dtype=torch.int64), values.new_empty(1024)
+
+    yield Call("at_least", lambda: at_least(values, least, 1024), selected)
+
+
+def _codes() -> Iterator[Call]:
+    from accel.kernels import quantise, sign_pack
+
+    values = torch.randn(1 << 20)
+    for name, code in (("quantise", quantise.CODE), ("sign_pack", sign_pack.CODE)):
+        encoded = torch.zeros(2, code.encoded_bytes(len(values), code.block), dtype=torch.uint8)
+        out, lost = torch.empty_like(values), torch.empty_like(values)
+        yield Call(f"{name}, encode", partial(code.encode, values, encoded[0], residual=lost, lost=lost))
+        yield Call(f"{name}, decode_sum", partial(code.decode_sum, encoded, out))
+
+
+def _targets() -> Iterator[Call]:
+    from accel.kernels.fcos_targets import FcosConfig, FcosGts, FcosPoints, fcos_targets
+    from accel.kernels.simota import simota_assign
+
+    points = FcosPoints.regular([(32, 32), (16, 16)], [8, 16], [(-1.0, 64.0), (64.0, 1e8)], torch.device("cpu"))
+    gts = FcosGts(torch.rand(2, 10, 4), torch.zeros(2, 10, dtype=torch.int64), torch.ones(2, 10, dtype=torch.bool))
+    config = FcosConfig(background=80)
+    total = 32 * 32 + 16 * 16
+
+    def outputs() -> None:
+        gts.labels.new_empty(2, total), gts.boxes.new_empty(2, total, 4), gts.boxes.new_empty(2, total)
+
+    yield Call("fcos_targets", lambda: fcos_targets(points, gts, config), outputs)
+    boxes, cls, obj = torch.rand(2, 1024, 4), torch.randn(2, 1024, 80), torch.randn(2, 1024)
+    cells, strides = torch.rand(1024, 2), torch.full((1024,), 8.0)
+    truths, labels = torch.rand(2, 10, 4), torch.zeros(2, 10, dtype=torch.int64)
+    yield Call(
+        "simota_assign (with torch's own operators)",
+        lambda: simota_assign(boxes, cls, obj, cells, strides, truths, labels, check=False),
+    )
+
+
+def calls() -> Iterator[Call]:
+    """Yield the calls of all ops."""
+    yield from _window_attention()
+    yield from _rows()
+    yield from _codes()
+    yield from _targets()
+
+
+@contextmanager
+def no_op() -> Iterator[None]:
+    """Run kernels on tensors of the CPU, and launch nothing."""
+    os.environ.pop("TRITON_INTERPRET", None)  # read when a kernel is defined
+    from accel.kernels import support
+    from benchmarks.kernels import no_op_driver
+
+    no_op_driver.install()
+    before, support._interpreted = support._interpreted, True
+    try:
+        yield
+    finally:
+        support._interpreted = before
+
+
+@click.command()
+@click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
+def main(record: bool) -> None:
+    """Time repeated eager calls of the fused ops."""
+    torch.set_num_threads(1)
+    rows = []
+    with no_op():
+        for call in calls():
+            rows.append(measure(call))
+            click.echo(LINE.format_map(rows[-1]))
+    if record:
+        RECORD.write(rows)
+
+
+if __name__ == "__main__":
+    main()

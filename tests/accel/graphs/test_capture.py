@@ -1,0 +1,320 @@
+"""A captured step trains as the eager one, bit for bit, whatever changes from call to call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+from accel.graphs import CapturedStep, capture
+from accel.graphs.capture import CaptureError
+from tests.accel.graphs.tape import TapeRecorder
+
+pytestmark = pytest.mark.filterwarnings("default::RuntimeWarning")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 6, generator=generator), torch.randint(3, (rows,), generator=generator)
+
+
+def taped(step: CapturedStep) -> CapturedStep:
+    step._recorder = TapeRecorder()
+    return step
+
+
+class TensorSGD(torch.optim.Optimizer):
+    """Reads its learning rate on the device, as capturable optimizers do."""
+
+    def __init__(self, params: Any, lr: Any) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad)
+
+
+class Training:
+    """A model with an optimizer, and steps of several kinds."""
+
+    def __init__(self, lr: Any = 0.1) -> None:
+        self.model = network()
+        self.optimizer: torch.optim.Optimizer
+        if isinstance(lr, Tensor):
+            self.optimizer = TensorSGD(self.model.parameters(), lr)
+        else:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, foreach=False, momentum=0.9)
+
+    def whole(self, x: Tensor, target: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(x), target)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def backward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        out = self.model(x)
+        loss = nn.functional.cross_entropy(out, target)
+        loss.backward()
+        return {"loss": loss, "out": out}
+
+    def state(self) -> list[Tensor]:
+        buffers = [each["momentum_buffer"] for each in self.optimizer.state.values() if "momentum_buffer" in each]
+        return [*map(torch.clone, self.model.state_dict().values()), *map(torch.clone, buffers), torch.get_rng_state()]
+
+
+Loop = Callable[[Training, Callable[..., Any]], list[Any]]
+
+
+def both(loop: Loop, kind: str = "whole", lr: Callable[[], Any] = lambda: 0.1, **options: Any) -> CapturedStep:
+    """Run a loop eagerly and captured, compare all bits, and return the captured step."""
+    eager = Training(lr())
+    torch.manual_seed(1)
+    expected = loop(eager, getattr(eager, kind)), eager.state()
+    training = Training(lr())
+    step = taped(capture(getattr(training, kind), **options))
+    torch.manual_seed(1)
+    outcome = loop(training, step), training.state()
+    flat, known = (torch.utils._pytree.tree_leaves(each) for each in (outcome, expected))
+    assert len(flat) == len(known)
+    for one, other in zip(flat, known, strict=True):
+        assert torch.equal(one, other)
+    return step
+
+
+def test_a_whole_step() -> None:
+    step = both(lambda training, run: [run(*batch(8, seed)) for seed in range(20)])
+    assert (step.captures, step.why_eager) == (1, [])
+    assert step.replays >= 13
+
+
+def test_what_it_returns_may_be_kept_and_has_no_gradient() -> None:
+    training = Training()
+    step = taped(capture(training.whole, warmup=1))
+    losses = [step(*batch(8, seed)) for seed in range(8)]
+    assert len({float(loss) for loss in losses}) == 8
+    assert not any(loss.requires_grad for loss in losses)
+
+
+def test_other_sizes_have_graphs_of_their_own_and_the_oldest_goes() -> None:
+    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
+        return [run(*batch(rows, seed)) for seed in range(6) for rows in (8, 5, 3) for _ in range(2)]
+
+    step = both(loop, warmup=1, most=2)
+    assert step.captures > 3
+    assert len(step._graphs) == 2
+    recorder = step._recorder
+    assert isinstance(recorder, TapeRecorder)
+    assert sum(graph.resets for graph in recorder.graphs) == step.captures - 2
+    step.reset()
+    assert all(graph.resets == 1 for graph in recorder.graphs)
+
+
+def test_one_row_is_not_spread_over_a_batch() -> None:
+    step = taped(capture(lambda x: x * 2, warmup=0))
+    assert torch.equal(step(torch.ones(4, 3)), torch.full((4, 3), 2.0))
+    assert torch.equal(step(torch.ones(1, 3)), torch.full((1, 3), 2.0))
+    assert torch.equal(step(torch.ones(3, 4).T), torch.full((4, 3), 2.0))
+    assert torch.equal(step(torch.ones(4, 3).double()), torch.full((4, 3), 2.0, dtype=torch.double))
+    assert step.captures == 4
+
+
+def test_modes_of_the_model_and_of_torch() -> None:
+    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
+        outcomes = []
+        for seed in range(12):
+            training.model.train(seed % 2 == 0)
+            with torch.autocast("cpu", torch.bfloat16, enabled=seed % 3 == 0):
+                outcomes.append(run(*batch(8, seed)))
+        return outcomes
+
+    assert both(loop, warmup=0).captures >= 4
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("micro", [1, 3])
+def test_gradients_that_others_use(micro: int, set_to_none: bool) -> None:
+    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
+        outcomes = []
+        for number in range(24):
+            outcomes.append(run(*batch(8, number)))
+            if number % micro == micro - 1:
+                nn.utils.clip_grad_norm_(training.model.parameters(), 0.5)
+                training.optimizer.step()
+                training.optimizer.zero_grad(set_to_none=set_to_none)
+        return outcomes
+
+    step = both(loop, "backward", warmup=2)
+    assert 1 <= step.captures <= 3
+    assert step.replays >= 8
+
+
+def test_a_learning_rate_that_is_a_number_takes_a_graph_for_each_value() -> None:
+    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
+        scheduler = StepLR(training.optimizer, 5, 0.5)
+        losses = []
+        for seed in range(20):
+            losses.append(run(*batch(8, seed)))
+            scheduler.step()
+        return losses
+
+    with pytest.warns(RuntimeWarning, match="a number of an optimizer changes"):
+        assert both(loop, warmup=1).captures >= 3
+
+
+def test_a_learning_rate_that_is_a_tensor_follows_its_scheduler() -> None:
+    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
+        scheduler = StepLR(training.optimizer, 5, 0.5)
+        losses = []
+        for seed in range(20):
+            losses.append(run(*batch(8, seed)))
+            scheduler.step()
+        return losses
+
+    assert both(loop, lr=lambda: torch.tensor(0.1)).captures == 1
+
+
+def test_parameters_that_were_replaced_are_not_forgotten() -> None:
+    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
+        losses = []
+        for seed in range(12):
+            if seed == 8:
+                for parameter in training.model.parameters():
+                    parameter.data = parameter.data.clone() * 0.5
+            losses.append(run(*batch(8, seed)))
+        return losses
+
+    assert both(loop, warmup=1).captures == 2
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    rest: dict[str, Any]
+
+
+def test_arguments_of_many_shapes() -> None:
+    def function(pair: Pair, *more: Any, scale: float = 1.0, words: str = "a") -> dict[str, Any]:
+        out = pair.x * scale + pair.rest["y"][0]
+        return {"out": out if words == "a" else -out, "count": (len(more), None)}
+
+    step = taped(capture(function, warmup=0))
+    for _ in range(2):
+        for scale in (1.0, 2.0, True):
+            for words in ("a", "b"):
+                x, y = torch.randn(3), torch.randn(3)
+                result = step(Pair(x, {"y": [y]}), 1, "z", scale=scale, words=words)
+                assert torch.equal(result["out"], (x * scale + y) * (1 if words == "a" else -1))
+                assert result["count"] == (2, None)
+    assert step.captures == 6
+
+
+def test_what_it_does_not_take() -> None:
+    step = taped(capture(lambda x: x, warmup=0))
+    with pytest.raises(TypeError, match=r"arguments must be tensors, numbers, words, None.* Found: object"):
+        step(object())
+    with pytest.raises(TypeError, match="inputs must not require gradients"):
+        step(torch.ones(2, requires_grad=True))
+    with pytest.raises(TypeError, match=r"what a step returns must be .* Found: set"):
+        taped(capture(lambda x: {1}, warmup=0))(torch.ones(2))
+    with pytest.raises(ValueError, match=r"most 1 or more. Found: 3 and 0"):
+        capture(lambda x: x, most=0)
+
+
+def waiting(training: Training) -> Callable[..., Any]:
+    def step(x: Tensor, target: Tensor) -> Tensor:
+        loss = training.whole(x, target)
+        return loss * 2 if loss.item() > 1e6 else loss
+
+    return step
+
+
+def test_a_step_that_waits_goes_on_eagerly_and_trains_the_same() -> None:
+    eager, training = Training(), Training()
+    torch.manual_seed(1)
+    expected = [eager.whole(*batch(8, seed)) for seed in range(8)], eager.state()
+    step = taped(capture(waiting(training), modules=[training.model], optimizers=[training.optimizer], warmup=2))
+    torch.manual_seed(1)
+    with pytest.warns(RuntimeWarning, match="runs eagerly: it could not be captured: RuntimeError: operation not perm"):
+        losses = [step(*batch(8, seed)) for seed in range(8)]
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected[0], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(training.state(), expected[1], strict=True))
+    assert step.captures == 0
+    assert len(step.why_eager) == 1
+
+
+def test_strictly_it_raises() -> None:
+    training = Training()
+    step = taped(capture(waiting(training), warmup=0, strict=True))
+    with pytest.raises(CaptureError, match=r"must not wait for the device. Found: RuntimeError: operation"):
+        step(*batch(8, 0))
+
+
+def test_inputs_that_never_repeat_are_said() -> None:
+    step = taped(capture(lambda x: x + 1, warmup=0, most=2))
+    for rows in range(1, 8):
+        step(torch.ones(rows))
+    with pytest.warns(RuntimeWarning, match=r"8 graphs were captured, and 2 are kept.*Buckets"):
+        step(torch.ones(8))
+
+
+def test_without_a_gpu_it_runs_as_it_is() -> None:
+    training, eager = Training(), Training()
+    step = capture(training.whole)
+    torch.manual_seed(1)
+    with pytest.warns(RuntimeWarning, match="must be on one CUDA device. Found: the CPU"):
+        losses = [step(*batch(8, seed)) for seed in range(6)]
+    torch.manual_seed(1)
+    assert [eager.whole(*batch(8, seed)) for seed in range(6)] == losses
+    assert not losses[-1].requires_grad
+    assert step.why_eager
+
+
+def test_a_copy_of_the_models_state_is_that_of_eager_steps() -> None:
+    """Saving and loading within the run, in place, as `load_state_dict` does."""
+
+    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
+        losses = [run(*batch(8, seed)) for seed in range(8)]
+        kept = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
+        losses += [run(*batch(8, seed)) for seed in range(8, 12)]
+        training.model.load_state_dict(kept[0])
+        return losses + [run(*batch(8, seed)) for seed in range(8, 12)]
+
+    both(loop, warmup=1)
+
+
+_EVENT = st.tuples(
+    st.sampled_from([8, 4, 1]), st.booleans(), st.sampled_from(["none", "zero", "keep"]), st.sampled_from([1.0, 0.5])
+)
+
+
+@settings(max_examples=25)
+@given(st.lists(_EVENT, min_size=4, max_size=14), st.integers(0, 2))
+def test_any_order_of_changes(events: list[tuple[int, bool, str, float]], warmup: int) -> None:
+    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
+        outcomes = []
+        for seed, (rows, trains, clear, factor) in enumerate(events):
+            training.model.train(trains and rows > 1)
+            outcomes.append(run(*batch(rows, seed)))
+            if clear != "keep":
+                training.optimizer.param_groups[0]["lr"] = 0.1 * factor
+                training.optimizer.step()
+                training.optimizer.zero_grad(set_to_none=clear == "none")
+        return outcomes
+
+    both(loop, "backward", warmup=warmup, most=3)

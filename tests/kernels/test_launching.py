@@ -1,0 +1,144 @@
+"""A planned launch gives the driver what Triton's own would, and leaves to Triton what it can't tell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from accel.kernels.launching import LaunchPlan, PlannedKernel, ceil_div, next_power_of_2
+
+
+@PlannedKernel
+@triton.jit
+def _scale_kernel(x, factor, out, n, times, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    scaled = tl.load(x + i, mask=i < n) * times
+    if factor is not None:
+        scaled *= tl.load(factor)
+    tl.store(out + i, scaled, mask=i < n)
+
+
+def test_interpreted_it_computes(interpreted: None) -> None:
+    x = torch.arange(10.0)
+    for factor, expected in ((None, 3 * x), (torch.tensor(2.0), 6 * x)):
+        out = torch.empty_like(x)
+        _scale_kernel[(1,)](x, factor, out, 10, 3.0, BLOCK=16)
+        assert torch.equal(out, expected)
+        out = torch.empty_like(x)
+        _scale_kernel.plan((1,), 10, 3.0, BLOCK=16)(x, factor, out)
+        assert torch.equal(out, expected)
+
+
+def test_a_tensor_after_a_number_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"tensors must come before its numbers. Found: Tensor after a number"):
+        _scale_kernel.plan((1,), 10, torch.ones(1), BLOCK=16)
+    with pytest.raises(TypeError, match="Found: Parameter after a number"):
+        _scale_kernel[(1,)](torch.ones(1), None, torch.ones(1), 10, torch.nn.Parameter(torch.ones(1)), BLOCK=16)
+
+
+def test_plans_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel.kernels.launching._MOST", 4)
+    monkeypatch.setattr(LaunchPlan, "__call__", lambda plan, *tensors: None)
+    kernel = PlannedKernel(_scale_kernel.kernel)
+    for n in range(20):
+        kernel[(1,)](torch.ones(1), None, torch.ones(1), n, 1.0, BLOCK=16)
+        assert len(kernel._plans) <= 4
+
+
+def test_plans_are_kept_apart() -> None:
+    kernel = PlannedKernel(_scale_kernel.kernel)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LaunchPlan, "__call__", lambda plan, *tensors: seen.append(plan))
+        for grid, n, times, block in (((1,), 1, 1, 16), ((1,), True, 1, 16), ((1,), 1, 1.0, 16), ((2,), 1, 1, 16)):
+            for _ in range(2):
+                kernel[grid](torch.ones(1), None, torch.ones(1), n, times, BLOCK=block)
+    assert [a is b for a, b in zip(seen[::2], seen[1::2], strict=True)] == [True] * 4
+    assert len(set(map(id, seen))) == 4
+
+
+@pytest.mark.parametrize(("size", "block", "count"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2)])
+def test_blocks_cover_a_size(size: int, block: int, count: int) -> None:
+    assert ceil_div(size, block) == count == triton.cdiv(size, block)
+
+
+def test_powers_of_2_are_tritons() -> None:
+    assert all(next_power_of_2(size) == triton.next_power_of_2(size) for size in range(1, 300))
+
+
+_SCRIPT = '''
+import torch, triton, triton.language as tl
+from triton.runtime.jit import JITFunction
+from accel.kernels.launching import PlannedKernel
+from benchmarks.kernels import no_op_driver
+
+no_op_driver.install()
+launched, bound = [], []
+no_op_driver._Launch.__call__ = lambda self, *arguments: launched.append(arguments)
+run = JITFunction.run
+JITFunction.run = lambda *arguments, **more: (bound.append(1), run(*arguments, **more))[1]
+
+
+@PlannedKernel
+@triton.jit
+def scale(x, factor, out, n, times, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    scaled = tl.load(x + i, mask=i < n) * times + ADD
+    if factor is not None:
+        scaled *= tl.load(factor)
+    tl.store(out + i, scaled, mask=i < n)
+
+
+def same(one, other):
+    one, other = (each[:6] + each[9:] for each in (one, other))  # without metadata and hooks, which nobody has set
+    return len(one) == len(other) and all(a is b or a == b for a, b in zip(one, other))
+
+
+def check(call, *, planned):
+    """The second call launches what Triton itself launches, through its binder or not."""
+    call(scale)
+    call(scale.kernel)
+    bound.clear()
+    call(scale)
+    by_triton, ours = launched[-2:]
+    assert same(by_triton, ours), (by_triton, ours)
+    assert bool(bound) != planned, (bound, planned)
+
+
+x, out, factor = torch.ones(100), torch.empty(100), torch.ones(1)
+half, weight = x.half(), torch.nn.Parameter(x)
+plain = lambda kernel: kernel[(7,)](x, None, out, 100, 2.0, BLOCK=16, ADD=1)
+check(plain, planned=True)
+check(lambda kernel: kernel[(7, 2)](x, factor, out, 100, 3, BLOCK=16, ADD=0, num_warps=8), planned=True)
+check(lambda kernel: kernel[(7,)](half, None, out, 1, 2.0, BLOCK=16, ADD=1), planned=True)
+check(lambda kernel: kernel[(7,)](weight, None, out, True, 2.0, BLOCK=16, ADD=1), planned=True)
+for each in range(3):  # numbers of floating point are no part of what is compiled
+    check(lambda kernel: kernel[(7,)](x, None, out, 100, each / 7, BLOCK=16, ADD=1), planned=True)
+shifted = torch.ones(101)[1:]
+check(lambda kernel: kernel[(7,)](shifted, None, out, 100, 2.0, BLOCK=16, ADD=1), planned=False)
+check(plain, planned=True)
+hook = lambda *arguments: None
+triton.knobs.runtime.launch_enter_hook.add(hook)
+check(plain, planned=False)
+triton.knobs.runtime.launch_enter_hook.remove(hook)
+check(plain, planned=True)
+print("the same")
+'''
+
+
+def test_launches_are_tritons_own(tmp_path: Path) -> None:
+    """In an interpreter of its own: here kernels are interpreted."""
+    (tmp_path / "script.py").write_text(_SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.getcwd()
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "the same\n", done.stderr
