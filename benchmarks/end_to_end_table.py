@@ -56,10 +56,13 @@ def _what(rows: Sequence[Row]) -> str:
         if hold
         else ""
     )
-    return (
-        "Steps of a whole process in the same time, imports and search included, ÷ those of a plain one that took "
-        f"turns with it [95 %].{early}"
-    )
+    beside = {
+        True: "a plain one that took turns with it [95 %]",
+        False: "the plain ones before and after it [least, most]",
+    }
+    kinds = sorted({"turn_s" in row for row in rows}, reverse=True)
+    others = " or, in rows of another day, ".join(beside[kind] for kind in kinds)
+    return f"Steps of a whole process in the same time, imports and search included, ÷ those of {others}.{early}"
 
 
 def _any(variants: dict[str, Row]) -> Row:

@@ -32,7 +32,7 @@ from benchmarks.variants import variant
 
 _WARM_STEPS = 3
 """After so many steps a process without a search is as fast as it will be."""
-_TURN_S = 2.0
+TURN_S = 2.0
 """Long against the first step of a turn, which finds cold caches; short against what the neighbours do."""
 _WINDOW = 20
 """Steps whose mean loss counts as the loss at a time."""
@@ -200,7 +200,7 @@ class Process(NamedTuple):
 
 def run(processes: Sequence[Process]) -> list[Course | ProcessFailed]:
     """Train in processes that take turns; return the course of each, or why it failed."""
-    start = ["-m", "benchmarks.turn_clock", str(_TURN_S)]
+    start = ["-m", "benchmarks.turn_clock", str(TURN_S)]
     commands = [Command([*start, each.model, each.variant, *each.arguments], each.environ) for each in processes]
     return [_course(process, done) for process, done in zip(processes, take_turns(commands), strict=True)]
 

@@ -171,20 +171,26 @@ class Trial:
         differences = self._differences()
         low, high = interval(differences, 0.025)
         gain = math.exp(statistics.fmean(differences))
-        # Medians over the whole trial differ in ratio where the machine drifts: all figures come from one estimate.
-        a, b = (statistics.median(self.steps[arm]) * 1e3 for arm in ("A", "B"))
-        level, half = math.sqrt(a * b), math.sqrt(gain)
+        # Medians over the whole trial differ in ratio where the machine drifts.
+        before_s, after_s = (statistics.median(self.steps[arm]) for arm in ("A", "B"))
+        before_ms, after_ms = at_gain(before_s, after_s, gain)
         quarters = statistics.quantiles(self.steps["B"], n=4) if len(self.steps["B"]) > 1 else [0.0, 0.0, 0.0]
         return Outcome(
             verdict=self.verdict,
             gain=gain,
             low=math.exp(low),
             high=math.exp(high),
-            before_ms=level * half,
-            after_ms=level / half,
+            before_ms=before_ms,
+            after_ms=after_ms,
             spread_ms=(quarters[2] - quarters[0]) / 2 * 1e3,
             pairs=len(differences),
         )
+
+
+def at_gain(before_s: float, after_s: float, gain: float) -> tuple[float, float]:
+    """Return both steps, ms, at their common level and with the ratio of a gain: all figures are of one estimate."""
+    level, half = math.sqrt(before_s * after_s) * 1e3, math.sqrt(gain)
+    return level * half, level / half
 
 
 def log_ratios(before: Sequence[float], after: Sequence[float]) -> list[float]:

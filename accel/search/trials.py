@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from accel.profiler.trial import Outcome, Trial, TrialConfig, Verdict, interval, log_ratios
+from accel.profiler.trial import Outcome, Trial, TrialConfig, Verdict, at_gain, interval, log_ratios
 from accel.search.actions import Action, Result
 from accel.search.plan import Choices
 
@@ -156,14 +156,16 @@ def before_and_after(
     differences = log_ratios(*blocks)
     low, high = interval(differences, 0.025)
     verdict: Verdict = "keep" if low > math.log1p(config.keep_gain) else "drop"
-    before_s, after_s = (math.exp(statistics.fmean(map(math.log, side))) for side in blocks)
+    gain = math.exp(statistics.fmean(differences))
+    # Differences beyond the others are pulled in, so the means of the blocks have another ratio.
+    before_ms, after_ms = at_gain(*(math.exp(statistics.fmean(map(math.log, side))) for side in blocks), gain)
     outcome = Outcome(
         verdict=verdict,
-        gain=math.exp(statistics.fmean(differences)),
+        gain=gain,
         low=math.exp(low),
         high=math.exp(high),
-        before_ms=before_s * 1e3,
-        after_ms=after_s * 1e3,
+        before_ms=before_ms,
+        after_ms=after_ms,
         spread_ms=(max(blocks[1]) - min(blocks[1])) / 2 * 1e3,
         pairs=_BLOCKS,
     )

@@ -201,9 +201,12 @@ def test_the_best_recipe_and_the_best_rival_stand_beside_accel() -> None:
     result = {"command": "c", "date": "d", "machine": "m", "torch": "t", "rows": ROWS}
     block = table_block(result)
     assert "5.00x [5.00, 5.00], fused" in block
+    assert "÷ those of a plain one that took turns with it [95 %]." in block
     assert "ended 20 s after their third step" in block
     old = {"model": "lstm", "seconds": 30.0, "plain_steps": 169, "ratio": 1.0, "low": 0.9, "high": 1.1, "kept": []}
     assert "| lstm | 30 | 169 | 1.00x [0.90, 1.10] | | |" in table_block({**result, "rows": [old]})
+    assert "÷ those of the plain ones before and after it [least, most]." in table_block({**result, "rows": [old]})
+    assert "or, in rows of another day," in table_block({**result, "rows": [*ROWS, old]})
 
 
 def test_strategies_stand_in_a_table_with_what_they_won_and_lost() -> None:
