@@ -158,7 +158,8 @@ def before_and_after(
     verdict: Verdict = "keep" if low > math.log1p(config.keep_gain) else "drop"
     gain = math.exp(statistics.fmean(differences))
     # Differences beyond the others are pulled in, so the means of the blocks have another ratio.
-    before_ms, after_ms = at_gain(*(math.exp(statistics.fmean(map(math.log, side))) for side in blocks), gain)
+    before_s, after_s = (math.exp(statistics.fmean(map(math.log, side))) for side in blocks)
+    before_ms, after_ms = at_gain(before_s, after_s, gain)
     outcome = Outcome(
         verdict=verdict,
         gain=gain,
