@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from accel.precision import allows_tf32, fp32_precision
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
 
 
 class TF32(Strategy):
-    """Set `fp32_precision = "tf32"` for CUDA matrix products and cuDNN.
+    """Let CUDA's matrix products, convolutions and recurrent layers use TF32 (`accel.precision`).
 
     Source: NVIDIA A100 architecture white paper; PyTorch notes, "TensorFloat-32 on Ampere". Unproven: it has not been
     run on a GPU yet (`make gpu`).
@@ -24,7 +25,7 @@ class TF32(Strategy):
     exactness = Exactness.REDUCED
 
     def __init__(self) -> None:
-        self._before: list[str] = []
+        self._set: fp32_precision | None = None
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no CUDA, too old a GPU, or on already."""
@@ -32,22 +33,13 @@ class TF32(Strategy):
             return "it needs a CUDA device; the model is on the " + run.device.type.upper()
         if torch.cuda.get_device_capability(run.device)[0] < 8:
             return "the GPU has no TF32 (compute capability 8.0 or newer has)"
-        if all(switch.fp32_precision == "tf32" for switch in _switches()):
-            return "TF32 is on already"
-        return ""
+        return "TF32 is on already" if allows_tf32() else ""
 
     def enable(self, run: Run, setting: Any) -> None:
-        """Remember the precision that was set, then allow TF32."""
-        self._before = [switch.fp32_precision for switch in _switches()]
-        for switch in _switches():
-            switch.fp32_precision = "tf32"
+        """Allow TF32; what was set is remembered."""
+        self._set = fp32_precision("tf32")
 
     def disable(self, run: Run) -> None:
         """Set the precision that was set before."""
-        for switch, before in zip(_switches(), self._before, strict=True):
-            switch.fp32_precision = before
-
-
-def _switches() -> tuple[Any, ...]:
-    cudnn: Any = torch.backends.cudnn
-    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+        if self._set is not None:
+            self._set.restore()

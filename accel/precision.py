@@ -1,0 +1,112 @@
+"""One switch for how float32 products are computed, which leaves torch's older switches readable.
+
+torch has three ways to allow TF32: `set_float32_matmul_precision`, `allow_tf32`, and since 2.9 `fp32_precision`. Set by
+the last alone, each reading of the others raises "you have used mix of the legacy and new APIs", wherever it stands: in
+the user's script, in a framework. Here all of them are set together, and all are put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from typing import Any, Literal
+
+import torch
+
+Precision = Literal["ieee", "tf32"]
+
+
+class fp32_precision(ContextDecorator):  # noqa: N801  it is called as torch.set_grad_enabled is
+    """Set how float32 matrix products and convolutions run on CUDA: at once, and back at the end of a `with` block.
+
+    TF32 has the range of float32 and a mantissa of 10 bits; GPUs of compute capability 8.0 and newer have cores for it.
+    Elsewhere nothing changes.
+
+    Args:
+        matmul: of matrix products, "ieee" or "tf32"; torch's default is "ieee". "ieee" is for those on the CPU too.
+        convolutions: of convolutions and recurrent layers; default as `matmul`. torch's own default is "tf32".
+
+    Raises:
+        ValueError: for another word.
+
+    Example:
+        >>> with fp32_precision("tf32"):
+        ...     product = torch.ones(2, 2) @ torch.ones(2, 2)
+
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
+    """
+
+    def __init__(self, matmul: Precision, convolutions: Precision | None = None) -> None:
+        convolutions = matmul if convolutions is None else convolutions
+        for name, value in (("matmul", matmul), ("convolutions", convolutions)):
+            if value not in ("ieee", "tf32"):
+                raise ValueError(f'fp32_precision: {name} must be "ieee" or "tf32". Found: {value!r}')
+        self._restore = [_products(), _convolutions()]
+        if matmul == "tf32":
+            if not _read(lambda: torch.backends.cuda.matmul.allow_tf32):  # "medium" allows it already
+                torch.backends.cuda.matmul.allow_tf32 = True
+        else:  # the host's products too: with those of CUDA alone torch refuses to name the precision
+            torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = convolutions == "tf32"
+
+    def __enter__(self) -> fp32_precision:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Put back what was set before, by whichever way."""
+        for restore in self._restore:
+            restore()
+        self._restore.clear()
+
+
+def allows_tf32() -> bool:
+    """Return whether matrix products, convolutions and recurrent layers may all use TF32."""
+    return all(each.fp32_precision == "tf32" for each in (torch.backends.cuda.matmul, *_cudnn()))
+
+
+def _products() -> Callable[[], None]:
+    """Return what puts the precision of matrix products back."""
+    backends: Any = torch.backends
+    matmul, host = backends.cuda.matmul, backends.mkldnn.matmul
+    new, of_host = matmul.fp32_precision, host.fp32_precision
+    named = _read(torch.get_float32_matmul_precision)
+    allowed = _read(lambda: matmul.allow_tf32)
+
+    def restore() -> None:
+        if named is not None:
+            torch.set_float32_matmul_precision(named)
+        else:  # where the ways disagreed, the older one was what the newer one was not
+            matmul.allow_tf32 = new != "tf32" if allowed is None else allowed
+        matmul.fp32_precision, host.fp32_precision = new, of_host
+
+    return restore
+
+
+def _convolutions() -> Callable[[], None]:
+    """Return what puts the precision of convolutions and recurrent layers back."""
+    cudnn: Any = torch.backends.cudnn
+    new = [each.fp32_precision for each in _cudnn()]
+    old = _read(lambda: cudnn.allow_tf32)
+
+    def restore() -> None:
+        cudnn.allow_tf32 = all(value != "tf32" for value in new) if old is None else old
+        for each, value in zip(_cudnn(), new, strict=True):
+            each.fp32_precision = value
+
+    return restore
+
+
+def _read(switch: Callable[[], Any]) -> Any:
+    """Return a switch's state, None where torch refuses to tell."""
+    with contextlib.suppress(RuntimeError):
+        return switch()
+    return None
+
+
+def _cudnn() -> tuple[Any, Any]:
+    cudnn: Any = torch.backends.cudnn
+    return cudnn.conv, cudnn.rnn
