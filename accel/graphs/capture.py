@@ -27,6 +27,8 @@ from accel.graphs.recorder import CudaRecorder, GraphRecorder, RecordedGraph
 
 _MOST_COUNTED = 1024
 """Kinds of calls whose number is kept until they are captured."""
+_MANY = 64
+"""Kinds of calls without a capture, after which a warning says so."""
 _ANEW = 3
 """Captures for the same inputs and other numbers of an optimizer, after which a warning says so."""
 
@@ -125,7 +127,7 @@ class CapturedStep:
         recorder = self._recorder or self._made(inputs)
         if recorder is None:
             return _detached(self._step(*args, **kwargs))
-        key = (description, self._owners.state(), _modes(inputs))
+        key = self._key(description, inputs)
         if captured := self._graphs.get(key):
             self._graphs.move_to_end(key)
             self.replays += 1
@@ -134,7 +136,7 @@ class CapturedStep:
             return _detached(self._step(*args, **kwargs))
         if self._calls[key] < self._warmup:
             return self._warm(recorder, key, args, kwargs)
-        return self._captured(recorder, key, description, inputs, args, kwargs)
+        return self._captured(recorder, description, inputs, args, kwargs)
 
     def reset(self) -> None:
         """Drop all graphs and their memory; the next calls are eager again."""
@@ -144,8 +146,11 @@ class CapturedStep:
         self._calls.clear()
         self._eager.clear()
 
+    def _key(self, description: Hashable, inputs: list[Tensor]) -> Hashable:
+        return description, self._owners.state(), _modes(inputs)
+
     def _made(self, inputs: list[Tensor]) -> GraphRecorder | None:
-        devices = {tensor.device for tensor in (*inputs, *self._owners.parameters) if tensor.device.type != "cpu"}
+        devices = {tensor.device for tensor in (*inputs, *self._owners.tensors()) if tensor.device.type != "cpu"}
         if len(devices) == 1 and next(iter(devices)).type == "cuda":
             self._recorder = CudaRecorder(next(iter(devices)))
             return self._recorder
@@ -156,15 +161,18 @@ class CapturedStep:
     def _warm(self, recorder: GraphRecorder, key: Hashable, args: Any, kwargs: Any) -> Any:
         if len(self._calls) >= _MOST_COUNTED:
             self._calls.clear()
+        if len(self._calls) == _MANY and not self.captures:
+            self._say(
+                f"{_MANY} calls were of {_MANY} kinds: inputs, or where parameters, buffers and gradients lie, differ "
+                "each time. A buffer must be written to, and not replaced"
+            )
         self._calls[key] += 1
         before = self._owners.gradients()
         result = recorder.aside(lambda: self._step(*args, **kwargs))
         self._owners.learn(before)
         return _detached(result)
 
-    def _captured(
-        self, recorder: GraphRecorder, key: Hashable, description: Any, inputs: list[Tensor], args: Any, kwargs: Any
-    ) -> Any:
+    def _captured(self, recorder: GraphRecorder, description: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
         """Capture a graph for these inputs and replay it; run eagerly if that fails."""
         if any(tensor.requires_grad for tensor in inputs):
             raise TypeError(
@@ -172,7 +180,8 @@ class CapturedStep:
             )
         own = [tensor.clone() for tensor in inputs]
         own_args, own_kwargs = rebuilt(description, iter(own))
-        self._owners.refresh()
+        self._owners.refresh()  # parameters that have come or gone are part of the key
+        key = self._key(description, inputs)
         before = self._owners.gradients()
         recorder.waits()
         outputs: list[Tensor] = []

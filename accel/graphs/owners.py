@@ -16,8 +16,8 @@ class Owners:
     """Modules and optimizers whose state decides what a step computes.
 
     Args:
-        modules: whose mode and parameters count.
-        optimizers: whose numbers count.
+        modules: whose mode, parameters and buffers count.
+        optimizers: whose numbers and parameters count.
 
     Attributes:
         replaces_gradients: True once a call was seen to end with other gradient tensors than it began with. What it
@@ -27,22 +27,30 @@ class Owners:
     def __init__(self, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         self.modules, self.optimizers = list(modules), list(optimizers)
         self.replaces_gradients = False
-        self.parameters: list[Tensor] = []
+        self._slots: list[tuple[dict[str, Any], str]] = []
+        self._stepped: list[Tensor] = []
         self.refresh()
 
     def refresh(self) -> None:
-        """List the parameters again: some may have come or gone."""
-        owned = [p for module in self.modules for p in module.parameters()]
+        """List the parameters and buffers again: some may have come or gone."""
+        every = {id(each): each for module in self.modules for each in module.modules()}
+        dicts: list[dict[str, Any]] = [d for each in every.values() for d in (each._parameters, each._buffers)]
+        self._slots = [(d, name) for d in dicts for name in d]
+        owned = {id(d[name]) for d, name in self._slots}
         stepped = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        self.parameters = list({id(p): p for p in [*owned, *stepped]}.values())
+        self._stepped = [p for p in stepped if id(p) not in owned]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the parameters and buffers as they are now: one may have been replaced."""
+        return [tensor for d, name in self._slots if (tensor := d.get(name)) is not None] + self._stepped
 
     def state(self) -> Hashable:
-        """Return what a graph has frozen: modes, numbers of optimizers, where parameters and gradients lie."""
+        """Return what a graph has frozen: modes, numbers of optimizers, where tensors and gradients lie."""
         places: tuple[Any, ...]
         if self.replaces_gradients:
-            places = tuple(p.data_ptr() for p in self.parameters)
+            places = tuple(t.data_ptr() for t in self.tensors())
         else:
-            places = tuple((p.data_ptr(), None if p.grad is None else p.grad.data_ptr()) for p in self.parameters)
+            places = tuple((t.data_ptr(), None if t.grad is None else t.grad.data_ptr()) for t in self.tensors())
         return tuple(module.training for module in self.modules), self.numbers(), places
 
     def numbers(self) -> tuple[Hashable, ...]:
@@ -54,8 +62,8 @@ class Owners:
         )
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradients, parameter by parameter."""
-        return [p.grad for p in self.parameters]
+        """Return the gradients, tensor by tensor."""
+        return [t.grad for t in self.tensors()]
 
     def learn(self, before: list[Tensor | None]) -> None:
         """Note, after an eager call, whether it has put other gradients in the place of those before it."""
@@ -65,9 +73,9 @@ class Owners:
 
     def put(self, gradients: list[Tensor | None]) -> None:
         """Set the gradients."""
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
+        for tensor, gradient in zip(self.tensors(), gradients, strict=True):
+            if tensor.grad is not gradient:
+                tensor.grad = gradient
 
 
 def _hashable(value: Any) -> Hashable:

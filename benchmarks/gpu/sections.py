@@ -54,6 +54,7 @@ SECTIONS: dict[str, Callable[[], Figures]] = {
     "window_attention": partial(_of, "window_attention"),
     "assignment": partial(_of, "assignment"),
     "optimizers": partial(_of, "optimizers"),
+    "graphs": partial(_of, "gpu.graphs"),
     "training": partial(_of, "swin_training"),
     "copy_overlap": partial(_of, "copy_overlap"),
     "gradient_kernels": partial(_of, "gradient_kernels"),

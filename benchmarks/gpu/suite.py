@@ -40,6 +40,7 @@ BUDGETS_S = {
     "window_attention": 150,
     "assignment": 90,
     "optimizers": 60,
+    "graphs": 60,
     "training": 210,
     "copy_overlap": 60,
     "gradient_kernels": 60,

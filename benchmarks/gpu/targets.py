@@ -49,6 +49,9 @@ def _lines(figures: Figures) -> Iterator[tuple[str, str, float, str, Found]]:
     three = optimizers.get("unscale, clip, adamw", {})
     yield "unscale, clip and AdamW, over torch's three", ">=", 1.4, "x", _speedup(three, "torch in three")
     yield "LAMB and LARS, over loops", ">=", 5.0, "x", _loops(optimizers)
+    graphs = figures.get("graphs", {}).get("rows", [])
+    yield "captured steps over eager, MLP and transformer", ">=", 2.0, "x", _least(graphs, "eager")
+    yield "captured steps over compile's own graphs", ">=", 1.05, "x", _least(graphs, "reduce-overhead")
     training = figures.get("training", {})
     speedup = training.get("speedup", {})
     yield "Swin-T training, fused over eager", ">=", 1.2, "x", _first(speedup.get("fused over eager"))
@@ -104,6 +107,13 @@ def _loops(rows: dict[str, Figures]) -> Found:
     """Return the smaller gain of LAMB and LARS, as a caller sees it; None if one is missing."""
     gains = [rows[op]["speedup_called"]["loop"] for op in ("lamb", "lars") if op in rows]
     return min(gains) if len(gains) == 2 else None
+
+
+def _least(rows: list[Figures], rival: str) -> Found:
+    """Return the smallest gain over a rival; None if a model is missing, or the rival failed on all."""
+    if not rows or any("failed" in row for row in rows):
+        return None
+    return min((row["speedup"][rival] for row in rows if rival in row["speedup"]), default=None)
 
 
 def _first(ratios: list[float] | None) -> Found:

@@ -40,6 +40,12 @@ GOOD: dict[str, Any] = {
             {"op": "lars", "speedup_called": {"loop": 8.0}},
         ]
     },
+    "graphs": {
+        "rows": [
+            {"model": "mlp", "speedup": {"eager": 3.0, "reduce-overhead": 1.1}},
+            {"model": "transformer", "speedup": {"eager": 2.5}},
+        ]
+    },
     "training": {
         "speedup": {"fused over eager": [1.3, 1.2, 1.4], "fused over compile": [1.1, 1, 2], "both over compile": [1.2]},
         "last_loss": {"eager": 3.0, "eager again": 3.01, "fused": 2.985},
@@ -65,7 +71,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 def test_good_figures_meet_every_line() -> None:
     rows = bench.judged(GOOD)
-    assert len(rows) == 15
+    assert len(rows) == 17
     assert all(row["met"] for row in rows), rows
     assert set(rows[0]) == {"line", "asked", "found", "met"}
 
@@ -83,6 +89,8 @@ def test_good_figures_meet_every_line() -> None:
         ("optimizers/rows/0/speedup", {"torch fused": 0.95}, "over torch fused"),
         ("optimizers/rows/1/speedup", {"torch in three": 1.39}, "torch's three"),
         ("optimizers/rows/3/speedup_called", {"loop": 4.9}, "over loops"),
+        ("graphs/rows/1/speedup/eager", 1.9, "captured steps over eager"),
+        ("graphs/rows/0/speedup/reduce-overhead", 1.04, "compile's own graphs"),
         ("training/speedup/fused over eager", [1.19, 1, 2], "fused over eager"),
         ("training/speedup/fused over compile", [1.0, 1, 2], "fused over compile alone"),
         ("training/speedup/both over compile", [0.99], "fused and compiled"),
@@ -102,7 +110,7 @@ def test_small_batches_are_not_asked_for_speed() -> None:
 
 def test_nothing_measured_is_nothing_met() -> None:
     rows = bench.judged({"tests": {"green": True}, "training": {"failed": "took longer than 9 s"}})
-    assert len(rows) == 15
+    assert len(rows) == 17
     assert all(row["found"] is None and row["met"] is None for row in rows)
 
 
@@ -124,5 +132,5 @@ def test_equal_losses_without_noise() -> None:
 
 def test_the_table_says_what_was_missed() -> None:
     lines = bench.table(bench.judged(changed("assignment/simota/0/device_ms", {"median": 2.5}))).splitlines()
-    assert len(lines) == 15
+    assert len(lines) == 17
     assert next(line for line in lines if line.startswith("MISSED")).split()[-2:] == ["found", "2.5"]

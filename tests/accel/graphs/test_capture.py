@@ -17,7 +17,7 @@ from accel.graphs import CapturedStep, capture
 from accel.graphs.capture import CaptureError
 from tests.accel.graphs.tape import TapeRecorder
 
-pytestmark = pytest.mark.filterwarnings("default::RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")
 
 
 def network() -> nn.Module:
@@ -201,6 +201,47 @@ def test_parameters_that_were_replaced_are_not_forgotten() -> None:
         return losses
 
     assert both(loop, warmup=1).captures == 2
+
+
+@pytest.mark.parametrize("name", ["4.weight", "1.running_mean"])
+def test_a_parameter_or_buffer_of_another_object_is_seen(name: str) -> None:
+    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
+        losses = []
+        for seed in range(12):
+            if seed == 8:
+                owner, _, attribute = name.rpartition(".")
+                module = training.model.get_submodule(owner)
+                old = getattr(module, attribute)
+                new = old.detach().clone() * 0.5
+                setattr(module, attribute, nn.Parameter(new) if isinstance(old, nn.Parameter) else new)
+            losses.append(run(*batch(8, seed)))
+        return losses
+
+    assert both(loop, warmup=1).captures == 2
+
+
+class Counting(nn.Module):
+    """Replaces its buffer in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add."""
+        self.kept.append(self.total)
+        self.total = self.total + x
+        return self.total * 1
+
+
+def test_a_buffer_that_is_replaced_each_time_is_said_and_right() -> None:
+    model = Counting()
+    step = taped(capture(lambda x: model(x), modules=[model], warmup=1))
+    for _ in range(64):
+        step(torch.ones(3))
+    with pytest.warns(RuntimeWarning, match="64 calls were of 64 kinds.* must be written to, and not replaced"):
+        assert torch.equal(step(torch.ones(3)), torch.full((3,), 65.0))
 
 
 class Pair(NamedTuple):

@@ -1,0 +1,39 @@
+"""The race of captured steps, played on a CPU: the same losses, or nothing is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from accel.graphs import CapturedStep
+from benchmarks.gpu import graphs
+from benchmarks.spread import Spread
+from tests.accel.graphs.tape import TapeRecorder
+
+
+def timed(step: Callable[[], Any]) -> Spread:
+    step()
+    return Spread(1.0, 1.0, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def _on_a_tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CapturedStep, "_made", lambda step, inputs: TapeRecorder())
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+
+
+@pytest.mark.parametrize("model", graphs.MODELS)
+def test_captured_steps_lose_what_eager_ones_lose(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "STEPS", 3)
+    row = graphs.measured(model, "cpu", timed)
+    assert row["speedup"] == {"eager": 1.0, "reduce-overhead": 1.0}
+    assert row["loss_apart"] == 0
+
+
+def test_another_loss_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "STEPS", 3)
+    monkeypatch.setattr(graphs, "capture", lambda step, strict: lambda x, target: step(x, target) + 1)
+    assert "captured: losses are 1.0e+00 apart" in graphs.measured("mlp", "cpu", timed)["failed"]
