@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from contextlib import ContextDecorator
 from typing import Any, Literal
 
 import torch
@@ -17,7 +16,7 @@ import torch
 Precision = Literal["ieee", "tf32"]
 
 
-class fp32_precision(ContextDecorator):  # noqa: N801  it is called as torch.set_grad_enabled is
+class fp32_precision:  # noqa: N801  it is called as torch.set_grad_enabled is
     """Set how float32 matrix products and convolutions run on CUDA: at once, and back at the end of a `with` block.
 
     TF32 has the range of float32 and a mantissa of 10 bits; GPUs of compute capability 8.0 and newer have cores for it.

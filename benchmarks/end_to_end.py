@@ -22,7 +22,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -156,8 +156,8 @@ def compare(job: Job, names: Sequence[str], rounds: int, run: Run = whole_proces
     courses: dict[str, list[tuple[Course, Course]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as root:
         folders = Folders(Path(root))
-        for number, group in enumerate(groups(names) * rounds):
-            for name, own, plain in _in_turns(job, group, folders, run, plain_first=number % 2 == 0):
+        for turn, (number, group) in product(range(rounds), enumerate(groups(names))):
+            for name, own, plain in _in_turns(job, group, folders, run, plain_first=(turn + number) % 2 == 0):
                 courses[name].append((own, plain))
     for name, measured_courses in courses.items():
         if measured_courses:

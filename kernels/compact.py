@@ -11,7 +11,6 @@ foreground is a few hundred of some 10⁵ points.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -196,8 +195,7 @@ def compact(x: Tensor, mask: Tensor, size: int | None = None, pad: float = 0.0) 
         rows = _take_op(x_PC, source, float(pad))
     else:
         source, count = _sources(mask, size)
-        take = functools.partial(_apply, TakeRowsFunction) if x.requires_grad else _take
-        rows = take(x_PC, source, float(pad))
+        rows = _apply(TakeRowsFunction, x_PC, source, float(pad))
     return Compacted(rows if x.dim() == 2 else rows.view(size, *x.shape[1:]), count)
 
 

@@ -1,16 +1,16 @@
 """Launching a Triton kernel again with what it has been launched with before: a look-up and a launch.
 
-`kernel[grid](...)` binds all arguments by name in every call, derives their types and alignments and hashes the
-outcome: 44 µs of host time for the forward pass of window attention, several times what the kernel takes on a small
-map. Here dtypes and values are the key of a compiled kernel that was bound before.
+Triton's `kernel[grid](...)` binds all arguments by name in every call, derives their types and alignments and hashes
+the outcome: 44 µs of host time for the forward pass of window attention, several times what the kernel takes on a small
+map. Here dtypes and values are the key of a compiled kernel that was bound before. Figures: docs/kernels.md.
 
     @PlannedKernel
     @triton.jit
     def _gather_kernel(x, index, out, rows, columns, BLOCK: tl.constexpr): ...
 
-    _gather_kernel[(programs,)](x, index, out, rows, columns, BLOCK=128)  # as with triton.jit, 10 µs
-    plan = _gather_kernel.plan((programs,), rows, columns, BLOCK=128)     # to be kept for a shape
-    plan(x, index, out)                                                   # 4 µs
+    _gather_kernel[(programs,)](x, index, out, rows, columns, BLOCK=128)  # as with triton.jit
+    plan = _gather_kernel.plan((programs,), rows, columns, BLOCK=128)     # a fourth of that, to be kept for a shape
+    plan(x, index, out)
 
 What is not met before, or can't be told from that key, takes Triton's own path: another dtype, an address that is no
 multiple of 16, hooks of a profiler, the interpreter.
@@ -24,13 +24,12 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor, nn
+from torch import Tensor
 
 _MOST = 1024
 """Plans that a kernel keeps: a loop with other shapes in each step must not fill the memory."""
 _ALIGNMENT = 16
 """Bytes; Triton compiles a kernel of its own for tensors that are not aligned so."""
-_TENSORS = (Tensor, nn.Parameter)
 
 
 def ceil_div(size: int, block: int) -> int:
@@ -87,7 +86,7 @@ class LaunchPlan:
         bound = self._bound.get(tuple(key))
         if bound is None or addresses % _ALIGNMENT or self._is_observed():
             compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
-            if addresses % _ALIGNMENT == 0:
+            if compiled is not None and addresses % _ALIGNMENT == 0:  # None where a hook of Triton's forbids it
                 self._bound[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata, self._rest(tensors)
             return
         run, function, packed, rest = bound
@@ -133,7 +132,7 @@ class PlannedKernel:
     def _launch(self, grid: tuple[int, ...], /, *arguments: Any, **constants: Any) -> None:
         count = 0
         for argument in arguments:
-            if argument is not None and argument.__class__ not in _TENSORS:
+            if argument is not None and not isinstance(argument, Tensor):
                 break
             count += 1
         numbers = arguments[count:]

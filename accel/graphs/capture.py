@@ -89,14 +89,16 @@ class _Captured:
     result: Hashable
     """Description of what the step returns."""
     outputs: list[Tensor]
-    gradients: list[Tensor | None]
+    gradients: list[tuple[Tensor, Tensor | None]]
+    """Those that the step has made, each with its parameter."""
 
-    def replay(self, inputs: list[Tensor], owners: Owners) -> Any:
+    def replay(self, inputs: list[Tensor]) -> Any:
         """Run it on these inputs."""
         if inputs:
             torch._foreach_copy_(self.inputs, inputs, non_blocking=True)
         self.graph.replay()
-        owners.put(self.gradients)  # zero_grad outside of the graph has taken them off
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient  # zero_grad outside of the graph has taken it off
         return rebuilt(self.result, iter([output.clone() for output in self.outputs]))
 
 
@@ -131,7 +133,7 @@ class CapturedStep:
         if captured := self._graphs.get(key):
             self._graphs.move_to_end(key)
             self.replays += 1
-            return captured.replay(inputs, self._owners)
+            return captured.replay(inputs)
         if key in self._eager:
             return _detached(self._step(*args, **kwargs))
         if self._calls[key] < self._warmup:
@@ -196,9 +198,9 @@ class CapturedStep:
             self._eager.add(key)
             return _detached(self._step(*args, **kwargs))
         shape = described(_detached(result), outputs, "what a step returns")
-        self._keep(key, _Captured(graph, own, shape, outputs, self._owners.gradients()))
+        self._keep(key, _Captured(graph, own, shape, outputs, self._owners.made(before)))
         self._count(description)
-        return self._graphs[key].replay(inputs, self._owners)
+        return self._graphs[key].replay(inputs)
 
     def _keep(self, key: Hashable, captured: _Captured) -> None:
         if len(self._graphs) >= self._most:

@@ -19,14 +19,12 @@ class Owners:
         modules: whose mode, parameters and buffers count.
         optimizers: whose numbers and parameters count.
 
-    Attributes:
-        replaces_gradients: True once a call was seen to end with other gradient tensors than it began with. What it
-            begins with is then of no account.
     """
 
     def __init__(self, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         self.modules, self.optimizers = list(modules), list(optimizers)
-        self.replaces_gradients = False
+        self._replaced: set[int] = set()
+        """Tensors whose gradient a call was seen to replace: what it begins with is of no account."""
         self._slots: list[tuple[dict[str, Any], str]] = []
         self._stepped: list[Tensor] = []
         self.refresh()
@@ -46,11 +44,10 @@ class Owners:
 
     def state(self) -> Hashable:
         """Return what a graph has frozen: modes, numbers of optimizers, where tensors and gradients lie."""
-        places: tuple[Any, ...]
-        if self.replaces_gradients:
-            places = tuple(t.data_ptr() for t in self.tensors())
-        else:
-            places = tuple((t.data_ptr(), None if t.grad is None else t.grad.data_ptr()) for t in self.tensors())
+        places = tuple(
+            (t.data_ptr(), None if t.grad is None or id(t) in self._replaced else t.grad.data_ptr())
+            for t in self.tensors()
+        )
         return tuple(module.training for module in self.modules), self.numbers(), places
 
     def numbers(self) -> tuple[Hashable, ...]:
@@ -66,10 +63,14 @@ class Owners:
         return [t.grad for t in self.tensors()]
 
     def learn(self, before: list[Tensor | None]) -> None:
-        """Note, after an eager call, whether it has put other gradients in the place of those before it."""
-        pairs = zip(before, self.gradients(), strict=True)
-        if any(one is not None and other is not None and one is not other for one, other in pairs):
-            self.replaces_gradients = True
+        """Note, after an eager call, which gradients it has put in the place of others."""
+        for tensor, one in zip(self.tensors(), before, strict=True):
+            if one is not None and tensor.grad is not None and one is not tensor.grad:
+                self._replaced.add(id(tensor))
+
+    def made(self, before: list[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the tensors that have another gradient than before, with it; others' gradients are not the step's."""
+        return [(t, t.grad) for t, one in zip(self.tensors(), before, strict=True) if t.grad is not one]
 
     def put(self, gradients: list[Tensor | None]) -> None:
         """Set the gradients."""

@@ -99,7 +99,7 @@ def window_attention(
 
     Source: https://arxiv.org/abs/2103.14030, section 3.2.
     """
-    spec = _checked(_windows_spec, qkv, table, head_scale, heads, window, (0, 0), scale, mask_value, dropout)
+    spec = _checked(_check_windows, qkv, table, head_scale, heads, window, (0, 0), scale, mask_value, dropout)
     regions = _checked_regions(regions, qkv, spec)
     tall, wide = spec.window
     out = _attend(qkv.reshape(qkv.shape[0], tall, wide, qkv.shape[-1]), table, head_scale, regions, spec)
@@ -147,7 +147,7 @@ def shifted_window_attention(
 
     Source: https://arxiv.org/abs/2103.14030, section 3.2.
     """
-    spec = _checked(_map_spec, qkv, table, head_scale, heads, window, shift, scale, mask_value, dropout)
+    spec = _checked(_check_map, qkv, table, head_scale, heads, window, shift, scale, mask_value, dropout)
     regions = None
     # A compiler would build the table, on the CPU, in every step: so the operator looks it up itself.
     in_operator = torch.compiler.is_compiling() and _runs_kernels(qkv)
@@ -259,51 +259,41 @@ _MOST_CHECKED = 512
 _checked_calls: dict[Hashable, Spec] = {}
 
 
-def _checked(make: Callable[..., Spec], qkv: Tensor, table: Tensor, head_scale: Tensor | None, *numbers: Any) -> Spec:
+def _checked(check: Callable[[Tensor, Any, Any], None], qkv: Tensor, *rest: Any) -> Spec:
     """Return the constants of a call; what was checked once, with the same shapes, dtypes and numbers, is known."""
     if torch.compiler.is_compiling():
-        return make(qkv, table, head_scale, *numbers)
+        return _made(check, qkv, *rest)
+    table, head_scale, *numbers = rest
     third = None if head_scale is None else (head_scale.shape, head_scale.dtype, head_scale.device)
-    key = (make, qkv.shape, qkv.dtype, qkv.device, table.shape, table.dtype, table.device, third, *numbers)
+    key = (check, qkv.shape, qkv.dtype, qkv.device, table.shape, table.dtype, table.device, third, *numbers)
     try:
         spec = _checked_calls.get(key)
     except TypeError:  # a list for a window, or what is no number at all
-        return make(qkv, table, head_scale, *numbers)
+        return _made(check, qkv, *rest)
     if spec is None:
-        spec = make(qkv, table, head_scale, *numbers)
+        spec = _made(check, qkv, *rest)
         if len(_checked_calls) >= _MOST_CHECKED:
             _checked_calls.clear()
         _checked_calls[key] = spec
     return spec
 
 
-def _windows_spec(
-    qkv: Tensor,
-    table: Tensor,
-    head_scale: Tensor | None,
-    heads: int,
-    window: tuple[int, int],
-    shift: tuple[int, int],
-    *rest: Any,
-) -> Spec:
+def _made(check: Callable[[Tensor, Any, Any], None], qkv: Tensor, *rest: Any) -> Spec:
+    _table, _head_scale, _heads, window, shift, *_ = rest
+    check(qkv, window, shift)
+    return _spec(qkv, *rest)
+
+
+def _check_windows(qkv: Tensor, window: tuple[int, int], shift: tuple[int, int]) -> None:
     _check_pair("window", window)
     if qkv.dim() != 3 or qkv.shape[1] != window[0] * window[1]:
         raise ValueError(
             f"window_attention: qkv must be [windows, {window[0] * window[1]}, 3·H·D] for windows of {window}. "
             f"Found: {list(qkv.shape)}; a map goes to shifted_window_attention"
         )
-    return _spec(qkv, table, head_scale, heads, window, shift, *rest)
 
 
-def _map_spec(
-    qkv: Tensor,
-    table: Tensor,
-    head_scale: Tensor | None,
-    heads: int,
-    window: tuple[int, int],
-    shift: tuple[int, int],
-    *rest: Any,
-) -> Spec:
+def _check_map(qkv: Tensor, window: tuple[int, int], shift: tuple[int, int]) -> None:
     _check_pair("window", window)
     _check_pair("shift", shift)
     if qkv.dim() != 4 or qkv.shape[1] % window[0] or qkv.shape[2] % window[1]:
@@ -313,7 +303,6 @@ def _map_spec(
         )
     if not all(0 <= s < w for s, w in zip(shift, window, strict=True)):
         raise ValueError(f"shifted_window_attention: shift must be in [0, window). Found: {shift} for {window}")
-    return _spec(qkv, table, head_scale, heads, window, shift, *rest)
 
 
 def _spec(

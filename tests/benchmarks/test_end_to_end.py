@@ -112,7 +112,8 @@ JOB = Job("ncf", "tiny", "synthetic", 180.0, 20.0, "reordered")
 def test_the_second_run_has_the_folder_of_the_first_and_a_plain_one_is_beside() -> None:
     processes = Processes({"plain": 0.2, "reordered": 0.1})
     rows = {row["variant"]: row for row, _ in compare(JOB, ["first", "second"], 2, processes)}
-    assert processes.ran == [["plain", "reordered"], ["reordered", "plain"]] * 2
+    orders = [["plain", "reordered"], ["reordered", "plain"]]
+    assert processes.ran == [*orders, *orders[::-1]]  # each run is once the first and once the second to start
     assert {hold for holds, ran in zip(processes.holds, processes.ran, strict=True) for hold in holds if ran} == {
         "--hold=20.0",
         "--hold=0.0",  # of the plain one, as long as the search

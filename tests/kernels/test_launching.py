@@ -36,6 +36,16 @@ def test_interpreted_it_computes(interpreted: None) -> None:
         assert torch.equal(out, expected)
 
 
+class Labelled(torch.Tensor):
+    """As torchvision has them: a tensor of another class."""
+
+
+def test_tensors_of_other_classes_are_tensors(interpreted: None) -> None:
+    x, out = torch.arange(10.0).as_subclass(Labelled), torch.empty(10)
+    _scale_kernel[(1,)](x, None, out, 10, 3.0, BLOCK=16)
+    assert torch.equal(out, 3 * torch.arange(10.0))
+
+
 def test_a_tensor_after_a_number_is_refused() -> None:
     with pytest.raises(TypeError, match=r"tensors must come before its numbers. Found: Tensor after a number"):
         _scale_kernel.plan((1,), 10, torch.ones(1), BLOCK=16)

@@ -165,29 +165,54 @@ def test_gradients_that_others_use(micro: int, set_to_none: bool) -> None:
     assert step.replays >= 8
 
 
-def test_a_learning_rate_that_is_a_number_takes_a_graph_for_each_value() -> None:
-    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
-        scheduler = StepLR(training.optimizer, 5, 0.5)
-        losses = []
-        for seed in range(20):
-            losses.append(run(*batch(8, seed)))
-            scheduler.step()
-        return losses
+def scheduled(training: Training, run: Callable[..., Any]) -> list[Any]:
+    scheduler = StepLR(training.optimizer, 5, 0.5)
+    losses = []
+    for seed in range(20):
+        losses.append(run(*batch(8, seed)))
+        scheduler.step()
+    return losses
 
+
+def test_a_learning_rate_that_is_a_number_takes_a_graph_for_each_value() -> None:
     with pytest.warns(RuntimeWarning, match="a number of an optimizer changes"):
-        assert both(loop, warmup=1).captures >= 3
+        assert both(scheduled, warmup=1).captures >= 3
 
 
 def test_a_learning_rate_that_is_a_tensor_follows_its_scheduler() -> None:
-    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
-        scheduler = StepLR(training.optimizer, 5, 0.5)
-        losses = []
-        for seed in range(20):
-            losses.append(run(*batch(8, seed)))
-            scheduler.step()
-        return losses
+    assert both(scheduled, lr=lambda: torch.tensor(0.1)).captures == 1
 
-    assert both(loop, lr=lambda: torch.tensor(0.1)).captures == 1
+
+@pytest.mark.parametrize("passes_through", [False, True])
+def test_gradients_of_others_are_left_to_them(passes_through: bool) -> None:
+    """A GAN's: the other model's gradients are made outside, before the captured step, and used after it."""
+
+    def loop(captured: bool) -> tuple[list[Tensor], Any]:
+        training, other = Training(), Training()
+
+        def own(x: Tensor, target: Tensor) -> Tensor:
+            training.optimizer.zero_grad()
+            out = training.model(x)
+            loss = nn.functional.cross_entropy(out, target)
+            if passes_through:
+                loss = loss + nn.functional.cross_entropy(other.model(x + out.sum()), target)
+            loss.backward()
+            training.optimizer.step()
+            return loss
+
+        every = [training.model, other.model], [training.optimizer, other.optimizer]
+        run = taped(capture(own, modules=every[0], optimizers=every[1], warmup=2)) if captured else own
+        torch.manual_seed(1)
+        losses = []
+        for seed in range(14):
+            other.optimizer.zero_grad()
+            other.backward(*batch(8, seed))
+            losses.append(run(*batch(8, 100 + seed)).detach())
+            other.optimizer.step()
+        return [*losses, *training.state(), *other.state()], run
+
+    (expected, _), (outcome, _) = loop(captured=False), loop(captured=True)
+    assert all(torch.equal(one, two) for one, two in zip(outcome, expected, strict=True))
 
 
 def test_parameters_that_were_replaced_are_not_forgotten() -> None:
