@@ -11,6 +11,7 @@ launches of its kernels with all arguments bound. What is above it is ours. "by 
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.record import Column, Record
 from benchmarks.render import SOURCE, Row
+from benchmarks.spread import fifths
 
 if TYPE_CHECKING:
     from accel.kernels.launching import LaunchPlan
@@ -35,16 +37,19 @@ RECORD = Record(
     {
         "call": Column("op and pass", "call"),
         "launches": Column("of kernels", "launches"),
-        "call_us": Column("the call, least of the batches", "call µs", ":.1f"),
-        "bare_us": Column("what no op can do without, least of the batches", "bare µs", ":.1f"),
-        "own_us": Column("the difference", "ours µs", ":.1f"),
-        "triton_us": Column("the call, launched by Triton's own binder", "by triton µs", ":.1f"),
+        "call_us": Column("the call, median of the rounds", "call µs", ":.1f"),
+        "bare_us": Column("what no op can do without, median", "bare µs", ":.1f"),
+        "own_us": Column("the difference, median", "ours µs [20, 80 %]", "{own_us:.1f} [{own_p20:.1f}, {own_p80:.1f}]"),
+        "own_p20": Column("20th percentile of the rounds"),
+        "own_p80": Column("80th percentile"),
+        "triton_us": Column("the call, launched by Triton's own binder, median", "by triton µs", ":.1f"),
     },
     key=("call",),
-    head=f"{SOURCE}. Least of {_BATCHES} batches of {_CALLS} calls, with a driver that launches nothing.",
+    head=f"{SOURCE}. {_BATCHES} rounds of {_CALLS} calls each, in turns, with a driver that launches nothing; medians.",
 )
 LINE = (
-    "{call:44} {launches:2} launches: {call_us:6.1f} µs, bare {bare_us:5.1f}, ours {own_us:5.1f}, "
+    "{call:44} {launches:2} launches: {call_us:6.1f} µs, bare {bare_us:5.1f}, "
+    "ours {own_us:5.1f} [{own_p20:.1f}, {own_p80:.1f}], "
     "by triton {triton_us:6.1f}"
 )
 
@@ -60,14 +65,11 @@ class Call(NamedTuple):
 
 
 def microseconds(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the least time of a call over batches of calls: what it takes while nothing else runs."""
-    times = []
-    for _ in range(_BATCHES):
-        began = clock()
-        for _ in range(_CALLS):
-            run()
-        times.append((clock() - began) / _CALLS)
-    return 1e6 * min(times)
+    """Return the time of a call, the mean over a batch."""
+    began = clock()
+    for _ in range(_CALLS):
+        run()
+    return 1e6 * (clock() - began) / _CALLS
 
 
 @contextmanager
@@ -117,15 +119,18 @@ def measure(call: Call) -> Row:
         for launch in launches:
             launch()
 
-    call_us, bare_us = microseconds(call.run), microseconds(bare)
-    with replaced(by_triton):
-        triton_us = microseconds(call.run)
+    rounds: list[tuple[float, float, float]] = []
+    for _ in range(_BATCHES):  # in turns: the machine's speed changes from second to second
+        call_us, bare_us = microseconds(call.run), microseconds(bare)
+        with replaced(by_triton):
+            rounds.append((call_us, bare_us, microseconds(call.run)))
+    call_us, bare_us, triton_us = (statistics.median(each) for each in zip(*rounds, strict=True))
     return {
         "call": call.name,
         "launches": len(launches),
         "call_us": call_us,
         "bare_us": bare_us,
-        "own_us": call_us - bare_us,
+        **fifths([own - least for own, least, _ in rounds]).named("own_us", "own_p20", "own_p80"),
         "triton_us": triton_us,
     }
 
