@@ -1,9 +1,21 @@
-"""CUDA graphs of whole training steps: captured once for each kind of input, replayed with one launch."""
+"""CUDA graphs of training steps and models: captured once for each kind of input, replayed with one launch."""
 
 from __future__ import annotations
 
 from accel.graphs.buckets import Buckets
-from accel.graphs.capture import CapturedStep, capture
+from accel.graphs.capture import CapturedStep, CaptureError, capture
+from accel.graphs.model_calls import ModelCalls
+from accel.graphs.models import calls_of, release
 from accel.graphs.obstacles import Obstacle, why_not_capturable
 
-__all__ = ["Buckets", "CapturedStep", "Obstacle", "capture", "why_not_capturable"]
+__all__ = [
+    "Buckets",
+    "CaptureError",
+    "CapturedStep",
+    "ModelCalls",
+    "Obstacle",
+    "calls_of",
+    "capture",
+    "release",
+    "why_not_capturable",
+]

@@ -1,4 +1,4 @@
-"""A training step as CUDA graphs: one for each kind of input, captured after some ordinary calls, then replayed.
+"""`capture`, and a training step as CUDA graphs: one for each kind of input, captured after some ordinary calls.
 
 A launch-bound step costs the host tens of microseconds an operator; a graph costs one launch. What it freezes is made
 its key, so that nothing stale is replayed: shapes, dtypes and strides of the inputs, modes of modules, autocast,
@@ -14,7 +14,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,14 @@ from torch.optim import Optimizer
 
 from accel.errors import AccelError
 from accel.graphs.inputs import described, rebuilt
+from accel.graphs.model_calls import MANY, MANY_KINDS, ModelCalls
+from accel.graphs.models import capture_model
+from accel.graphs.modes import modes, without_cached_casts
 from accel.graphs.owners import Owners, found
 from accel.graphs.recorder import CudaRecorder, GraphRecorder, RecordedGraph
 
 _MOST_COUNTED = 1024
 """Kinds of calls whose number is kept until they are captured."""
-_MANY = 64
-"""Kinds of calls without a capture, after which a warning says so."""
 _ANEW = 3
 """Captures for the same inputs and other numbers of an optimizer, after which a warning says so."""
 
@@ -37,34 +38,53 @@ class CaptureError(AccelError):
     """A step could not be captured; `why_not_capturable` names the line."""
 
 
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+@overload
+def capture(step: _Model, *, warmup: int = ..., most: int = ..., strict: bool = ...) -> _Model: ...  # type: ignore[overload-overlap]
+@overload
 def capture(
     step: Callable[..., Any],
+    *,
+    warmup: int = ...,
+    most: int = ...,
+    modules: Iterable[nn.Module] | None = ...,
+    optimizers: Iterable[Optimizer] | None = ...,
+    strict: bool = ...,
+) -> CapturedStep: ...
+def capture(
+    step: Any,
     *,
     warmup: int = 3,
     most: int = 8,
     modules: Iterable[nn.Module] | None = None,
     optimizers: Iterable[Optimizer] | None = None,
     strict: bool = False,
-) -> CapturedStep:
-    """Return a step that is captured as CUDA graphs and replayed.
+) -> Any:
+    """Return a training step, or a model, whose calls are captured as CUDA graphs and replayed.
 
-    The step may hold all of a training step (forward, backward, optimizer) or the first two. Its own code runs in the
-    first calls and once for each capture, and no more; what it prints or counts does not go on.
+    The step may hold all of a training step (forward, backward, optimizer) or the first two. Of a model, forward and
+    backward pass are captured, and it stays the same object; loss, clipping, optimizer and data parallelism run as they
+    did. Captured code runs in the first calls and once for each capture, and no more; what it prints or counts does not
+    go on.
 
     Args:
-        step: takes tensors, numbers and words, or tuples, lists and dicts of them, and returns such. Inputs don't
-            require gradients, and outputs have none: they are copies, and may be kept.
+        step: takes tensors, numbers and words, or tuples, lists and dicts of them, and returns such. Inputs of a step
+            don't require gradients, and its outputs have none. Outputs are copies, and may be kept. Or a model;
+            `accel.graphs.release` undoes its capture.
         warmup: calls of each kind that run eagerly first: libraries set themselves up. Default 3; 11 under
             DistributedDataParallel, as torch asks.
         most: graphs that are kept, default 8; of more, the one that was replayed longest ago goes.
-        modules: whose mode and parameters count; default those that the step refers to.
-        optimizers: whose numbers count; default those that the step refers to. A learning rate that is a tensor on the
-            device follows its scheduler; one that is a number takes a graph for each value.
+        modules: for a step, whose mode and parameters count; default those that the step refers to.
+        optimizers: for a step, whose numbers count; default those that it refers to. A learning rate that is a tensor
+            on the device follows its scheduler; one that is a number takes a graph for each value.
         strict: raise CaptureError where a step can't be captured. By default it goes on eagerly, with a warning.
 
     Raises:
-        ValueError: if `warmup` or `most` is out of range.
-        TypeError: in a call, if an argument or a result is of another kind, or an input requires gradients.
+        ValueError: if `warmup` or `most` is out of range, or `modules` or `optimizers` are given for a model.
+        TypeError: if the model is wrapped for data parallelism; in a call of a step, if an argument or a result is of
+            another kind, or an input requires gradients.
         CaptureError: in a call, with `strict`.
 
     Example:
@@ -75,9 +95,17 @@ def capture(
     """
     if warmup < 0 or most < 1:
         raise ValueError(f"capture: warmup must be 0 or more and most 1 or more. Found: {warmup} and {most}")
+    if isinstance(step, nn.Module):
+        if modules is not None or optimizers is not None:
+            raise ValueError("capture: modules and optimizers are for a step. Found: a model")
+        return capture_model(step, ModelCalls(step, warmup=warmup, most=most, say=_raise if strict else None))
     by_itself = found(step)
     owners = Owners(by_itself[0] if modules is None else modules, by_itself[1] if optimizers is None else optimizers)
     return CapturedStep(step, owners, warmup=warmup, most=most, strict=strict)
+
+
+def _raise(reason: str) -> None:
+    raise CaptureError(f"capture: {reason}")
 
 
 @dataclass
@@ -149,7 +177,7 @@ class CapturedStep:
         self._eager.clear()
 
     def _key(self, description: Hashable, inputs: list[Tensor]) -> Hashable:
-        return description, self._owners.state(), _modes(inputs)
+        return description, self._owners.state(), modes(inputs)
 
     def _made(self, inputs: list[Tensor]) -> GraphRecorder | None:
         devices = {tensor.device for tensor in (*inputs, *self._owners.tensors()) if tensor.device.type != "cpu"}
@@ -163,11 +191,8 @@ class CapturedStep:
     def _warm(self, recorder: GraphRecorder, key: Hashable, args: Any, kwargs: Any) -> Any:
         if len(self._calls) >= _MOST_COUNTED:
             self._calls.clear()
-        if len(self._calls) == _MANY and not self.captures:
-            self._say(
-                f"{_MANY} calls were of {_MANY} kinds: inputs, or where parameters, buffers and gradients lie, differ "
-                "each time. A buffer must be written to, and not replaced"
-            )
+        if len(self._calls) == MANY and not self.captures:
+            self._say(MANY_KINDS)
         self._calls[key] += 1
         before = self._owners.gradients()
         result = recorder.aside(lambda: self._step(*args, **kwargs))
@@ -188,7 +213,8 @@ class CapturedStep:
         recorder.waits()
         outputs: list[Tensor] = []
         try:
-            graph, result = recorder.record(lambda: self._step(*own_args, **own_kwargs))
+            with without_cached_casts(inputs):
+                graph, result = recorder.record(lambda: self._step(*own_args, **own_kwargs))
         except Exception as error:
             self._owners.put(before)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -231,16 +257,6 @@ class CapturedStep:
 
     def _warn(self, text: str) -> None:
         warnings.warn(f"accel.graphs.capture: {text}", RuntimeWarning, stacklevel=4)
-
-
-def _modes(inputs: list[Tensor]) -> Hashable:
-    """Return what decides, beside the inputs, how operators run."""
-    kind = next((tensor.device.type for tensor in inputs), "cuda")
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-    )
 
 
 def _detached(value: Any) -> Any:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel.profiler.clocks import callslot
+
 
 class Owners:
     """Modules and optimizers whose state decides what a step computes.
@@ -27,12 +29,18 @@ class Owners:
         """Tensors whose gradient a call was seen to replace: what it begins with is of no account."""
         self._slots: list[tuple[dict[str, Any], str]] = []
         self._stepped: list[Tensor] = []
+        self._every: list[nn.Module] = []
+        self._inner: list[nn.Module] = []
+        self._states = [optimizer.state for optimizer in self.optimizers]
+        self._loads = 0
         self.refresh()
 
     def refresh(self) -> None:
         """List the parameters and buffers again: some may have come or gone."""
         every = {id(each): each for module in self.modules for each in module.modules()}
-        dicts: list[dict[str, Any]] = [d for each in every.values() for d in (each._parameters, each._buffers)]
+        self._every = list(every.values())
+        self._inner = [each for each in self._every if all(each is not module for module in self.modules)]
+        dicts: list[dict[str, Any]] = [d for each in self._every for d in (each._parameters, each._buffers)]
         self._slots = [(d, name) for d in dicts for name in d]
         owned = {id(d[name]) for d, name in self._slots}
         stepped = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -43,12 +51,31 @@ class Owners:
         return [tensor for d, name in self._slots if (tensor := d.get(name)) is not None] + self._stepped
 
     def state(self) -> Hashable:
-        """Return what a graph has frozen: modes, numbers of optimizers, where tensors and gradients lie."""
-        places = tuple(
-            (t.data_ptr(), None if t.grad is None or id(t) in self._replaced else t.grad.data_ptr())
-            for t in self.tensors()
+        """Return what a step's graph has frozen: that of a model's, numbers of optimizers, where gradients lie."""
+        gradients = tuple(
+            None if t.grad is None or id(t) in self._replaced else t.grad.data_ptr() for t in self.tensors()
         )
-        return tuple(module.training for module in self.modules), self.numbers(), places
+        return self.form(), self.numbers(), self._loaded(), gradients
+
+    def form(self) -> Hashable:
+        """Return what a model's graph has frozen: modes and code of modules, where tensors lie, which are trained."""
+        places = tuple([(t.data_ptr(), t.requires_grad) for t in self.tensors()])
+        return tuple([module.training for module in self._every]), self._code(), places
+
+    def _code(self) -> Hashable:
+        """Return what runs in calls of the modules: someone may have put another class, forward or call in its place.
+
+        A model's own slot is left out: the captured call stands there.
+        """
+        own = [(module.__class__, module.__dict__.get("forward")) for module in self._every]
+        return tuple(own), tuple([module.__dict__.get(callslot.NAME) for module in self._inner])
+
+    def _loaded(self) -> int:
+        """Return how often an optimizer was seen to have another state: `load_state_dict` puts new tensors there."""
+        states = [optimizer.state for optimizer in self.optimizers]
+        if any(state is not known for state, known in zip(states, self._states, strict=True)):
+            self._loads, self._states = self._loads + 1, states
+        return self._loads
 
     def numbers(self) -> tuple[Hashable, ...]:
         """Return the optimizers' options that are no tensors: a graph goes on with what they were."""

@@ -55,9 +55,12 @@ class CudaRecorder:
         return result
 
     def record(self, run: Callable[[], _T]) -> tuple[RecordedGraph, _T]:
-        """Capture on the side stream."""
+        """Capture on the side stream; threads of a loader, which pin memory, may go on."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             result = run()
         return graph, result
 

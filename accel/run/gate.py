@@ -7,7 +7,7 @@ them. When nothing needs the gate, the slot is empty again and a call costs what
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 from torch import nn
@@ -16,6 +16,12 @@ from accel.profiler.clocks import callslot
 
 Call = Callable[..., Any]
 Wrap = Callable[[Call], Call]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_of(model: nn.Module) -> list[dict[Any, Any]]:
+    """Return the dictionaries in which the hooks of all modules stand."""
+    return [vars(module)[name] for module in model.modules() for name in _HOOKS if name in vars(module)]
 
 
 class Watcher(Protocol):
@@ -81,6 +87,12 @@ class Gate:
         if before_plain is not None:
             self._before_plain[name] = before_plain
         self._rebuild()
+
+    def within(self, name: str) -> Hashable:
+        """Return what tells the call that a wrapper is given from others: what is inside it."""
+        place = self._order.index(name)
+        inner = [(other, wrap) for other, wrap in self._wraps.items() if self._order.index(other) < place]
+        return self._user_compiled, *inner
 
     def remove(self, name: str) -> None:
         """Remove a wrapper; unknown names are ignored."""

@@ -108,9 +108,28 @@ class GuardRunner:
         with guard.untouched(self._run.model, self._run.device), self._state.suspended():
             plain, candidate = self._both(plan, recording, partial(guard.replay, self._run.model), exactness)
             finding = guard.compare(plain, candidate, exactness)
+            if not finding.problem and self._switchboard.captures(plan):
+                finding = finding.merge(self._check_graphs(plan, recording, exactness))
             if finding.problem or not plain.draws or self._finding is not None:  # once: a plan is checked in two steps
                 return finding
             return finding.merge(self._check_evaluation(plan, recording, exactness))
+
+    def _check_graphs(self, plan: Choices, recording: Recording, exactness: Exactness) -> Comparison:
+        """Compare a plan's graphs, which run eagerly under the mode that notes draws, with the plan without them."""
+        graphs = self._switchboard.acting_on("model", plan)
+        eager = {name: setting for name, setting in graphs.items() if not self._switchboard.captures([name])}
+        expected, captured, replayed = (self._replayed(each, recording) for each in (eager, graphs, graphs))
+        finding = guard.compare(expected, captured, exactness)
+        return finding if finding.problem else finding.merge(guard.compare(expected, replayed, exactness))
+
+    def _replayed(self, plan: Choices, recording: Recording) -> Replayed:
+        self._switchboard.switch({})
+        recording.modules.restore()
+        self._switchboard.switch(plan)
+        try:
+            return guard.replay(self._run.model, self._run.gate.call, recording)
+        finally:
+            self._switchboard.switch({})
 
     def _check_evaluation(self, plan: Choices, recording: Recording, exactness: Exactness) -> Comparison:
         if self._switchboard.compiles(plan):

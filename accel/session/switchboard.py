@@ -143,6 +143,10 @@ class Switchboard:
         """Tell whether the model's call is compiled under a plan."""
         return any(self._strategies[name].compiles for name in plan)
 
+    def captures(self, plan: Iterable[str]) -> bool:
+        """Tell whether the model's calls are graphs under a plan."""
+        return any(self._strategies[name].captures for name in plan)
+
     def collective(self) -> Choices:
         """Return what is on and must be switched by all ranks at the same step."""
         return {name: setting for name, setting in self.active.items() if self._strategies[name].collective}

@@ -11,6 +11,7 @@ from accel.strategies.async_copy import AsyncCopy
 from accel.strategies.autocast_bf16 import AutocastBf16
 from accel.strategies.base import Exactness, Strategy
 from accel.strategies.channels_last import ChannelsLast
+from accel.strategies.cuda_graphs import CudaGraphs
 from accel.strategies.cudnn_benchmark import CudnnBenchmark
 from accel.strategies.dropout_masks import DropoutMasks
 from accel.strategies.fused_optimizer import FusedOptimizer
@@ -35,6 +36,7 @@ REGISTRY: list[type[Strategy]] = [
     TF32,
     CudnnBenchmark,
     WindowAttention,
+    CudaGraphs,  # around all that changes what the model's call runs
     DropoutMasks,
     FusedOptimizer,
     Allocator,

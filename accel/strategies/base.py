@@ -64,6 +64,8 @@ class Strategy(ABC):
     """Its gain depends on what else the machine does: once kept, it is tried again from time to time."""
     compiles: ClassVar[bool] = False
     """The model's call is compiled. It draws random numbers in canonical order (`accel.guard.draws`) by itself."""
+    captures: ClassVar[bool] = False
+    """The model's calls are graphs, and run eagerly under a mode of torch, which would not see into them."""
     lasting: ClassVar[bool] = False
     """Its effect outlasts it: once it has been on, the plain loop is not what it was, and blocks of steps in turns
     compare nothing. It is judged by the steps before and after it."""

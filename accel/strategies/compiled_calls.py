@@ -24,8 +24,7 @@ from torch import fx, nn
 
 from accel.profiler.clocks import callslot
 from accel.run.context import Shapes, shapes_of
-from accel.run.gate import Call
-from accel.strategies.repeated_blocks import hooks_of
+from accel.run.gate import Call, hooks_of
 
 Kind = tuple[Shapes | None, bool, bool]
 """Shapes unless they vary, with gradients, in training mode."""

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel.run.gate import hooks_of
+
 _LEAST_SHARE = 0.5
 """Share of the model's leaf modules that repeated blocks must hold: compiling less could gain little."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SCALARS = (bool, int, float, str, type(None), torch.dtype)
 # Where a block stands in the model, which its forward hardly ever depends on. If it does, torch compiles once more.
 _INDEX = re.compile(r"idx|index|layer_(number|id)|block_id|depth")
@@ -63,11 +64,6 @@ def layers(modules: Iterable[nn.Module]) -> tuple[int, int]:
         if next(leaf.children(), None) is None
     ]
     return len(set(kinds)), len(kinds) - len(set(kinds))
-
-
-def hooks_of(model: nn.Module) -> list[dict[Any, Any]]:
-    """Return the dictionaries in which the hooks of all modules stand."""
-    return [vars(module)[name] for module in model.modules() for name in _HOOKS if name in vars(module)]
 
 
 def _is_list(module: nn.Module) -> bool:

@@ -1,4 +1,5 @@
-"""Whole training steps of small models: eager, compiled with its own graphs, and captured by `accel.graphs`.
+"""Training steps of small models: eager, compiled with its own graphs, and captured by `accel.graphs`, as a whole step
+and as a model alone.
 
     python3 -m benchmarks.gpu.graphs [--out FILE]
 
@@ -56,17 +57,17 @@ def transformer() -> tuple[nn.Module, Tensor]:
 MODELS = {"mlp": mlp, "transformer": transformer}
 
 
-def trained(
-    model: str, device: str, wrap: Callable[[Step], Step], compiled: bool = False
-) -> tuple[Callable[[], Any], Tensor]:
-    """Return a step of a new model, and the losses of its first steps."""
+def trained(model: str, device: str, wrap: Callable[[Step], Step], call: str = "") -> tuple[Callable[[], Any], Tensor]:
+    """Return a step of a new model, whose call is eager, "compiled" or "captured", and its first losses."""
     torch.manual_seed(0)
     network, x = MODELS[model]()
     network, x = network.to(device), x.to(device)
     target = torch.arange(len(x), device=device) % 10
     capturable = {"capturable": True, "lr": torch.tensor(1e-3, device=device)} if device == "cuda" else {}
     optimizer = torch.optim.AdamW(network.parameters(), **capturable)  # type: ignore[arg-type]
-    called: Any = torch.compile(network, mode="reduce-overhead") if compiled else network
+    called: Any = torch.compile(network, mode="reduce-overhead") if call == "compiled" else network
+    if call == "captured":
+        capture(network, strict=True)
 
     def step(x: Tensor, target: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -88,15 +89,16 @@ def rows(device: str = "cuda") -> Iterator[Row]:
 
 def measured(model: str, device: str, time: Callable[[Callable[[], Any]], Any] = launched) -> Row:
     """Time the three on one model."""
-    ways: dict[str, tuple[Callable[[Step], Step], bool]] = {
-        "eager": (lambda step: step, False),
-        "captured": (partial(capture, strict=True), False),
-        "reduce-overhead": (lambda step: step, True),
+    ways: dict[str, tuple[Callable[[Step], Step], str]] = {
+        "eager": (lambda step: step, ""),
+        "captured": (partial(capture, strict=True), ""),
+        "model": (lambda step: step, "captured"),
+        "reduce-overhead": (lambda step: step, "compiled"),
     }
     medians, losses = {}, {}
-    for name, (wrap, compiled) in ways.items():
+    for name, (wrap, call) in ways.items():
         try:
-            step, losses[name] = trained(model, device, wrap, compiled)
+            step, losses[name] = trained(model, device, wrap, call)
             apart = float((losses[name] - losses["eager"]).abs().max())
             if apart > TOLERANCE:
                 return {"failed": f"{name}: losses are {apart:.1e} apart: nothing is timed"}

@@ -192,6 +192,11 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 def plain_run(steps: int, seed: int = 0, **options: Any) -> dict[str, Tensor]:
     """What `steps` steps of the untouched loop leave behind."""
-    model, loader, optimizer = make(seed)
+    return plain_run_of(Net, steps, seed, **options)
+
+
+def plain_run_of(kind: type[nn.Module], steps: int, seed: int = 0, **options: Any) -> dict[str, Tensor]:
+    """The same for another model."""
+    model, loader, optimizer = make(seed, kind)
     advance(training(model, loader, optimizer, **options), steps)
     return everything(model, optimizer)

@@ -364,6 +364,29 @@ def test_a_copy_of_the_models_state_is_that_of_eager_steps() -> None:
     both(loop, warmup=1)
 
 
+def test_a_state_that_was_loaded_into_the_optimizer_is_used() -> None:
+    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
+        losses = [run(*batch(8, seed)) for seed in range(4)]
+        kept = copy.deepcopy(training.optimizer.state_dict())
+        losses += [run(*batch(8, seed)) for seed in range(4, 8)]
+        training.optimizer.load_state_dict(kept)
+        return losses + [run(*batch(8, seed)) for seed in range(8, 14)]
+
+    both(loop, warmup=1)
+
+
+@pytest.mark.parametrize("change", [lambda model: model[1].eval(), lambda model: model[0].requires_grad_(False)])
+def test_a_part_of_the_model_that_is_frozen(change: Callable[[Any], Any]) -> None:
+    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
+        losses = [run(*batch(8, seed)) for seed in range(6)]
+        change(training.model)
+        losses += [run(*batch(8, seed)) for seed in range(6, 12)]
+        training.model.train().requires_grad_(True)
+        return losses + [run(*batch(8, seed)) for seed in range(12, 18)]
+
+    both(loop, warmup=1)
+
+
 _EVENT = st.tuples(
     st.sampled_from([8, 4, 1]), st.booleans(), st.sampled_from(["none", "zero", "keep"]), st.sampled_from([1.0, 0.5])
 )

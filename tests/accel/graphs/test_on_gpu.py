@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
+import accel
 from accel import optim
-from accel.graphs import capture
+from accel.graphs import calls_of, capture
 
 pytestmark = pytest.mark.gpu
 
@@ -93,3 +95,66 @@ def test_a_step_that_waits_goes_on_eagerly() -> None:
     assert torch.equal(run(x), x * x.sum())
     after = capture(lambda x: x + 1, warmup=0, strict=True)
     assert torch.equal(after(torch.ones(3, device="cuda")), torch.full((3,), 2.0, device="cuda"))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("sizes", [(16,), (16, 7)])
+def test_a_model_trains_as_the_eager_one(sizes: tuple[int, ...], autocast: bool) -> None:
+    """Accumulation, evaluation between, clipping, and a call whose backward pass comes after another call."""
+
+    def outcome(captured: bool) -> tuple[list[Tensor], nn.Module]:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.GELU(), nn.Linear(32, 4)
+        ).cuda()
+        if captured:
+            capture(model, strict=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        generator, results = torch.Generator().manual_seed(1), []
+        torch.cuda.manual_seed(2)
+        for number in range(32):
+            x, other = (torch.randn(sizes[number % len(sizes)], 16, generator=generator).cuda() for _ in range(2))
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                first = model(x)
+                second = model(other) if number % 4 == 0 else first
+            (first.float().square().mean() + second.float().mean()).backward()
+            results.append(first.detach().float())
+            if number % 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=number % 3 == 0)
+            model.eval()
+            with torch.no_grad():
+                results.append(model(x).float())
+            model.train()
+        return [*results, *(value.float() for value in model.state_dict().values())], model
+
+    expected, _ = outcome(captured=False)
+    results, model = outcome(captured=True)
+    calls = calls_of(model)
+    assert calls is not None
+    assert calls.replays > 20
+    assert not calls.why_eager
+    for one, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_the_strategy_in_a_run() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1))]
+    model = nn.Sequential(*layers, nn.Linear(64, 4)).cuda()
+    data = TensorDataset(torch.randn(512, 64), torch.randint(4, (512,)))
+    loader: Any = DataLoader(data, batch_size=32, drop_last=True)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, loader, optimizer = accel.optimize(
+        model, loader, optimizer, enable=("cuda_graphs",), disable=("torch_compile",), budget=100.0, cache=False
+    )
+    for _ in range(40):
+        for x, target in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x.cuda()), target.cuda()).backward()
+            optimizer.step()
+    row = next(row for row in accel.explain(model).rows if row.name == "cuda_graphs")
+    accel.undo(model)
+    assert not row.why.startswith(("wrong", "failed")), row
+    assert row.gain is not None

@@ -1,0 +1,69 @@
+"""Under DistributedDataParallel: a model that was captured before or after it is wrapped learns as the eager one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests import warm
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from accel.graphs import ModelCalls, models
+from tests.accel.graphs.tape import TapeRecorder
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+rank = dist.get_rank()
+
+
+def capture(model):
+    models.capture_model(model, ModelCalls(model, warmup=2, recorder=lambda device: TapeRecorder()))
+
+
+def train(captured, as_view, unused):
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 4))
+    if captured == "before":
+        capture(inner)
+    model = DistributedDataParallel(inner, gradient_as_bucket_view=as_view, find_unused_parameters=unused)
+    if captured == "after":
+        capture(inner)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    torch.manual_seed(rank)
+    for step in range(8):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        if step % 3 == 1:
+            with model.no_sync():
+                model(2 * x).square().mean().backward()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    if captured:
+        calls = models.calls_of(inner)
+        assert calls.captures == 1 and calls.replays > 4 and not calls.why_eager, vars(calls)
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    other = [torch.empty_like(flat) for _ in range(2)]
+    dist.all_gather(other, flat)
+    assert torch.equal(*other)
+    return flat
+
+
+for as_view in (False, True):
+    for unused in (False, True):
+        eager, *captured = (train(when, as_view, unused) for when in ("", "before", "after"))
+        assert all(torch.equal(eager, each) for each in captured)
+if rank == 0:
+    print("the same")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_the_ranks_learn_the_same(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(SCRIPT)
+    first, second = warm.run_ranks(2, ["ranks.py"], cwd=tmp_path)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stdout == "the same\n"
