@@ -6,6 +6,7 @@ from accel.amp.decorate import decorate
 from accel.amp.functions import float_function, half_function, promote_function, register_function
 from accel.amp.loss_scale import DynamicLossScale
 from accel.amp.masters import master_params
+from accel.amp.undecorate import undecorate
 
 __all__ = [
     "DynamicLossScale",
@@ -15,4 +16,5 @@ __all__ = [
     "master_params",
     "promote_function",
     "register_function",
+    "undecorate",
 ]

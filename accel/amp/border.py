@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from accel.amp.loss_scale import DynamicLossScale
 
@@ -47,14 +48,21 @@ class Border:
     def __init__(self, dtype: torch.dtype, scale: DynamicLossScale | None, autocast: bool) -> None:
         self._dtype, self._scale, self._autocast = dtype, scale, autocast
 
+    @property
+    def is_capturable(self) -> bool:
+        """True if the hooks compute with tensors only: a loss scale notes what comes through it."""
+        return self._scale is None
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model is not what the optimizer trains: its gradients are not scaled.
         return type(self), (self._dtype, None, self._autocast)
 
-    def register(self, model: nn.Module) -> None:
-        """Put the hooks on a model."""
-        model.register_forward_pre_hook(self.enter, with_kwargs=True)
-        model.register_forward_hook(self.leave, always_call=True)
+    def register(self, model: nn.Module) -> list[RemovableHandle]:
+        """Put the hooks on a model, and return what takes them off."""
+        return [
+            model.register_forward_pre_hook(self.enter, with_kwargs=True),
+            model.register_forward_hook(self.leave, always_call=True),
+        ]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -101,13 +109,17 @@ class Float32Island:
         dtype: of the model around it.
     """
 
+    is_capturable = True
+
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def register(self, module: nn.Module) -> None:
-        """Put the hooks on a module."""
-        module.register_forward_pre_hook(self.enter, with_kwargs=True)
-        module.register_forward_hook(self.leave)
+    def register(self, module: nn.Module) -> list[RemovableHandle]:
+        """Put the hooks on a module, and return what takes them off."""
+        return [
+            module.register_forward_pre_hook(self.enter, with_kwargs=True),
+            module.register_forward_hook(self.leave),
+        ]
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast what goes in to float32."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from accel.amp.masters import MasterWeights
 
@@ -29,12 +30,14 @@ class Float32Checkpoint:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # no optimizer trains a copy of the model
 
-    def register(self, model: nn.Module) -> None:
-        """Put the hooks on a model's modules."""
+    def register(self, model: nn.Module) -> list[RemovableHandle]:
+        """Put the hooks on a model's modules, and return what takes them off."""
         modules: Iterable[Any] = model.modules()
+        handles: list[RemovableHandle] = []
         for module in modules:
-            module.register_state_dict_post_hook(self)  # an object: torch leaves a mark on it
-            module.register_load_state_dict_pre_hook(self.load)
+            handles.append(module.register_state_dict_post_hook(self))  # an object: torch leaves a mark on it
+            handles.append(module.register_load_state_dict_pre_hook(self.load))
+        return handles
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """Put float32 values into the state of one module."""

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from accel.amp import weights
+from accel.amp import undecorate, weights
 from accel.amp.border import Border, border_of
 from accel.amp.bypass import BypassCheck
 from accel.amp.checkpoint import Float32Checkpoint
@@ -92,7 +93,7 @@ def decorate(
     given, chosen = _listed(models), [] if optimizers is None else _listed(optimizers)
     plain = [each.module if isinstance(each, DistributedDataParallel) else each for each in given]
     what = _level(level)
-    _check(given, plain, chosen)
+    _check(given, plain, chosen, what.keeps_masters)
     dtype = _dtype(dtype, plain)
     scale = _scale(loss_scale, dtype)
     if level != "O0":
@@ -118,20 +119,26 @@ def _decorate(
     kept: list[list[nn.Module]],
 ) -> None:
     values: dict[torch.Tensor, torch.Tensor] = {}
+    casts: dict[nn.Module, weights.Casts] = {}
     if what.casts_weights:
         for whole, model, own in zip(given, plain, kept, strict=True):
             if isinstance(whole, DistributedDataParallel):
                 del whole.reducer  # its hooks wait for float32 gradients
-            values |= weights.cast(model, dtype, own)
+            casts[model] = weights.cast(model, dtype, own)
+            values |= casts[model].values
             if isinstance(whole, DistributedDataParallel):
                 _reduce_anew(whole)
     masters: list[MasterWeights] = []
     if what.keeps_masters or scale is not None:
         masters += [MasterWeights(each, values, scale, keeps=what.keeps_masters) for each in optimizers]
+    handles: list[RemovableHandle] = []
     for model in plain:
-        Border(dtype, scale if optimizers else None, what.autocasts).register(model)
+        handles += Border(dtype, scale if optimizers else None, what.autocasts).register(model)
         if what.casts_weights:
-            Float32Checkpoint(masters).register(model)
+            handles += Float32Checkpoint(masters).register(model)
+    for each in casts.values():
+        each.values.clear()  # those of an optimizer are kept in its state, and those of none are let go
+    undecorate.remember(plain, undecorate.Decoration(handles, casts, masters))
     if scale is not None and optimizers:
         first = next((p for model in plain for p in model.parameters()), None)
         scale.to(torch.device("cpu") if first is None else first.device)
@@ -188,7 +195,7 @@ def _kept(model: nn.Module, what: Level, keep: Collection[type[nn.Module] | str]
     return weights.kept_modules(model, [*keep, *([weights.MIXED] if what.keeps_norms else [])])
 
 
-def _check(given: list[Any], models: list[Any], optimizers: list[Any]) -> None:
+def _check(given: list[Any], models: list[Any], optimizers: list[Any], keeps_masters: bool) -> None:
     """Raise InvalidArgument if models and optimizers don't go together."""
     for whole, model in zip(given, models, strict=True):
         if not isinstance(model, nn.Module):
@@ -205,6 +212,8 @@ def _check(given: list[Any], models: list[Any], optimizers: list[Any]) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise InvalidArgument(f"optimizers must be torch.optim.Optimizer. Found: {type(optimizer).__name__}.")
+        if keeps_masters and isinstance(optimizer, torch.optim.LBFGS):
+            raise InvalidArgument("LBFGS can't have master weights: it keeps a list of parameters of its own. Use O1.")
         if masters_of(optimizer) is not None:
             raise InvalidArgument(f"the optimizer {type(optimizer).__name__} is decorated already.")
         if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):

@@ -9,7 +9,7 @@ state, so they are saved with it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -93,17 +93,44 @@ class MasterWeights:
         if not self._fused:
             # torch.amp.GradScaler then passes its scale on, in place of refusing 16-bit gradients.
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
-        optimizer.register_state_dict_post_hook(self._add_scale)
-        optimizer.register_load_state_dict_pre_hook(self._before_load)
-        optimizer.register_load_state_dict_post_hook(self._after_load)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_post_hook(self._add_scale),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
         self._kept: dict[Tensor, Tensor] = {}
         self._loaded_scale: Any = None
         if scale is not None:
             scale.on_backward.append(self._begin_backward)
             scale.holds.append(self._holds)
         _all[optimizer] = self
+
+    def remove(self) -> dict[Tensor, Tensor]:
+        """Let the optimizer step as it did, without master weights, and return these."""
+        optimizer = self._optimizer()
+        masters = {p: master for p in self._params() if (master := self.of(p)) is not None}
+        for handle in self._handles:
+            handle.remove()
+        if self._scale is not None:
+            self._scale.on_backward.remove(self._begin_backward)
+            self._scale.holds.remove(self._holds)
+        if optimizer is None:
+            return masters
+        for p in masters:
+            del optimizer.state[p][_NAME]
+            if not optimizer.state[p]:
+                del optimizer.state[p]  # many optimizers take any state for one they have made
+        if not self._fused and not self._skips_itself:
+            vars(optimizer).pop("_step_supports_amp_scaling", None)
+        _all.pop(optimizer, None)
+        return masters
+
+    @property
+    def is_between_steps(self) -> bool:
+        """False while gradients are scaled, and wait for their step."""
+        return self._scale is None or not self._holds()
 
     def _params(self) -> list[Tensor]:
         optimizer = self._optimizer()
@@ -204,23 +231,31 @@ class MasterWeights:
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._swap_out(optimizer)  # where the step before has failed
         native = hasattr(optimizer, "found_inf")
         if native and self._scale is not None:
             raise InvalidArgument(
                 "one loss scale is enough. Found: torch.amp.GradScaler beside that of decorate; pass loss_scale=None."
             )
-        closure = (*args[1:2], kwargs.get("closure"))
+        closure = next((each for each in (*args[1:2], kwargs.get("closure")) if each is not None), None)
         in_its_pass = self._fused and self._ready is None
-        if any(each is not None for each in closure) and not (in_its_pass and self._scale is None):
-            raise InvalidArgument("a decorated optimizer's step takes no closure. Found: one.")
+        if closure is not None and (native or self._scale is not None):
+            raise InvalidArgument(
+                "an optimizer's step takes no closure where its gradients are scaled. Found: one. bfloat16 needs no "
+                "scale."
+            )
         if in_its_pass:
             if self._scale is not None:
                 self._check_unchanged(optimizer)
                 self._hand_over(optimizer, grad_scale=self._scale.value)
             self._move()
-            return
+            return None
+        if closure is not None:
+            self._ready, self._ready_for = None, {}
+            return (args[0], self._on_parameters(optimizer, closure)), {
+                k: v for k, v in kwargs.items() if k != "closure"
+            }
         if native:
             self._passed_on = {name: vars(optimizer).pop(name, None) for name in ("grad_scale", "found_inf")}
             self.unscaled(self._passed_on["grad_scale"])
@@ -234,8 +269,22 @@ class MasterWeights:
             self._hand_over(optimizer, grad_scale=None, found_inf=overflow)
         elif overflow is not None and bool(overflow.to("cpu") != 0):  # this waits for the device
             self._hide_gradients()
-            return
+            return None
         self._swap_in(optimizer)
+        return None
+
+    def _on_parameters(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure for the optimizer, which updates masters: the loop's own knows the model's parameters."""
+
+        def run() -> Any:
+            self._swap_out(optimizer)
+            loss = closure()
+            self._ready, self._ready_for = None, {}
+            self.unscaled()
+            self._swap_in(optimizer)
+            return loss
+
+        return run
 
     def _hand_over(self, optimizer: Optimizer, **values: Any) -> None:
         vars(optimizer).update(values)

@@ -113,7 +113,7 @@ class ModelCalls:
     def _run(self, call: Call, around: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._has_stopped or _is_watched():
             return call(*args, **kwargs)
-        if any(map(len, self._hooks)):
+        if any(map(len, self._hooks)) and not _are_capturable(self._hooks):
             self._say("the model or a part of it has hooks, which a graph would not call")
             return call(*args, **kwargs)
         inputs: list[Tensor] = []
@@ -244,6 +244,12 @@ class ModelCalls:
         if reason not in self.why_eager:
             self.why_eager.append(reason)
             self._say_once(f"the model runs eagerly: {reason}")
+
+
+def _are_capturable(hooks: list[dict[Any, Any]]) -> bool:
+    """Return whether hooks do nothing but compute with tensors, as those of `accel.amp` say of themselves."""
+    owners = [getattr(hook, "__self__", None) for own in hooks for hook in own.values()]
+    return all(getattr(owner, "is_capturable", False) for owner in owners)
 
 
 def _is_watched() -> bool:

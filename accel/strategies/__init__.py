@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from accel.errors import InvalidArgument
 from accel.strategies.allocator import Allocator
+from accel.strategies.amp_o2 import AmpO2
 from accel.strategies.async_copy import AsyncCopy
 from accel.strategies.autocast_bf16 import AutocastBf16
 from accel.strategies.base import Exactness, Strategy
@@ -33,6 +34,7 @@ REGISTRY: list[type[Strategy]] = [
     TorchCompile,
     ChannelsLast,
     AutocastBf16,
+    AmpO2,
     TF32,
     CudnnBenchmark,
     WindowAttention,

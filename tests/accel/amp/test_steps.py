@@ -6,6 +6,7 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -270,11 +271,43 @@ def test_schedulers_and_zero_grad_work_as_ever() -> None:
     assert all(not p.grad.any() for p in model.parameters())  # type: ignore[union-attr]
 
 
-def test_a_closure_is_refused() -> None:
+def gradients_of(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, target: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = loss_of(model(x), target)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW fused", "RMSprop", "FusedAdamW"])
+def test_a_closure_without_a_scale_is_as_none(name: str) -> None:
+    results = []
+    for has_closure in (False, True):
+        model = mlp()
+        model, optimizer = decorate(model, OPTIMIZERS[name](model.parameters()), dtype=torch.bfloat16)
+        losses = []
+        for x, target in batches(6, 8):
+            closure = partial(gradients_of, model, optimizer, x, target)
+            if has_closure:
+                losses.append(optimizer.step(closure).detach())
+            else:
+                losses.append(closure().detach())
+                optimizer.step()
+        results.append([*losses, *(m.detach().clone() for m in master_params(optimizer))])
+    assert all(map(torch.equal, *results))
+
+
+def test_a_closure_of_scaled_gradients_is_refused() -> None:
     model = mlp()
-    model, optimizer = decorate(model, torch.optim.SGD(model.parameters(), 0.1), dtype=torch.bfloat16)
-    with pytest.raises(InvalidArgument, match="takes no closure"):
+    model, optimizer = decorate(model, torch.optim.SGD(model.parameters(), 0.1), dtype=torch.float16)
+    with pytest.raises(InvalidArgument, match="takes no closure where its gradients are scaled"):
         optimizer.step(lambda: torch.tensor(0.0))
+
+
+def test_lbfgs_has_no_masters() -> None:
+    model = mlp()
+    with pytest.raises(InvalidArgument, match=r"LBFGS can't have master weights.* Use O1"):
+        decorate(model, torch.optim.LBFGS(model.parameters()), dtype=torch.bfloat16)
+    assert model[0].weight.dtype == torch.float32
 
 
 def test_masters_are_asked_for_after_the_last_backward_pass() -> None:

@@ -1,0 +1,83 @@
+"""`undecorate`: take mixed precision off again, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from accel.amp import weights
+from accel.amp.masters import MasterWeights
+from accel.errors import InvalidArgument
+
+
+@dataclass
+class Decoration:
+    """What a call of `decorate` has put on its models and optimizers."""
+
+    handles: list[RemovableHandle]
+    casts: dict[nn.Module, weights.Casts]
+    masters: list[MasterWeights]
+
+
+_decorations: WeakKeyDictionary[nn.Module, Decoration] = WeakKeyDictionary()
+
+
+def remember(models: Sequence[nn.Module], decoration: Decoration) -> None:
+    """Keep what was put on these models."""
+    _decorations.update((model, decoration) for model in models)
+
+
+def undecorate(models: Any) -> Any:
+    """Take off what `decorate` has put on models and their optimizers, in place.
+
+    Weights are float32 again, with the bits of their master weights; those that no optimizer trains stay rounded.
+    Gradients that are there are cast. What was decorated by one call goes together.
+
+    Args:
+        models: one, or several; those that are not decorated are left as they are.
+
+    Returns:
+        What was passed.
+
+    Raises:
+        InvalidArgument: between a backward pass and its step, while gradients are scaled; for a model in
+            `DistributedDataParallel`. Nothing has been changed then.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> before = model.weight.clone()
+        >>> model, optimizer = decorate(model, torch.optim.SGD(model.parameters(), 0.1), dtype=torch.bfloat16)
+        >>> torch.equal(undecorate(model).weight, before)
+        True
+    """
+    given = list(models) if isinstance(models, Sequence) else [models]
+    for model in given:
+        if isinstance(model, DistributedDataParallel):
+            raise InvalidArgument(
+                "a model must be undecorated before it is wrapped: its gradients' buckets are of 16 bits. "
+                "Found: DistributedDataParallel."
+            )
+    for model in given:
+        _undo(model)
+    return models
+
+
+def _undo(model: nn.Module) -> None:
+    decoration = _decorations.get(model)
+    if decoration is None:
+        return
+    if not all(masters.is_between_steps for masters in decoration.masters):
+        raise InvalidArgument("a model must be undecorated between two steps. Found: gradients that wait for theirs.")
+    latest = {p: value for masters in decoration.masters for p, value in masters.remove().items()}
+    for handle in decoration.handles:
+        handle.remove()
+    for other, casts in decoration.casts.items():
+        weights.uncast(other, casts, latest)
+    for other in [each for each, own in _decorations.items() if own is decoration]:
+        del _decorations[other]
