@@ -94,7 +94,8 @@ def launched(call: Callable[[], Any]) -> list[Callable[[], None]]:
 
     def noted(plan: LaunchPlan, *tensors: Tensor | None) -> None:
         keep(plan, *tensors)
-        ((run, function, packed, rest),) = plan._bound.values()
+        (bound,) = plan._bound.values()
+        run, function, packed, rest = bound.run, bound.function, bound.packed, bound.rest
         x, y, z = plan._launched
         launches.append(lambda: run(x, y, z, 0, function, packed, None, None, None, *tensors, *rest))
 

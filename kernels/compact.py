@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel.kernels.support import Cost, runs_triton
+from accel.kernels.support import Cost, applied, runs_triton
 
 
 class Compacted(NamedTuple):
@@ -107,7 +107,7 @@ def _(rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    result: Tensor = applied(function)(*arguments)
     return result
 
 

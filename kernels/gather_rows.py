@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.kernels.support import Cost, runs_triton
+from accel.kernels.support import Cost, applied, runs_triton
 from accel.kernels.tables import kept
 
 _WHOLE = {8: torch.int64, 16: torch.complex128}
@@ -114,7 +114,7 @@ def _(rows_NC: Tensor, index_N: Tensor, group: int) -> Tensor:
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    result: Tensor = applied(function)(*arguments)
     return result
 
 

@@ -28,6 +28,8 @@ from torch import Tensor
 
 _MOST = 1024
 """Plans that a kernel keeps: a loop with other shapes in each step must not fill the memory."""
+PLANS = 512
+"""Shapes whose plans an op keeps."""
 _ALIGNMENT = 16
 """Bytes; Triton compiles a kernel of its own for tensors that are not aligned so."""
 
@@ -40,6 +42,16 @@ def ceil_div(size: int, block: int) -> int:
 def next_power_of_2(size: int) -> int:
     """Return the least power of 2 that is no less than a size of at least 1."""
     return 1 << (size - 1).bit_length()
+
+
+class _Bound:
+    """A kernel that Triton has compiled and bound for tensors of these dtypes."""
+
+    __slots__ = ("device", "dtypes", "function", "packed", "rest", "run")
+
+    def __init__(self, device: int, dtypes: list[torch.dtype | None], compiled: Any, rest: tuple[Any, ...]) -> None:
+        self.device, self.dtypes, self.rest = device, dtypes, rest
+        self.run, self.function, self.packed = compiled.run, compiled.function, compiled.packed_metadata
 
 
 class LaunchPlan:
@@ -55,7 +67,7 @@ class LaunchPlan:
         TypeError: if a tensor comes after a number.
     """
 
-    __slots__ = ("_bound", "_compiles", "_constants", "_grid", "_kernel", "_launched", "_numbers")
+    __slots__ = ("_bound", "_compiles", "_constants", "_grid", "_kernel", "_last", "_launched", "_numbers")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any]) -> None:
         self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
@@ -63,7 +75,9 @@ class LaunchPlan:
             raise TypeError(f"a kernel's tensors must come before its numbers. Found: {wrong[0]} after a number")
         self._launched = (*grid, 1, 1)[:3]
         self._compiles = isinstance(kernel, triton.runtime.JITFunction)  # not so in the interpreter
-        self._bound: dict[Hashable, tuple[Any, Any, Any, tuple[Any, ...]]] = {}
+        self._bound: dict[Hashable, _Bound] = {}
+        self._last: _Bound | None = None
+        """Nearly every launch is like the one before: its dtypes are compared, and not hashed."""
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch the kernel on these tensors; None in place of one that the kernel does without."""
@@ -76,22 +90,26 @@ class LaunchPlan:
             with torch.cuda.device(where):
                 self(*tensors)
             return
-        addresses, key = 0, [device]
+        addresses = 0
+        dtypes: list[torch.dtype | None] = []
         for tensor in tensors:
             if tensor is None:
-                key.append(None)
+                dtypes.append(None)
             else:
                 addresses |= tensor.data_ptr()
-                key.append(tensor.dtype)
-        bound = self._bound.get(tuple(key))
+                dtypes.append(tensor.dtype)
+        bound = self._last
+        if bound is None or bound.dtypes != dtypes or bound.device != device:
+            bound = self._bound.get((device, *dtypes))
         if bound is None or addresses % _ALIGNMENT or self._is_observed():
             compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
             if compiled is not None and addresses % _ALIGNMENT == 0:  # None where a hook of Triton's forbids it
-                self._bound[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata, self._rest(tensors)
+                self._bound[(device, *dtypes)] = _Bound(device, dtypes, compiled, self._rest(tensors))
             return
-        run, function, packed, rest = bound
+        self._last = bound
         x, y, z = self._launched
-        run(x, y, z, driver.get_current_stream(device), function, packed, None, None, None, *tensors, *rest)
+        stream = driver.get_current_stream(device)
+        bound.run(x, y, z, stream, bound.function, bound.packed, None, None, None, *tensors, *bound.rest)
 
     def _is_observed(self) -> bool:
         runtime = triton.knobs.runtime

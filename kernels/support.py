@@ -10,10 +10,12 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 _interpreted = False
@@ -61,6 +63,16 @@ def _warn_once() -> None:
         RuntimeWarning,
         stacklevel=4,
     )
+
+
+@functools.cache
+def _applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    return super(torch.autograd.Function, function).apply  # type: ignore[no-any-return, misc]
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return a function's `apply`, without torch's wrapper in Python where that does nothing: it takes 3 µs."""
+    return function.apply if torch._C._are_functorch_transforms_active() else _applied(function)
 
 
 @contextmanager

@@ -151,13 +151,13 @@ def _window_attention() -> Iterator[Variant]:
 
 def _compiled_in(layer: _Layer, spec: Spec, *, backward: bool) -> tuple[Any, dict[str, Any]]:
     """Return the tiles and constants of a pass, under the layer's setting of tf32."""
-    from accel.kernels.window_attention import triton as kernels
+    from accel.kernels.window_attention import launchers
 
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = layer.tf32
     try:
-        tiles = kernels.tiles_of(spec, layer.channels, layer.dtype, cosine=layer.cosine, backward=backward)
-        return tiles, kernels.constants(spec, layer.channels, layer.dtype, tiles)
+        tiles = launchers.tiles_of(spec, layer.channels, layer.dtype, cosine=layer.cosine, backward=backward)
+        return tiles, launchers.constants(spec, layer.channels, layer.dtype, tiles)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
 

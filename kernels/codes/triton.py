@@ -8,6 +8,7 @@ fused with sums: integers are those of the reference to the bit.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accel.kernels.codes.block_code import LARGEST_BLOCK
-from accel.kernels.launching import PlannedKernel
+from accel.kernels.launching import PLANS, LaunchPlan, PlannedKernel
 
 EXACT = {"enable_fp_fusion": False}
 """Options of all launches."""
@@ -188,18 +189,34 @@ def encode(
     bits: int, values: Tensor, encoded: Tensor, block: int, residual: Tensor | None, lost: Tensor | None, factor: float
 ) -> None:
     """Launch the encoding, over all blocks."""
-    numel = values.numel()
-    scaling = None if factor == 1.0 else factor
-    for programs, rows, whole in launches(numel, block):
-        form = {"BITS": bits, "WHOLE": whole, "ROWS": rows, "BLOCK": block}
-        blocks = -(-numel // block)
-        _encode_kernel[(programs,)](values, residual, encoded, lost, scaling, numel, blocks, **form, **EXACT)
+    unscaled = (None,) if factor == 1.0 else ()
+    for plan in _encode_plans(bits, values.numel(), block, factor):
+        plan(values, residual, encoded, lost, *unscaled)
+
+
+@functools.lru_cache(PLANS)
+def _encode_plans(bits: int, numel: int, block: int, factor: float) -> list[LaunchPlan]:
+    scaling = () if factor == 1.0 else (factor,)
+    blocks = -(-numel // block)
+    return [
+        _encode_kernel.plan(
+            (programs,), *scaling, numel, blocks, BITS=bits, WHOLE=whole, ROWS=rows, BLOCK=block, **EXACT
+        )
+        for programs, rows, whole in launches(numel, block)
+    ]
 
 
 def decode_sum(bits: int, encoded: Tensor, out: Tensor, block: int, add: bool) -> None:
     """Launch the sum, over all blocks."""
-    numel = out.numel()
-    ranks, stride = encoded.shape[0], encoded.stride(0)
-    for programs, rows, whole in launches(numel, block):
-        form = {"ADD": add, "BITS": bits, "WHOLE": whole, "ROWS": rows, "BLOCK": block}
-        _decode_sum_kernel[(programs,)](encoded, out, numel, -(-numel // block), ranks, stride, **form, **EXACT)
+    for plan in _decode_sum_plans(bits, out.numel(), block, encoded.shape[0], encoded.stride(0), add):
+        plan(encoded, out)
+
+
+@functools.lru_cache(PLANS)
+def _decode_sum_plans(bits: int, numel: int, block: int, ranks: int, stride: int, add: bool) -> list[LaunchPlan]:
+    form = {"ADD": add, "BITS": bits, "BLOCK": block, **EXACT}
+    blocks = -(-numel // block)
+    return [
+        _decode_sum_kernel.plan((programs,), numel, blocks, ranks, stride, WHOLE=whole, ROWS=rows, **form)
+        for programs, rows, whole in launches(numel, block)
+    ]

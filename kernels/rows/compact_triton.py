@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.launching import PlannedKernel, ceil_div, next_power_of_2
+from accel.kernels.launching import PLANS, LaunchPlan, PlannedKernel, ceil_div, next_power_of_2
 
 _ELEMENTS = 1024  # of a program's block
 
@@ -81,10 +83,13 @@ def sources(mask_P: Tensor, size: int) -> tuple[Tensor, Tensor]:
     if total == 0:
         return source.zero_(), mask_P.new_zeros((), dtype=torch.int64)
     ends = mask_P.cumsum(0)
-    _sources_kernel[(ceil_div(max(total, size), _ELEMENTS),)](
-        mask_P.contiguous(), ends, source, total, size, BLOCK=_ELEMENTS
-    )
+    _sources_plan(total, size)(mask_P.contiguous(), ends, source)
     return source, ends[-1].clone()
+
+
+@functools.lru_cache(PLANS)
+def _sources_plan(total: int, size: int) -> LaunchPlan:
+    return _sources_kernel.plan((ceil_div(max(total, size), _ELEMENTS),), total, size, BLOCK=_ELEMENTS)
 
 
 def take(x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
@@ -95,9 +100,14 @@ def take(x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
         return out
     if total == 0:
         return out.fill_(pad)
-    grid, blocks = _blocks(size, columns)
-    _take_kernel[grid](x_PC.contiguous(), source_S, out, x_PC.new_full((), pad), total, size, columns, **blocks)
+    _take_plan(total, size, columns)(x_PC.contiguous(), source_S, out, x_PC.new_full((), pad))
     return out
+
+
+@functools.lru_cache(PLANS)
+def _take_plan(total: int, size: int, columns: int) -> LaunchPlan:
+    grid, blocks = _blocks(size, columns)
+    return _take_kernel.plan(grid, total, size, columns, **blocks)
 
 
 def put(rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
@@ -106,9 +116,14 @@ def put(rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
     out = rows_SC.new_zeros(total, columns)
     if out.numel() == 0 or size == 0:
         return out
-    grid, blocks = _blocks(size, columns)
-    _put_kernel[grid](rows_SC.contiguous(), source_S, out, total, size, columns, **blocks)
+    _put_plan(total, size, columns)(rows_SC.contiguous(), source_S, out)
     return out
+
+
+@functools.lru_cache(PLANS)
+def _put_plan(total: int, size: int, columns: int) -> LaunchPlan:
+    grid, blocks = _blocks(size, columns)
+    return _put_kernel.plan(grid, total, size, columns, **blocks)
 
 
 def _blocks(size: int, columns: int) -> tuple[tuple[int, int], dict[str, int]]:

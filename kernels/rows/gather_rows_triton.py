@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.launching import PlannedKernel, ceil_div, next_power_of_2
+from accel.kernels.launching import PLANS, LaunchPlan, PlannedKernel, ceil_div, next_power_of_2
 
 _ELEMENTS = 1024  # of a program's block
 
@@ -65,21 +67,16 @@ def gather(x_NGC: Tensor, index_N: Tensor) -> Tensor:
         return out
     if rows == 0:
         return out.zero_()
+    _gather_plan(groups, rows, columns, *x_NGC.stride())(x_NGC, index_N.contiguous(), out)
+    return out
+
+
+@functools.lru_cache(PLANS)
+def _gather_plan(groups: int, rows: int, columns: int, *strides: int) -> LaunchPlan:
     block_columns = min(next_power_of_2(columns), _ELEMENTS)
     block_rows = _ELEMENTS // block_columns
     grid = (ceil_div(groups, block_rows), ceil_div(columns, block_columns))
-    _gather_kernel[grid](
-        x_NGC,
-        index_N.contiguous(),
-        out,
-        groups,
-        rows,
-        columns,
-        *x_NGC.stride(),
-        ROWS=block_rows,
-        COLUMNS=block_columns,
-    )
-    return out
+    return _gather_kernel.plan(grid, groups, rows, columns, *strides, ROWS=block_rows, COLUMNS=block_columns)
 
 
 def scatter(rows_NC: Tensor, index_N: Tensor, group: int) -> Tensor:
@@ -88,8 +85,11 @@ def scatter(rows_NC: Tensor, index_N: Tensor, group: int) -> Tensor:
     out = rows_NC.new_empty(groups, group, columns)
     if out.numel() == 0:
         return out
-    size = min(next_power_of_2(group * columns), _ELEMENTS)
-    _scatter_kernel[(groups, ceil_div(group * columns, size))](
-        rows_NC.contiguous(), index_N.contiguous(), out, groups, group, columns, SIZE=size
-    )
+    _scatter_plan(groups, group, columns)(rows_NC.contiguous(), index_N.contiguous(), out)
     return out
+
+
+@functools.lru_cache(PLANS)
+def _scatter_plan(groups: int, group: int, columns: int) -> LaunchPlan:
+    size = min(next_power_of_2(group * columns), _ELEMENTS)
+    return _scatter_kernel.plan((groups, ceil_div(group * columns, size)), groups, group, columns, SIZE=size)

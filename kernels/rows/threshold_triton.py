@@ -6,12 +6,14 @@ Magnitudes are compared as integers: floats without sign have the same order, an
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.launching import PlannedKernel, ceil_div
+from accel.kernels.launching import PLANS, LaunchPlan, PlannedKernel, ceil_div
 from accel.kernels.threshold import BLOCK
 
 _ROWS = 32  # blocks of a program, 2,048 elements: 16 a thread
@@ -113,8 +115,14 @@ def block_maxima(values: Tensor) -> Tensor:
     numel = values.numel()
     maxima = values.new_empty(ceil_div(numel, BLOCK))
     if numel:
-        _block_maxima_kernel[(ceil_div(len(maxima), _ROWS),)](values, maxima, numel, ROWS=_ROWS, WIDTH=BLOCK)
+        _block_maxima_plan(numel)(values, maxima)
     return maxima
+
+
+@functools.lru_cache(PLANS)
+def _block_maxima_plan(numel: int) -> LaunchPlan:
+    grid = (ceil_div(ceil_div(numel, BLOCK), _ROWS),)
+    return _block_maxima_kernel.plan(grid, numel, ROWS=_ROWS, WIDTH=BLOCK)
 
 
 def tally(values: Tensor, least: Tensor, maxima: Tensor | None) -> Tensor:
@@ -122,8 +130,13 @@ def tally(values: Tensor, least: Tensor, maxima: Tensor | None) -> Tensor:
     numel = values.numel()
     counts = values.new_empty(ceil_div(numel, _ROWS * BLOCK), dtype=torch.int32)
     if numel:
-        _tally_kernel[(len(counts),)](values, least, maxima, counts, numel, ROWS=_ROWS, WIDTH=BLOCK)
+        _tally_plan(numel)(values, least, maxima, counts)
     return counts.cumsum(0)
+
+
+@functools.lru_cache(PLANS)
+def _tally_plan(numel: int) -> LaunchPlan:
+    return _tally_kernel.plan((ceil_div(numel, _ROWS * BLOCK),), numel, ROWS=_ROWS, WIDTH=BLOCK)
 
 
 def take(
@@ -135,8 +148,11 @@ def take(
     if numel == 0:
         return positions.zero_(), selected.zero_(), ends.new_zeros(())
     if size:
-        tiles = ceil_div(max(numel, size), _ROWS * BLOCK)
-        _take_kernel[(tiles,)](
-            values, least, maxima, ends, positions, selected, numel, size, len(ends), ROWS=_ROWS, WIDTH=BLOCK
-        )
+        _take_plan(numel, size, len(ends))(values, least, maxima, ends, positions, selected)
     return positions, selected, ends[-1].clone()
+
+
+@functools.lru_cache(PLANS)
+def _take_plan(numel: int, size: int, tiles: int) -> LaunchPlan:
+    grid = (ceil_div(max(numel, size), _ROWS * BLOCK),)
+    return _take_kernel.plan(grid, numel, size, tiles, ROWS=_ROWS, WIDTH=BLOCK)

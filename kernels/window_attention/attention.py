@@ -16,10 +16,10 @@ Liu et al., Swin Transformer, https://arxiv.org/abs/2103.14030; V2, https://arxi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +61,15 @@ class Spec:
         return (2 * self.window[0] - 1) * (2 * self.window[1] - 1)
 
 
+class CheckedCall(NamedTuple):
+    """What is known of a call with these shapes, dtypes and numbers, once it was checked."""
+
+    spec: Spec
+    is_empty: bool
+    plans: dict[Hashable, Any]
+    """How its kernels are launched, filled by them."""
+
+
 def window_attention(
     qkv: Tensor,
     table: Tensor,
@@ -99,10 +108,12 @@ def window_attention(
 
     Source: https://arxiv.org/abs/2103.14030, section 3.2.
     """
-    spec = _checked(_check_windows, qkv, table, head_scale, heads, window, (0, 0), scale, mask_value, dropout)
+    known = _checked(_check_windows, qkv, table, head_scale, heads, window, (0, 0), scale, mask_value, dropout)
+    spec = known.spec
     regions = _checked_regions(regions, qkv, spec)
     tall, wide = spec.window
-    out = _attend(qkv.reshape(qkv.shape[0], tall, wide, qkv.shape[-1]), table, head_scale, regions, spec)
+    images = None if regions is None else regions.shape[0]
+    out = _attend(qkv.reshape(qkv.shape[0], tall, wide, qkv.shape[-1]), table, head_scale, regions, known, images)
     return out.reshape(*qkv.shape[:2], qkv.shape[-1] // 3)
 
 
@@ -147,13 +158,13 @@ def shifted_window_attention(
 
     Source: https://arxiv.org/abs/2103.14030, section 3.2.
     """
-    spec = _checked(_check_map, qkv, table, head_scale, heads, window, shift, scale, mask_value, dropout)
-    regions = None
+    known = _checked(_check_map, qkv, table, head_scale, heads, window, shift, scale, mask_value, dropout)
+    spec, regions = known.spec, None
     # A compiler would build the table, on the CPU, in every step: so the operator looks it up itself.
     in_operator = torch.compiler.is_compiling() and _runs_kernels(qkv)
-    if any(spec.shift) and qkv.numel() > 0 and not in_operator:
+    if any(spec.shift) and not in_operator and not known.is_empty:
         regions = shift_regions((qkv.shape[1], qkv.shape[2]), spec.window, spec.shift, qkv.device)
-    return _attend(qkv, table, head_scale, regions, spec)
+    return _attend(qkv, table, head_scale, regions, known)
 
 
 def cost(windows: int, spec: Spec, head_channels: int, element_bytes: int, *, backward: bool = False) -> Cost:
@@ -236,52 +247,77 @@ def _runs_kernels(qkv: Tensor) -> bool:
     return support.runs_triton(qkv) and qkv.dtype != torch.float64
 
 
-def _attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, spec: Spec) -> Tensor:
-    """Attend within the windows of a map [B, Y, X, 3·H·D], by the path for its device."""
-    kind = qkv.device.type
-    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    if casts and qkv.dtype != torch.float64:
-        qkv = qkv.to(torch.get_autocast_dtype(kind))
-    if qkv.numel() == 0:  # the table still gets its gradient, which is zero
+def _attend(
+    qkv: Tensor,
+    table: Tensor,
+    head_scale: Tensor | None,
+    regions: Tensor | None,
+    known: CheckedCall,
+    images: int | None = None,
+) -> Tensor:
+    """Attend within the windows of a map [B, Y, X, 3·H·D], by the path for its device.
+
+    Args:
+        qkv: the map.
+        table: [T, H].
+        head_scale: [H] or None.
+        regions: [windows of one image, N] or None.
+        known: what was checked.
+        images: windows of one image where the loop chose them; what was checked does not tell their number.
+    """
+    if torch._C._is_any_autocast_enabled():
+        kind = qkv.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            if qkv.dtype != torch.float64:
+                qkv = qkv.to(torch.get_autocast_dtype(kind))
+            with torch.autocast(kind, enabled=False):
+                return _attend(qkv, table, head_scale, regions, known, images)
+    if known.is_empty:  # the table still gets its gradient, which is zero
         return qkv[..., : qkv.shape[-1] // 3] + 0 * table.sum().to(qkv.dtype)
     if not _runs_kernels(qkv):
-        with torch.autocast(kind, enabled=False) if casts else nullcontext():
-            return shifted_window_attention_ref(qkv, table, head_scale, regions, spec)
-    from accel.kernels.window_attention import op as window_attention_op
+        return shifted_window_attention_ref(qkv, table, head_scale, regions, known.spec)
+    plans = known.plans if images is None else known.plans.setdefault(images, {})
+    out: Tensor = _kernels().attend(qkv.contiguous(), table, head_scale, regions, known.spec, plans)
+    return out
 
-    return window_attention_op.attend(qkv.contiguous(), table, head_scale, regions, spec)
+
+@functools.cache
+def _kernels() -> Any:
+    from accel.kernels.window_attention import op
+
+    return op
 
 
 # -- what a call must be -----------------------------------------------------------------------------------------------
 
 
 _MOST_CHECKED = 512
-_checked_calls: dict[Hashable, Spec] = {}
+_checked_calls: dict[Hashable, CheckedCall] = {}
 
 
-def _checked(check: Callable[[Tensor, Any, Any], None], qkv: Tensor, *rest: Any) -> Spec:
-    """Return the constants of a call; what was checked once, with the same shapes, dtypes and numbers, is known."""
+def _checked(check: Callable[[Tensor, Any, Any], None], qkv: Tensor, *rest: Any) -> CheckedCall:
+    """Check a call; what was checked once, with the same shapes, dtypes and numbers, is known."""
     if torch.compiler.is_compiling():
         return _made(check, qkv, *rest)
     table, head_scale, *numbers = rest
     third = None if head_scale is None else (head_scale.shape, head_scale.dtype, head_scale.device)
     key = (check, qkv.shape, qkv.dtype, qkv.device, table.shape, table.dtype, table.device, third, *numbers)
     try:
-        spec = _checked_calls.get(key)
+        known = _checked_calls.get(key)
     except TypeError:  # a list for a window, or what is no number at all
         return _made(check, qkv, *rest)
-    if spec is None:
-        spec = _made(check, qkv, *rest)
+    if known is None:
+        known = _made(check, qkv, *rest)
         if len(_checked_calls) >= _MOST_CHECKED:
             _checked_calls.clear()
-        _checked_calls[key] = spec
-    return spec
+        _checked_calls[key] = known
+    return known
 
 
-def _made(check: Callable[[Tensor, Any, Any], None], qkv: Tensor, *rest: Any) -> Spec:
+def _made(check: Callable[[Tensor, Any, Any], None], qkv: Tensor, *rest: Any) -> CheckedCall:
     _table, _head_scale, _heads, window, shift, *_ = rest
     check(qkv, window, shift)
-    return _spec(qkv, *rest)
+    return CheckedCall(_spec(qkv, *rest), qkv.numel() == 0, {})
 
 
 def _check_windows(qkv: Tensor, window: tuple[int, int], shift: tuple[int, int]) -> None:

@@ -11,9 +11,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
+from accel.kernels.support import applied
 from accel.kernels.window_attention.attention import Spec, cost
+from accel.kernels.window_attention.launchers import Plans, backward, forward
 from accel.kernels.window_attention.regions import shift_regions
-from accel.kernels.window_attention.triton import backward, forward
 
 
 class WindowAttentionFunction(torch.autograd.Function):
@@ -27,12 +28,12 @@ class WindowAttentionFunction(torch.autograd.Function):
         head_scale: Tensor | None,
         regions: Tensor | None,
         seed: Tensor | None,
-        spec: Spec,
+        layer: tuple[Spec, Plans],
     ) -> Tensor:
         """Launch, and save."""
         ctx.save_for_backward(qkv, table, head_scale, regions, seed)
-        ctx.spec = spec
-        return forward(qkv, table, head_scale, regions, seed, spec)
+        ctx.layer = layer
+        return forward(qkv, table, head_scale, regions, seed, *layer)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -44,13 +45,16 @@ class WindowAttentionFunction(torch.autograd.Function):
 
 def _launch(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     qkv, table, head_scale, regions, seed = ctx.saved_tensors
-    return (*backward(dout, qkv, table, head_scale, regions, seed, ctx.spec), None, None, None)
+    dqkv, dtable, dscale = backward(dout, qkv, table, head_scale, regions, seed, *ctx.layer)
+    return dqkv, dtable, dscale, None, None, None
 
 
 _launch_once = once_differentiable(_launch)
 
 
-def attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, spec: Spec) -> Tensor:
+def attend(
+    qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, spec: Spec, plans: Plans
+) -> Tensor:
     """Attend within the windows of a contiguous map, differentiably."""
     seed = None
     if spec.dropout > 0:
@@ -62,8 +66,8 @@ def attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tenso
         compiled: Tensor = _attend_op(qkv, table, head_scale, regions, seed, *fields)
         return compiled
     if _is_plain(qkv, table, head_scale):
-        return forward(qkv, table, head_scale, regions, seed, spec)
-    out: Tensor = WindowAttentionFunction.apply(qkv, table, head_scale, regions, seed, spec)  # type: ignore[no-untyped-call]
+        return forward(qkv, table, head_scale, regions, seed, spec, plans)
+    out: Tensor = applied(WindowAttentionFunction)(qkv, table, head_scale, regions, seed, (spec, plans))
     return out
 
 
@@ -95,7 +99,7 @@ def _attend_op(
     dropout: float,
 ) -> Tensor:
     spec = _spec_of(heads, window, shift, scale, mask_value, dropout)
-    return forward(qkv, table, head_scale, _looked_up(regions, qkv, spec), seed, spec)
+    return forward(qkv, table, head_scale, _looked_up(regions, qkv, spec), seed, spec, {})
 
 
 @_attend_op.register_fake
@@ -120,7 +124,7 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     spec = _spec_of(heads, window, shift, scale, mask_value, dropout)
     regions = _looked_up(regions, qkv, spec)
-    dqkv, dtable, dscale = backward(dout, qkv, table, head_scale, regions, seed, spec)
+    dqkv, dtable, dscale = backward(dout, qkv, table, head_scale, regions, seed, spec, {})
     return dqkv, dtable, table.new_empty(0) if dscale is None else dscale
 
 

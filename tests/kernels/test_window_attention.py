@@ -461,7 +461,7 @@ def test_capture_in_a_graph() -> None:
 def test_a_layer_too_large_for_the_gpu_says_what_to_do() -> None:
     from triton.runtime.errors import OutOfResources
 
-    from accel.kernels.window_attention.triton import sized
+    from accel.kernels.window_attention.launchers import sized
 
     def launch(qkv: Tensor, spec: Spec) -> None:
         raise OutOfResources(167_936, 166_912, "shared memory")

@@ -28,11 +28,13 @@ def _precision() -> Iterator[None]:
 
 
 def _precision_of_dots(dtype: torch.dtype = torch.float32) -> str:
-    from accel.kernels.window_attention import triton as kernels
+    from accel.kernels.window_attention import launchers
 
     spec = Spec(heads=1, window=(4, 4))
     return str(
-        kernels.constants(spec, 16, dtype, kernels.tiles_of(spec, 16, dtype, cosine=False, backward=False))["PRECISION"]
+        launchers.constants(spec, 16, dtype, launchers.tiles_of(spec, 16, dtype, cosine=False, backward=False))[
+            "PRECISION"
+        ]
     )
 
 
