@@ -45,13 +45,17 @@ class _Value(NamedTuple):
     value: Hashable
 
 
-def described(value: Any, tensors: list[Tensor], what: str) -> Hashable:
+_REMEDY = "let the function find other objects itself"
+
+
+def described(value: Any, tensors: list[Tensor], what: str, remedy: str = _REMEDY) -> Hashable:
     """Describe a value, and add its tensors to a list, in order.
 
     Args:
         value: tensors, numbers, words, None, or tuples, lists and dicts of them.
         tensors: added to.
         what: the value is, for the message.
+        remedy: for the message.
 
     Raises:
         TypeError: for anything else: a graph would go on with what it was at the capture.
@@ -60,14 +64,15 @@ def described(value: Any, tensors: list[Tensor], what: str) -> Hashable:
         tensors.append(value)
         return TensorForm(value.shape, value.dtype, value.stride(), value.device, value.requires_grad)
     if isinstance(value, tuple | list):
-        return _Sequence(type(value), tuple(described(item, tensors, what) for item in value))
+        return _Sequence(type(value), tuple(described(item, tensors, what, remedy) for item in value))
     if isinstance(value, dict):
-        return _Mapping(type(value), tuple((key, described(item, tensors, what)) for key, item in value.items()))
+        items = tuple((key, described(item, tensors, what, remedy)) for key, item in value.items())
+        return _Mapping(type(value), items)
     if isinstance(value, _PLAIN):
         return _Value(type(value), value)
     raise TypeError(
         f"capture: {what} must be tensors, numbers, words, None, or tuples, lists and dicts of them. "
-        f"Found: {type(value).__name__}; let the function find other objects itself"
+        f"Found: {type(value).__name__}; {remedy}"
     )
 
 

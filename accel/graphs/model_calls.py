@@ -30,6 +30,7 @@ _MOST_COUNTED = 1024
 """Kinds of calls that are remembered without a graph."""
 _MOST_UNUSED = 4
 """Captures for the same arguments, none of which is replayed in a later call."""
+_RETURNED = "let it return no other object (transformers return a cache unless config.use_cache is False)"
 MANY = 64
 """Kinds of calls without a capture, after which a warning says so."""
 MANY_KINDS = (
@@ -165,7 +166,7 @@ class ModelCalls:
         uses = self._uses.setdefault(kind, Counter())
         outputs: list[Tensor] = []
         try:
-            described(result, outputs, "what a model returns")
+            described(result, outputs, "what a model returns", _RETURNED)
         except TypeError as error:
             self._refuse(kind, str(error).removeprefix("capture: "))
             return result
@@ -292,7 +293,7 @@ class ModelGraph:
         with without_cached_casts(inputs):
             self._forward, result = recorder.record(lambda: call(*args, **kwargs))
         self._outputs: list[Tensor] = []  # in the graph's memory; their history holds the activations
-        self._result = described(result, self._outputs, "what a model returns")
+        self._result = described(result, self._outputs, "what a model returns", _RETURNED)
         self.parameters = parameters
         self._needing = [tensor for tensor in self._inputs if tensor.requires_grad] + parameters
         self.differentiable = [number for number, output in enumerate(self._outputs) if output.requires_grad]

@@ -24,7 +24,7 @@ class TapeGraph(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self._operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any, bool]] = []
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self.resets = 0
 
@@ -35,7 +35,7 @@ class TapeGraph(TorchDispatchMode):
         for argument, value in self._written(func, args, kwargs):
             self._keep(argument, value)
         out = func(*args, **kwargs)
-        self._operations.append((func, args, kwargs, out))
+        self._operations.append((func, args, kwargs, out, torch.is_grad_enabled()))  # some kernels ask for it
         return out
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
@@ -63,8 +63,9 @@ class TapeGraph(TorchDispatchMode):
     def replay(self) -> None:
         """Run the operators again."""
         with torch.no_grad():
-            for func, args, kwargs, out in self._operations:
-                again = func(*args, **kwargs)
+            for func, args, kwargs, out, has_gradients in self._operations:
+                with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(has_gradients):
+                    again = func(*args, **kwargs)
                 if out is None:
                     continue
                 fresh = [returned.alias_info is None for returned in func._schema.returns]
