@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from accel.graphs.buckets import Buckets
-from accel.graphs.capture import CapturedStep, CaptureError, capture
-from accel.graphs.model_calls import ModelCalls
+from accel.graphs.capture import CapturedStep, capture
+from accel.graphs.model_calls import CaptureError, ModelCalls
 from accel.graphs.models import calls_of, release
 from accel.graphs.obstacles import Obstacle, why_not_capturable
 

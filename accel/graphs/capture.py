@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel.errors import AccelError
 from accel.graphs.inputs import described, rebuilt
-from accel.graphs.model_calls import MANY, MANY_KINDS, ModelCalls
+from accel.graphs.model_calls import MANY, MANY_KINDS, CaptureError, ModelCalls
 from accel.graphs.models import capture_model
 from accel.graphs.modes import modes, without_cached_casts
 from accel.graphs.owners import Owners, found
@@ -32,10 +31,6 @@ _MOST_COUNTED = 1024
 """Kinds of calls whose number is kept until they are captured."""
 _ANEW = 3
 """Captures for the same inputs and other numbers of an optimizer, after which a warning says so."""
-
-
-class CaptureError(AccelError):
-    """A step could not be captured; `why_not_capturable` names the line."""
 
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -98,14 +93,10 @@ def capture(
     if isinstance(step, nn.Module):
         if modules is not None or optimizers is not None:
             raise ValueError("capture: modules and optimizers are for a step. Found: a model")
-        return capture_model(step, ModelCalls(step, warmup=warmup, most=most, say=_raise if strict else None))
+        return capture_model(step, ModelCalls(step, warmup=warmup, most=most, strict=strict))
     by_itself = found(step)
     owners = Owners(by_itself[0] if modules is None else modules, by_itself[1] if optimizers is None else optimizers)
     return CapturedStep(step, owners, warmup=warmup, most=most, strict=strict)
-
-
-def _raise(reason: str) -> None:
-    raise CaptureError(f"capture: {reason}")
 
 
 @dataclass

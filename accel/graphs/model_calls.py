@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from accel.errors import AccelError
 from accel.graphs.inputs import described, rebuilt
 from accel.graphs.modes import modes, without_cached_casts
 from accel.graphs.owners import Owners
@@ -39,6 +40,10 @@ MANY_KINDS = (
 )
 
 
+class CaptureError(AccelError):
+    """A step or a model could not be captured; `why_not_capturable` names the line."""
+
+
 class ModelCalls:
     """Run a model's calls by graphs.
 
@@ -46,6 +51,7 @@ class ModelCalls:
         model: whose calls these are.
         warmup: calls of each kind that run eagerly first, with their backward pass.
         most: kinds that have graphs; of more, the one that was replayed longest ago loses its own.
+        strict: raise CaptureError where calls can't be captured, but for a model that is not on a CUDA device.
         say: is told why calls run eagerly, one sentence for each reason; default a warning.
         recorder: makes what records graphs on a device. Each kind has one, with memory of its own: the backward pass of
             a kind may come after the forward pass of another.
@@ -65,6 +71,7 @@ class ModelCalls:
         *,
         warmup: int = 3,
         most: int = 8,
+        strict: bool = False,
         say: Callable[[str], None] | None = None,
         recorder: Callable[[torch.device], GraphRecorder] | None = None,
     ) -> None:
@@ -72,7 +79,7 @@ class ModelCalls:
         self.why_eager: list[str] = []
         self._model, self._owners = model, Owners([model], [])
         self._hooks = hooks_of(model)
-        self._warmup, self._most = warmup, most
+        self._warmup, self._most, self._strict = warmup, most, strict
         self._has_stopped = False
         self._say_once, self._recorder = say or _warn, recorder
         self._graphs: OrderedDict[Hashable, ModelGraph] = OrderedDict()
@@ -231,7 +238,8 @@ class ModelCalls:
             return self._recorder(devices[0])
         if len(devices) == 1 and devices[0].type == "cuda":
             return CudaRecorder(devices[0])
-        self._say(f"its tensors must be on one CUDA device. Found: {', '.join(map(str, devices)) or 'no tensor'}")
+        where = ", ".join(map(str, devices)) or "no tensor"
+        self._say(f"its tensors must be on one CUDA device. Found: {where}", strict=False)
         return None
 
     def _refuse(self, key: Hashable, reason: str) -> None:
@@ -241,9 +249,11 @@ class ModelCalls:
         if reason:
             self._say(reason)
 
-    def _say(self, reason: str) -> None:
+    def _say(self, reason: str, *, strict: bool = True) -> None:
         if reason not in self.why_eager:
             self.why_eager.append(reason)
+            if strict and self._strict:
+                raise CaptureError(f"capture: the model can't be captured: {reason}")
             self._say_once(f"the model runs eagerly: {reason}")
 
 

@@ -473,9 +473,17 @@ def test_bad_arguments() -> None:
         capture(model, modules=[model])  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"captured inside of what distributes it. Found: DataParallel"):
         capture(nn.DataParallel(model))
-    capture(model, warmup=0, strict=True)
-    with pytest.raises(CaptureError, match=r"one CUDA device. Found: cpu"):
+
+
+def test_strictly_it_raises() -> None:
+    model = network()
+    taped(model, warmup=0, strict=True)
+    model.register_forward_hook(lambda *args: None)
+    with pytest.raises(CaptureError, match="can't be captured: the model or a part of it has hooks"):
         model(batch(8, 0))
+    capture(model, warmup=0, strict=True)  # on a CPU it runs as it is
+    with pytest.warns(RuntimeWarning, match="one CUDA device"):
+        capture(network(), warmup=0, strict=True)(batch(8, 0))
 
 
 def test_graphs_that_are_dropped_before_a_backward_pass() -> None:
