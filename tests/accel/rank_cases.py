@@ -21,6 +21,8 @@ from tests.accel import loops
 from tests.accel.loops import Net, Quick, loss_of
 
 PATIENCE_S = 1.0
+LONG_S = 30.0
+"""Patience where nobody leaves without a word: a busy machine may hold a rank up for more than a second."""
 
 Act = Callable[[int, int], None]
 
@@ -62,9 +64,9 @@ def _noted() -> Iterator[dict[str, Any]]:
     found["told"] = [str(one.message) for one in caught if str(one.message).startswith("accel")]
 
 
-def _prepare() -> None:
+def _prepare(patience_s: float = PATIENCE_S) -> None:
     controller._is_crowded = lambda diagnosis: False  # type: ignore[assignment]
-    accel.run.ranks.PATIENCE_S = PATIENCE_S
+    accel.run.ranks.PATIENCE_S = patience_s
     strategies.REGISTRY[:] = [Quick]
     loops.WAIT_S = 0.001
 
@@ -73,7 +75,7 @@ def _compared(
     rank: int, world: int, lengths: list[int], act: Act, epochs: int = 2, ddp: bool = True, join: bool = False
 ) -> dict[str, Any]:
     """Train with and without accel; tell what was said, how long it took, and what is left of it."""
-    _prepare()
+    _prepare(LONG_S if act is nothing and len(set(lengths)) == 1 else PATIENCE_S)
     options: dict[str, Any] = {"epochs": epochs, "ddp": ddp, "join": join}
     with _noted() as found:
         model, state = _train(rank, lengths, act, True, **options)
@@ -156,7 +158,7 @@ class _Stop(Exception):
 
 def leaves(rank: int, world: int, how: str) -> dict[str, Any]:
     """Let rank 1 leave its loop early, undo accel there, or let accel fail; the models are each rank's own."""
-    _prepare()
+    _prepare(PATIENCE_S if how == "raise" else LONG_S)
 
     def act(epoch: int, step: int) -> None:
         if rank == 1 and step == 5:
@@ -195,7 +197,7 @@ class Halfway(Together):
 
 def halfway(rank: int, world: int) -> dict[str, Any]:
     """Let rank 1 fail to switch on what all must switch at the same step; tell whether a step was taken with it."""
-    _prepare()
+    _prepare(LONG_S)
     strategies.REGISTRY[:] = [Halfway]
     ever: list[bool] = []
     with _noted() as found:
@@ -210,7 +212,7 @@ def halfway(rank: int, world: int) -> dict[str, Any]:
 
 def keeps(rank: int, world: int) -> dict[str, Any]:
     """Let accel fail on rank 1 while such a strategy is on."""
-    _prepare()
+    _prepare(LONG_S)
     strategies.REGISTRY[:] = [Together]
     done: list[int] = []
 
