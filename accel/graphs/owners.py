@@ -67,8 +67,8 @@ class Owners:
 
         A model's own slot is left out: the captured call stands there.
         """
-        own = [(module.__class__, module.__dict__.get("forward")) for module in self._every]
-        return tuple(own), tuple([module.__dict__.get(callslot.NAME) for module in self._inner])
+        own = [(module.__class__, _same(module.__dict__.get("forward"))) for module in self._every]
+        return tuple(own), tuple([_same(module.__dict__.get(callslot.NAME)) for module in self._inner])
 
     def _loaded(self) -> int:
         """Return how often an optimizer was seen to have another state: `load_state_dict` puts new tensors there."""
@@ -106,10 +106,35 @@ class Owners:
                 tensor.grad = gradient
 
 
+class _Same:
+    """Equal to another of the same object, which may be a callable that has no hash."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: object) -> None:
+        self._of = of
+
+    def __hash__(self) -> int:
+        return id(self._of)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._of is self._of
+
+
+def _same(value: object) -> Hashable:
+    return None if value is None else _Same(value)
+
+
 def _hashable(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return "tensor", value.data_ptr()
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, tuple | list):
+        return tuple([_hashable(item) for item in value])
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value  # type: ignore[no-any-return]
 
 
 def found(function: Callable[..., Any]) -> tuple[list[nn.Module], list[Optimizer]]:

@@ -375,6 +375,14 @@ def test_a_state_that_was_loaded_into_the_optimizer_is_used() -> None:
     both(loop, warmup=1)
 
 
+def test_options_of_a_group_that_have_no_hash() -> None:
+    def loop(training: Training, run: Callable[..., Any]) -> list[Any]:
+        training.optimizer.param_groups[0] |= {"notes": {"a": [1]}, "pair": (torch.tensor(1.0), [2])}
+        return [run(*batch(8, seed)) for seed in range(8)]
+
+    assert both(loop, warmup=1).captures == 1
+
+
 @pytest.mark.parametrize("change", [lambda model: model[1].eval(), lambda model: model[0].requires_grad_(False)])
 def test_a_part_of_the_model_that_is_frozen(change: Callable[[Any], Any]) -> None:
     def loop(training: Training, run: Callable[..., Any]) -> list[Any]:

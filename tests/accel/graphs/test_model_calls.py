@@ -348,6 +348,25 @@ def test_code_that_was_put_in_place_of_a_modules() -> None:
     assert both(loop, warmup=1).captures == 3
 
 
+@dataclass
+class Doubled:
+    """A call that can be compared, so it has no hash."""
+
+    layer: nn.Module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * type(self.layer).forward(self.layer, x)
+
+
+def test_code_without_a_hash_in_place_of_a_modules() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+        results: list[Any] = [step(model, optimizer, seed) for seed in range(4)]
+        model[3].forward = Doubled(model[3])
+        return results + [step(model, optimizer, seed) for seed in range(4, 8)]
+
+    assert both(loop, warmup=1).captures == 2
+
+
 class Waiting(nn.Module):
     """Looks at a value."""
 

@@ -51,6 +51,35 @@ def train(captured, as_view, unused):
     return flat
 
 
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.one, self.two, self.never = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        y = torch.tanh(self.body(x))
+        return self.one(y), self.two(y)
+
+
+def train_heads(captured, as_view):
+    torch.manual_seed(0)
+    inner = Heads()
+    if captured:
+        capture(inner)
+    model = DistributedDataParallel(inner, gradient_as_bucket_view=as_view, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(8):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(x)[step // 4].square().mean().backward()  # one head is left out, then the other one
+        optimizer.step()
+        optimizer.zero_grad()
+    if captured:
+        assert models.calls_of(inner).replays > 3
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+for as_view in (False, True):
+    assert torch.equal(train_heads(False, as_view), train_heads(True, as_view))
 for as_view in (False, True):
     for unused in (False, True):
         eager, *captured = (train(when, as_view, unused) for when in ("", "before", "after"))
