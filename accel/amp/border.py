@@ -47,6 +47,8 @@ class Border:
 
     def __init__(self, dtype: torch.dtype, scale: DynamicLossScale | None, autocast: bool) -> None:
         self._dtype, self._scale, self._autocast = dtype, scale, autocast
+        self.decoration: Any = None
+        """What to undo together with it; a copy has none."""
 
     @property
     def is_capturable(self) -> bool:

@@ -132,13 +132,15 @@ def _decorate(
     if what.keeps_masters or scale is not None:
         masters += [MasterWeights(each, values, scale, keeps=what.keeps_masters) for each in optimizers]
     handles: list[RemovableHandle] = []
-    for model in plain:
-        handles += Border(dtype, scale if optimizers else None, what.autocasts).register(model)
+    borders = [Border(dtype, scale if optimizers else None, what.autocasts) for _ in plain]
+    for model, border in zip(plain, borders, strict=True):
+        handles += border.register(model)
         if what.casts_weights:
             handles += Float32Checkpoint(masters).register(model)
     for each in casts.values():
         each.values.clear()  # those of an optimizer are kept in its state, and those of none are let go
-    undecorate.remember(plain, undecorate.Decoration(handles, casts, masters))
+    for border in borders:
+        border.decoration = undecorate.Decoration(handles, casts, masters)
     if scale is not None and optimizers:
         first = next((p for model in plain for p in model.parameters()), None)
         scale.to(torch.device("cpu") if first is None else first.device)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from accel.amp import weights
+from accel.amp.border import border_of
 from accel.amp.masters import MasterWeights
 from accel.errors import InvalidArgument
 
@@ -23,14 +23,6 @@ class Decoration:
     handles: list[RemovableHandle]
     casts: dict[nn.Module, weights.Casts]
     masters: list[MasterWeights]
-
-
-_decorations: WeakKeyDictionary[nn.Module, Decoration] = WeakKeyDictionary()
-
-
-def remember(models: Sequence[nn.Module], decoration: Decoration) -> None:
-    """Keep what was put on these models."""
-    _decorations.update((model, decoration) for model in models)
 
 
 def undecorate(models: Any) -> Any:
@@ -69,7 +61,8 @@ def undecorate(models: Any) -> Any:
 
 
 def _undo(model: nn.Module) -> None:
-    decoration = _decorations.get(model)
+    border = border_of(model)
+    decoration: Decoration | None = None if border is None else border.decoration
     if decoration is None:
         return
     if not all(masters.is_between_steps for masters in decoration.masters):
@@ -79,5 +72,3 @@ def _undo(model: nn.Module) -> None:
         handle.remove()
     for other, casts in decoration.casts.items():
         weights.uncast(other, casts, latest)
-    for other in [each for each, own in _decorations.items() if own is decoration]:
-        del _decorations[other]

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 from torch import nn
 
 from accel.graphs.model_calls import ModelCalls
 from accel.profiler.clocks import callslot
 
-
-class _Captured(NamedTuple):
-    calls: ModelCalls
-    call: Any
-    """What stands in the model's slot."""
-    before: dict[str, Any]
-    """What stood there."""
+_NAME = "_accel_captured"
 
 
-_captured: WeakKeyDictionary[nn.Module, _Captured] = WeakKeyDictionary()
+class _Captured:
+    """What was captured of a model; it is kept in the model, and goes with it. A copy of the model has None.
+
+    Args:
+        calls: the captured ones.
+        call: what stands in the model's slot.
+        before: what stood there.
+    """
+
+    def __init__(self, calls: ModelCalls, call: Any, before: dict[str, Any]) -> None:
+        self.calls, self.call, self.before = calls, call, before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -34,7 +46,7 @@ def capture_model(model: _Model, calls: ModelCalls) -> _Model:
     before = callslot.contents(model)
     call = callslot.SlotCall(calls.wrap(before.get(callslot.NAME, model._call_impl)))
     callslot.fill(model, call)
-    _captured[model] = _Captured(calls, call, before)
+    vars(model)[_NAME] = _Captured(calls, call, before)
     return model
 
 
@@ -47,7 +59,7 @@ def _distributes(model: nn.Module) -> bool:
 
 def calls_of(model: nn.Module) -> ModelCalls | None:
     """Return what was captured of a model's calls, and why some run eagerly; None if it is not captured."""
-    captured = _captured.get(model)
+    captured: _Captured | None = vars(model).get(_NAME)
     return None if captured is None else captured.calls
 
 
@@ -61,7 +73,7 @@ def release(model: nn.Module) -> None:
         >>> model = capture(torch.nn.Linear(4, 2))
         >>> release(model)
     """
-    captured = _captured.pop(model, None)
+    captured: _Captured | None = vars(model).pop(_NAME, None)
     if captured is None:
         return
     captured.calls.reset()

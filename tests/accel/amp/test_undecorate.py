@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -177,3 +179,24 @@ def test_what_was_not_decorated_is_left_alone() -> None:
     model = mlp()
     assert undecorate(model) is model
     assert undecorate([model]) == [model]
+
+
+def test_a_model_that_is_let_go_takes_all_with_it() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    decorate(model, optimizer, dtype=torch.bfloat16)
+    train(model, optimizer, batches(1, 8))
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_copy_is_no_longer_decorated_by_anyone() -> None:
+    model = mlp()
+    decorate(model, torch.optim.SGD(model.parameters(), 0.1), dtype=torch.bfloat16)
+    twin = copy.deepcopy(model)
+    assert undecorate(twin) is twin
+    assert model[0].weight.dtype == torch.bfloat16
+    undecorate(model)
+    assert model[0].weight.dtype == torch.float32

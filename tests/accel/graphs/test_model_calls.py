@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel.amp import decorate
-from accel.graphs import CaptureError, ModelCalls, calls_of, capture, release
+from accel.graphs import CaptureError, ModelCalls, calls_of, capture, models, release
 from accel.profiler.clocks import callslot
 from tests.accel.graphs.tape import TapeRecorder
 
@@ -472,6 +474,20 @@ def test_capture_and_release() -> None:
     assert callslot.contents(model) == before
     assert calls_of(model) is None
     release(model)
+
+
+def test_a_model_that_is_let_go_takes_its_graphs_with_it() -> None:
+    model = network()
+    calls = ModelCalls(model, warmup=0, recorder=lambda device: TapeRecorder())
+    models.capture_model(model, calls)
+    model(batch(8, 0)).sum().backward()
+    assert calls.replays == 1
+    assert calls_of(copy.deepcopy(model)) is None
+    assert calls_of(pickle.loads(pickle.dumps(model))) is None
+    gone = weakref.ref(model)
+    del model, calls
+    gc.collect()
+    assert gone() is None
 
 
 def test_release_under_a_later_wrapper() -> None:
