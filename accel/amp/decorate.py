@@ -140,7 +140,7 @@ def _decorate(
     for each in casts.values():
         each.values.clear()  # those of an optimizer are kept in its state, and those of none are let go
     for border in borders:
-        border.decoration = undecorate.Decoration(handles, casts, masters)
+        border.decoration = undecorate.Decoration(handles, casts, masters, given != plain)
     if scale is not None and optimizers:
         first = next((p for model in plain for p in model.parameters()), None)
         scale.to(torch.device("cpu") if first is None else first.device)

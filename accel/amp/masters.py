@@ -253,9 +253,8 @@ class MasterWeights:
             return None
         if closure is not None:
             self._ready, self._ready_for = None, {}
-            return (args[0], self._on_parameters(optimizer, closure)), {
-                k: v for k, v in kwargs.items() if k != "closure"
-            }
+            others = {name: value for name, value in kwargs.items() if name != "closure"}
+            return (args[0], self._on_parameters(optimizer, closure)), others
         if native:
             self._passed_on = {name: vars(optimizer).pop(name, None) for name in ("grad_scale", "found_inf")}
             self.unscaled(self._passed_on["grad_scale"])

@@ -23,6 +23,8 @@ class Decoration:
     handles: list[RemovableHandle]
     casts: dict[nn.Module, weights.Casts]
     masters: list[MasterWeights]
+    is_distributed: bool
+    """A model was in `DistributedDataParallel` then, whose buckets are of 16 bits."""
 
 
 def undecorate(models: Any) -> Any:
@@ -50,23 +52,32 @@ def undecorate(models: Any) -> Any:
     """
     given = list(models) if isinstance(models, Sequence) else [models]
     for model in given:
-        if isinstance(model, DistributedDataParallel):
-            raise InvalidArgument(
-                "a model must be undecorated before it is wrapped: its gradients' buckets are of 16 bits. "
-                "Found: DistributedDataParallel."
-            )
+        _check(model)
     for model in given:
         _undo(model)
     return models
 
 
-def _undo(model: nn.Module) -> None:
+def _decoration_of(model: nn.Module) -> Decoration | None:
     border = border_of(model)
-    decoration: Decoration | None = None if border is None else border.decoration
-    if decoration is None:
-        return
-    if not all(masters.is_between_steps for masters in decoration.masters):
+    return None if border is None else border.decoration
+
+
+def _check(model: nn.Module) -> None:
+    decoration = _decoration_of(model)
+    if isinstance(model, DistributedDataParallel) or (decoration is not None and decoration.is_distributed):
+        raise InvalidArgument(
+            "a model must be undecorated before it is wrapped: its gradients' buckets are of 16 bits. "
+            "Found: DistributedDataParallel."
+        )
+    if decoration is not None and not all(masters.is_between_steps for masters in decoration.masters):
         raise InvalidArgument("a model must be undecorated between two steps. Found: gradients that wait for theirs.")
+
+
+def _undo(model: nn.Module) -> None:
+    decoration = _decoration_of(model)
+    if decoration is None:  # never decorated, or undone with another that was decorated by the same call
+        return
     latest = {p: value for masters in decoration.masters for p, value in masters.remove().items()}
     for handle in decoration.handles:
         handle.remove()

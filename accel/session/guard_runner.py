@@ -118,18 +118,20 @@ class GuardRunner:
         """Compare a plan's graphs, which run eagerly under the mode that notes draws, with the plan without them."""
         graphs = self._switchboard.acting_on("model", plan)
         eager = {name: setting for name, setting in graphs.items() if not self._switchboard.captures([name])}
-        expected, captured, replayed = (self._replayed(each, recording) for each in (eager, graphs, graphs))
+        replay = partial(guard.replay, self._run.model)
+        expected, captured, replayed = (self._replayed(each, recording, replay) for each in (eager, graphs, graphs))
         finding = guard.compare(expected, captured, exactness)
         return finding if finding.problem else finding.merge(guard.compare(expected, replayed, exactness))
 
-    def _replayed(self, plan: Choices, recording: Recording) -> Replayed:
+    def _replayed(self, plan: Choices, recording: Recording, replay: Callable[..., Replayed]) -> Replayed:
+        """Replay the call under a plan."""
         self._switchboard.switch({})
         recording.modules.restore()
         self._switchboard.switch(plan)
         try:
-            return guard.replay(self._run.model, self._run.gate.call, recording)
+            return replay(self._run.gate.call, recording)
         finally:
-            self._switchboard.switch({})
+            self._switchboard.switch({})  # before attributes are restored: a strategy undoes its own changes
 
     def _check_evaluation(self, plan: Choices, recording: Recording, exactness: Exactness) -> Comparison:
         if self._switchboard.compiles(plan):
@@ -148,20 +150,15 @@ class GuardRunner:
         self, plan: Choices, recording: Recording, replay: Callable[..., Replayed], exactness: Exactness
     ) -> tuple[Replayed, Replayed]:
         """Replay the call plainly and under the plan."""
-        gate, switch = self._run.gate, self._switchboard.switch
         canonical = exactness != Exactness.EXACT
-        switch({})
+        self._switchboard.switch({})
         recording.modules.restore()
-        plain = replay(gate.plain, recording, draws=self._draws(canonical))
-        recording.modules.restore()
-        switch(self._switchboard.acting_on("model", plan))
-        try:
-            compiles = self._switchboard.compiles(plan)
-            candidate = replay(gate.call, recording, draws=None if compiles else self._draws(canonical))
-            if compiles:
-                candidate.draws = plain.draws
-        finally:
-            switch({})  # before attributes are restored: a strategy undoes its own changes
+        plain = replay(self._run.gate.plain, recording, draws=self._draws(canonical))
+        compiles = self._switchboard.compiles(plan)
+        noting = partial(replay, draws=None if compiles else self._draws(canonical))
+        candidate = self._replayed(self._switchboard.acting_on("model", plan), recording, noting)
+        if compiles:
+            candidate.draws = plain.draws
         return plain, candidate
 
     def _draws(self, canonical: bool) -> ReplayedDraws | None:

@@ -67,7 +67,7 @@ class CheckedCall(NamedTuple):
     spec: Spec
     is_empty: bool
     plans: dict[Hashable, Any]
-    """How its kernels are launched, filled by them."""
+    """How its kernels are launched, filled by them: by pass, and by what else may differ from call to call."""
 
 
 def window_attention(
@@ -109,11 +109,9 @@ def window_attention(
     Source: https://arxiv.org/abs/2103.14030, section 3.2.
     """
     known = _checked(_check_windows, qkv, table, head_scale, heads, window, (0, 0), scale, mask_value, dropout)
-    spec = known.spec
-    regions = _checked_regions(regions, qkv, spec)
-    tall, wide = spec.window
-    images = None if regions is None else regions.shape[0]
-    out = _attend(qkv.reshape(qkv.shape[0], tall, wide, qkv.shape[-1]), table, head_scale, regions, known, images)
+    regions = _checked_regions(regions, qkv, known.spec)
+    tall, wide = known.spec.window
+    out = _attend(qkv.reshape(qkv.shape[0], tall, wide, qkv.shape[-1]), table, head_scale, regions, known)
     return out.reshape(*qkv.shape[:2], qkv.shape[-1] // 3)
 
 
@@ -248,36 +246,21 @@ def _runs_kernels(qkv: Tensor) -> bool:
 
 
 def _attend(
-    qkv: Tensor,
-    table: Tensor,
-    head_scale: Tensor | None,
-    regions: Tensor | None,
-    known: CheckedCall,
-    images: int | None = None,
+    qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, known: CheckedCall
 ) -> Tensor:
-    """Attend within the windows of a map [B, Y, X, 3·H·D], by the path for its device.
-
-    Args:
-        qkv: the map.
-        table: [T, H].
-        head_scale: [H] or None.
-        regions: [windows of one image, N] or None.
-        known: what was checked.
-        images: windows of one image where the loop chose them; what was checked does not tell their number.
-    """
+    """Attend within the windows of a map [B, Y, X, 3·H·D], by the path for its device."""
     if torch._C._is_any_autocast_enabled():
         kind = qkv.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             if qkv.dtype != torch.float64:
                 qkv = qkv.to(torch.get_autocast_dtype(kind))
             with torch.autocast(kind, enabled=False):
-                return _attend(qkv, table, head_scale, regions, known, images)
+                return _attend(qkv, table, head_scale, regions, known)
     if known.is_empty:  # the table still gets its gradient, which is zero
         return qkv[..., : qkv.shape[-1] // 3] + 0 * table.sum().to(qkv.dtype)
     if not _runs_kernels(qkv):
         return shifted_window_attention_ref(qkv, table, head_scale, regions, known.spec)
-    plans = known.plans if images is None else known.plans.setdefault(images, {})
-    out: Tensor = _kernels().attend(qkv.contiguous(), table, head_scale, regions, known.spec, plans)
+    out: Tensor = _kernels().attend(qkv.contiguous(), table, head_scale, regions, known)
     return out
 
 

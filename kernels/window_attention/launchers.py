@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from accel.kernels.launching import PLANS, LaunchPlan, ceil_div, next_power_of_2
 from accel.kernels.window_attention import triton as kernels
-from accel.kernels.window_attention.attention import Spec
+from accel.kernels.window_attention.attention import CheckedCall, Spec
 
 _SINGLE_BLOCK_TOKENS = 64
 """Tokens up to which a window is one block of rows, and its bias gradient stays in registers."""
@@ -93,7 +93,7 @@ def sized(launch: Callable[..., _R]) -> Callable[..., _R]:
         try:
             return launch(*args)
         except OutOfResources as error:
-            window = " x ".join(map(str, next(each for each in args if isinstance(each, Spec)).window))
+            window = " x ".join(map(str, args[-1].spec.window))
             raise RuntimeError(
                 f"window attention: windows of {window} in {args[0].dtype} must fit this GPU, they need "
                 f"{error.required} of {error.name} and it has {error.limit}; use half precision, or the model's own "
@@ -187,13 +187,11 @@ def _backward_plan(layer: _Layer) -> _BackwardPlan:
     )
 
 
-Plans = dict[Hashable, Any]
-"""Of calls with the same layer, shapes and numbers: by pass and by what may still differ, dtype and precision."""
-
-
-def _variant(qkv: Tensor, *, backward: bool = False) -> Hashable:
+def _variant(qkv: Tensor, regions: Tensor | None, *, backward: bool = False) -> Hashable:
+    """Return what a call that was checked does not tell: autocast's dtype, TF32, and regions that the loop chose."""
     dtype = qkv.dtype
-    return backward, dtype if dtype != torch.float32 else _precision(dtype)
+    windows = 0 if regions is None else len(regions)
+    return backward, windows, dtype if dtype != torch.float32 else _precision(dtype)
 
 
 @sized
@@ -203,16 +201,19 @@ def forward(
     head_scale: Tensor | None,
     regions: Tensor | None,
     seed: Tensor | None,
-    spec: Spec,
-    plans: Plans,
+    known: CheckedCall,
 ) -> Tensor:
     """Launch the forward pass on a map [B, Y, X, 3·H·D], and return [B, Y, X, H·D]."""
-    known = plans.get(_variant(qkv))
-    if known is None:
-        shape = *qkv.shape[:-1], qkv.shape[-1] // 3
-        known = plans[_variant(qkv)] = shape, _forward_plan(_Layer.of(qkv, head_scale, regions, spec))
-    out = qkv.new_empty(known[0])
-    known[1](qkv, table, head_scale, regions, seed, out)
+    variant = _variant(qkv, regions)
+    shape, plan = known.plans.get(variant, (None, None))
+    if plan is None:
+        shape, plan = (
+            (*qkv.shape[:-1], qkv.shape[-1] // 3),
+            _forward_plan(_Layer.of(qkv, head_scale, regions, known.spec)),
+        )
+        known.plans[variant] = shape, plan
+    out = qkv.new_empty(shape)
+    plan(qkv, table, head_scale, regions, seed, out)
     return out
 
 
@@ -224,14 +225,13 @@ def backward(
     head_scale: Tensor | None,
     regions: Tensor | None,
     seed: Tensor | None,
-    spec: Spec,
-    plans: Plans,
+    known: CheckedCall,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Launch the backward pass, and return the gradients of qkv, table and head_scale."""
-    plan = plans.get(_variant(qkv, backward=True))
+    variant = _variant(qkv, regions, backward=True)
+    plan = known.plans.get(variant)
     if plan is None:
-        layer = _Layer.of(qkv, head_scale, regions, spec)
-        plan = plans[_variant(qkv, backward=True)] = _backward_plan(layer)
+        plan = known.plans[variant] = _backward_plan(_Layer.of(qkv, head_scale, regions, known.spec))
     dqkv, dtable = torch.empty_like(qkv), torch.empty_like(table)
     make = qkv.new_zeros if plan.zeroed else qkv.new_empty
     dbias = make(plan.sums, dtype=torch.float32)

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from accel.kernels.support import applied
-from accel.kernels.window_attention.attention import Spec, cost
-from accel.kernels.window_attention.launchers import Plans, backward, forward
+from accel.kernels.window_attention.attention import CheckedCall, Spec, cost
+from accel.kernels.window_attention.launchers import backward, forward
 from accel.kernels.window_attention.regions import shift_regions
 
 
@@ -28,12 +28,12 @@ class WindowAttentionFunction(torch.autograd.Function):
         head_scale: Tensor | None,
         regions: Tensor | None,
         seed: Tensor | None,
-        layer: tuple[Spec, Plans],
+        known: CheckedCall,
     ) -> Tensor:
         """Launch, and save."""
         ctx.save_for_backward(qkv, table, head_scale, regions, seed)
-        ctx.layer = layer
-        return forward(qkv, table, head_scale, regions, seed, *layer)
+        ctx.known = known
+        return forward(qkv, table, head_scale, regions, seed, known)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -45,18 +45,16 @@ class WindowAttentionFunction(torch.autograd.Function):
 
 def _launch(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     qkv, table, head_scale, regions, seed = ctx.saved_tensors
-    dqkv, dtable, dscale = backward(dout, qkv, table, head_scale, regions, seed, *ctx.layer)
+    dqkv, dtable, dscale = backward(dout, qkv, table, head_scale, regions, seed, ctx.known)
     return dqkv, dtable, dscale, None, None, None
 
 
 _launch_once = once_differentiable(_launch)
 
 
-def attend(
-    qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, spec: Spec, plans: Plans
-) -> Tensor:
+def attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tensor | None, known: CheckedCall) -> Tensor:
     """Attend within the windows of a contiguous map, differentiably."""
-    seed = None
+    spec, seed = known.spec, None
     if spec.dropout > 0:
         # torch's generator, so that manual_seed and captured graphs behave as they do with its own dropout.
         seed = torch.randint(2**62, (1,), device=qkv.device)
@@ -66,8 +64,8 @@ def attend(
         compiled: Tensor = _attend_op(qkv, table, head_scale, regions, seed, *fields)
         return compiled
     if _is_plain(qkv, table, head_scale):
-        return forward(qkv, table, head_scale, regions, seed, spec, plans)
-    out: Tensor = applied(WindowAttentionFunction)(qkv, table, head_scale, regions, seed, (spec, plans))
+        return forward(qkv, table, head_scale, regions, seed, known)
+    out: Tensor = applied(WindowAttentionFunction)(qkv, table, head_scale, regions, seed, known)
     return out
 
 
@@ -98,8 +96,8 @@ def _attend_op(
     mask_value: float,
     dropout: float,
 ) -> Tensor:
-    spec = _spec_of(heads, window, shift, scale, mask_value, dropout)
-    return forward(qkv, table, head_scale, _looked_up(regions, qkv, spec), seed, spec, {})
+    known = _unchecked(heads, window, shift, scale, mask_value, dropout)
+    return forward(qkv, table, head_scale, _looked_up(regions, qkv, known.spec), seed, known)
 
 
 @_attend_op.register_fake
@@ -122,9 +120,9 @@ def _backward_op(
     mask_value: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    spec = _spec_of(heads, window, shift, scale, mask_value, dropout)
-    regions = _looked_up(regions, qkv, spec)
-    dqkv, dtable, dscale = backward(dout, qkv, table, head_scale, regions, seed, spec, {})
+    known = _unchecked(heads, window, shift, scale, mask_value, dropout)
+    regions = _looked_up(regions, qkv, known.spec)
+    dqkv, dtable, dscale = backward(dout, qkv, table, head_scale, regions, seed, known)
     return dqkv, dtable, table.new_empty(0) if dscale is None else dscale
 
 
@@ -141,8 +139,11 @@ def _looked_up(regions: Tensor | None, qkv: Tensor, spec: Spec) -> Tensor | None
     return shift_regions((qkv.shape[1], qkv.shape[2]), spec.window, spec.shift, qkv.device)
 
 
-def _spec_of(heads: int, window: list[int], shift: list[int], scale: float, mask_value: float, dropout: float) -> Spec:
-    return Spec(
+def _unchecked(
+    heads: int, window: list[int], shift: list[int], scale: float, mask_value: float, dropout: float
+) -> CheckedCall:
+    """Return a call that was checked before it was compiled; its plans are looked up each time."""
+    spec = Spec(
         heads=heads,
         window=(window[0], window[1]),
         shift=(shift[0], shift[1]),
@@ -150,6 +151,7 @@ def _spec_of(heads: int, window: list[int], shift: list[int], scale: float, mask
         mask_value=mask_value,
         dropout=dropout,
     )
+    return CheckedCall(spec, False, {})
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from accel.amp import DynamicLossScale, decorate, master_params
+from accel.amp import DynamicLossScale, decorate, master_params, undecorate
+from accel.errors import InvalidArgument
 from accel import optim
 
 dist.init_process_group("gloo")
@@ -28,6 +29,13 @@ def train(after, dtype, make, as_view):
     if after:
         model = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
     model, optimizer = decorate(model, optimizer, dtype=dtype, loss_scale=scale)
+    for each in (model, model.module) if after else ():
+        try:
+            undecorate(each)
+        except InvalidArgument as error:
+            assert "before it is wrapped" in str(error)
+        else:
+            raise AssertionError("its buckets are of 16 bits")
     if not after:
         model = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
     for step in range(6):

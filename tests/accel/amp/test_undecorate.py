@@ -162,6 +162,16 @@ def test_gradients_that_wait_for_their_step() -> None:
     assert model[0].weight.dtype == torch.float32
 
 
+def test_nothing_is_changed_where_one_of_several_waits() -> None:
+    pairs = [decorate(each, torch.optim.SGD(each.parameters(), 0.1), dtype=torch.float16) for each in (mlp(), mlp(1))]
+    ready, waiting = (model for model, _ in pairs)
+    (x, target), *_ = batches(1, 8)
+    loss_of(waiting(x), target).backward()
+    with pytest.raises(InvalidArgument, match="between two steps"):
+        undecorate([ready, waiting])
+    assert ready[0].weight.dtype == torch.float16
+
+
 def test_accumulated_gradients_without_a_scale_are_kept() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.accel.graphs.test_model_calls import both
+from tests.accel.graphs.model_loops import both
 from tests.kernels.hosts import need
 
 pytestmark = pytest.mark.slow

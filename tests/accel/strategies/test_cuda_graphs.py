@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.graphs import ModelCalls, capture, model_calls, release
+from accel.graphs import ModelCalls, capture, model_graph, release
 from accel.run import Run
 from accel.run.gate import Gate
 from accel.strategies import REGISTRY
@@ -178,9 +178,9 @@ def test_a_wrong_graph_is_caught_before_a_real_step(
 ) -> None:
     expected = loops.plain_run_of(Noisy, STEPS)
     if fault == "stale inputs":
-        monkeypatch.setattr(model_calls.ModelGraph, "_take", lambda graph, inputs: None)
+        monkeypatch.setattr(model_graph.ModelGraph, "_take", lambda graph, inputs: None)
     elif fault == "stale gradients":
-        monkeypatch.setattr(model_calls.BackwardGraph, "_take", lambda graph, gradients: None)
+        monkeypatch.setattr(model_graph.BackwardGraph, "_take", lambda graph, gradients: None)
     else:
         record = TapeRecorder.record
 

@@ -1,0 +1,215 @@
+"""One kind of a model's calls as CUDA graphs: its forward pass, and its backward pass behind autograd.
+
+Loss, clipping, optimizer and data parallelism stay eager. Activations are in the graph's own memory.
+
+Source: torch.cuda.make_graphed_callables, which fixes one shape, hands out memory that the next call overwrites, and
+adds a gradient to itself under accumulation.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.graphs.inputs import described, rebuilt
+from accel.graphs.modes import without_cached_casts
+from accel.graphs.recorder import GraphRecorder, RecordedGraph
+from accel.run.gate import Call
+
+
+def described_outputs(result: Any, outputs: list[Tensor]) -> Hashable:
+    """Describe what a model returns, and add its tensors to a list.
+
+    Raises:
+        TypeError: if it holds other objects.
+    """
+    remedy = "let it return no other object (transformers return a cache unless config.use_cache is False)"
+    return described(result, outputs, "what a model returns", remedy)
+
+
+class ModelGraph:
+    """One kind of call: a forward graph, and backward graphs for outputs that get gradients.
+
+    Args:
+        recorder: records them.
+        call: the eager call.
+        description: of its arguments.
+        inputs: the tensors in them.
+        parameters: that are trained.
+        uses: which outputs were seen to get gradients, in different calls.
+    """
+
+    def __init__(
+        self,
+        recorder: GraphRecorder,
+        call: Call,
+        description: Any,
+        inputs: list[Tensor],
+        parameters: list[Tensor],
+        uses: list[frozenset[int]],
+    ) -> None:
+        self._inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
+        args, kwargs = rebuilt(description, iter(self._inputs))
+        with without_cached_casts(inputs):
+            self._forward, result = recorder.record(lambda: call(*args, **kwargs))
+        self._outputs: list[Tensor] = []  # in the graph's memory; their history holds the activations
+        self._result = described_outputs(result, self._outputs)
+        self.parameters = parameters
+        self._needing = [tensor for tensor in self._inputs if tensor.requires_grad] + parameters
+        self.differentiable = [number for number, output in enumerate(self._outputs) if output.requires_grad]
+        self.replays = 0
+        self._use: weakref.ref[_Use] | None = None
+        self._backwards: dict[frozenset[int], BackwardGraph] = {}
+        if self.differentiable:
+            for use in {*filter(None, uses), frozenset(self.differentiable)}:
+                self._backwards[use] = BackwardGraph(recorder, self._outputs, sorted(use), self._needing)
+
+    @property
+    def is_awaited(self) -> bool:
+        """True while the backward pass of a call may come: another call would overwrite its activations."""
+        return self._use is not None and self._use() is not None
+
+    def __call__(self, inputs: list[Tensor]) -> Any:
+        """Run the call on these inputs."""
+        self.replays += 1
+        if not self.differentiable:
+            outputs: Any = self.replay(inputs)
+        else:
+            outputs = _Replayed.apply(self, len(inputs), *inputs, *self.parameters)  # type: ignore[no-untyped-call]
+        return rebuilt(self._result, iter(outputs))
+
+    @torch.no_grad()
+    def replay(self, inputs: Any) -> list[Tensor]:
+        """Replay the forward pass, and return copies of its outputs."""
+        self._take(inputs)
+        self._forward.replay()
+        return [output.detach().clone() for output in self._outputs]
+
+    def _take(self, inputs: Any) -> None:
+        if self._inputs:
+            torch._foreach_copy_(self._inputs, list(inputs), non_blocking=True)
+
+    def begin(self, use: _Use) -> None:
+        """Await a backward pass as long as `use` lives."""
+        self._use = weakref.ref(use)
+
+    def backward(self, use: _Use, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """Replay the backward pass, and return copies of the gradients of inputs and parameters."""
+        if not self._backwards:
+            raise RuntimeError("capture: a backward pass must come before its graphs are dropped. Found: one after")
+        if self._use is None or self._use() is not use:
+            raise RuntimeError(
+                "capture: a second backward pass must come before the model's next call. Found: one after it, which "
+                "has overwritten the activations; pass retain_graph=True to the first, so that they are kept"
+            )
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._use = None
+        present = frozenset(number for number in self.differentiable if gradients[number] is not None)
+        if not present:
+            return [None] * len(self._needing)
+        backward = self._backwards.get(present) or self._backwards[frozenset(self.differentiable)]
+        return backward(gradients, present)
+
+    def reset(self) -> None:
+        """Give the memory back."""
+        self._forward.reset()
+        for backward in self._backwards.values():
+            backward.graph.reset()
+        self._backwards.clear()
+
+
+class BackwardGraph:
+    """The backward pass for some of the outputs."""
+
+    def __init__(
+        self, recorder: GraphRecorder, outputs: list[Tensor], numbers: list[int], needing: list[Tensor]
+    ) -> None:
+        self._numbers = numbers
+        used = [outputs[number] for number in numbers]
+        self._given = [torch.zeros_like(output) for output in used]
+        self.graph: RecordedGraph
+        self.graph, gradients = recorder.record(
+            lambda: torch.autograd.grad(used, needing, self._given, retain_graph=True, allow_unused=True)
+        )
+        self._gradients: list[Tensor | None] = list(gradients)
+        self._reached = {number: _reached(outputs[number], needing) for number in numbers}
+
+    def __call__(self, given: tuple[Tensor | None, ...], present: frozenset[int]) -> list[Tensor | None]:
+        """Replay, and return copies: autograd takes a gradient as it is for `.grad`, where it would be overwritten."""
+        self._take(given)
+        self.graph.replay()
+        reached = None
+        if len(present) < len(self._numbers):  # as autograd has it, no gradient where nothing leads to
+            reached = set().union(*(self._reached[number] for number in present))
+        kept = [g if reached is None or n in reached else None for n, g in enumerate(self._gradients)]
+        there = [gradient for gradient in kept if gradient is not None]
+        copies = [torch.empty_like(gradient) for gradient in there]
+        if there:
+            torch._foreach_copy_(copies, there)
+        remaining: Iterator[Tensor] = iter(copies)
+        return [None if gradient is None else next(remaining) for gradient in kept]
+
+    def _take(self, given: tuple[Tensor | None, ...]) -> None:
+        for own, number in zip(self._given, self._numbers, strict=True):
+            gradient = given[number]
+            if gradient is None:
+                own.zero_()
+            else:
+                own.copy_(gradient, non_blocking=True)
+
+
+class _Use:
+    """Lives as long as the backward pass of a call may come."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Replayed(torch.autograd.Function):
+    """A replayed call, with its replayed backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: ModelGraph, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Replay the forward pass."""
+        outputs = graph.replay(tensors[:count])
+        ctx.graph, ctx.use = graph, _Use()
+        ctx.inputs = [tensor.requires_grad for tensor in tensors[:count]]
+        graph.begin(ctx.use)
+        ctx.save_for_backward(*tensors[count:])  # torch raises if one was written to before its backward pass
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(o for n, o in enumerate(outputs) if n not in graph.differentiable))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Replay the backward pass."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "capture: gradients of a captured model can't be differentiated again. Found: create_graph=True; don't "
+                "capture this model (accel.graphs.release)"
+            )
+        ctx.saved_tensors  # noqa: B018
+        remaining = iter(ctx.graph.backward(ctx.use, gradients))
+        inputs = [next(remaining) if requires_grad else None for requires_grad in ctx.inputs]
+        return (None, None, *inputs, *remaining)
+
+
+def _reached(output: Tensor, needing: list[Tensor]) -> set[int]:
+    """Return the numbers of the tensors that an output's gradient comes to."""
+    numbers = {id(tensor): number for number, tensor in enumerate(needing)}
+    reached, waiting, seen = set[int](), [output.grad_fn], set[Any]()
+    if output.grad_fn is None and id(output) in numbers:
+        return {numbers[id(output)]}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in numbers:
+            reached.add(numbers[id(variable)])
+        waiting += [following for following, _ in node.next_functions]
+    return reached
