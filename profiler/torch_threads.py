@@ -7,6 +7,7 @@ small detector took 50 in place of 25 ms, for as long as there was a thread that
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -20,11 +21,28 @@ _starting = threading.Lock()
 
 def compute_alone() -> None:
     """Have torch compute with one thread in this one, before it does anything else here."""
+    torch.get_num_threads()  # the first call in a thread sets its number
+    if not _set_number_here(1):
+        _set_number_everywhere_and_back(1)
+
+
+def _set_number_here(threads: int) -> bool:
+    """Return whether the number of this thread alone could be set, by the runtimes that torch was linked with."""
+    try:
+        symbols = ctypes.CDLL(torch._C.__file__)
+        symbols.omp_set_num_threads(threads)
+        if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+            symbols.MKL_Set_Num_Threads_Local(threads)
+    except (AttributeError, OSError, TypeError):  # another runtime, or its symbols are not exported
+        return False
+    return torch.get_num_threads() == threads
+
+
+def _set_number_everywhere_and_back(threads: int) -> None:
+    """Set the number with torch's own function: for a moment also that of threads which begin just then."""
     with _starting:
-        # torch sets the number for this thread, and for those that begin later: they get theirs back.
         others = _in_another_thread(torch.get_num_threads)
-        torch.get_num_threads()  # the first call in a thread sets its number
-        torch.set_num_threads(1)
+        torch.set_num_threads(threads)
         _in_another_thread(lambda: torch.set_num_threads(others))
 
 

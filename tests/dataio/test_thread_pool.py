@@ -121,14 +121,21 @@ def test_torch_computes_with_one_thread_in_each_and_elsewhere_as_before() -> Non
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        pool, seen = ThreadPool(2, "tests"), []
-        seen += [future.result() for future in [pool.submit(torch.get_num_threads) for _ in range(20)]]
-        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        pool, both = ThreadPool(2, "tests"), threading.Barrier(2)
+
+        def number_in_each() -> int:
+            both.wait(30)
+            return torch.get_num_threads()
+
+        assert [future.result() for future in [pool.submit(number_in_each) for _ in range(2)]] == [1, 1]
+        pool.shutdown()
+        pool.join(time.monotonic() + 30)
+        elsewhere = []
+        other = threading.Thread(target=lambda: elsewhere.append(torch.get_num_threads()))
         other.start()
         other.join()
-        assert seen == [1] * 20 + [3]
+        assert elsewhere == [3]
         assert torch.get_num_threads() == 3
-        pool.shutdown()
     finally:
         torch.set_num_threads(before)
 
