@@ -19,6 +19,8 @@ ROOMS = {
         "cache",
         "code",
         "commands",
+        "elastic",
+        "goodput",
         "graphs",
         "guard",
         "integrations",
