@@ -101,6 +101,7 @@ class ElasticSampler(Sampler[list[int]]):
         self.drop_last, self.tail = drop_last, tail
         self.epoch = 0
         self._position = 0
+        self._taken_before = 0  # of the steps since the sampler was made: those before this epoch
         self._taken = 0  # steps since the sampler was made, over all epochs: what changes of batch size count in
         self._deals = [(0, self._deal(batch_size))]  # from which step on which batch sizes hold, in order
         self._under_way: deque[_DealtStep] = deque()  # dealt, but not taken by the loop
@@ -140,7 +141,11 @@ class ElasticSampler(Sampler[list[int]]):
             # A pass that was left: its batches are dealt again in the next one, unless that has begun already.
             if dealt is None or self._under_way is dealt:
                 self._under_way = deque()
-        if len(self) == 0:
+        self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """Go on to the next epoch if the loop has taken all of this one; for loops that call `advance`."""
+        if self.steps_left == 0:
             self.set_epoch(self.epoch + 1)
 
     def advance(self) -> None:
@@ -168,6 +173,21 @@ class ElasticSampler(Sampler[list[int]]):
     def position(self) -> int:
         """Samples of this epoch consumed by all ranks together."""
         return self._position
+
+    @property
+    def taken(self) -> int:
+        """Steps of this epoch that the loop has taken since it began, or since a position or a state was set."""
+        return self._taken - self._taken_before
+
+    @property
+    def dealt_ahead(self) -> int:
+        """Batches that are dealt but not yet taken by the loop: they keep the batch size they were dealt with."""
+        return len(self._under_way)
+
+    @property
+    def samples_in_hand(self) -> int:
+        """Samples of the step in hand on all ranks together, repeats left out."""
+        return self._in_hand.fresh_of_all if self._in_hand else 0
 
     @property
     def fresh(self) -> int:
@@ -200,7 +220,7 @@ class ElasticSampler(Sampler[list[int]]):
             return
         position = position or 0
         _check(0 <= position <= self.length, f"position must be from 0 to {self.length}, got {position}")
-        self.epoch, self._position = epoch, position
+        self.epoch, self._position, self._taken_before = epoch, position, self._taken
         self._under_way, self._in_hand = deque(), None
 
     def set_batch_size(self, batch_size: int | Sequence[int], *, delay: int | None = None) -> None:
@@ -259,6 +279,11 @@ class ElasticSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return the steps that the loop has still to take in this epoch, equal on all ranks."""
+        return self.steps_left
+
+    @property
+    def steps_left(self) -> int:
+        """Steps that the loop has still to take in this epoch, equal on all ranks."""
         position = self._under_way[-1].stop if self._under_way else self._position
         step = self._taken + len(self._under_way)
         while step < self._deals[-1][0] and (width := self._deal_at(step).width(self.length - position)):
@@ -277,7 +302,7 @@ class ElasticSampler(Sampler[list[int]]):
         if not self._counting:
             return None
         under_way: deque[_DealtStep] = deque()
-        step, deals = self._taken + len(self), self._deals
+        step, deals = self._taken + self.steps_left, self._deals
 
         def holds() -> bool:
             return (self.epoch, self._position, self._taken) == (epoch, 0, step) and self._deals is deals

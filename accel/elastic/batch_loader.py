@@ -1,0 +1,120 @@
+"""A `DataLoader` whose batch size may change between any two batches of an epoch, each sample still coming once.
+
+The loader's own batch sampler is replaced by an `ElasticSampler`, in a copy of the loader; dataset, workers, collation
+and pinning stay the user's.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.sampling.round_robin import Tail, world
+from accel.errors import InvalidArgument
+
+_REMEDY = (
+    "make the loader with batch_sampler=accel.dataio.elastic_sampler.ElasticSampler(...), or leave max_batch_size out"
+)
+
+
+class EpochBatches(ElasticSampler):
+    """An `ElasticSampler` whose length is that of the whole epoch, as loops that count their batches expect."""
+
+    def __len__(self) -> int:
+        """Return the steps of this epoch: those the loop has taken since it began or was resumed, and those to come."""
+        return self.taken + self.steps_left
+
+
+def elastic_loader(loader: Any) -> DataLoader[Any]:
+    """Return a loader as `loader`, with an `ElasticSampler` in place of its batch sampler.
+
+    A loader that has one already comes back as it is. The order is another shuffle of the same kind: under the seed of
+    the loader's generator, or of torch's.
+
+    Args:
+        loader: a map-style `DataLoader` in order of the dataset, shuffled, or with a `DistributedSampler`.
+
+    Raises:
+        InvalidArgument: if its batches can't be made in another size; the message says why.
+
+    Example:
+        >>> loader = elastic_loader(DataLoader(range(10), batch_size=4))
+        >>> [batch.tolist() for batch in loader.batch_sampler.consumed(loader)]
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    """
+    if reason := _fixed(loader):
+        raise InvalidArgument(f"max_batch_size needs a loader whose batch size can change, but {reason}; {_REMEDY}")
+    if isinstance(loader.batch_sampler, ElasticSampler):
+        return loader  # type: ignore[no-any-return]
+    replicas, rank = world()
+    elastic = copy.copy(loader)
+    batches = EpochBatches(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        num_replicas=replicas,
+        rank=rank,
+        drop_last=loader.drop_last,
+        tail=_tail(loader),
+        **_order(loader),
+    )
+    # torch refuses to have these set on a loader once it is made.
+    vars(elastic).update(batch_sampler=batches, sampler=batches, _iterator=None)
+    return elastic  # type: ignore[no-any-return]
+
+
+def _fixed(loader: Any) -> str:
+    """Return '' if the loader's batches can be made in another size, else why not."""
+    if not isinstance(loader, DataLoader):
+        return f"this is a {type(loader).__name__}, not a torch.utils.data.DataLoader"
+    if isinstance(loader.batch_sampler, ElasticSampler):
+        return ""
+    if loader._dataset_kind != 0:
+        return "its dataset is iterable: it can't be asked for other samples"
+    if loader.batch_sampler is None:
+        return "it makes no batches (batch_size=None)"
+    if type(loader.batch_sampler) is not BatchSampler:
+        return f"it has a batch sampler of its own, a {type(loader.batch_sampler).__name__}"
+    if type(loader) is not DataLoader:
+        return f"this is a {type(loader).__name__}, a subclass of DataLoader that can't be made again"
+    return _own_order(loader.sampler)
+
+
+def _own_order(sampler: Any) -> str:
+    """Return '' if the order of a sampler is one that an `ElasticSampler` has, else why it isn't."""
+    if type(sampler) is DistributedSampler:
+        replicas, rank = world()
+        if (sampler.num_replicas, sampler.rank) == (replicas, rank):
+            return ""
+        own = f"rank {sampler.rank} of {sampler.num_replicas}"
+        return f"its DistributedSampler is {own}, this process {rank} of {replicas}"
+    if world()[0] > 1:
+        return f"with several ranks its samples must be shared out by a DistributedSampler, not a {_name(sampler)}"
+    if type(sampler) is RandomSampler:
+        own = sampler.replacement or (sampler._num_samples or len(sampler.data_source)) != len(sampler.data_source)
+        return "its RandomSampler draws with replacement, or another number than there are samples" if own else ""
+    return "" if type(sampler) is SequentialSampler else f"its order is that of a {_name(sampler)}"
+
+
+def _name(sampler: Any) -> str:
+    return type(sampler).__name__
+
+
+def _order(loader: DataLoader[Any]) -> dict[str, Any]:
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        return {"shuffle": sampler.shuffle, "seed": sampler.seed, "order": "torch"}
+    generator = getattr(sampler, "generator", None) or loader.generator
+    seed = torch.initial_seed() if generator is None else generator.initial_seed()
+    return {"shuffle": isinstance(sampler, RandomSampler), "seed": seed % (1 << 63)}
+
+
+def _tail(loader: DataLoader[Any]) -> Tail:
+    """Return what becomes of the last step: each sample comes once, unless a rank would be left without any."""
+    if isinstance(loader.sampler, DistributedSampler) and loader.sampler.drop_last:
+        return "drop"
+    return "pad" if loader.batch_size == 1 else "uneven"

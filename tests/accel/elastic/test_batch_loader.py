@@ -1,0 +1,132 @@
+"""A loader whose batch size changes within an epoch: each sample once, and all else as in the user's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.loader import ContinuousLoader
+from accel.elastic.batch_loader import EpochBatches, elastic_loader
+from accel.errors import InvalidArgument
+
+
+def batches_of(loader: DataLoader[Any]) -> EpochBatches:
+    assert isinstance(loader.batch_sampler, EpochBatches)
+    return loader.batch_sampler
+
+
+@given(
+    n=st.integers(1, 60),
+    first=st.integers(1, 9),
+    changes=st.lists(st.tuples(st.integers(0, 8), st.integers(1, 20)), max_size=4),
+    shuffle=st.booleans(),
+    workers_run_ahead=st.integers(0, 3),
+)
+def test_each_epoch_has_each_sample_once_whatever_the_batch_sizes(
+    n: int, first: int, changes: list[tuple[int, int]], shuffle: bool, workers_run_ahead: int
+) -> None:
+    loader = elastic_loader(DataLoader(range(n), batch_size=first, shuffle=shuffle))
+    sampler = batches_of(loader)
+    wanted = dict(changes)
+    for _ in range(2):
+        seen: list[int] = []
+        for step, batch in enumerate(sampler.consumed(loader)):
+            seen += batch.tolist()
+            if step in wanted:
+                sampler.set_batch_size(wanted[step], delay=sampler.dealt_ahead + workers_run_ahead)
+        assert sorted(seen) == list(range(n))
+        assert shuffle or seen == list(range(n))
+
+
+def test_its_length_is_that_of_the_epoch_also_in_its_midst() -> None:
+    loader = elastic_loader(DataLoader(range(100), batch_size=10))
+    lengths = []
+    for step, _ in enumerate(batches_of(loader).consumed(loader)):
+        lengths.append(len(loader))
+        if step == 3:
+            batches_of(loader).set_batch_size(30)
+
+    assert lengths == [10] * 4 + [6] * 2
+    assert len(loader) == 4  # of the next epoch, in batches of 30
+
+
+def test_the_loader_itself_is_left_alone_and_its_settings_are_taken_over() -> None:
+    generator = torch.Generator().manual_seed(5)
+    plain = DataLoader(range(20), batch_size=4, shuffle=True, drop_last=True, collate_fn=list, generator=generator)
+    loader = elastic_loader(plain)
+
+    assert type(plain.batch_sampler) is BatchSampler
+    assert type(plain.sampler) is RandomSampler
+    assert (loader.collate_fn, loader.drop_last, loader.dataset) == (list, True, plain.dataset)
+    assert loader.sampler is loader.batch_sampler
+    assert batches_of(loader).seed == 5
+    assert batches_of(loader).drop_last
+    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(5).get_state())  # nothing drawn
+
+
+def test_workers_serve_it() -> None:
+    loader = elastic_loader(DataLoader(range(40), batch_size=4, num_workers=2))
+    seen, sizes = [], []
+    for batch in batches_of(loader).consumed(loader):
+        seen += batch.tolist()
+        sizes.append(len(batch))
+        if len(sizes) == 1:
+            batches_of(loader).set_batch_size(9)
+
+    assert seen == list(range(40))
+    assert sizes[-2:] == [9, 3] or 9 in sizes
+    assert sizes[0] == 4
+
+
+def test_a_loader_that_is_elastic_already_comes_back() -> None:
+    plain = DataLoader(range(20), batch_sampler=ElasticSampler(20, batch_size=3))
+    assert elastic_loader(plain) is plain
+    assert elastic_loader(elastic_loader(DataLoader(range(9)))).batch_size == 1
+
+
+class _Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+class _Own(DataLoader[Any]):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        ([1, 2], "this is a list, not a torch"),
+        (DataLoader(_Stream()), "its dataset is iterable"),
+        (DataLoader(range(3), batch_size=None), "makes no batches"),
+        (DataLoader(range(3), batch_sampler=[[0, 1], [2]]), "a batch sampler of its own, a list"),
+        (_Own(range(3)), "this is a _Own, a subclass"),
+        (ContinuousLoader(DataLoader(range(3))), "this is a ContinuousLoader"),
+        (DataLoader(range(3), sampler=WeightedRandomSampler([1.0, 2.0], 3)), "that of a WeightedRandomSampler"),
+        (DataLoader(range(3), sampler=RandomSampler(range(3), replacement=True)), "draws with replacement"),
+        (DataLoader(range(3), sampler=RandomSampler(range(3), num_samples=2)), "another number"),
+        (DataLoader(range(6), sampler=DistributedSampler(range(6), 2, 1)), "is rank 1 of 2, this process 0 of 1"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_a_loader_that_keeps_its_batch_size_is_refused(loader: Any, why: str) -> None:
+    with pytest.raises(InvalidArgument, match=why) as error:
+        elastic_loader(loader)
+    assert "leave max_batch_size out" in str(error.value)
+
+
+def test_a_distributed_sampler_hands_over_seed_and_order() -> None:
+    sampler = DistributedSampler(range(10), 1, 0, seed=3)
+    plain = DataLoader(range(10), batch_size=4, sampler=sampler)
+    loader = elastic_loader(plain)
+
+    assert [b.tolist() for b in batches_of(loader).consumed(loader)] == [b.tolist() for b in plain]
+    sampler.set_epoch(1)
+    assert [b.tolist() for b in batches_of(loader).consumed(loader)] == [b.tolist() for b in plain]
