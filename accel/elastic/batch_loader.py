@@ -95,8 +95,8 @@ def _own_order(sampler: Any) -> str:
     if world()[0] > 1:
         return f"with several ranks its samples must be shared out by a DistributedSampler, not a {_name(sampler)}"
     if type(sampler) is RandomSampler:
-        own = sampler.replacement or (sampler._num_samples or len(sampler.data_source)) != len(sampler.data_source)
-        return "its RandomSampler draws with replacement, or another number than there are samples" if own else ""
+        others = sampler.replacement or (sampler._num_samples or len(sampler.data_source)) != len(sampler.data_source)
+        return "its RandomSampler draws with replacement, or another number than there are samples" if others else ""
     return "" if type(sampler) is SequentialSampler else f"its order is that of a {_name(sampler)}"
 
 
