@@ -1,0 +1,180 @@
+"""What a cluster scheduler needs to know of a job: one small JSON, and the speed-up that each placement promises.
+
+    speed-up(nodes, K) = best goodput on `nodes` hosts and K replicas ÷ best goodput on one replica
+
+The job writes it whenever its model or its noise has changed; the scheduler reads it and needs nothing else. Pollux,
+https://www.usenix.org/conference/osdi21/presentation/qiao, section 4.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from accel.errors import InvalidArgument
+from accel.files import write_atomic
+from accel.goodput.efficiency import Bound, NoiseInterval
+from accel.goodput.goodput import BatchLimits, Goodput
+from accel.goodput.throughput import ThroughputModel
+from accel.profiler.typed_json import UnreadableJson, decode, read
+
+SCHEMA = 1
+
+EXPLORED = 2
+"""Up to how many times the replicas used so far a speed-up is believed; beyond, nothing is known of the exchange."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobProfile:
+    """Describe a running job to a scheduler.
+
+    Raises:
+        InvalidArgument: if a value is out of its range.
+
+    Example:
+        >>> model = ThroughputModel(compute_fixed_s=0.01, compute_sample_s=0.001, ring_s=0.02)
+        >>> job = JobProfile(
+        ...     model=model,
+        ...     noise=NoiseInterval(500.0, 400.0, 700.0),
+        ...     base_batch=64,
+        ...     limits=BatchLimits(max_batch_size=1024),
+        ...     most_replicas=4,
+        ...     restart_s=20.0,
+        ...     progress=1500.0,
+        ... )
+        >>> job.speedup([1, 1, 2, 4], [1, 2, 4, 16]).round(1).tolist()
+        [1.0, 1.8, 2.5, 3.8]
+        >>> JobProfile.parse(job.to_json(), "job.json") == job
+        True
+    """
+
+    model: ThroughputModel
+    """Of the step time."""
+    noise: NoiseInterval
+    """Of the gradients, now."""
+    base_batch: int
+    """M0, samples of a step as the user wrote it, ≥ 1."""
+    limits: BatchLimits
+    """Between which batches the job chooses."""
+    most_replicas: int
+    """The most replicas that the job has run on, ≥ 1."""
+    restart_s: float
+    """What a change of the placement has cost, s, ≥ 0."""
+    progress: float
+    """Steps of the base batch that the steps so far were worth, ≥ 0."""
+
+    def __post_init__(self) -> None:
+        for name, least in {"base_batch": 1, "most_replicas": 1, "restart_s": 0, "progress": 0}.items():
+            if not least <= getattr(self, name) < math.inf:
+                raise InvalidArgument(f"{name} must be at least {least} and finite. Found: {getattr(self, name)}")
+
+    def speedup(self, nodes: ArrayLike, replicas: ArrayLike, *, bound: Bound = "phi") -> Any:
+        """Return how many times faster the job would go than on one replica, each at its best batch.
+
+        More than twice the replicas used so far are reckoned as twice as many: a model promises much of what it has
+        not seen. On one replica the reference accumulates as often as the user's batch needs, limits or not.
+
+        Args:
+            nodes: hosts, ≥ 1; a number or an array (placements,).
+            replicas: ranks in all, ≥ nodes.
+            bound: of the noise scale that is reckoned with.
+
+        Returns:
+            0 where the user's batch is not within the limits; a float for numbers, an array for arrays.
+
+        Raises:
+            InvalidArgument: if there are fewer replicas than nodes, or none.
+        """
+        most = EXPLORED * self.most_replicas
+        hosts, ranks = np.broadcast_arrays(np.asarray(nodes, np.int64), np.asarray(replicas, np.int64))
+        if np.any(ranks < hosts):
+            raise InvalidArgument("each placement must have at least as many replicas as nodes")
+        goodput = Goodput(self.model, self.noise, self.base_batch)
+        one = dataclasses.replace(self.limits, max_accumulation=max(self.limits.max_accumulation, self._needed()))
+        reference = goodput.search([1], [1], one, bound=bound).goodput[0]
+        placed = goodput.search(
+            np.minimum(hosts, most).ravel(), np.minimum(ranks, most).ravel(), self.limits, bound=bound
+        ).goodput.reshape(hosts.shape)
+        speedup = placed / reference if reference > 0 else np.zeros(hosts.shape)
+        return speedup if hosts.ndim else float(speedup)
+
+    def _needed(self) -> int:
+        """Return the accumulation that the user's batch needs on one replica."""
+        return -(-self.base_batch // (self.limits.local_max or self.base_batch)) - 1
+
+    def to_json(self) -> str:
+        """Return the profile as JSON; an infinite noise scale is null."""
+        parts = dataclasses.asdict(self)
+        parts["noise"] = {name: None if math.isinf(value) else value for name, value in parts["noise"].items()}
+        return json.dumps({"schema": SCHEMA, **parts}, indent=1, allow_nan=False) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile, whole or not at all."""
+        write_atomic(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> JobProfile:
+        """Read a profile written by `save`.
+
+        Raises:
+            InvalidArgument: if the file can't be read, is of another version, or lacks or adds anything.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgument(f"{path} can't be read as a job profile: {error}") from None
+        return cls.parse(text, str(path))
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> JobProfile:
+        """Read what `to_json` returned; `source` names it in errors."""
+        try:
+            raw = decode(text)
+            version = raw.get("schema") if isinstance(raw, dict) else type(raw).__name__
+            if type(version) is not int or version != SCHEMA:
+                raise UnreadableJson(f"its schema must be {SCHEMA}, got {version!r}; let the job write it anew")
+            top = _whole(_Parts, {name: value for name, value in raw.items() if name != "schema"}, "job")
+            parts: Mapping[str, Any] = {
+                **vars(top),
+                "model": _whole(ThroughputModel, top.model, "job.model"),
+                "noise": _whole(NoiseInterval, _with_infinity(top.noise), "job.noise"),
+                "limits": _whole(BatchLimits, top.limits, "job.limits"),
+            }
+            return cls(**parts)
+        except ValueError as error:
+            raise InvalidArgument(f"{source} is no job profile: {error}") from None
+
+
+@dataclass(kw_only=True)
+class _Parts:
+    model: Any
+    noise: Any
+    base_batch: int
+    limits: Any
+    most_replicas: int
+    restart_s: float
+    progress: float
+
+
+def _whole(target: type[_T], value: Any, where: str) -> _T:
+    """Read a dataclass of which every field must be there."""
+    return read(target, value, where, required=[field.name for field in dataclasses.fields(target)])  # type: ignore[arg-type]
+
+
+def _with_infinity(noise: Any) -> Any:
+    """Return the fields of a noise scale with infinity for null."""
+    if not isinstance(noise, dict):
+        return noise
+    ends = ("phi", "low", "high")
+    return {name: math.inf if value is None and name in ends else value for name, value in noise.items()}

@@ -1,0 +1,174 @@
+"""The time of an optimizer step, by placement, batch and accumulation.
+
+    compute = (fixed^p + (sample · m)^p)^(1/p)                          a micro-step of m samples per replica
+    sync    = (1 - 1/K) · local_ring + log2 K · local_latency           K replicas; 0 if K = 1
+            + (1 - 1/K) · (ring + [n = 2] two_nodes) + (1 - n/K) · shared_link + log2 n · latency       n > 1 nodes
+    step    = s · compute + (compute^γ + (c · sync)^γ)^(1/γ)            s further micro-steps, communication scale c
+
+The last line is that of Pollux (Qiao et al., OSDI 2021, https://www.usenix.org/conference/osdi21/presentation/qiao,
+equations 8 to 11): γ = 1 if the gradients' exchange begins when all are there, large if it hides behind computation.
+Pollux's compute is linear in m and its sync in K; here small batches are flat (p > 1), and sync saturates in K as rings
+do. docs/goodput.md has the errors of both on measured profiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from accel.errors import InvalidArgument
+from accel.goodput.forms import SYNC_TERMS, Floats, power_sum, sync_terms
+
+MOST = 10.0
+"""Of both exponents: (1 + 1)^(1/10) is 7 % above the longer one of two times."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputModel:
+    """Predict the time of optimizer steps; all times are in seconds, all ≥ 0.
+
+    `accel.goodput.fit.fit` makes one from measured steps.
+
+    Raises:
+        InvalidArgument: if a parameter is out of its range.
+
+    Example:
+        >>> model = ThroughputModel(compute_fixed_s=0.01, compute_sample_s=0.001, ring_s=0.02)
+        >>> round(model.step_s(nodes=1, replicas=1, local_batch=30), 3)
+        0.04
+        >>> round(model.throughput(nodes=2, replicas=2, local_batch=[30, 60]).sum())
+        2700
+    """
+
+    compute_fixed_s: float
+    """Of a micro-step, whatever its batch: launches, weights read from memory."""
+    compute_sample_s: float
+    """Of a micro-step, for each sample."""
+    compute_exponent: float = 1.0
+    """p in [1, 10]: how sharply the fixed part hides the samples' part."""
+    local_ring_s: float = 0.0
+    """Sync of many replicas on one node: bytes over bandwidth."""
+    local_latency_s: float = 0.0
+    """Sync on one node, for each doubling of the replicas."""
+    ring_s: float = 0.0
+    """What many replicas on several nodes add: bytes over the network's bandwidth."""
+    two_nodes_s: float = 0.0
+    """What exactly two nodes add to that."""
+    shared_link_s: float = 0.0
+    """What replicas add that share a node's link."""
+    latency_s: float = 0.0
+    """For each doubling of the nodes."""
+    overlap_exponent: float = 1.0
+    """γ in [1, 10]: how well sync hides behind computation."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            least, most = (1.0, MOST) if field.name.endswith("exponent") else (0.0, math.inf)
+            if not (least <= value <= most and math.isfinite(value)):
+                raise InvalidArgument(f"{field.name} must be in [{least:g}, {most:g}] and finite. Found: {value}")
+        if self.compute_fixed_s + self.compute_sample_s <= 0:
+            raise InvalidArgument("compute_fixed_s and compute_sample_s must not both be 0: a step takes time")
+
+    def compute_s(self, local_batch: ArrayLike) -> Any:
+        """Return the time of a micro-step without synchronisation, s.
+
+        Args:
+            local_batch: samples per replica and micro-step, > 0; a number or an array.
+        """
+        return _like(self._log_compute(_batches(local_batch)), local_batch)
+
+    def sync_s(self, nodes: ArrayLike, replicas: ArrayLike, communication_scale: ArrayLike = 1.0) -> Any:
+        """Return the time of a gradient exchange that nothing hides, s.
+
+        Args:
+            nodes: hosts, ≥ 1; a number or an array.
+            replicas: ranks in all, ≥ nodes.
+            communication_scale: how long the exchange takes compared with the observed plain one (1), ≥ 0; 0.25 for
+                a compressor that sends a quarter of the bytes.
+        """
+        return _like(self._log_sync(nodes, replicas, communication_scale), nodes, replicas, communication_scale)
+
+    def step_s(
+        self,
+        nodes: ArrayLike,
+        replicas: ArrayLike,
+        local_batch: ArrayLike,
+        accumulation: ArrayLike = 0,
+        communication_scale: ArrayLike = 1.0,
+    ) -> Any:
+        """Return the time of an optimizer step, s: a float for numbers, an array of the broadcast shape for arrays.
+
+        Args:
+            nodes: hosts, ≥ 1.
+            replicas: ranks in all, ≥ nodes.
+            local_batch: samples per replica and micro-step, > 0.
+            accumulation: further micro-steps without synchronisation, ≥ 0.
+            communication_scale: factor of the sync time, ≥ 0.
+
+        Raises:
+            InvalidArgument: if an argument is out of its range or not finite.
+        """
+        extra = _checked("accumulation", accumulation, 0.0)
+        compute = self._log_compute(_batches(local_batch))
+        last = power_sum(compute, self._log_sync(nodes, replicas, communication_scale), self.overlap_exponent).log
+        log = np.logaddexp(last, np.log(extra, where=extra > 0, out=np.full(extra.shape, -np.inf)) + compute)
+        return _like(log, nodes, replicas, local_batch, accumulation, communication_scale)
+
+    def throughput(
+        self,
+        nodes: ArrayLike,
+        replicas: ArrayLike,
+        local_batch: ArrayLike,
+        accumulation: ArrayLike = 0,
+        communication_scale: ArrayLike = 1.0,
+    ) -> Any:
+        """Return the samples per second of all replicas; arguments as of `step_s`."""
+        step = self.step_s(nodes, replicas, local_batch, accumulation, communication_scale)
+        samples = np.asarray(replicas, float) * np.asarray(local_batch, float) * (np.asarray(accumulation, float) + 1.0)
+        return samples / step if np.ndim(step) else float(samples / step)
+
+    def _log_compute(self, batches: Floats) -> Floats:
+        fixed, sample = _log(self.compute_fixed_s), _log(self.compute_sample_s)
+        if math.isinf(fixed):
+            return sample + np.log(batches)
+        return power_sum(fixed, sample + np.log(batches), self.compute_exponent).log
+
+    def _log_sync(self, nodes: ArrayLike, replicas: ArrayLike, communication_scale: ArrayLike) -> Floats:
+        hosts, ranks = _checked("nodes", nodes, 1.0), _checked("replicas", replicas, 1.0)
+        scale = _checked("communication_scale", communication_scale, 0.0)
+        if np.any(ranks < hosts):
+            raise InvalidArgument(
+                f"replicas must be at least nodes, one on each. Found: {ranks.min():g} on {hosts.max():g}"
+            )
+        times = np.array([getattr(self, name) for name in SYNC_TERMS])
+        sync: Floats = scale * (sync_terms(hosts, ranks) @ times)
+        log: Floats = np.log(sync, where=sync > 0, out=np.full(sync.shape, -np.inf))
+        return log
+
+
+def _batches(local_batch: ArrayLike) -> Floats:
+    return _checked("local_batch", local_batch, 0.0, above=True)
+
+
+def _checked(name: str, value: ArrayLike, least: float, *, above: bool = False) -> Floats:
+    numbers = np.asarray(value, float)
+    is_in_range = np.isfinite(numbers) & ((numbers > least) if above else (numbers >= least))
+    if not is_in_range.all():
+        bound = f"{'above' if above else 'at least'} {least:g}"
+        raise InvalidArgument(f"{name} must be {bound} and finite. Found: {numbers[~is_in_range].flat[0]:g}")
+    return numbers
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf
+
+
+def _like(log: Floats, *arguments: ArrayLike) -> Any:
+    """Return the time: a float if all arguments are numbers."""
+    return np.exp(log) if any(np.ndim(argument) for argument in arguments) else float(np.exp(log))
