@@ -51,6 +51,11 @@ class Border:
         """What to undo together with it; a copy has none."""
 
     @property
+    def loss_scale(self) -> DynamicLossScale | None:
+        """What multiplies the gradients of the model's outputs; None if nothing does."""
+        return self._scale
+
+    @property
     def is_capturable(self) -> bool:
         """True if the hooks compute with tensors only: a loss scale notes what comes through it."""
         return self._scale is None

@@ -1,0 +1,106 @@
+"""The parts of a step that are there already: gradients of micro-batches, on one rank or several.
+
+Each micro-batch is taken for a mean over its samples that counts as much as every other one: so do loops that divide
+the loss by the number of micro-batches, and so does DistributedDataParallel with its ranks. A factor that all have in
+common changes nothing in φ.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel.goodput.gradient_sketch import GradientSketch
+from accel.goodput.noise_scale import NoiseSums
+
+
+class PartSums:
+    """Sums over the micro-batches of this rank.
+
+    Args:
+        sketch: shortens the vectors that ranks exchange; None keeps them whole, for one rank.
+
+    Example:
+        >>> parts = PartSums(None)
+        >>> parts.add(torch.tensor([3.0, 0.0]), 8)
+        >>> parts.add(torch.tensor([1.0, 0.0]), 8)
+        >>> parts.sums()
+        NoiseSums(part_square=5.0, mean_square=4.0, part_samples=8.0, samples=16.0)
+    """
+
+    def __init__(self, sketch: GradientSketch | None) -> None:
+        self._sketch = sketch
+        self.total: Tensor | None = None
+        """The sum of the parts' gradients, or its sketch."""
+        self.square: Tensor | float = 0.0
+        """The sum of the parts' squared norms."""
+        self.count = 0
+        self.inverse_sizes = 0.0
+        """Σ 1 / samples."""
+
+    def add(self, vector: Tensor, samples: float) -> None:
+        """Add the gradient of a micro-batch.
+
+        Args:
+            vector: its gradient.
+            samples: in it, > 0.
+        """
+        vector = vector if self._sketch is None else self._sketch.of(vector)
+        self.total = vector if self.total is None else self.total + vector
+        self.square = self.square + vector.square().sum()
+        self.count += 1
+        self.inverse_sizes += 1 / samples
+
+    def sums(self) -> NoiseSums | None:
+        """Return what the parts of this rank say by themselves; None if there is only one."""
+        if self.total is None or self.count < 2:
+            return None
+        square, mean_square = torch.stack(
+            [torch.as_tensor(self.square), (self.total / self.count).square().sum()]
+        ).tolist()
+        return _sums(square, mean_square, self.count, self.inverse_sizes)
+
+
+class Exchanged(NamedTuple):
+    """What all ranks agree on."""
+
+    sums: NoiseSums | None
+    """None if a rank had nothing to say."""
+    cost_s: float
+    usual_s: float
+
+
+def exchange(
+    parts: PartSums | None, length: int, like: Tensor, cost_s: float, usual_s: float, group: dist.ProcessGroup | None
+) -> Exchanged:
+    """Sum the parts over all ranks: one all-reduce, to which each rank must come.
+
+    Args:
+        parts: of this rank; None if it has nothing to say.
+        length: of the vectors' sketches.
+        like: a tensor on the device of the group's collectives.
+        cost_s: what the measurement took on this rank.
+        usual_s: a step's usual time on this rank.
+        group: of the ranks; None for torch's own.
+    """
+    packed = torch.zeros(length + 6, device=like.device)
+    silent = parts is None or parts.total is None
+    if parts is not None and parts.total is not None:
+        packed[:length] = parts.total
+        packed[length] = parts.square
+        packed[length + 1 : length + 3] = torch.tensor([float(parts.count), parts.inverse_sizes])
+    packed[length + 3 :] = torch.tensor([float(silent), cost_s, usual_s])
+    dist.all_reduce(packed, group=group)
+    mean_square = (packed[:length] / packed[length + 1]).square().sum()
+    square, count, inverse, silents, cost, usual, mean = [*packed[length:].tolist(), float(mean_square)]
+    ranks = dist.get_world_size(group)
+    sums = None if silents or count < 2 else _sums(square, mean, count, inverse)
+    return Exchanged(sums, cost / ranks, usual / ranks)
+
+
+def _sums(square: float, mean_square: float, count: float, inverse_sizes: float) -> NoiseSums:
+    part_samples = count / inverse_sizes
+    return NoiseSums(square / count, mean_square, part_samples, count * part_samples)

@@ -1,0 +1,281 @@
+"""Two parts of one batch: the recorded call of the model is replayed on a part, the other part is the difference.
+
+    T = Σ_i g_i          what arrived at the parameters in the step itself, before clipping
+    A = Σ_{i in part} g_i   by a replay; the other part's gradient is T - A
+
+The gradient that arrived at the model's outputs is sent back again, so the loss need not be known, and the weights are
+those of the step: no bias by momentum, as estimates from the gradients of neighbouring steps have. The samples of the
+part are drawn at random, since a batch may be sorted.
+
+    rows    the inputs' rows of the part alone go through the model: it costs the part's share of a step
+    masks   all rows go through, and a gradient of zero is sent back for the others: a whole forward and backward pass,
+            but dropout draws what it drew in the step, and batch normalisation sees the same batch
+    means   as rows, where the outputs are losses themselves, means over the samples
+    sums    as rows, where they are sums over the samples
+    pairs   as means, with both parts replayed and the step's own gradient left aside: dropout draws anew for each
+
+Which one is right is found out at the first measurement, and looked at again at the 10th, 100th, …: A and the other
+part's own replay B must give A + B = T. An error e of that sum adds n (‖e‖ / ‖T‖)² samples to φ at a batch of n, so up
+to 2 % is allowed (0.0004 n samples), or what makes up 5 % of the parts' squared distance. Masks are linear for any loss
+and any model, so there the samples must be independent too: in evaluation mode, other samples beside the part must
+leave its outputs as they are. For pairs, the parts' losses in evaluation mode must have the whole batch's as their
+mean. What fails is refused with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accel.dataio.batches import map_tensors, tensors
+from accel.errors import InvalidArgument
+from accel.goodput.noise_refusal import Unmeasurable
+from accel.goodput.noise_scale import NoiseSums
+from accel.guard import guard
+from accel.guard.guard import Recording
+
+Call = Callable[..., Any]
+Vector = Callable[[Sequence[Tensor | None]], Tensor]
+Way = Literal["rows", "masks", "means", "sums", "pairs"]
+
+_SUM_ERROR = 0.02
+"""‖A + B - T‖ / ‖T‖ that is rounding, or too small to matter."""
+_SHARE_OF_DISTANCE = 0.05
+"""Of the parts' squared distance, what an error of the sum may make up."""
+_ROW_ERROR = 1e-3
+_ROW_ERROR_16_BIT = 2.0**-6
+"""Relative error of an output's rows when other samples stand beside them."""
+
+
+class _Part(NamedTuple):
+    """Samples of a batch, and the sum of their gradients."""
+
+    rows: Tensor
+    share: float
+    gradient: Tensor
+
+
+class _Batch(NamedTuple):
+    """A recorded call, and two parts of its samples."""
+
+    recording: Recording
+    call: Call
+    vector: Vector
+    samples: int
+    chosen: Tensor
+    others: Tensor
+
+
+class ReplayedParts:
+    """Measure the noise in a recorded call.
+
+    Args:
+        model: whose call was recorded.
+        parts: the replayed part is one of so many, at least 2. More cost less for each measurement in large steps, and
+            tell tr(Σ) nearly as well.
+        keep_shapes: replay whole batches only (masks): for models that are compiled or captured for their shapes.
+
+    Raises:
+        InvalidArgument: if there are fewer than 2 parts.
+    """
+
+    def __init__(self, model: nn.Module, parts: int = 2, *, keep_shapes: bool = False) -> None:
+        if parts < 2:
+            raise InvalidArgument(f"parts must be at least 2: a part and the rest. Found: {parts}.")
+        self._model, self._parts, self._keep_shapes = model, parts, keep_shapes
+        self.way: Way | None = None
+        """How a part is replayed; None before the first measurement."""
+        self._measured = 0
+        self._look_again = 1
+
+    def sums(self, recording: Recording, call: Call, total: Tensor, vector: Vector, samples: int = 0) -> NoiseSums:
+        """Return what the batch says of the noise.
+
+        The caller restores what a replay changes (`guard.untouched`).
+
+        Args:
+            recording: the only call of the model in the step, and the gradients that arrived at its outputs.
+            call: makes the call, as in the step.
+            total: what arrived at the parameters, as `vector` returns it.
+            vector: makes one vector of a replay's gradients.
+            samples: in the batch, if known; 0 takes the first dimension of the first input.
+
+        Raises:
+            Unmeasurable: with the reason, if the parts can't be told apart, or don't add up to the whole.
+        """
+        count = _samples(recording, samples)
+        ways = self._ways(recording, count)
+        self._measured += 1
+        batch = _Batch(recording, call, vector, count, *self._drawn(count))
+        if self.way not in ways or self._measured >= self._look_again:
+            self.way = None
+            self.way = self._find_way(ways, batch, total)
+            self._look_again = 10 * self._measured
+        one = self._replayed(self.way, batch, batch.chosen)
+        if self.way == "pairs":
+            total = one.gradient + self._replayed("pairs", batch, batch.others).gradient
+        return _sums(one, total, count)
+
+    def _ways(self, recording: Recording, count: int) -> list[Way]:
+        """Return the ways that may suit the outputs, the cheapest first."""
+        if not recording.arrived:
+            raise Unmeasurable("no gradient has arrived at the outputs of the recorded call")
+        if any(each.layout != torch.strided for each in recording.arrived.values()):
+            raise Unmeasurable("the gradient of an output is sparse")
+        if not any(each.dim() for each in recording.arrived.values()):
+            if self._keep_shapes:
+                raise Unmeasurable("the model returns its loss, and parts of a batch would be compiled anew")
+            return ["means", "sums", "pairs"]
+        for arrived in recording.arrived.values():
+            if not arrived.dim() or len(arrived) != count:
+                shape = tuple(arrived.shape)
+                raise Unmeasurable(f"an output of shape {shape} has not the {count} samples as its first dimension")
+        return ["masks"] if self._keep_shapes else ["rows", "masks"]
+
+    def _drawn(self, count: int) -> tuple[Tensor, Tensor]:
+        """Draw the part's samples, without touching the loop's random state."""
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(self._measured))
+        size = max(1, count // self._parts)
+        return order[:size], order[size:]
+
+    def _find_way(self, ways: list[Way], batch: _Batch, total: Tensor) -> Way:
+        """Return the first way in which the parts add up to the whole."""
+        reasons = []
+        for way in ways:
+            try:
+                if way == "masks":
+                    self._check_independence(batch)
+                if way == "pairs":
+                    self._check_mean(batch)
+                else:
+                    one, other = (self._replayed(way, batch, rows) for rows in (batch.chosen, batch.others))
+                    _check_sum(one, other, total)
+                return way
+            except Unmeasurable as refusal:
+                reasons.append(str(refusal))
+            except Exception as error:  # the model does not take such a batch
+                reasons.append(f"the call can't be replayed: {type(error).__name__}: {error}")
+        raise Unmeasurable(reasons[-1])
+
+    def _check_independence(self, batch: _Batch) -> None:
+        """Raise if, in evaluation mode, a sample's output depends on the samples beside it."""
+        # The same shapes: the others' rows hold samples of the part.
+        chosen, rows = batch.chosen, torch.arange(batch.samples)
+        rows[batch.others] = chosen[torch.arange(len(batch.others)) % len(chosen)]
+        whole, mixed = self._evaluated(batch, None), self._evaluated(batch, rows)
+        for expected, actual in zip(whole, mixed, strict=True):
+            own = chosen.to(expected.device)
+            off, length = float((actual[own] - expected[own]).norm()), float(expected[own].norm())
+            if not off <= self._row_error(batch.recording) * length:
+                raise Unmeasurable(
+                    "a sample's output depends on the samples beside it, or the first dimension is not the batch"
+                )
+
+    def _check_mean(self, batch: _Batch) -> None:
+        """Raise if, in evaluation mode, the parts' losses don't have the whole batch's as their mean."""
+        losses = [self._evaluated(batch, rows) for rows in (None, batch.chosen, batch.others)]
+        share = len(batch.chosen) / batch.samples
+        for whole, one, other in zip(*losses, strict=True):
+            mean = share * float(one) + (1 - share) * float(other)
+            if not abs(mean - float(whole)) <= max(_SUM_ERROR, self._row_error(batch.recording)) * abs(float(whole)):
+                raise Unmeasurable(
+                    f"the model's loss of a batch is {float(whole):.4g} and the mean over its parts {mean:.4g}, so it "
+                    "is not a mean over samples"
+                )
+
+    def _evaluated(self, batch: _Batch, rows: Tensor | None) -> list[Tensor]:
+        """Return the outputs that gradients arrived at, in evaluation mode; of some rows, or of all."""
+        recording = batch.recording if rows is None else _with_rows(batch.recording, rows, batch.samples)
+        batch.recording.modules.restore()
+        outputs = guard.replay_evaluation(self._model, batch.call, recording).outputs
+        shapes = {number: each.shape for number, each in recording.arrived.items()}
+        if any(number >= len(outputs) or outputs[number].shape != shape for number, shape in shapes.items()):
+            raise Unmeasurable("in evaluation mode the model has other outputs, so nothing tells its samples apart")
+        return [outputs[number].float() for number in shapes]
+
+    def _row_error(self, recording: Recording) -> float:
+        half = (torch.float16, torch.bfloat16)
+        is_half = recording.autocast[0] or any(p.dtype in half for p in self._model.parameters())
+        return _ROW_ERROR_16_BIT if is_half else _ROW_ERROR
+
+    def _replayed(self, way: Way, batch: _Batch, rows: Tensor) -> _Part:
+        """Return the gradient of some of the samples."""
+        chosen = (
+            partial(_with_masks, rows=rows) if way == "masks" else partial(_with_rows, rows=rows, count=batch.samples)
+        )
+        recording = chosen(batch.recording)
+        recording.modules.restore()
+        done = guard.replay(self._model, batch.call, recording)
+        for number, arrived in recording.arrived.items():
+            if number >= len(done.outputs) or done.outputs[number].shape != arrived.shape:
+                shapes = [tuple(each.shape) for each in done.outputs]
+                raise Unmeasurable(f"a part of {len(rows)} of {batch.samples} samples has outputs of shapes {shapes}")
+        trained = sum(1 for p in self._model.parameters() if p.requires_grad)  # gradients of inputs follow
+        gradient, share = batch.vector(done.gradients[:trained]), len(rows) / batch.samples
+        return _Part(rows, share, gradient * share if way in ("means", "pairs") else gradient)
+
+
+def _samples(recording: Recording, samples: int) -> int:
+    """Return the number of samples, which is the first dimension of an input."""
+    sizes = [len(each) for each in tensors((recording.args, recording.kwargs)) if each.dim()]
+    if not sizes:
+        raise Unmeasurable("the model was called without a tensor that has a batch dimension")
+    count = samples or sizes[0]
+    if count not in sizes:
+        raise Unmeasurable(
+            f"no input of the model has the batch's {count} samples as its first dimension; the first has {sizes[0]}"
+        )
+    if count < 2:
+        raise Unmeasurable("a batch of one sample has no parts")
+    return count
+
+
+def _with_rows(recording: Recording, rows: Tensor, count: int) -> Recording:
+    """Return the call with these samples alone."""
+
+    def chosen(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or len(tensor) != count:
+            return tensor
+        return tensor.detach()[rows.to(tensor.device)].requires_grad_(tensor.requires_grad)
+
+    args, kwargs = map_tensors(chosen, recording.args), map_tensors(chosen, recording.kwargs)
+    arrived = {number: chosen(gradient) for number, gradient in recording.arrived.items()}
+    return replace(recording, args=args, kwargs=kwargs, arrived=arrived)
+
+
+def _with_masks(recording: Recording, rows: Tensor) -> Recording:
+    """Return the call with all samples, and a gradient for these alone."""
+    arrived = {}
+    for number, gradient in recording.arrived.items():
+        own = rows.to(gradient.device)
+        masked = torch.zeros_like(gradient)
+        masked[own] = gradient[own]
+        arrived[number] = masked
+    return replace(recording, arrived=arrived)
+
+
+def _check_sum(one: _Part, other: _Part, total: Tensor) -> None:
+    """Raise if A + B is not T."""
+    error = (one.gradient + other.gradient - total).norm()
+    distance = (one.gradient - one.share * total).norm() / (one.share * other.share) ** 0.5
+    off, apart, length = torch.stack([error, distance, total.norm()]).tolist()
+    if length == 0:
+        raise Unmeasurable("the step's gradient is zero")
+    bound = max(_SUM_ERROR, _SHARE_OF_DISTANCE**0.5 * apart / length)
+    if off / length > bound:  # what is not finite says nothing, and the statistics skip it
+        raise Unmeasurable(
+            f"the gradients of two parts of the batch add up to the step's with an error of {off / length:.1%}, "
+            f"allowed are {bound:.1%}: so the step's is not a sum over the samples of the model's call"
+        )
+
+
+def _sums(part: _Part, total: Tensor, count: int) -> NoiseSums:
+    """Return the squares of two parts and of their mean; Q - ‖G‖² = ‖A - w T‖² / (w (1 - w)) loses no digits."""
+    apart = part.gradient - part.share * total
+    square, distance = torch.stack([total.square().sum(), apart.square().sum()]).tolist()
+    return NoiseSums(square + distance / (part.share * (1 - part.share)), square, count / 2, count)
