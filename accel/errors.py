@@ -2,6 +2,7 @@
 
 AccelError
 ├── InvalidArgument   an argument of a public call is wrong   (also a ValueError)
+├── CheckpointError   a checkpoint can't be written, or is of another training
 ├── PlanError         a plan file is corrupt or made for another model (also a ValueError)
 └── ReportError       a report file is corrupt or of another schema    (also a ValueError)
 
@@ -17,6 +18,10 @@ class AccelError(Exception):
 
 class InvalidArgument(AccelError, ValueError):
     """An argument of a public call breaks its contract; the text names the remedy."""
+
+
+class CheckpointError(AccelError):
+    """A checkpoint can't be written, which training may outlive, or is one of another model or optimizer."""
 
 
 class PlanError(AccelError, ValueError):

@@ -1,0 +1,316 @@
+"""Checkpoints that are there whole or not at all, and are verified before they are used.
+
+    folder/00000012-step-3400/state.pt          tensors and plain values, by torch.save
+    folder/00000012-step-3400/manifest.json     size and SHA-256 of it, step, ranks, version
+
+A checkpoint is written under a hidden name, flushed to disk, and renamed; only when the name is durable too are old
+ones removed. So a process that is killed, or a machine that loses power, leaves the previous ones as they were.
+Nothing in a checkpoint is ever executed: it is read by `torch.load(weights_only=True)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from accel.elastic.disk import Disk
+from accel.elastic.manifest import Manifest
+from accel.elastic.plain_values import check_plain
+from accel.errors import CheckpointError, InvalidArgument
+
+_NAME = re.compile(r"(\d{8,})-step-(\d+)")
+_STATE, _MANIFEST = "state.pt", "manifest.json"
+_SAVING, _REMOVING = ".saving-", ".removing-"
+_BLOCK = 1 << 20
+
+
+class Checkpoints:
+    """The checkpoints of one training, in a folder of their own.
+
+    Args:
+        folder: where they are kept; made when the first is saved. With several ranks one that all of them can read.
+        keep: how many of them, the newest ones, at least 1; default 3. While one is saved there is one more.
+        disk: what reaches the file system; default the system's own.
+
+    Attributes:
+        refused: one sentence for each checkpoint that the last `load_latest` did not take, and why.
+
+    Raises:
+        InvalidArgument: if `keep` is less than 1.
+
+    Example:
+        >>> import tempfile
+        >>> checkpoints = Checkpoints(tempfile.mkdtemp(), keep=2)
+        >>> path = checkpoints.save({"step": 3, "weights": torch.ones(2)})
+        >>> path.name, checkpoints.load_latest()["step"]
+        ('00000001-step-3', 3)
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int = 3, *, disk: Disk | None = None) -> None:
+        if type(keep) is not int or keep < 1:
+            raise InvalidArgument(f"keep must be a whole number of checkpoints, at least 1, got {keep!r}")
+        self.folder, self.keep = Path(folder), keep
+        self.refused: list[str] = []
+        self._bad: set[int] = set()
+        self._disk = disk or Disk()
+
+    def save(self, state: Mapping[str, Any]) -> Path:
+        """Write a checkpoint and return its folder, when it is durable and old ones are removed.
+
+        Args:
+            state: tensors and plain values (`accel.elastic.plain_values`), such as `capture_state` returns. Its `step`
+                and `world_size`, where it has them, go into the manifest.
+
+        Raises:
+            CheckpointError: if it can't be written, as on a full disk. Checkpoints that were there are as they were,
+                and training can go on.
+            InvalidArgument: if `state` holds a value that could not be loaded; nothing was written.
+        """
+        state = dict(state)
+        check_plain(state)
+        step, ranks = (_whole(state, name, default) for name, default in (("step", 0), ("world_size", 1)))
+        try:
+            return self._save(state, step, ranks)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written to {self.folder}: {error.strerror or error}; "
+                f"{self._what_is_left()}"
+            ) from error
+
+    def load_latest(self, gather: Callable[[Any], list[Any]] | None = None) -> dict[str, Any] | None:
+        """Return the newest checkpoint that is whole, with its tensors on the CPU; None if there is none.
+
+        Size and checksum are verified first. One that is damaged, or holds anything but tensors and plain values, is
+        refused with a sentence in `refused`, and the one before it is tried.
+
+        Args:
+            gather: with several ranks, gives each the values that all of them passed, by rank. They then take the
+                newest one that every rank can read. Default: this process alone.
+
+        Raises:
+            CheckpointError: if the folder is there, but can't be listed.
+        """
+        self.refused = []
+        number, state = self._newest(None)
+        while gather is not None:
+            numbers: list[int] = gather(number)
+            if len(set(numbers)) == 1:
+                break
+            oldest = min(numbers)
+            if number != oldest:
+                number, state = self._newest(oldest)
+        return state
+
+    @property
+    def latest(self) -> Path | None:
+        """The folder of the newest checkpoint, by its name and size alone; None if there is none."""
+        return next((path for number, path in self._listed() if self._looks_whole(number, path)), None)
+
+    # Writing
+
+    def _save(self, state: dict[str, Any], step: int, world_size: int) -> Path:
+        self._make_root()
+        with self._disk.only_writer(self.folder) as alone:
+            if alone:
+                self._clear()
+            temporary = self.folder / f"{_SAVING}{os.getpid()}-{os.urandom(4).hex()}"
+            try:
+                self._disk.make_folder(temporary)
+                size, digest = self._write_state(temporary / _STATE, state)
+                manifest = Manifest(size, digest, step, world_size).to_json()
+                with self._disk.open(temporary / _MANIFEST) as file:
+                    self._disk.write(file, manifest.encode())
+                    self._disk.sync(file)
+                self._disk.sync_folder(temporary)
+                number = max((number for number, _ in self._listed()), default=0) + 1
+                path = self.folder / f"{number:08d}-step-{step}"
+                self._disk.rename(temporary, path)
+            except BaseException:
+                self._disk.remove(temporary)
+                raise
+            self._disk.sync_folder(self.folder)
+            self._remove_old()
+        return path
+
+    def _make_root(self) -> None:
+        """Make the folder and those above it, durably."""
+        missing = []
+        folder = self.folder.absolute()
+        while not folder.exists():
+            missing.append(folder)
+            folder = folder.parent
+        for each in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # another rank was faster
+                self._disk.make_folder(each)
+            self._disk.sync_folder(each.parent)
+
+    def _write_state(self, path: Path, state: dict[str, Any]) -> tuple[int, str]:
+        with self._disk.open(path) as file:
+            writer = _Writer(self._disk, file)
+            torch.save(state, writer)  # type: ignore[arg-type]  # all that it asks of a file
+            writer.check()
+            self._disk.sync(file)
+        return writer.size, writer.sha256.hexdigest()
+
+    def _clear(self) -> None:
+        """Remove what processes have left that were killed while they saved: we alone write here now."""
+        for path in self.folder.iterdir():
+            if path.name.startswith((_SAVING, _REMOVING)):
+                self._disk.remove(path)
+
+    def _remove_old(self) -> None:
+        listed = self._listed()
+        whole = [number for number, path in listed if self._looks_whole(number, path)]
+        oldest = whole[: self.keep][-1]
+        for number, path in listed:
+            if number < oldest:
+                # A part of a checkpoint is never seen under its name. What can't be removed is tried again next time.
+                hidden = path.with_name(f"{_REMOVING}{path.name}")
+                with contextlib.suppress(OSError):
+                    self._disk.rename(path, hidden)
+                    self._disk.remove(hidden)
+
+    def _what_is_left(self) -> str:
+        try:
+            latest = self.latest
+        except CheckpointError:
+            latest = None
+        newest = "there is no earlier one" if latest is None else f"{latest.name} is still the newest"
+        return f"training can go on, and {newest}. Free space there, or allow writing"
+
+    # Reading
+
+    def _listed(self) -> list[tuple[int, Path]]:
+        """Return numbers and folders, the newest first."""
+        try:
+            names = [entry.name for entry in self.folder.iterdir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoints in {self.folder} can't be listed: {error.strerror}; allow reading it, or give "
+                "another folder to begin anew"
+            ) from error
+        matches = filter(None, map(_NAME.fullmatch, names))
+        return sorted(((int(match[1]), self.folder / match[0]) for match in matches), reverse=True)
+
+    def _newest(self, most: int | None) -> tuple[int, dict[str, Any] | None]:
+        """Return the newest whole checkpoint up to a number, and its number; 0 and None if there is none."""
+        for number, path in self._listed():
+            if most is None or number <= most:
+                try:
+                    return number, _read(path)
+                except _Refused as why:
+                    self.refused.append(f"{path.name} was refused: {why}.")
+                    self._bad.add(number)
+        return 0, None
+
+    def _looks_whole(self, number: int, path: Path) -> bool:
+        """Return whether a checkpoint has its size, and was not refused; its bytes are not read."""
+        try:
+            return number not in self._bad and _manifest(path).size_bytes == (path / _STATE).stat().st_size
+        except (OSError, _Refused):
+            return False
+
+
+class _Refused(Exception):
+    """Why a checkpoint is not loaded."""
+
+
+class _Writer:
+    """A file for torch.save, which hashes what goes through.
+
+    torch writes from C++, which an exception must not pass through: it is kept, and nothing more is written.
+    """
+
+    def __init__(self, disk: Disk, file: BinaryIO) -> None:
+        self._disk, self._file = disk, file
+        self._error: BaseException | None = None
+        self.size, self.sha256 = 0, hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> int:
+        if self._error is None:
+            try:
+                self._disk.write(self._file, data)
+                self.sha256.update(data)
+                self.size += len(data)
+            except BaseException as error:
+                self._error = error
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: the file is flushed when it is synced."""
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _manifest(path: Path) -> Manifest:
+    file = path / _MANIFEST
+    if not file.is_file():  # a pipe would make us wait
+        raise _Refused("it has no manifest")
+    try:
+        with file.open("rb") as text:
+            return Manifest.from_json(text.read(1 << 20))
+    except ValueError as error:
+        raise _Refused(str(error)) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Verify a checkpoint and load it."""
+    try:
+        manifest = _manifest(path)
+        if not (path / _STATE).is_file():
+            raise _Refused(f"it has no {_STATE}")
+        with (path / _STATE).open("rb") as file:
+            _verify(file, manifest)
+            file.seek(0)
+            state = _load(file)
+    except OSError as error:
+        raise _Refused(f"it can't be read: {error.strerror or error}") from error
+    if type(state) is not dict:
+        raise _Refused(f"it holds a {type(state).__name__} in place of a dict")
+    return state
+
+
+def _verify(file: BinaryIO, manifest: Manifest) -> None:
+    size = os.fstat(file.fileno()).st_size
+    if size != manifest.size_bytes:
+        raise _Refused(f"its {_STATE} has {size} bytes, and {manifest.size_bytes} by its manifest")
+    digest = hashlib.sha256()
+    while block := file.read(_BLOCK):
+        digest.update(block)
+    if digest.hexdigest() != manifest.sha256:
+        raise _Refused(f"its {_STATE} has another SHA-256 than by its manifest")
+
+
+def _load(file: BinaryIO) -> Any:
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        check_plain(state)
+    except InvalidArgument as error:
+        raise _Refused(str(error).partition(";")[0]) from error
+    except OSError:
+        raise
+    except Exception as error:  # whatever damaged or hostile bytes make of the reader
+        raise _Refused(f"torch does not load it with weights_only=True ({_first_line(error)})") from error
+    return state
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0][:200]
+
+
+def _whole(state: Mapping[str, Any], name: str, default: int) -> int:
+    value = state.get(name, default)
+    if type(value) is not int or value < 0:
+        raise InvalidArgument(f"{name} of a state must be a whole number, at least 0, got {value!r}")
+    return value

@@ -1,0 +1,75 @@
+"""The operations on files that a checkpoint is made of, each durable where it has to be, in one place.
+
+Tests let each of them fail, or stop the process there, in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+class Disk:
+    """Files and folders of the system."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder that is not there yet."""
+        path.mkdir()
+
+    def open(self, path: Path) -> BinaryIO:
+        """Open a new file for writing."""
+        return path.open("xb")
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        """Append to a file."""
+        file.write(data)
+
+    def sync(self, file: BinaryIO) -> None:
+        """Return when a file's contents outlast a power failure."""
+        file.flush()
+        os.fsync(file.fileno())
+
+    def sync_folder(self, path: Path) -> None:
+        """Return when the names in a folder outlast a power failure."""
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Rename a folder to a name that is free, at once."""
+        old.rename(new)
+
+    def remove(self, path: Path) -> None:
+        """Remove a folder and what is in it, as far as that is allowed."""
+        shutil.rmtree(path, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def only_writer(self, folder: Path) -> Iterator[bool]:
+        """Keep other processes from writing into a folder; yields False where the file system has no locks.
+
+        Raises:
+            OSError: if another process has it.
+        """
+        with (folder / ".lock").open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OSError(errno.EBUSY, "another process is writing a checkpoint there") from None
+            except OSError:
+                locked = False
+            else:
+                locked = True
+            try:
+                yield locked
+            finally:
+                if locked:
+                    # Said, not left to the close: a worker process that was forked meanwhile has the file open too.
+                    fcntl.flock(file, fcntl.LOCK_UN)

@@ -1,0 +1,150 @@
+"""When to save a checkpoint: every so many seconds, at little cost, when asked, and before the process is killed.
+
+With t seconds for one save and a share s of the time, the interval is max(interval, t / s). All ranks save after the
+same step: they meet about once a second, where each says what it knows, and all decide alike from that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from accel.elastic.termination import Termination
+from accel.errors import InvalidArgument
+
+
+class _RankReport(NamedTuple):
+    """What a rank says when ranks meet."""
+
+    since_save_s: float
+    save_s: float
+    asked: bool
+    terminated: bool
+    steps_to_next: int
+
+
+class SavePolicy:
+    """Say after which steps to save.
+
+        with SavePolicy(interval_s=600) as policy:
+            for step, batch in enumerate(loader):
+                ...
+                if policy.due():
+                    with policy.saving():
+                        checkpoints.save(capture_state(model, optimizer, step=step))
+                if policy.stop:
+                    break
+
+    Args:
+        interval_s: seconds from one save to the next, at least; more than 0, default 600.
+        share: of the time that saving may take, above 0, at most 1; default 0.01. What it took last lengthens the
+            interval: 12 s are at most one in 20 minutes.
+        sigterm: note SIGTERM, save after the step under way, then set `stop`; default True. See `Termination`.
+        gather: with several ranks, gives each the values that all of them passed, by rank. Every rank then calls `due`
+            after each of its steps, and `saving` where it is True.
+        meeting_s: seconds from one such meeting to the next, about; default 1. Signals and requests wait so long.
+        clock: seconds; default time.monotonic.
+
+    Attributes:
+        stop: True on all ranks once one of them was sent SIGTERM, from the step on that is to be saved.
+
+    Raises:
+        InvalidArgument: if a number is out of its range.
+
+    Example:
+        >>> now = 0.0
+        >>> policy = SavePolicy(60, sigterm=False, clock=lambda: now)
+        >>> policy.due()
+        False
+        >>> now = 61.0
+        >>> policy.due()
+        True
+    """
+
+    def __init__(
+        self,
+        interval_s: float = 600.0,
+        *,
+        share: float = 0.01,
+        sigterm: bool = True,
+        gather: Callable[[Any], list[Any]] | None = None,
+        meeting_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name, value, most in (
+            ("interval_s", interval_s, 1e12),
+            ("share", share, 1),
+            ("meeting_s", meeting_s, 1e12),
+        ):
+            if not 0 < value <= most:
+                raise InvalidArgument(f"{name} must be more than 0 and at most {most:g}, got {value!r}")
+        self._interval_s, self._share = interval_s, share
+        self._gather, self._meeting_s, self._clock = gather, meeting_s, clock
+        self._termination = Termination() if sigterm else None
+        self._last_save = self._last_meeting = clock()
+        self._save_s = 0.0
+        self._asked = self._answered = False
+        self._steps = self._to_next = 0
+        """Steps since the last meeting, and how many there are to be until the next."""
+        self.stop = False
+
+    def due(self) -> bool:
+        """Return whether to save now; call it after each step.
+
+        It is True again, at the next step or the next meeting of ranks, until `saving` was entered.
+        """
+        self._steps += 1
+        if self._gather is None:
+            return self._decide([self._report()])
+        if self._steps < self._to_next:
+            return False
+        reports = [_RankReport(*report) for report in self._gather(tuple(self._report()))]
+        self._steps, self._to_next, self._last_meeting = 0, reports[0].steps_to_next, self._clock()
+        return self._decide(reports)
+
+    def request(self) -> None:
+        """Save after the next step; with several ranks one of them is enough, and it waits for their meeting."""
+        self._asked = True
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Save inside of this: what it takes is measured, and the interval begins anew, whether it succeeds or not."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._last_save = self._clock()
+            self._save_s = self._last_save - begin
+            self._asked = False
+            self._answered = self.stop
+
+    def close(self) -> None:
+        """Put back the handler of SIGTERM that was there."""
+        if self._termination is not None:
+            self._termination.close()
+
+    def __enter__(self) -> SavePolicy:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _report(self) -> _RankReport:
+        now = self._clock()
+        step_s = max(now - self._last_meeting, 1e-9) / max(self._steps, 1)
+        # At most twice as many as before: steps that were quick at first are no measure.
+        to_next = max(1, min(int(self._meeting_s / step_s), 2 * max(self._steps, 1)))
+        terminated = self._termination is not None and self._termination.requested
+        return _RankReport(now - self._last_save, self._save_s, self._asked, terminated, to_next)
+
+    def _decide(self, reports: list[_RankReport]) -> bool:
+        """Return whether to save: the same on all ranks, since the reports are."""
+        self.stop = self.stop or any(report.terminated for report in reports)
+        if (self.stop and not self._answered) or any(report.asked for report in reports):
+            return True
+        # The clock of rank 0 counts, and the slowest save: the others wait for it.
+        longest = max(report.save_s for report in reports)
+        return reports[0].since_save_s >= max(self._interval_s, longest / self._share)

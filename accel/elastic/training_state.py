@@ -1,0 +1,216 @@
+"""All that a training needs to go on bit for bit, as one dict of tensors and plain values; and back, all or nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from accel.elastic.random_state import random_state, set_random_state
+from accel.errors import CheckpointError, InvalidArgument
+
+_VERSION = 1
+
+
+class Stateful(Protocol):
+    """A loader, sampler, scheduler, GradScaler, controller: whatever has a state that can be taken and loaded."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+def capture_state(
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    schedulers: Stateful | Sequence[Stateful] = (),
+    *,
+    step: int = 0,
+    gather: Callable[[Any], list[Any]] | None = None,
+    **more: Stateful,
+) -> dict[str, Any]:
+    """Return the state of a training, between two of its steps.
+
+    Tensors in it are those of the model and the optimizers, not copies: save it before the next step.
+
+    Args:
+        model: its state is that of the module inside DistributedDataParallel or torch.compile, so it loads at any
+            number of ranks.
+        optimizers, schedulers: one or several, in an order that is the same when the state is restored.
+        step: steps taken so far.
+        gather: with several ranks, gives each the values that all of them passed, by rank; then every rank calls this
+            at the same step, and one saves what it returns. Default: this process is alone.
+        more: further objects with `state_dict` and `load_state_dict`, equal on all ranks, by a name of yours: loader or
+            sampler, GradScaler, LearningRateScaler. None is passed over.
+
+    Returns:
+        A dict for `Checkpoints.save`, with the random states of all ranks.
+
+    Raises:
+        InvalidArgument: if an object has no `state_dict` and `load_state_dict`.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> state = capture_state(model, optimizer, step=5)
+        >>> restore_state(state, model, optimizer)
+        []
+    """
+    parts = _parts(model, optimizers, schedulers, more)
+    random = [random_state()] if gather is None else gather(random_state())
+    return {
+        "version": _VERSION,
+        "step": step,
+        "world_size": len(random),
+        "kinds": {name: _kind(part) for name, part in parts.items()},
+        "parts": {name: part.state_dict() for name, part in parts.items()},
+        "random": random,
+    }
+
+
+def restore_state(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    schedulers: Stateful | Sequence[Stateful] = (),
+    *,
+    rank: int | None = None,
+    **more: Stateful,
+) -> list[str]:
+    """Put a training where a state was captured, or change nothing.
+
+    Whether model, optimizers and the rest are those of the state is checked before anything is changed. If one of them
+    refuses its part all the same, those that took theirs are put back.
+
+    Args:
+        state: from `capture_state`; it is not changed.
+        model, optimizers, schedulers, more: as they were passed to `capture_state`.
+        rank: this process's, whose random state is set; default the process group's, or 0.
+
+    Returns:
+        Sentences on what could not be as it was: a rank that is new has no random state of its own, and keeps the one
+        it has. Usually none.
+
+    Raises:
+        CheckpointError: if the state is of another model, optimizer and so on, with the first difference; nothing has
+            been changed then.
+        InvalidArgument: if an object has no `state_dict` and `load_state_dict`.
+    """
+    parts = _parts(model, optimizers, schedulers, more)
+    if rank is None:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    problem = next(_problems(state, parts), None)
+    if problem is not None:
+        raise CheckpointError(f"the checkpoint is not one of this training: {problem}. Nothing was loaded")
+    before = {name: copied(part.state_dict()) for name, part in parts.items()}
+    taken: list[str] = []
+    try:
+        for name, part in parts.items():
+            taken.append(name)
+            part.load_state_dict(copied(state["parts"][name]))  # optimizers keep the tensors that they are given
+        if rank < len(state["random"]):
+            set_random_state(state["random"][rank])
+    except BaseException as error:
+        for name in taken:
+            parts[name].load_state_dict(before[name])
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(
+            f"the checkpoint does not fit: {taken[-1]} refused its part ({error}). Nothing was loaded"
+        ) from error
+    if rank < len(state["random"]):
+        return []
+    saved = len(state["random"])
+    return [f"rank {rank} keeps its own random state: the checkpoint has those of {saved} ranks, and none for it."]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel, DataParallel and torch.compile."""
+    while True:
+        if isinstance(model, DistributedDataParallel | DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def copied(value: Any) -> Any:
+    """Return a copy that shares no tensor with `value`, on the CPU; dicts keep their class and attributes."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        other = copy.copy(value)
+        other.update({key: copied(item) for key, item in value.items()})
+        return other
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
+    return copy.deepcopy(value)
+
+
+def _parts(model: nn.Module, optimizers: Any, schedulers: Any, more: Mapping[str, Any]) -> dict[str, Stateful]:
+    """Return everything with a state by name. What is small and may refuse comes first, the model last."""
+    parts: dict[str, Any] = {f"{name!r}": part for name, part in more.items()}
+    parts |= {f"scheduler {number}": part for number, part in enumerate(_several(schedulers))}
+    parts |= {f"optimizer {number}": part for number, part in enumerate(_several(optimizers))}
+    parts["model"] = unwrapped(model)
+    for name, part in parts.items():
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise InvalidArgument(
+                f"what a checkpoint keeps must have state_dict and load_state_dict, got a {type(part).__name__} as "
+                f"{name}; add plain values to the dict that capture_state returns"
+            )
+    return parts
+
+
+def _several(given: Any) -> Iterable[Any]:
+    return given if isinstance(given, list | tuple) else [given]
+
+
+def _kind(part: Stateful) -> str:
+    # accel.optim's optimizers read the states of torch's of the same kind, and the other way round.
+    return type(part).__name__.removeprefix("Fused") if isinstance(part, Optimizer) else type(part).__name__
+
+
+def _problems(state: Mapping[str, Any], parts: Mapping[str, Stateful]) -> Iterator[str]:
+    """Yield what keeps the parts from taking the state, without changing them."""
+    if not isinstance(state, Mapping) or state.get("version") != _VERSION:
+        got = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+        yield f"its version is {got!r}, and {_VERSION} is known here; save what capture_state returns"
+        return
+    kinds = state["kinds"]
+    for name in sorted(kinds.keys() - parts.keys()):
+        yield f"it holds {name} ({kinds[name]}), which this run does not have; pass it"
+    for name in sorted(parts.keys() - kinds.keys()):
+        yield f"it has no {name} ({_kind(parts[name])}); leave it out, or begin anew"
+    for name, part in parts.items():
+        if name != "model" and _kind(part) != kinds[name]:
+            yield f"{name} was a {kinds[name]}, and is a {_kind(part)} here"
+        if isinstance(part, Optimizer):
+            yield from _optimizer_problems(name, state["parts"][name], part)
+    yield from _model_problems(state["parts"]["model"], parts["model"].state_dict())
+
+
+def _optimizer_problems(name: str, saved: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str]:
+    theirs = [len(group["params"]) for group in saved["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if theirs != own:
+        yield f"{name} had groups of {theirs} parameters, and has {own} here"
+
+
+def _model_problems(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    for key in saved.keys() - own.keys():
+        yield f"it holds the model's {key!r}, which this model does not have"
+    for key in own.keys() - saved.keys():
+        yield f"it lacks the model's {key!r}"
+    for key, value in own.items():
+        there = saved[key]
+        if isinstance(value, Tensor) != isinstance(there, Tensor):
+            yield f"the model's {key!r} was a {type(there).__name__}, and is a {type(value).__name__} here"
+        elif isinstance(value, Tensor) and not nn.parameter.is_lazy(value) and value.shape != there.shape:
+            yield f"the model's {key!r} had shape {list(there.shape)}, and has {list(value.shape)} here"

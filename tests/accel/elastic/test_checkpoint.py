@@ -1,0 +1,412 @@
+"""Checkpoints: what is kept, what is refused on loading, and what a full or forbidden disk leaves."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import io
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.elastic.checkpoint import Checkpoints
+from accel.elastic.disk import Disk
+from accel.elastic.manifest import Manifest
+from accel.errors import CheckpointError, InvalidArgument
+from tests.accel.elastic.crashing_disk import CountingDisk, FailingDisk
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"step": step, "world_size": 2, "weights": torch.full((50,), float(step)), "history": [step, {"a": None}]}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
+def saved(folder: Path, *steps: int, keep: int = 3) -> Checkpoints:
+    checkpoints = Checkpoints(folder, keep=keep, disk=CountingDisk())
+    for step in steps:
+        checkpoints.save(state_of(step))
+    return checkpoints
+
+
+def step_loaded(folder: Path) -> tuple[Any, list[str]]:
+    checkpoints = Checkpoints(folder)
+    state = checkpoints.load_latest()
+    return None if state is None else state["step"], checkpoints.refused
+
+
+# Save, load, keep
+
+
+def test_the_newest_comes_back_as_it_was(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "new" / "folder")
+    assert checkpoints.load_latest() is None and checkpoints.latest is None
+    path = checkpoints.save(state_of(7))
+    assert path == checkpoints.latest == tmp_path / "new" / "folder" / "00000001-step-7"
+    checkpoints.save(state_of(9))
+    state = checkpoints.load_latest()
+    assert state is not None
+    assert torch.equal(state.pop("weights"), torch.full((50,), 9.0))
+    assert state == {"step": 9, "world_size": 2, "history": [9, {"a": None}]}
+    assert checkpoints.refused == []
+
+
+def test_manifest_tells_of_the_file(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).save(state_of(7))
+    content = (path / "state.pt").read_bytes()
+    manifest = Manifest.from_json((path / "manifest.json").read_bytes())
+    assert manifest == Manifest(len(content), hashlib.sha256(content).hexdigest(), 7, 2, 1)
+    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "state.pt"]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_last_ones_are_kept(tmp_path: Path, keep: int) -> None:
+    saved(tmp_path, 1, 2, 3, 3, 5, keep=keep)  # a step may come twice
+    assert names(tmp_path) == ["00000003-step-3", "00000004-step-3", "00000005-step-5"][-keep:]
+
+
+def test_damaged_ones_do_not_count_among_those_kept(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3)
+    (tmp_path / "00000003-step-3" / "state.pt").write_bytes(b"short")
+    saved(tmp_path, 4, keep=2)
+    assert names(tmp_path) == ["00000002-step-2", "00000003-step-3", "00000004-step-4"]
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    content = bytearray((tmp_path / "00000004-step-4" / "state.pt").read_bytes())
+    content[700] ^= 1  # of its right size: only its sum shows it
+    (tmp_path / "00000004-step-4" / "state.pt").write_bytes(content)
+    state = checkpoints.load_latest()
+    assert state is not None and state["step"] == 2
+    assert len(checkpoints.refused) == 2
+    checkpoints.save(state_of(5))
+    assert "00000002-step-2" in names(tmp_path)
+    checkpoints.save(state_of(6))
+    assert names(tmp_path) == ["00000005-step-5", "00000006-step-6"]
+
+
+def test_nothing_is_removed_before_the_new_one_is_durable(tmp_path: Path) -> None:
+    disk = CountingDisk()
+    checkpoints = Checkpoints(tmp_path, keep=1, disk=disk)
+    checkpoints.save(state_of(1))
+    disk.names.clear()
+    checkpoints.save(state_of(2))
+    done = [name for name in disk.names if name != "write"]
+    # State and manifest, their folder, the name; then the old one.
+    new = ["make_folder", "open", "sync", "open", "sync", "sync_folder", "rename", "sync_folder"]
+    assert done == [*new, "rename", "remove"]
+
+
+def test_other_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    for name in ("notes.txt", "1-step-2", "00000001-step-2.bak"):
+        (tmp_path / name).write_text("mine")
+    saved(tmp_path, 1, 2, keep=1)
+    assert names(tmp_path) == ["00000001-step-2.bak", "00000002-step-2", "1-step-2", "notes.txt"]
+
+
+def test_really_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    Checkpoints(tmp_path / "folder").save(state_of(1))
+    assert flushed[0] == tmp_path.name  # that the folder is there
+    assert flushed[1:3] == ["state.pt", "manifest.json"]
+    assert flushed[3].startswith(".saving-") and flushed[4] == "folder"
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True])
+def test_keep_must_be_a_number(tmp_path: Path, keep: Any) -> None:
+    with pytest.raises(InvalidArgument, match="keep must be a whole number of checkpoints, at least 1"):
+        Checkpoints(tmp_path, keep=keep)
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({"x": object()}, r"got a object at state\['x'\]"),
+        ({"step": -1}, "step of a state must be a whole number, at least 0, got -1"),
+        ({"world_size": 1.0}, "world_size of a state must be a whole number"),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_written(tmp_path: Path, state: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        Checkpoints(tmp_path / "new").save(state)
+    assert not (tmp_path / "new").exists()
+
+
+# Damage
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    saved(folder, 1, 2)
+    return folder
+
+
+@given(data=st.data())
+def test_any_truncation_and_any_flipped_bit_are_refused(pair: Path, data: st.DataObject) -> None:
+    file = pair / "00000002-step-2" / data.draw(st.sampled_from(["state.pt", "manifest.json"]))
+    whole = file.read_bytes()
+    place = data.draw(st.integers(0, len(whole) - 1))
+    if data.draw(st.booleans()):
+        damaged = whole[:place]
+    else:
+        bit = 1 << data.draw(st.integers(0, 7))
+        damaged = whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :]
+    file.write_bytes(damaged)
+    try:
+        step, refused = step_loaded(pair)
+    finally:
+        file.write_bytes(whole)
+    # Blanks of the manifest may be others, and the numbers that are only told; the state is then still the right one.
+    if file.name == "state.pt" or step == 1:
+        assert step == 1
+        assert len(refused) == 1
+        assert re.fullmatch(r"00000002-step-2 was refused: its .+\.", refused[0]), refused
+    else:
+        assert (step, refused) == (2, [])
+
+
+def put(folder: Path, content: bytes, manifest: Manifest | None = None) -> None:
+    """Add a checkpoint of these bytes, with a manifest that is right for them."""
+    path = folder / "00000009-step-9"
+    path.mkdir()
+    (path / "state.pt").write_bytes(content)
+    manifest = manifest or Manifest(len(content), hashlib.sha256(content).hexdigest(), 9, 1)
+    (path / "manifest.json").write_text(manifest.to_json())
+
+
+def by_torch(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.folder,)
+
+
+def script_archive() -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in ("constants.pkl", "data.pkl"):
+            archive.writestr(f"archive/{name}", pickle.dumps({}, protocol=2))
+        archive.writestr("archive/version", "3\n")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("form", ["zip", "old", "pickle"])
+def test_code_in_a_checkpoint_never_runs(tmp_path: Path, form: str) -> None:
+    saved(tmp_path, 1)
+    victim = tmp_path / "victim"
+    state = {"step": 9, "x": Hostile(str(victim))}
+    file = io.BytesIO()
+    if form == "pickle":
+        pickle.dump(state, file)
+    else:
+        torch.save(state, file, _use_new_zipfile_serialization=form == "zip")
+    put(tmp_path, file.getvalue())
+    step, refused = step_loaded(tmp_path)
+    assert step == 1
+    assert not victim.exists()
+    assert len(refused) == 1
+    assert "does not load it with weights_only=True" in refused[0]
+    assert "\n" not in refused[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "does not load it"),
+        (b"PK\x03\x04 and no more", "does not load it"),
+        (os.urandom(1000), "does not load it"),
+        (by_torch([1, 2]), "it holds a list in place of a dict"),
+        (by_torch(torch.ones(2)), "it holds a Tensor in place of a dict"),
+        (by_torch({"x": {1, 2}}), r"tensors and plain values only, got a set at state\['x'\]"),
+        (script_archive(), "does not load it"),
+    ],
+    ids=["empty", "head", "noise", "list", "tensor", "set", "script"],
+)
+def test_what_is_no_state_is_refused_in_a_sentence(tmp_path: Path, content: bytes, text: str) -> None:
+    saved(tmp_path, 1)
+    put(tmp_path, content)
+    step, refused = step_loaded(tmp_path)
+    assert step == 1
+    assert len(refused) == 1
+    assert re.search(text, refused[0]), refused
+    assert refused[0].startswith("00000009-step-9 was refused: ") and refused[0].endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("manifest", "text"),
+    [
+        ("", "its manifest is no JSON object"),
+        ("[" * 100_000, "its manifest is no JSON object"),
+        ("3", "its manifest is no JSON object"),
+        ("\ud800".encode("utf-8", "surrogatepass"), "its manifest is no JSON object"),
+        ("{}", "its manifest has version None, and 1 is known here"),
+        ('{"version": 2}', "its manifest has version 2, and 1 is known here"),
+        ('{"version": 1, "size_bytes": true}', "its manifest has no int 'size_bytes'"),
+        ('{"version": 1, "size_bytes": 3, "sha256": 3}', "its manifest has no str 'sha256'"),
+        (None, "it has no manifest"),
+    ],
+)
+def test_a_manifest_that_is_none_is_refused(tmp_path: Path, manifest: Any, text: str) -> None:
+    saved(tmp_path, 1, 2)
+    file = tmp_path / "00000002-step-2" / "manifest.json"
+    if manifest is None:
+        file.unlink()
+    else:
+        file.write_bytes(manifest if isinstance(manifest, bytes) else manifest.encode())
+    assert step_loaded(tmp_path) == (1, [f"00000002-step-2 was refused: {text}."])
+    assert Checkpoints(tmp_path).latest == tmp_path / "00000001-step-1"
+
+
+def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3)
+    (tmp_path / "00000003-step-3" / "manifest.json").unlink()
+    os.mkfifo(tmp_path / "00000003-step-3" / "manifest.json")
+    (tmp_path / "00000002-step-2" / "state.pt").unlink()
+    (tmp_path / "00000002-step-2" / "state.pt").symlink_to("/dev/zero")
+    step, refused = step_loaded(tmp_path)
+    assert step == 1
+    assert refused == [
+        "00000003-step-3 was refused: it has no manifest.",
+        "00000002-step-2 was refused: it has no state.pt.",
+    ]
+
+
+# A disk that does not take it
+
+
+def test_a_disk_that_is_full_at_any_moment_leaves_the_others(tmp_path: Path) -> None:
+    saved(tmp_path / "count", 1, 2)
+    count = CountingDisk()
+    Checkpoints(tmp_path / "count", disk=count).save(state_of(3))
+    for at in range(count.count):
+        folder = tmp_path / str(at)
+        saved(folder, 1, 2)
+        before = names(folder)
+        disk = FailingDisk(at)
+        with pytest.raises(CheckpointError) as caught:
+            Checkpoints(folder, disk=disk).save(state_of(3))
+        assert str(caught.value).startswith(f"the checkpoint of step 3 could not be written to {folder}: No space left")
+        if disk.names[-1] == "sync_folder" and "rename" in disk.names:
+            assert names(folder) == [*before, "00000003-step-3"]  # whole; only its name is not known to be durable
+        else:
+            assert names(folder) == before
+            assert "training can go on, and 00000002-step-2 is still the newest. Free space" in str(caught.value)
+        assert step_loaded(folder)[1] == []
+        saved(folder, 4)
+        assert step_loaded(folder) == (4, [])
+
+
+def test_a_folder_that_is_a_file_or_forbidden(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"of step 3 could not be written to .*file: .*there is no earlier one"):
+        Checkpoints(tmp_path / "file").save(state_of(3))
+    with pytest.raises(CheckpointError, match="can't be listed: Not a directory"):
+        Checkpoints(tmp_path / "file").load_latest()
+    with pytest.raises(CheckpointError, match="could not be written"):
+        Checkpoints(tmp_path / "file" / "below").save(state_of(3))
+
+    class Forbidden(Disk):
+        def make_folder(self, path: Path) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    with pytest.raises(
+        CheckpointError, match=r"step 3 could not be written to .*: Permission denied; training can go on"
+    ):
+        Checkpoints(tmp_path, disk=Forbidden()).save(state_of(3))
+
+
+def test_an_interrupt_while_torch_writes_comes_through(tmp_path: Path) -> None:
+    class Interrupted(CountingDisk):
+        def before(self, name: str) -> None:
+            super().before(name)
+            if self.names.count("write") == 3:
+                raise KeyboardInterrupt
+
+    saved(tmp_path, 1)
+    with pytest.raises(KeyboardInterrupt):
+        Checkpoints(tmp_path, disk=Interrupted()).save(state_of(2))
+    saved(tmp_path, 3)
+    assert names(tmp_path) == ["00000001-step-1", "00000002-step-3"]
+
+
+# Several processes
+
+
+@pytest.fixture
+def locked(tmp_path: Path) -> Iterator[Path]:
+    with (tmp_path / ".lock").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield tmp_path
+
+
+def test_two_do_not_write_at_once(locked: Path) -> None:
+    with pytest.raises(CheckpointError, match="another process is writing a checkpoint there"):
+        Checkpoints(locked).save(state_of(1))
+    assert names(locked) == []
+
+
+def test_without_locks_nothing_of_others_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    saved(tmp_path, 1)
+    (tmp_path / ".saving-1-aa").mkdir()
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    saved(tmp_path, 2)
+    assert step_loaded(tmp_path) == (2, [])
+    assert (tmp_path / ".saving-1-aa").exists()
+    monkeypatch.undo()
+    saved(tmp_path, 3)
+    assert not (tmp_path / ".saving-1-aa").exists()
+
+
+@pytest.mark.parametrize(("readable", "expected"), [((3, 3), 3), ((3, 2), 2), ((1, 3), 1), ((0, 3), None)])
+def test_ranks_take_the_newest_that_all_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readable: tuple[int, int], expected: int | None
+) -> None:
+    """Rank 1 reads another copy of the folder; the ranks' meetings are played one after the other until they agree."""
+    saved(tmp_path, 1, 2, 3)
+    real = Checkpoints._newest
+
+    def newest(self: Checkpoints, most: int | None) -> tuple[int, dict[str, Any] | None]:
+        can = readable[0] if most is None else min(most, readable[0])
+        return real(self, can) if can else (0, None)
+
+    monkeypatch.setattr(Checkpoints, "_newest", newest)
+    others = readable[1]
+
+    def gather(number: int) -> list[int]:
+        nonlocal others
+        met = [number, others]
+        others = min(met)  # what rank 1 goes on to
+        return met
+
+    state = Checkpoints(tmp_path).load_latest(gather)
+    assert (None if state is None else state["step"]) == expected
