@@ -9,9 +9,8 @@ import statistics
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -25,20 +24,23 @@ from accel.report import Report
 from accel.run import Run
 from accel.run.gate import Gate
 from accel.search.actions import Candidate
-from accel.search.budget import Budget
 from accel.search.controller import Controller
 from accel.search.plan import Plan
 from accel.session.announcer import Announcer
 from accel.session.journal import Journal
 from accel.session.listeners import follow, free_fetching, leave
 from accel.session.session import Session
-from accel.strategies.base import Exactness, Strategy
+from accel.settings import OptimizeSettings, check_objects, check_settings
+from accel.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from accel.elastic.batch_run import BatchRun
+    from accel.elastic.scaling_rules import Rule
 
 M = TypeVar("M", bound=nn.Module)
 L = TypeVar("L")
 O = TypeVar("O", bound="Optimizer | None")  # noqa: E741  (the name that reads best beside M and L)
 
-_ALLOW = {level.word: level for level in Exactness}
 _switched_off = 0
 """Depth of `disabled()` blocks."""
 
@@ -52,11 +54,20 @@ class _LeftOut(Enum):
 class _Optimized:
     """One optimized model with its session, journal and loaders."""
 
-    def __init__(self, session: Session, journal: Journal, announcer: Announcer, settings: OptimizeSettings) -> None:
+    def __init__(
+        self,
+        session: Session,
+        journal: Journal,
+        announcer: Announcer,
+        settings: OptimizeSettings,
+        batch_run: BatchRun | None = None,
+    ) -> None:
         self.session = session
         self.journal = journal
         self.announcer = announcer
         self.settings = settings
+        self.batch_run = batch_run
+        self.elastic_loader = None if batch_run is None else session.run.loader
         self._followed: weakref.WeakValueDictionary[int, LoaderProxy] = weakref.WeakValueDictionary()
 
     @property
@@ -67,26 +78,20 @@ class _Optimized:
     def follow(self, proxy: LoaderProxy) -> None:
         """Follow a loader of the model: for training, for validation, or one that replaces the first."""
         self._followed[id(proxy)] = proxy  # it hashes and compares as its loader does: a list has no hash
+        batch_run = self.batch_run if proxy._accel_loader is self.elastic_loader else None
+        if batch_run is not None:
+            follow(proxy, batch_run.end)
         follow(proxy, self.session.events)
+        if batch_run is not None:
+            follow(proxy, batch_run)
 
     def close(self) -> None:
+        if self.batch_run is not None:
+            self.batch_run.close()  # it goes on following, and counts the samples of each epoch
         self.session.close()
         for proxy in self.proxies:
             leave(proxy, self.session.events)
         self.journal.finish()
-
-
-@dataclass(frozen=True)
-class OptimizeSettings:
-    """The options of a call, checked."""
-
-    level: Exactness
-    enable: frozenset[str]
-    disable: frozenset[str]
-    plan: Plan | None
-    budget: Budget
-    report: str | None
-    cache: bool
 
 
 _optimized: weakref.WeakKeyDictionary[nn.Module, _Optimized] = weakref.WeakKeyDictionary()
@@ -104,6 +109,8 @@ def optimize(
     report: str | os.PathLike[str] | None = ...,
     budget: float | str = ...,
     cache: bool = ...,
+    max_batch_size: int | None = ...,
+    scaling_rule: Rule | None = ...,
 ) -> tuple[M, L]: ...
 
 
@@ -120,6 +127,8 @@ def optimize(
     report: str | os.PathLike[str] | None = ...,
     budget: float | str = ...,
     cache: bool = ...,
+    max_batch_size: int | None = ...,
+    scaling_rule: Rule | None = ...,
 ) -> tuple[M, L, O]: ...
 
 
@@ -135,6 +144,8 @@ def optimize(
     report: str | os.PathLike[str] | None = None,
     budget: float | str = "3%",
     cache: bool = True,
+    max_batch_size: int | None = None,
+    scaling_rule: Rule | None = None,
 ) -> tuple[Any, ...]:
     """Make the training loop around `model` and `loader` faster, and show what was done.
 
@@ -161,6 +172,11 @@ def optimize(
         cache: whether what is found is remembered for the next run of this kind, and what was remembered is tried
             first; default True. The folder is `$ACCEL_CACHE`, or accel's in the user's cache; `ACCEL_CACHE=0` means
             False.
+        max_batch_size: let the batch size grow while training, by goodput, up to so many samples of a step over all
+            ranks, never below the loader's; each sample still comes once an epoch, and the learning rate of each step
+            follows its batch. None (default) keeps the batch. It changes what is trained, which `allow` never does.
+        scaling_rule: how the learning rate follows the batch size, of `accel.elastic.scaling_rules` or a function;
+            None (default) takes that of the optimizer: AdaScale for SGD, the square root for Adam.
 
     Returns:
         What was passed, in order: `(model, loader)`, or `(model, loader, optimizer)`, also where that is None.
@@ -181,38 +197,47 @@ def optimize(
     if os.environ.get("ACCEL") == "0" or _switched_off:
         return arguments
     optimizer_if_passed = None if isinstance(optimizer, _LeftOut) else optimizer
-    _check_objects(model, loader, optimizer_if_passed)
-    settings = check_settings(model, allow, enable, disable, plan, budget, report, cache)
-    proxy = loader if is_proxy(loader) else _proxy_of(loader)
+    check_objects(model, loader, optimizer_if_passed)
+    settings = check_settings(model, allow, enable, disable, plan, budget, report, cache, max_batch_size, scaling_rule)
+    proxy = _proxy_of(loader)
 
     optimized = _optimized.get(model)
     if optimized is None or optimized.settings != settings:
+        proxy = proxy if settings.max_batch_size is None else _elastic(proxy, settings.max_batch_size)
         optimized = _optimized[model] = _start(model, proxy, optimizer_if_passed, settings, optimized)
     optimized.follow(proxy)
     return model, proxy, *arguments[2:]
 
 
-def check_settings(
-    model: nn.Module, allow: Any, enable: Any, disable: Any, plan: Any, budget: Any, report: Any, cache: Any
-) -> OptimizeSettings:
-    """Return checked arguments of `optimize`; raises InvalidArgument for one that is wrong."""
-    level = _check_allow(allow)
-    enabled, disabled = strategies.check_names("enable", enable), strategies.check_names("disable", disable)
-    if enabled & disabled:
-        raise InvalidArgument(f"{sorted(enabled & disabled)} are in both enable and disable; keep them in one")
-    replayed = _check_plan(plan, model)
-    if replayed is not None:  # passing a plan enables its strategies
-        enabled |= frozenset(replayed.strategies) - disabled
-    if not isinstance(cache, bool):
-        raise InvalidArgument(f"cache must be True or False, got {cache!r}; ACCEL_CACHE=FOLDER names the folder")
-    target = None if report is None else os.fspath(report)
-    return OptimizeSettings(level, enabled, disabled, replayed, Budget.parse(budget), target, cache)
-
-
 def _proxy_of(loader: Any) -> LoaderProxy:
     """Return the loader's proxy if it has one, or a new one."""
+    if is_proxy(loader):
+        return loader  # type: ignore[no-any-return]
     proxies = (proxy for optimized in _optimized.values() for proxy in optimized.proxies)
-    return next((proxy for proxy in proxies if proxy._accel_loader is loader), None) or LoaderProxy(loader)
+    for proxy in proxies:
+        own = proxy._accel_loader
+        if own is loader or getattr(own, "plain_loader", None) is loader:
+            return proxy
+    return LoaderProxy(loader)
+
+
+def _elastic(proxy: LoaderProxy, max_batch_size: int) -> LoaderProxy:
+    """Return the proxy of a loader whose batch size can change."""
+    from accel.elastic.batch_loader import elastic_loader
+
+    loader: Any = elastic_loader(proxy._accel_loader)
+    if any(other.batch_run is not None and other.elastic_loader is loader for other in _optimized.values()):
+        raise InvalidArgument(
+            "max_batch_size must be given for one model of a loop, got a loader whose batch another model's call "
+            "changes; leave it out of this call"
+        )
+    batch = sum(loader.batch_sampler.batch_sizes)
+    if max_batch_size < batch:
+        raise InvalidArgument(
+            f"max_batch_size must be at least the loader's batch over all ranks, {batch} samples, got "
+            f"{max_batch_size}; raise it, or leave it out to keep the batch"
+        )
+    return proxy if loader is proxy._accel_loader else LoaderProxy(loader)
 
 
 def _start(
@@ -256,10 +281,22 @@ def _start(
         replayed=settings.plan is not None,
     )
     session.start(settled=journal.settled)
-    optimized = _Optimized(session, journal, announcer, settings)
+    batch_run = journal.batch = _batch_run(session, settings, announcer)
+    optimized = _Optimized(session, journal, announcer, settings, batch_run)
     for earlier_proxy in earlier_proxies:
         optimized.follow(earlier_proxy)
     return optimized
+
+
+def _batch_run(session: Session, settings: OptimizeSettings, announcer: Announcer) -> BatchRun | None:
+    """Return what changes the batch size; None if that stays."""
+    if settings.max_batch_size is None:
+        return None
+    from accel.elastic.batch_run import BatchRun
+
+    sampler = session.run.loader.batch_sampler
+    rule = settings.scaling_rule
+    return BatchRun(session, session.run, sampler, settings.max_batch_size, rule=rule, say=announcer.say)
 
 
 def _memory(run: Run, settings: OptimizeSettings, fetching_in_use: bool) -> RememberedPlans | None:
@@ -319,50 +356,6 @@ def _ruled_out(strategy: Strategy, settings: OptimizeSettings, fetching_in_use: 
     if strategy.exactness > settings.level:
         return "not allowed", f"it is {strategy.exactness.word}; allow={strategy.exactness.word!r} tries it"
     return None
-
-
-def _check_objects(model: Any, loader: Any, optimizer: Any) -> None:
-    if not isinstance(model, nn.Module):
-        swapped = " (model and loader are swapped)" if isinstance(loader, nn.Module) else ""
-        raise InvalidArgument(f"model must be a torch.nn.Module, got {_kind(model)}{swapped}; pass the module itself")
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise InvalidArgument(f"loader must be iterable, got {_kind(loader)}; pass the DataLoader of the training loop")
-    with contextlib.suppress(TypeError, NotImplementedError):  # an iterable dataset has no length
-        if len(loader) == 0:
-            raise InvalidArgument("loader must hold at least one batch, it is empty; check the dataset and drop_last")
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, Optimizer):
-        raise InvalidArgument(
-            f"optimizer must be a torch.optim.Optimizer, got {_kind(optimizer)}; leave it out instead"
-        )
-    mine = {id(p) for p in model.parameters()}
-    if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-        raise InvalidArgument(
-            f"optimizer must hold parameters of the model, this {type(optimizer).__name__} holds none of "
-            f"{type(model).__name__}'s; make it from model.parameters() after the model is on its device"
-        )
-
-
-def _kind(thing: Any) -> str:
-    return f"a {type(thing).__name__}" if thing is not None else "None"
-
-
-def _check_allow(allow: Any) -> Exactness:
-    if not isinstance(allow, str) or allow not in _ALLOW:
-        raise InvalidArgument(f"allow must be one of {', '.join(map(repr, _ALLOW))}, got {allow!r}")
-    return _ALLOW[allow]
-
-
-def _check_plan(plan: Any, model: nn.Module) -> Plan | None:
-    if plan is None:
-        return None
-    if not isinstance(plan, Plan | str | os.PathLike):
-        raise InvalidArgument(f"plan must be a plan or the path of its file, got {_kind(plan)}")
-    loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
-    loaded.check(model)
-    strategies.check_names("plan", loaded.strategies)
-    return loaded
 
 
 def undo(model: nn.Module) -> None:

@@ -185,6 +185,11 @@ class ElasticSampler(Sampler[list[int]]):
         return len(self._under_way)
 
     @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Samples per step of each rank, as set last; batches that were dealt before keep theirs."""
+        return self._deals[-1][1].sizes
+
+    @property
     def samples_in_hand(self) -> int:
         """Samples of the step in hand on all ranks together, repeats left out."""
         return self._in_hand.fresh_of_all if self._in_hand else 0

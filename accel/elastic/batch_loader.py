@@ -63,8 +63,13 @@ def elastic_loader(loader: Any) -> DataLoader[Any]:
         **_order(loader),
     )
     # torch refuses to have these set on a loader once it is made.
-    vars(elastic).update(batch_sampler=batches, sampler=batches, _iterator=None)
+    vars(elastic).update(batch_sampler=batches, sampler=batches, _iterator=None, plain_loader=loader)
     return elastic  # type: ignore[no-any-return]
+
+
+def plain_loader(loader: Any) -> Any:
+    """Return the loader that an elastic one was made from, any other as it is."""
+    return getattr(loader, "plain_loader", loader) if isinstance(loader, DataLoader) else loader
 
 
 def _fixed(loader: Any) -> str:

@@ -59,11 +59,10 @@ class GradientTap:
         """Return the sum of what has arrived at each parameter since the last call; None where nothing did."""
         arrived = [self._arrived.get(number) for number in range(len(self._parameters))]
         self._arrived.clear()
-        return arrived
+        return [None if gradient is None else gradient.detach() for gradient in arrived]
 
     def _arrive(self, number: int, gradient: Tensor) -> None:
-        # Kept by reference: autograd then copies it into `.grad` instead of moving it, and clipping leaves this one.
-        gradient = gradient.detach()
+        # This very tensor is kept: autograd then copies it into `.grad` instead of moving it, and clipping leaves it.
         if number in self._arrived:  # a second pass over the same batch
             gradient = self._arrived[number] + gradient
         self._arrived[number] = gradient

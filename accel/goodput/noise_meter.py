@@ -133,6 +133,11 @@ class NoiseMeter:
             self._own_s += self._clock() - began
 
     @property
+    def is_measuring(self) -> bool:
+        """True within a measured step: its time is not that of others."""
+        return self._measured is not None
+
+    @property
     def wants_call(self) -> bool:
         """True while the model's calls should go through `call`."""
         return (

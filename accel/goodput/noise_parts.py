@@ -1,8 +1,8 @@
 """The parts of a step that are there already: gradients of micro-batches, on one rank or several.
 
 Each micro-batch is taken for a mean over its samples that counts as much as every other one: so do loops that divide
-the loss by the number of micro-batches, and so does DistributedDataParallel with its ranks. A factor that all have in
-common changes nothing in φ.
+the loss by the number of micro-batches, and so does DistributedDataParallel with its ranks. The gradients that arrive
+are g_k = w_k S_k with w_k = 1 / (micro-batches of a rank), and G is their sum, averaged over the ranks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class PartSums:
         >>> parts = PartSums(None)
         >>> parts.add(torch.tensor([3.0, 0.0]), 8)
         >>> parts.add(torch.tensor([1.0, 0.0]), 8)
-        >>> parts.sums()
-        NoiseSums(part_square=5.0, mean_square=4.0, part_samples=8.0, samples=16.0)
+        >>> parts.sums()  # half the loss each: S_1 = 6, S_2 = 2, G = 4
+        NoiseSums(part_square=20.0, mean_square=16.0, part_samples=8.0, samples=16.0)
     """
 
     def __init__(self, sketch: GradientSketch | None) -> None:
@@ -58,10 +58,8 @@ class PartSums:
         """Return what the parts of this rank say by themselves; None if there is only one."""
         if self.total is None or self.count < 2:
             return None
-        square, mean_square = torch.stack(
-            [torch.as_tensor(self.square), (self.total / self.count).square().sum()]
-        ).tolist()
-        return _sums(square, mean_square, self.count, self.inverse_sizes)
+        square, total_square = torch.stack([torch.as_tensor(self.square), self.total.square().sum()]).tolist()
+        return _sums(square, total_square, self.count, self.inverse_sizes, ranks=1)
 
 
 class Exchanged(NamedTuple):
@@ -94,13 +92,13 @@ def exchange(
         packed[length + 1 : length + 3] = torch.tensor([float(parts.count), parts.inverse_sizes])
     packed[length + 3 :] = torch.tensor([float(silent), cost_s, usual_s])
     dist.all_reduce(packed, group=group)
-    mean_square = (packed[:length] / packed[length + 1]).square().sum()
-    square, count, inverse, silents, cost, usual, mean = [*packed[length:].tolist(), float(mean_square)]
+    total_square = float(packed[:length].square().sum())
+    square, count, inverse, silents, cost, usual = packed[length:].tolist()
     ranks = dist.get_world_size(group)
-    sums = None if silents or count < 2 else _sums(square, mean, count, inverse)
+    sums = None if silents or count < 2 else _sums(square, total_square, count, inverse, ranks)
     return Exchanged(sums, cost / ranks, usual / ranks)
 
 
-def _sums(square: float, mean_square: float, count: float, inverse_sizes: float) -> NoiseSums:
+def _sums(square: float, total_square: float, count: float, inverse_sizes: float, ranks: int) -> NoiseSums:
     part_samples = count / inverse_sizes
-    return NoiseSums(square / count, mean_square, part_samples, count * part_samples)
+    return NoiseSums(count * square / ranks**2, total_square / ranks**2, part_samples, count * part_samples)

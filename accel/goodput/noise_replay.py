@@ -14,6 +14,8 @@ part are drawn at random, since a batch may be sorted.
     sums    as rows, where they are sums over the samples
     pairs   as means, with both parts replayed and the step's own gradient left aside: dropout draws anew for each
 
+Where a loss is among the outputs, only what arrived at losses is sent back: it has been through the other outputs.
+
 Which one is right is found out at the first measurement, and looked at again at the 10th, 100th, …: A and the other
 part's own replay B must give A + B = T. An error e of that sum adds n (‖e‖ / ‖T‖)² samples to φ at a batch of n, so up
 to 2 % is allowed (0.0004 n samples), or what makes up 5 % of the parts' squared distance. Masks are linear for any loss
@@ -24,9 +26,9 @@ mean. What fails is refused with its reason.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -41,7 +43,7 @@ from accel.guard.guard import Recording
 
 Call = Callable[..., Any]
 Vector = Callable[[Sequence[Tensor | None]], Tensor]
-Way = Literal["rows", "masks", "means", "sums", "pairs"]
+Mode = Literal["rows", "masks", "means", "sums", "pairs"]
 
 _SUM_ERROR = 0.02
 """‖A + B - T‖ / ‖T‖ that is rounding, or too small to matter."""
@@ -88,7 +90,7 @@ class ReplayedParts:
         if parts < 2:
             raise InvalidArgument(f"parts must be at least 2: a part and the rest. Found: {parts}.")
         self._model, self._parts, self._keep_shapes = model, parts, keep_shapes
-        self.way: Way | None = None
+        self.mode: Mode | None = None
         """How a part is replayed; None before the first measurement."""
         self._measured = 0
         self._look_again = 1
@@ -109,20 +111,26 @@ class ReplayedParts:
             Unmeasurable: with the reason, if the parts can't be told apart, or don't add up to the whole.
         """
         count = _samples(recording, samples)
-        ways = self._ways(recording, count)
+        recording = _with_losses_alone(recording)
+        modes = self._modes(recording, count)
+        square = float(total.square().sum())
+        if not math.isfinite(square):
+            return NoiseSums(math.nan, math.nan, count / 2, count)  # the statistics skip it
+        if square == 0:
+            raise Unmeasurable("the step's gradient is zero")
         self._measured += 1
         batch = _Batch(recording, call, vector, count, *self._drawn(count))
-        if self.way not in ways or self._measured >= self._look_again:
-            self.way = None
-            self.way = self._find_way(ways, batch, total)
+        if self.mode not in modes or self._measured >= self._look_again:
+            self.mode = None
+            self.mode = self._find_mode(modes, batch, total)
             self._look_again = 10 * self._measured
-        one = self._replayed(self.way, batch, batch.chosen)
-        if self.way == "pairs":
+        one = self._replayed(self.mode, batch, batch.chosen)
+        if self.mode == "pairs":
             total = one.gradient + self._replayed("pairs", batch, batch.others).gradient
         return _sums(one, total, count)
 
-    def _ways(self, recording: Recording, count: int) -> list[Way]:
-        """Return the ways that may suit the outputs, the cheapest first."""
+    def _modes(self, recording: Recording, count: int) -> list[Mode]:
+        """Return the modes that may suit the outputs, the cheapest first."""
         if not recording.arrived:
             raise Unmeasurable("no gradient has arrived at the outputs of the recorded call")
         if any(each.layout != torch.strided for each in recording.arrived.values()):
@@ -143,19 +151,22 @@ class ReplayedParts:
         size = max(1, count // self._parts)
         return order[:size], order[size:]
 
-    def _find_way(self, ways: list[Way], batch: _Batch, total: Tensor) -> Way:
-        """Return the first way in which the parts add up to the whole."""
+    def _find_mode(self, modes: list[Mode], batch: _Batch, total: Tensor) -> Mode:
+        """Return the first mode in which the parts add up to the whole."""
         reasons = []
-        for way in ways:
+        for mode in modes:
             try:
-                if way == "masks":
+                if mode == "masks":
                     self._check_independence(batch)
-                if way == "pairs":
+                if mode == "pairs":
                     self._check_mean(batch)
-                else:
-                    one, other = (self._replayed(way, batch, rows) for rows in (batch.chosen, batch.others))
-                    _check_sum(one, other, total)
-                return way
+                    _check_sum(self._gradient(batch, recording=batch.recording), total, bound=_SUM_ERROR)
+                    return mode
+                one, other = (self._replayed(mode, batch, rows) for rows in (batch.chosen, batch.others))
+                apart = (one.gradient - one.share * total).norm() / (one.share * other.share) ** 0.5
+                bound = max(_SUM_ERROR, _SHARE_OF_DISTANCE**0.5 * float(apart / total.norm()))
+                _check_sum(one.gradient + other.gradient, total, bound)
+                return mode
             except Unmeasurable as refusal:
                 reasons.append(str(refusal))
             except Exception as error:  # the model does not take such a batch
@@ -203,21 +214,23 @@ class ReplayedParts:
         is_half = recording.autocast[0] or any(p.dtype in half for p in self._model.parameters())
         return _ROW_ERROR_16_BIT if is_half else _ROW_ERROR
 
-    def _replayed(self, way: Way, batch: _Batch, rows: Tensor) -> _Part:
+    def _replayed(self, mode: Mode, batch: _Batch, rows: Tensor) -> _Part:
         """Return the gradient of some of the samples."""
-        chosen = (
-            partial(_with_masks, rows=rows) if way == "masks" else partial(_with_rows, rows=rows, count=batch.samples)
-        )
-        recording = chosen(batch.recording)
+        whole = batch.recording
+        recording = _with_masks(whole, rows) if mode == "masks" else _with_rows(whole, rows, batch.samples)
+        gradient, share = self._gradient(batch, recording), len(rows) / batch.samples
+        return _Part(rows, share, gradient * share if mode in ("means", "pairs") else gradient)
+
+    def _gradient(self, batch: _Batch, recording: Recording) -> Tensor:
+        """Make a call again, and return the gradient of all parameters."""
         recording.modules.restore()
         done = guard.replay(self._model, batch.call, recording)
         for number, arrived in recording.arrived.items():
             if number >= len(done.outputs) or done.outputs[number].shape != arrived.shape:
-                shapes = [tuple(each.shape) for each in done.outputs]
-                raise Unmeasurable(f"a part of {len(rows)} of {batch.samples} samples has outputs of shapes {shapes}")
+                shapes = ", ".join(str(tuple(each.shape)) for each in done.outputs)
+                raise Unmeasurable(f"called again for a part of the batch, the model has outputs of shapes {shapes}")
         trained = sum(1 for p in self._model.parameters() if p.requires_grad)  # gradients of inputs follow
-        gradient, share = batch.vector(done.gradients[:trained]), len(rows) / batch.samples
-        return _Part(rows, share, gradient * share if way in ("means", "pairs") else gradient)
+        return batch.vector(done.gradients[:trained])
 
 
 def _samples(recording: Recording, samples: int) -> int:
@@ -233,6 +246,11 @@ def _samples(recording: Recording, samples: int) -> int:
     if count < 2:
         raise Unmeasurable("a batch of one sample has no parts")
     return count
+
+
+def _with_losses_alone(recording: Recording) -> Recording:
+    losses = {number: each for number, each in recording.arrived.items() if not each.dim()}
+    return replace(recording, arrived=losses) if losses else recording
 
 
 def _with_rows(recording: Recording, rows: Tensor, count: int) -> Recording:
@@ -259,18 +277,13 @@ def _with_masks(recording: Recording, rows: Tensor) -> Recording:
     return replace(recording, arrived=arrived)
 
 
-def _check_sum(one: _Part, other: _Part, total: Tensor) -> None:
-    """Raise if A + B is not T."""
-    error = (one.gradient + other.gradient - total).norm()
-    distance = (one.gradient - one.share * total).norm() / (one.share * other.share) ** 0.5
-    off, apart, length = torch.stack([error, distance, total.norm()]).tolist()
-    if length == 0:
-        raise Unmeasurable("the step's gradient is zero")
-    bound = max(_SUM_ERROR, _SHARE_OF_DISTANCE**0.5 * apart / length)
-    if off / length > bound:  # what is not finite says nothing, and the statistics skip it
+def _check_sum(replayed: Tensor, total: Tensor, bound: float) -> None:
+    """Raise if what was replayed is not the step's gradient."""
+    error = float((replayed - total).norm() / total.norm())
+    if not error <= bound:
         raise Unmeasurable(
-            f"the gradients of two parts of the batch add up to the step's with an error of {off / length:.1%}, "
-            f"allowed are {bound:.1%}: so the step's is not a sum over the samples of the model's call"
+            f"what was replayed adds up to the step's gradient with an error of {error:.1%}, allowed are {bound:.1%}: "
+            "so that is not a sum over the samples of the model's call"
         )
 
 

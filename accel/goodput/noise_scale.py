@@ -231,20 +231,25 @@ class NoiseScale:
             return math.nan
         return self.variance / self.squared_norm if self.squared_norm > 0 else math.inf
 
-    def estimate(self) -> NoiseEstimate:
-        """Return φ with its interval. Decide by its ends: labels of pure noise have a large φ, and 0 for lower end."""
+    def estimate(self, *, learns: bool = False) -> NoiseEstimate:
+        """Return φ with its interval. Decide by its ends: labels of pure noise have a large φ, and 0 for lower end.
+
+        Args:
+            learns: it is known from elsewhere, such as a falling loss, that ‖μ‖² is not 0. Where the gradients are too
+                noisy to show it, the lower end is then tr(Σ), at its lower end, over ‖μ‖² at its upper end.
+        """
         count = self._moments.count
         if count < _FEWEST:
             return NoiseEstimate(self.phi, 0.0, math.inf, count)
-        low, high = self._interval(min(round(count) - 1, 200))
+        low, high = self._interval(min(round(count) - 1, 200), learns)
         return NoiseEstimate(self.phi, low, high, count)
 
-    def _interval(self, degrees: int) -> tuple[float, float]:
+    def _interval(self, degrees: int, learns: bool) -> tuple[float, float]:
         """Return all φ for which tr(Σ) - φ ‖μ‖² is not significantly different from 0."""
         x, y = self.squared_norm, self.variance
         xx, xy, yy = self._moments.covariance()
         if x <= student.quantile(1 - _ZERO_LEVEL, degrees) * math.sqrt(xx):
-            return 0.0, math.inf
+            return (self._sure_ratio(degrees) if learns else 0.0), math.inf
         t2 = student.quantile(0.5 + self._confidence / 2, degrees) ** 2
         # a φ² - 2 b φ + c ≤ 0
         a, b, c = x * x - t2 * xx, x * y - t2 * xy, y * y - t2 * yy
@@ -252,6 +257,13 @@ class NoiseScale:
         if a <= 0:  # a confidence beyond that of the test above
             return (max((b - root) / a, 0.0) if root else 0.0), math.inf
         return max((b - root) / a, 0.0), (b + root) / a
+
+    def _sure_ratio(self, degrees: int) -> float:
+        """Return what φ is surely above where ‖μ‖² is above 0, but can't be told from it."""
+        xx, _, yy = self._moments.covariance()
+        t = student.quantile(0.5 + self._confidence / 2, degrees)
+        longest, least = self.squared_norm + t * math.sqrt(xx), self.variance - t * math.sqrt(yy)
+        return max(least, 0.0) / longest if longest > 0 else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been measured, as values that JSON can hold."""

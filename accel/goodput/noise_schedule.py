@@ -4,6 +4,9 @@
 
 A measurement's cost is what its step took more than the steps around it, and no less than the time spent in the
 measuring code itself. So measuring takes the agreed share of the run, however slow it is.
+
+The first measurements come at once, every other step: an interval needs some before it says anything, and a batch that
+is too small costs most while nothing is known. What they took beyond the share is made up for by longer waits later.
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ _FIRST_STEP = 8
 _RECENT = 15
 """Steps whose median is the usual step time."""
 _MOST_STEPS = 10_000
+_AT_ONCE, _APART = 12, 1
+"""Measurements at first, and the unmeasured steps between two of them."""
+_REPAYING = 1.25
+"""By what the steps between two measurements are more while there is a debt."""
 
 
 class NoiseSchedule:
@@ -36,9 +43,10 @@ class NoiseSchedule:
         ...     schedule.note_step(0.001)
         >>> schedule.is_due()
         True
-        >>> schedule.pay(0.0015, schedule.usual_s)
-        >>> schedule.steps_left
-        50
+        >>> for _ in range(12):  # the first ones come at once
+        ...     schedule.pay(0.0015, schedule.usual_s)
+        >>> schedule.steps_left  # 50, and a quarter more to make up for them
+        63
     """
 
     def __init__(self, overhead: float = 0.03) -> None:
@@ -46,6 +54,9 @@ class NoiseSchedule:
             raise InvalidArgument(f"overhead must be a share between 0 and 1, such as 0.03. Found: {overhead}.")
         self._overhead = overhead
         self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._paid = 0
+        self._debt_s = 0.0
+        """What measuring has taken beyond its share."""
         self.steps_left = _FIRST_STEP
         """Unmeasured steps before the next measurement."""
 
@@ -57,6 +68,7 @@ class NoiseSchedule:
         """Take an unmeasured step in."""
         self.steps_left -= 1
         self._recent.append(seconds)
+        self._debt_s = max(0.0, self._debt_s - self._overhead * seconds)
 
     @property
     def usual_s(self) -> float:
@@ -70,5 +82,11 @@ class NoiseSchedule:
             cost_s: what it took.
             usual_s: an unmeasured step's time; the same on all ranks, as the cost.
         """
-        steps = cost_s / (self._overhead * usual_s) if usual_s > 0 else _MOST_STEPS
+        self._paid += 1
+        self._debt_s += cost_s
+        if self._paid < _AT_ONCE:
+            self.steps_left = _APART
+            return
+        factor = _REPAYING if self._debt_s > 1.5 * cost_s else 1.0
+        steps = factor * cost_s / (self._overhead * usual_s) if usual_s > 0 else _MOST_STEPS
         self.steps_left = max(1, min(math.ceil(steps), _MOST_STEPS)) if math.isfinite(steps) else _MOST_STEPS

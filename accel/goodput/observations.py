@@ -99,6 +99,22 @@ class Observations:
         entry = self._entries.get(configuration)
         return entry.count if entry else 0
 
+    def median(self, configuration: Configuration) -> float:
+        """Return the median of a configuration's last step times, s.
+
+        Raises:
+            KeyError: if none was added.
+        """
+        return self._entries[configuration].summary()[0]
+
+    def configurations(self) -> list[Configuration]:
+        """Return those that have step times, the one seen last at the end."""
+        return list(self._entries)
+
+    def forget(self, configuration: Configuration) -> None:
+        """Drop the step times of a configuration, if there are any."""
+        self._entries.pop(configuration, None)
+
     def add(self, configuration: Configuration, seconds: float) -> None:
         """Add the time of one step.
 

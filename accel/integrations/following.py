@@ -12,6 +12,7 @@ from torch import nn
 from accel import entry
 from accel.report import Report
 from accel.script.training import ScriptTraining
+from accel.settings import check_settings
 
 
 class Following:
@@ -39,7 +40,7 @@ class Following:
         cache: bool,
     ) -> None:
         enable, disable = tuple(enable), tuple(disable)
-        entry.check_settings(nn.Identity(), allow, enable, disable, None, budget, report, cache)
+        check_settings(nn.Identity(), allow, enable, disable, None, budget, report, cache)
         self._options = {
             **{"allow": allow, "budget": budget, "enable": enable, "disable": disable},
             "report": None if report is None else Path(report).absolute(),

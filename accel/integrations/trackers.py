@@ -12,7 +12,8 @@ def metrics(report: Report) -> dict[str, float]:
     """Return the figures of a report by name; what is not known is left out.
 
     `accel/speedup` with `_low` and `_high`, the ends of its 95 % interval; `accel/plain_ms` and `accel/accel_ms`, a
-    step's; `accel/search_s`; `accel/gain/NAME` of each strategy that had a trial.
+    step's; `accel/search_s`; `accel/gain/NAME` of each strategy that had a trial. With `max_batch_size` also
+    `accel/batch_size`, `accel/goodput`, `accel/noise_scale` and `accel/progress`, as of the last decision.
 
     Args:
         report: of `accel.explain`.
@@ -24,6 +25,10 @@ def metrics(report: Report) -> dict[str, float]:
     names = ("speedup", "speedup_low", "speedup_high", "plain_ms", "accel_ms", "search_s")
     figures = {f"accel/{name}": getattr(report, name) for name in names}
     figures.update({f"accel/gain/{row.name}": row.gain for row in report.rows})
+    if report.batch_rows:
+        last = report.batch_rows[-1]
+        figures["accel/batch_size"], figures["accel/goodput"] = last.batch, last.measured or last.goodput
+        figures["accel/noise_scale"], figures["accel/progress"] = last.noise, report.progress
     return {name: float(value) for name, value in figures.items() if value is not None}
 
 

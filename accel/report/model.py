@@ -72,6 +72,25 @@ class Event:
 
 
 @dataclass(kw_only=True)
+class BatchRow:
+    """One decision on the batch size that changed it."""
+
+    step: int
+    """Steps that had ended."""
+    batch: int
+    """Samples of a step from then on, over all ranks."""
+    tried: bool = False
+    """It had not been timed before: the next decision settled or undid it."""
+    why: str = ""
+    goodput: float | None = None
+    """Predicted, samples per second as if of the user's batch; None where nothing was timed yet."""
+    measured: float | None = None
+    """The same by the time of its steps; None until they were timed."""
+    noise: float | None = None
+    """Gradient noise scale, samples; None where it was not known."""
+
+
+@dataclass(kw_only=True)
 class Machine(MachineFacts):
     """Where the run was measured, and with how many processes."""
 
@@ -131,6 +150,14 @@ class Report(ReportHead):
     events: list[Event] = field(default_factory=list)
     plan: dict[str, Any] = field(default_factory=dict)
     """Strategy name → setting, as chosen."""
+    max_batch_size: int | None = None
+    """The most samples of a step, over all ranks; None if the batch size stays."""
+    batch_rows: list[BatchRow] = field(default_factory=list)
+    """Changes of the batch size, the user's own first."""
+    batch_note: str = ""
+    """Why the batch size is not changed, or no more; '' if it may be."""
+    progress: float | None = None
+    """Steps of the user's batch that the steps so far were worth; None if the batch size stays."""
 
     def verdict(self) -> str:
         """Return the outcome in one line, speed first."""

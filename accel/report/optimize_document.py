@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from accel.report import blocks, head
 from accel.report import optimize_pictures as pictures
+from accel.report.batch_section import batch_section
 from accel.report.blocks import Block, Document, Facts, Listing, Paragraph, Section, Table, TableCell, TableRow
 from accel.report.model import Report, StrategyRow
 from accel.report.quiet_rich import cell_len
@@ -144,6 +145,7 @@ def document(report: Report) -> Document:
         sections=[
             Section(name="speed", title="before and after", blocks=list(pictures.speed(report))),
             Section(name="strategies", title="strategies", blocks=list(_strategies(report))),
+            *batch_section(report),
             Section(name="cost", title="cost and what is left", blocks=[cost]),
             *_anatomy(report),
             *head.listed("events", "events", Listing(items=events, mark="", latest=EVENT_LIMIT)),

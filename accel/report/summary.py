@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from accel.report.batch_section import batch_text
 from accel.report.model import NOTHING_REMEMBERED, Report
 from accel.report.optimize_document import limit_text, name_text, search_text
 from accel.report.terminal import Page
@@ -38,6 +39,8 @@ def _sentences(report: Report) -> Iterator[str]:
             yield f"kept: {', '.join(name_text(row) for row in report.rows if row.status == 'kept')}"
     else:
         yield _tried_text(report)
+    if text := batch_text(report):
+        yield f"batch size: {text}"
     yield f"limits the run now: {limit_text(report, remedy=False)}"
     yield f"search: {search_text(report)}"
     if report.cache.startswith(NOTHING_REMEMBERED):

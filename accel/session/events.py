@@ -58,6 +58,20 @@ class StepListener(Protocol):
         """Fetching ahead failed; the loop fetches plainly again, and no batch is lost."""
 
 
+class NoiseSource(Protocol):
+    """Measures the gradient noise in some of the steps."""
+
+    @property
+    def wants_call(self) -> bool:
+        """True while the model's calls should go through `call`."""
+
+    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call of the model, and record it."""
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+
+
 class StepEvents:
     """Turn the loop's events into steps.
 
@@ -86,12 +100,16 @@ class StepEvents:
         self._guard, self._usage, self._loader, self._listener = guard, usage, loader, listener
         self.steps = 0
         """Steps that have ended."""
+        self.boundaries = 0
+        """Boundaries that were passed: also those before the search began, which its steps don't count."""
         self.epochs = 0
         """Epochs of the training loader that have begun."""
         self.begun = False
         """The first boundary has been passed."""
         self.observation: Observation | None = None
         """The profiler's view of the present steps, if they are observed."""
+        self.noise: NoiseSource | None = None
+        """What measures the gradient noise, if something does."""
         self._parameters = {id(p) for p in run.model.parameters()}
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._epoch_is_new = False
@@ -148,6 +166,7 @@ class StepEvents:
         if mode is _RESTING:
             if self._updated or self._batch_is_step():
                 self._updated, self._batches = False, 0
+                self.boundaries += 1
                 self._listener.step_passed()
             return
         self._clock.request()
@@ -155,6 +174,7 @@ class StepEvents:
             self.observation.batch_requested()
         if self._updated or self._batch_is_step():
             self._updated, self._batches = False, 0
+            self.boundaries += 1
             self._listener.step_ended()
 
     def _batch_is_step(self) -> bool:
@@ -211,6 +231,9 @@ class StepEvents:
         if mode is _MEASURING:
             self._clock.update()
         self._guard.before_update(optimizer)
+        if self.noise is not None:
+            with self._state.suspended():  # it may call the model again
+                self.noise.before_update(optimizer)
 
     def _optimizer_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         mode = self._state.mode
@@ -249,16 +272,22 @@ class StepEvents:
             return self._guard.evaluate(call, args, kwargs)
         self._usage.called = True
         if mode is _RESTING:
-            return self._guard.call(call, args, kwargs)
+            return self._called(call, args, kwargs)
         if not self._usage.iterated:
             self._usage.called_without_batch()
         self._clock.call()
         try:
             if self._guard.wants_recording():
                 return self._guard.recorded(args, kwargs)
-            outputs = self._guard.call(call, args, kwargs)
+            outputs = self._called(call, args, kwargs)
             if self.steps < _LEARNING_STEPS or self._run.observed.call_shapes.total() < _LEARNING_CALLS:
                 self._guard.learn(args, kwargs, outputs)
             return outputs
         finally:
             self._clock.returned()
+
+    def _called(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call and check its outputs; one that is recorded for the noise is made plainly."""
+        if self.noise is not None and self.noise.wants_call:
+            return self.noise.call(self._run.gate.plain, args, kwargs)
+        return self._guard.call(call, args, kwargs)

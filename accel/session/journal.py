@@ -10,13 +10,14 @@ import sys
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 import accel
 from accel.profiler.diagnose.consistency import PhaseShares
 from accel.profiler.naming import PHASES_OF
-from accel.report.model import Machine, Report, State
+from accel.report.model import BatchRow, Machine, Report, State
 from accel.run import Run
 from accel.run.machine import machine_name
 from accel.search.controller import Controller
@@ -40,6 +41,25 @@ _LIMITS = {
     "outside.evaluation": "evaluations",
 }
 """Cause → its name in the report, where the bottleneck's name would be mistaken for a phase of the step."""
+
+
+class BatchHistory(Protocol):
+    """What decides the batch size, as the report needs it."""
+
+    @property
+    def max_batch_size(self) -> int:
+        """The most samples of a step, over all ranks."""
+
+    @property
+    def progress(self) -> float:
+        """Steps of the user's batch that the steps so far were worth."""
+
+    @property
+    def note(self) -> str:
+        """Why the batch size is not changed, or no more; '' if it may be."""
+
+    def rows(self) -> list[BatchRow]:
+        """Changes of the batch size, the user's own first."""
 
 
 class Journal:
@@ -75,6 +95,8 @@ class Journal:
             import_module("accel.report.page")
         self.whole = _whole_text(self._target)
         """How to see the whole report."""
+        self.batch: BatchHistory | None = None
+        """What decides the batch size, if anything does."""
         self._replayed = replayed
         self._finished = False
         self._concluded: Report | None = None
@@ -175,6 +197,9 @@ class Journal:
         _anatomy(report, controller)
         _limit(report, controller)
         report.training_same = _training_same(report)
+        if self.batch is not None:
+            report.max_batch_size, report.progress = self.batch.max_batch_size, self.batch.progress
+            report.batch_rows, report.batch_note = self.batch.rows(), self.batch.note
         report.unseen = self._unseen(session)
         if session.rank == 0:
             self._stand_by(report, controller)

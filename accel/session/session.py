@@ -388,6 +388,7 @@ class Session:
     def _quieten(self, action: Action) -> None:
         """Remove the gate from the model's calls when nothing needs it."""
         needed = action.check is not None or action.anatomy or self.switchboard.active or not self._usage.called
+        needed = needed or self.events.noise is not None
         self.run.gate.watch(self.events if needed else None)
 
     # -- ending --------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class RoundRobin:
             raise ValueError(f"batch_size must be at least 1 on every rank, got {min(sizes)}")
         if tail not in get_args(Tail):
             raise ValueError(f"tail must be one of {get_args(Tail)}, got {tail!r}")
-        self.tail, self.drop_last = tail, drop_last
+        self.sizes, self.tail, self.drop_last = tuple(sizes), tail, drop_last
         self._ranks = len(sizes)
         self._ends = np.cumsum(_with_room(sizes, max(sizes)))
         before = np.concatenate([[0], self._ends[: sizes[rank] - 1]])

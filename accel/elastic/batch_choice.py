@@ -1,0 +1,95 @@
+"""Which batch size is better than the present one, whatever the noise scale within its interval may be.
+
+    goodput(M) = M / step time(M) · efficiency(M)
+
+A larger batch must win by a margin even if the noise scale is at its lower end, a smaller one even if it is at its
+upper end: while the truth may lie on either side, the batch stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from accel.goodput.efficiency import Bound, NoiseInterval, efficiency
+
+MARGIN = 1.05
+"""How much better another batch must be. AdaptDL's is the same."""
+_PER_DOUBLING = 2
+"""Batch sizes that are considered between one and its double."""
+
+Seconds = Callable[[int], float]
+"""Time of a step by its batch, measured or predicted."""
+
+
+class Better(NamedTuple):
+    """A batch that is better than another one."""
+
+    batch: int
+    """Samples of a step, over all ranks."""
+    ratio: float
+    """Its goodput over the other's."""
+    speed: float
+    """Its samples per second over the other's."""
+    worth: float
+    """What a sample of it is worth over one of the other's."""
+    noise: float
+    """The noise scale that was reckoned with, samples."""
+
+
+def candidates(base: int, most: int, multiple: int = 1) -> list[int]:
+    """Return the batch sizes that are considered, ascending, from `base` to `most`.
+
+    Args:
+        base: the user's batch, samples over all ranks, a multiple of `multiple`.
+        most: the largest allowed, samples, at least `base`.
+        multiple: what all of them are multiples of: the number of ranks.
+
+    Example:
+        >>> candidates(32, 200)
+        [32, 45, 64, 91, 128, 181, 200]
+    """
+    steps = int(math.log2(most / base) * _PER_DOUBLING)
+    spaced = (base * 2 ** (k / _PER_DOUBLING) / multiple for k in range(steps + 1))
+    return sorted({most // multiple * multiple, *(round(size) * multiple for size in spaced)})
+
+
+def better(now: int, sizes: Sequence[int], base: int, noise: NoiseInterval, seconds: Seconds) -> Better | None:
+    """Return the best batch that is surely better than `now`, or None.
+
+    Args:
+        now: the present batch, samples over all ranks.
+        sizes: those to choose from.
+        base: the user's batch, which efficiency is measured by.
+        noise: the noise scale and its interval.
+        seconds: time of a step by batch.
+
+    Example:
+        >>> noise = NoiseInterval(1000.0, 800.0, 1300.0)
+        >>> better(64, [32, 64, 128, 256], 32, noise, lambda batch: 0.01 + batch * 1e-5).batch
+        256
+    """
+    return _best(now, [size for size in sizes if size > now], base, noise, "low", seconds) or _best(
+        now, [size for size in sizes if size < now], base, noise, "high", seconds
+    )
+
+
+def _best(
+    now: int, sizes: Sequence[int], base: int, noise: NoiseInterval, bound: Bound, seconds: Seconds
+) -> Better | None:
+    if not sizes:
+        return None
+
+    def worth(size: int) -> float:
+        return float(efficiency(size, base, noise.at(size, bound)))
+
+    def goodput(size: int) -> float:
+        return size / seconds(size) * worth(size)
+
+    best = max(sizes, key=goodput)
+    ratio = goodput(best) / goodput(now)
+    if ratio < MARGIN:
+        return None
+    speed = best / seconds(best) / (now / seconds(now))
+    return Better(best, ratio, speed, worth(best) / worth(now), noise.at(best, bound))

@@ -1,0 +1,306 @@
+"""The batch controller in a loop: times its steps, hands out its batches, scales its learning rate.
+
+    loader ──batches of the size decided──▶ loop ──update──▶ optimizer, at the learning rate of that batch
+       ▲                                      │ time, gradient noise
+       └── controller, on rank 0, between two steps ◀──┘
+
+It follows the training loader beside the session that searches for strategies. The two take turns: strategies are tried
+at a batch size that stands, and the batch changes while no strategy is tried.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.passes.proxy import Fetching, LoaderProxy
+from accel.elastic.controller import BatchController, BatchDecision
+from accel.elastic.loss_trend import LossTrend
+from accel.elastic.scaling_rules import Rule
+from accel.elastic.step_rates import StepRates
+from accel.errors import InvalidArgument
+from accel.goodput.efficiency import NoiseInterval
+from accel.goodput.noise_meter import NoiseMeter
+from accel.goodput.noise_scale import NoiseEstimate
+from accel.report.model import BatchRow
+from accel.run import backward
+from accel.run.context import Run
+from accel.run.ranks import Ranks
+from accel.session.session import Session
+from accel.session.turns import TURNS
+
+_WARM_UP = 4
+"""Steps before the first one that is timed."""
+_FIRST_STEPS = 300
+"""In which the search for strategies waits until the batch stands."""
+_AHEAD = 8
+"""Batches by which a rank's loader may run further ahead than another's between two decisions."""
+
+
+class StepEnd:
+    """Stops the clock of a step before anything else hears that it has ended.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.fetching = Fetching()
+        self.at = 0.0
+        self._clock = clock
+
+    def epoch_begins(self, proxy: LoaderProxy) -> None:
+        """Nothing: the step's batch has not been requested."""
+
+    def batch_requested(self) -> None:
+        """Note the time."""
+        self.at = self._clock()
+
+    def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
+        """Nothing."""
+
+    def epoch_ended(self, proxy: LoaderProxy) -> None:
+        """Nothing."""
+
+    def fetching_failed(self, error: Exception) -> None:
+        """Nothing: its fetching is not in use."""
+
+
+class BatchRun:
+    """Let a controller decide the batch size of a loop.
+
+    Args:
+        session: whose steps they are.
+        run: the user's objects.
+        sampler: of the training loader.
+        max_batch_size: the most samples of a step, over all ranks.
+        rule: how the learning rate follows; None for that of each optimizer.
+        say: prints one line for the user.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        run: Run,
+        sampler: ElasticSampler,
+        max_batch_size: int,
+        *,
+        rule: Rule | None = None,
+        say: Callable[[str], None] = lambda line: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.controller: BatchController | None = None
+        """Made once it is known how many batches a step has."""
+        self.fetching = Fetching()
+        self.end = StepEnd(clock)
+        self.max_batch_size = max_batch_size
+        self.note = ""
+        """Why the batch size is not changed, or no more."""
+        self._session, self._run, self._sampler = session, run, sampler
+        self._rule, self._say, self._clock = rule, say, clock
+        self._ranks: Ranks | None = None
+        self._called_at = time.time()
+        self._local_base = sampler.batch_sizes[sampler.rank]
+        self._rates = StepRates(rule, say)
+        self._trend = LossTrend()
+        self._meter: NoiseMeter | None = None
+        self._is_metered = False
+        """The meter was told of the present step's beginning."""
+        self._noise: NoiseInterval | None = None
+        self._steps = 0
+        self._decision_due = _WARM_UP
+        self._batches = self._samples = 0
+        """Of the present step: a loop may accumulate the gradients of several batches."""
+        self._per_step = 1
+        self._is_first = True
+        self._began = 0.0
+        self._alive = True
+        backward.listen(self)
+        TURNS.join(self)
+        TURNS.step(self)  # so that the session, whose first step comes before this one's, waits
+
+    # -- the report (journal.BatchHistory) -----------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> float:
+        """Steps of the user's batch that the steps so far were worth."""
+        return self._rates.progress
+
+    def rows(self) -> list[BatchRow]:
+        """Return the changes of the batch size, the user's own first."""
+        if self.controller is None:
+            return []
+        return [
+            BatchRow(
+                step=decision.step,
+                batch=decision.batch,
+                tried=decision.tried,
+                why=decision.why,
+                goodput=decision.goodput or None,
+                measured=decision.measured or None,
+                noise=decision.noise,
+            )
+            for decision in self.controller.decisions
+        ]
+
+    # -- whose turn it is (turns.Searcher) -----------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """For the message that the search for strategies waits."""
+        return "the batch size"
+
+    @property
+    def searching(self) -> bool:
+        """True until a batch has stood through a decision, in the first steps only."""
+        if not self._alive or self._steps > _FIRST_STEPS:
+            return False
+        return self.controller is None or not self.controller.is_settled
+
+    # -- the loader (listeners.Follower) -------------------------------------------------------------------------------
+
+    def epoch_begins(self, proxy: LoaderProxy) -> None:
+        """The first step of an epoch includes starting the loader: it is not timed."""
+        self._is_first = True
+
+    def batch_requested(self) -> None:
+        """End the step, if an optimizer has stepped since the last one."""
+        if self._session.events.boundaries != self._steps:
+            self._steps = self._session.events.boundaries
+            if self._alive:
+                try:
+                    self._step_ended()
+                except Exception as error:
+                    self._fail(error)
+            self._batches = self._samples = 0
+        if not self._batches:
+            self._begin_step()
+
+    def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
+        """Count the batch, and let the learning rate follow the size of the step."""
+        self._sampler.advance()
+        self._batches += 1
+        self._samples += self._sampler.samples_in_hand
+        if not self._alive or self.controller is None:
+            return
+        if self._is_metered and self._meter is not None:
+            self._meter.begin_batch(self._sampler.fresh)
+        self._rates.follow(self._samples, self.controller.base_batch, self._noise, self._epoch)
+
+    def epoch_ended(self, proxy: LoaderProxy) -> None:
+        """Let the sampler go on to the next epoch."""
+        self._sampler.end_epoch()
+
+    def fetching_failed(self, error: Exception) -> None:
+        """Nothing: its fetching is not in use."""
+
+    # -- the backward pass (backward.BackwardListener) -----------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """Nothing: what the pass begins at is the same at its end."""
+
+    def backward_ended(self, roots: list[Tensor]) -> None:
+        """Take the loss."""
+        self._trend.add(roots)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _epoch(self) -> float:
+        return self._sampler.epoch + self._sampler.position / max(1, self._sampler.length)
+
+    def _begin_step(self) -> None:
+        # Strategies that are tried would disturb the noise's measurement, and the other way round.
+        self._is_metered = self._alive and self._meter is not None and not self._session.searching
+        if self._is_metered and self._meter is not None:
+            self._meter.begin_step()
+        self._began = self._clock()
+
+    def _step_ended(self) -> None:
+        TURNS.step(self)
+        self._rates.adopt(self._run.optimizers)
+        is_usual = not self._is_first and not self._session.searching
+        self._is_first = False
+        if self._is_metered and self._meter is not None:
+            is_usual = is_usual and not self._meter.is_measuring
+            self._meter.end_step()
+        if is_usual and self.controller is not None:
+            self.controller.timed(self._samples, self.end.at - self._began)
+        if self._steps >= self._decision_due and not self._session.searching:
+            self._decide()
+
+    def _decide(self) -> None:
+        if self.controller is None:
+            self._begin()
+        assert self._ranks is not None and self._meter is not None
+        if self._meter.refusal:
+            raise InvalidArgument(f"the gradient noise can't be measured: {self._meter.refusal}")
+        self._noise = _interval(self._meter.noise.estimate(learns=self._trend.falls()))
+        ahead = self._sampler.dealt_ahead
+        decision, most_ahead = self._ranks.decide(ahead, self._decision, "did not come to decide on the batch size")
+        self._decision_due = self._steps + decision.steps
+        self._take(decision, most_ahead)
+
+    def _begin(self) -> None:
+        """Make the controller, with the batch that the loop has without it."""
+        self._ranks = Ranks()
+        self._ranks.join(since=self._called_at)
+        self._per_step = max(1, self._batches)
+        replicas = self._sampler.num_replicas
+        base = self._local_base * replicas * self._per_step
+        nodes = -(-replicas // int(os.environ.get("LOCAL_WORLD_SIZE", replicas)))
+        self.controller = BatchController(base, self.max_batch_size, replicas=replicas, nodes=nodes)
+        self._meter = NoiseMeter(self._run.model, self._run.optimizers, replicas=replicas, clock=self._clock)
+        self._session.events.noise = self._meter
+
+    def _decision(self, ahead: list[int]) -> tuple[BatchDecision, int]:
+        assert self.controller is not None
+        return self.controller.decide(self._steps, self._noise), max(ahead)
+
+    def _take(self, decision: BatchDecision, most_ahead: int) -> None:
+        """Let the loader make batches of the size decided."""
+        local = max(self._local_base, decision.batch // (self._sampler.num_replicas * self._per_step))
+        if local == self._sampler.batch_sizes[self._sampler.rank]:
+            return
+        alone = self._sampler.num_replicas == 1
+        self._sampler.set_batch_size(local, delay=None if alone else most_ahead + _AHEAD)
+        self._say(f"batch size {decision.batch}: {decision.why}")
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: Exception) -> None:
+
+        text = str(error) if isinstance(error, InvalidArgument) else f"{type(error).__name__}: {error}"
+        self.note = f"the loop's own from step {self._steps} on: {text}"
+        self.close()
+        warnings.warn(f"the batch size is {self.note}", RuntimeWarning, stacklevel=5)
+
+    def close(self) -> None:
+        """Let the loop go on with the user's batch and learning rate."""
+        if not self._alive:
+            return
+        self._alive = False
+        TURNS.leave(self)
+        backward.forget(self)
+        self._rates.close()
+        if self._meter is not None:
+            self._session.events.noise = None
+            self._meter.close()
+        self._sampler.set_batch_size(self._local_base)
+
+
+def _interval(estimate: NoiseEstimate) -> NoiseInterval | None:
+    """Return the noise scale as the controller takes it; None before it was measured."""
+    if math.isnan(estimate.phi):
+        return None
+    # Few measurements may put the variance below 0.
+    phi = max(estimate.phi, estimate.low, 0.0)
+    return NoiseInterval(phi, estimate.low, max(estimate.high, phi))

@@ -1,0 +1,253 @@
+"""The batch controller: what batch size the coming steps take, decided between two steps, and why.
+
+The present batch is *settled*: its steps have been timed. A better one that has been timed before is settled at once.
+One that has not is *tried*: real steps are trained with it, and it stays only if its measured time still makes it
+better. At most twice the largest batch timed so far is tried, so a prediction that is wrong costs a few steps.
+
+    settled ──a larger batch is better, as predicted──▶ tried ──as measured too──▶ settled
+       ▲                                                  │ no
+       └──────────────────────────────────────────────────┘
+
+It knows numbers only: no model, no clock, no process group. `accel.elastic.batch_run` connects it with a loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from accel.elastic.batch_choice import Better, better, candidates
+from accel.errors import InvalidArgument
+from accel.goodput.efficiency import NoiseInterval, efficiency
+from accel.goodput.fit import fit
+from accel.goodput.observations import Configuration, Observations
+from accel.goodput.throughput import ThroughputModel
+
+TIMED = 12
+"""Steps of a batch by whose median it is judged."""
+_GROWTH = 2
+"""Times the largest batch timed so far, which a batch that is tried may have at most."""
+_PATIENCE = 16, 256
+"""Steps until the next decision: after a change, and once nothing has changed for long; doubled each time."""
+_RETRY = 256
+"""Steps until a batch that was tried in vain may be tried again; doubled each time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchDecision:
+    """What was decided between two steps."""
+
+    step: int
+    """Steps that had ended."""
+    batch: int
+    """Samples of a step from now on, over all ranks."""
+    tried: bool
+    """The batch has not been timed before: it is settled or undone at the next decision."""
+    why: str
+    goodput: float
+    """Predicted, samples per second as if of the user's batch; 0 before any step was timed."""
+    measured: float
+    """The same by the time of its steps, as of the latest decision since; 0 until they were timed."""
+    noise: float | None
+    """The noise scale, samples; None while it is not known."""
+    steps: int
+    """Until the next decision, at least."""
+
+
+class BatchController:
+    """Decide the batch size by goodput.
+
+    Args:
+        base_batch: samples of a step as the user wrote it, over all ranks.
+        max_batch_size: the most samples of a step, over all ranks.
+        replicas: ranks.
+        nodes: hosts.
+
+    Raises:
+        InvalidArgument: if `max_batch_size` is below the user's batch.
+
+    Example:
+        >>> controller = BatchController(base_batch=32, max_batch_size=128)
+        >>> for _ in range(12):
+        ...     controller.timed(32, 0.010)
+        >>> noise = NoiseInterval(2000.0, 1500.0, 2600.0)
+        >>> controller.decide(12, noise).batch  # tried: nothing is known yet of larger ones
+        64
+    """
+
+    def __init__(self, base_batch: int, max_batch_size: int, *, replicas: int = 1, nodes: int = 1) -> None:
+        if max_batch_size < base_batch:
+            raise InvalidArgument(
+                f"max_batch_size must be at least the loader's batch, {base_batch} samples over {replicas} "
+                f"rank{'s'[: replicas > 1]}, got {max_batch_size}; raise it, or leave it out to keep the batch"
+            )
+        self.base_batch, self.replicas, self.nodes = base_batch, replicas, nodes
+        self.sizes = candidates(base_batch, max_batch_size, replicas)
+        self.decisions: list[BatchDecision] = []
+        self.times = Observations()
+        self.model: ThroughputModel | None = None
+        self._settled = self._now = base_batch
+        self._largest = float("inf")
+        """The largest batch that fits into memory."""
+        self._patience = _PATIENCE[0]
+        self._timed: set[int] = set()
+        self._failures: dict[int, tuple[int, int]] = {}
+        """Batches tried in vain: how often, and at which step last."""
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step now, over all ranks."""
+        return self._now
+
+    @property
+    def is_settled(self) -> bool:
+        """True once the noise is known, while nothing is being tried and the last decision changed nothing."""
+        return self._settled == self._now and self._patience > _PATIENCE[0]
+
+    def timed(self, batch: int, seconds: float) -> None:
+        """Take in the time of one step.
+
+        Args:
+            batch: samples of it, over all ranks; others than those decided on, as an epoch's last, are left out.
+            seconds: > 0.
+        """
+        if batch != self._now or not seconds > 0:
+            return
+        configuration = self._configuration(batch)
+        self.times.add(configuration, seconds)
+        if self.times.count(configuration) >= TIMED:
+            self._timed.add(batch)
+
+    def steps_missing(self) -> int:
+        """Return how many steps of the present batch have still to be timed before the next decision."""
+        return max(0, TIMED - self.times.count(self._configuration(self._now)))
+
+    def limit(self, batch: int) -> None:
+        """Take no batch of so many samples or more from now on: it did not fit into memory."""
+        self._largest = min(self._largest, batch)
+        if self._now >= self._largest:
+            self._now = self._settled = max(self._fitting())
+
+    def decide(self, step: int, noise: NoiseInterval | None) -> BatchDecision:
+        """Return what to do from here, and do it.
+
+        Args:
+            step: steps that have ended.
+            noise: the noise scale; None while it is not known, and then nothing grows.
+        """
+        before, settled = self._now, self._settled
+        if missing := self.steps_missing():
+            return self._decided(step, noise, "the steps of this batch are still being timed", missing)
+        self._complete_last(noise)
+        self.model = fit(self.times, self.model)
+        if noise is None or (noise.low == 0 and noise.high == math.inf):
+            return self._decided(step, noise, "the noise scale is not known yet", _PATIENCE[0])
+        self._forget_old_failures(step)
+        choice = better(settled, self._reachable(), self.base_batch, noise, self._seconds)
+        self._now = settled if choice is None else choice.batch
+        if self._now in self._timed:
+            self._settled = self._now
+        if before > max(self._now, settled):
+            count, _ = self._failures.get(before, (0, 0))
+            self._failures[before] = (count + 1, step)
+        self._patience = _PATIENCE[0] if self._now != before else min(2 * self._patience, _PATIENCE[1])
+        return self._decided(step, noise, self._why(before, settled, choice), self._patience)
+
+    def _forget_old_failures(self, step: int) -> None:
+        """Let a batch that was tried in vain be tried again later: the machine may have been busy just then."""
+        for batch, (count, since) in list(self._failures.items()):
+            if batch in self._timed and step - since >= _RETRY * 2**count:
+                self._timed.discard(batch)
+                self.times.forget(self._configuration(batch))
+
+    def _reachable(self) -> list[int]:
+        return [size for size in self._fitting() if size <= _GROWTH * max(self._timed)]
+
+    def _fitting(self) -> list[int]:
+        return [size for size in self.sizes if size < self._largest] or self.sizes[:1]
+
+    def _configuration(self, batch: int) -> Configuration:
+        return Configuration(self.nodes, self.replicas, batch // self.replicas)
+
+    def _seconds(self, batch: int) -> float:
+        """Return the time of a step: measured; of a batch that was never timed, predicted.
+
+        While only one batch has been timed nothing says what a larger one takes. It is then hoped to take as long: a
+        try shows.
+        """
+        if batch in self._timed:
+            return self.times.median(self._configuration(batch))
+        nearest = min(self._timed, key=lambda known: abs(known - batch))
+        known_s = self.times.median(self._configuration(nearest))
+        if len(self._timed) == 1:
+            return known_s if batch > nearest else known_s * batch / nearest
+        assert self.model is not None
+        return known_s * self._predicted_s(batch) / self._predicted_s(nearest)
+
+    def _predicted_s(self, batch: int) -> float:
+        assert self.model is not None
+        return float(self.model.step_s(self.nodes, self.replicas, batch / self.replicas))
+
+    def _goodput(self, batch: int, noise: NoiseInterval | None) -> float:
+        # Without a known noise scale a larger batch counts for no more than the user's.
+        scale = 0.0 if noise is None else noise.at(batch)
+        return batch / self._seconds(batch) * float(efficiency(batch, self.base_batch, scale))
+
+    def _why(self, before: int, settled: int, choice: Better | None) -> str:
+        if choice is None and self._now == before:
+            return "no other batch is clearly better"
+        if choice is None:
+            return f"a step of {before} samples takes too long for what it is worth"
+        noise = "pure noise" if choice.noise == float("inf") else f"a noise scale of {choice.noise:.3g}"
+        return (
+            f"{choice.ratio:.2f}x the goodput of {settled}: {choice.speed:.2f}x the samples per second, each worth "
+            f"{choice.worth:.2f} at {noise}"
+        )
+
+    def _decided(self, step: int, noise: NoiseInterval | None, why: str, steps: int) -> BatchDecision:
+        """Return the decision, and keep it if it changes the batch."""
+        goodput = self._goodput(self._now, noise) if self._timed else 0.0
+        is_timed = self._now in self._timed
+        decision = BatchDecision(
+            step=step,
+            batch=self._now,
+            tried=not is_timed,
+            why=why,
+            goodput=goodput,
+            measured=goodput if is_timed else 0.0,
+            noise=None if noise is None else noise.phi,
+            steps=steps,
+        )
+        if not self.decisions or self.decisions[-1].batch != decision.batch:
+            self.decisions.append(decision)
+        return decision
+
+    def _complete_last(self, noise: NoiseInterval | None) -> None:
+        """Add what the steps since the last decision have shown to it."""
+        if self.decisions:
+            last = self.decisions[-1]
+            scale = last.noise if noise is None else noise.phi
+            measured = self._goodput(self._now, noise)
+            self.decisions[-1] = replace(last, tried=False, measured=measured, noise=scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been learnt and decided, as values that JSON can hold."""
+        return {
+            "times": self.times.state_dict(),
+            "batch": self._settled,
+            "decisions": [asdict(decision) for decision in self.decisions],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, also on another number of ranks: the batch is then the nearest that they can share."""
+        self.times.load_state_dict(state["times"])
+        self.decisions = [BatchDecision(**each) for each in state["decisions"]]
+        own = (self.nodes, self.replicas)
+        self._timed = {
+            configuration.local_batch * configuration.replicas
+            for configuration in self.times.configurations()
+            if (configuration.nodes, configuration.replicas) == own and self.times.count(configuration) >= TIMED
+        }
+        self._settled = self._now = min(self._fitting(), key=lambda size: abs(size - state["batch"]))

@@ -1,0 +1,75 @@
+"""The learning rates of a run's optimizers follow the batch of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch.optim import Optimizer
+
+from accel.elastic.learning_rate import LearningRateScaler
+from accel.elastic.scaling_rules import BatchScale, NoScaling, Rule
+from accel.goodput.efficiency import NoiseInterval
+
+
+class StepRates:
+    """Scale the learning rate of each optimizer by the batch of the step.
+
+    Args:
+        rule: for all of them; None for that of each.
+        say: prints one line for the user.
+    """
+
+    def __init__(self, rule: Rule | None, say: Callable[[str], None]) -> None:
+        self._rule, self._say = rule, say
+        self._scalers: list[tuple[Optimizer, LearningRateScaler]] = []
+        self._scale: BatchScale | None = None
+
+    @property
+    def progress(self) -> float:
+        """Steps of the user's batch that the steps so far were worth."""
+        return max((scaler.progress for _, scaler in self._scalers), default=0.0)
+
+    def adopt(self, optimizers: Iterable[Optimizer]) -> None:
+        """Scale these too, from their next step on.
+
+        Raises:
+            InvalidArgument: if the step of one can't be scaled.
+        """
+        known = {id(optimizer) for optimizer, _ in self._scalers}
+        for optimizer in optimizers:
+            if id(optimizer) in known:
+                continue
+            scaler = LearningRateScaler(optimizer, self._rule)
+            if isinstance(scaler.rule, NoScaling) and scaler.rule.reason:
+                self._say(scaler.rule.reason)
+            if self._scale is not None:
+                scaler.update(self._scale)
+            self._scalers.append((optimizer, scaler))
+
+    def follow(self, samples: int, base: int, noise: NoiseInterval | None, epoch: float) -> None:
+        """Take the batch of the step in hand; a smaller one than the user's, as an epoch's last, counts as that.
+
+        Args:
+            samples: of the step so far, over all ranks.
+            base: the user's batch.
+            noise: the noise scale; None while it is not known.
+            epoch: passes over the data so far.
+        """
+        scale = BatchScale(
+            batch_size=max(samples, base),
+            base_batch_size=base,
+            noise=None if noise is None else noise.phi,
+            noise_bounds=None if noise is None else (noise.low, noise.high),
+            epoch=round(epoch, 2),  # a rule is asked again only when something changes
+        )
+        is_plain = scale.batch_size == base and (self._scale is None or self._scale.batch_size == base)
+        if is_plain or scale == self._scale:
+            return
+        self._scale = scale
+        for _, scaler in self._scalers:
+            scaler.update(scale)
+
+    def close(self) -> None:
+        """Leave the optimizers as they were."""
+        for _, scaler in self._scalers:
+            scaler.close()

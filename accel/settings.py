@@ -1,0 +1,122 @@
+"""The arguments of `optimize`, checked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from accel import strategies
+from accel.errors import InvalidArgument
+from accel.search.budget import Budget
+from accel.search.plan import Plan
+from accel.strategies.base import Exactness
+
+if TYPE_CHECKING:
+    from accel.elastic.scaling_rules import Rule
+
+_ALLOW = {level.word: level for level in Exactness}
+
+
+@dataclass(frozen=True)
+class OptimizeSettings:
+    """The options of a call, checked."""
+
+    level: Exactness
+    enable: frozenset[str]
+    disable: frozenset[str]
+    plan: Plan | None
+    budget: Budget
+    report: str | None
+    cache: bool
+    max_batch_size: int | None = None
+    scaling_rule: Rule | None = None
+
+
+def check_settings(
+    model: nn.Module,
+    allow: Any,
+    enable: Any,
+    disable: Any,
+    plan: Any,
+    budget: Any,
+    report: Any,
+    cache: Any,
+    max_batch_size: Any = None,
+    scaling_rule: Any = None,
+) -> OptimizeSettings:
+    """Return checked arguments of `optimize`; raises InvalidArgument for one that is wrong."""
+    level = _check_allow(allow)
+    enabled, disabled = strategies.check_names("enable", enable), strategies.check_names("disable", disable)
+    if enabled & disabled:
+        raise InvalidArgument(f"{sorted(enabled & disabled)} are in both enable and disable; keep them in one")
+    replayed = _check_plan(plan, model)
+    if replayed is not None:  # passing a plan enables its strategies
+        enabled |= frozenset(replayed.strategies) - disabled
+    if not isinstance(cache, bool):
+        raise InvalidArgument(f"cache must be True or False, got {cache!r}; ACCEL_CACHE=FOLDER names the folder")
+    target = None if report is None else os.fspath(report)
+    _check_batch(max_batch_size, scaling_rule)
+    return OptimizeSettings(
+        level, enabled, disabled, replayed, Budget.parse(budget), target, cache, max_batch_size, scaling_rule
+    )
+
+
+def _check_batch(max_batch_size: Any, scaling_rule: Any) -> None:
+    if scaling_rule is not None and max_batch_size is None:
+        raise InvalidArgument("scaling_rule needs max_batch_size: at a fixed batch there is nothing to scale by")
+    if max_batch_size is not None and (not isinstance(max_batch_size, int) or isinstance(max_batch_size, bool)):
+        raise InvalidArgument(f"max_batch_size must be a number of samples or None, got {max_batch_size!r}")
+    if scaling_rule is not None and not (callable(scaling_rule) or hasattr(scaling_rule, "multipliers")):
+        raise InvalidArgument(
+            "scaling_rule must be a rule of accel.elastic.scaling_rules or a function of a BatchScale, got "
+            f"{_kind(scaling_rule)}; AdaScale() is one"
+        )
+
+
+def check_objects(model: Any, loader: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        swapped = " (model and loader are swapped)" if isinstance(loader, nn.Module) else ""
+        raise InvalidArgument(f"model must be a torch.nn.Module, got {_kind(model)}{swapped}; pass the module itself")
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise InvalidArgument(f"loader must be iterable, got {_kind(loader)}; pass the DataLoader of the training loop")
+    with contextlib.suppress(TypeError, NotImplementedError):  # an iterable dataset has no length
+        if len(loader) == 0:
+            raise InvalidArgument("loader must hold at least one batch, it is empty; check the dataset and drop_last")
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, Optimizer):
+        raise InvalidArgument(
+            f"optimizer must be a torch.optim.Optimizer, got {_kind(optimizer)}; leave it out instead"
+        )
+    mine = {id(p) for p in model.parameters()}
+    if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        raise InvalidArgument(
+            f"optimizer must hold parameters of the model, this {type(optimizer).__name__} holds none of "
+            f"{type(model).__name__}'s; make it from model.parameters() after the model is on its device"
+        )
+
+
+def _kind(thing: Any) -> str:
+    return f"a {type(thing).__name__}" if thing is not None else "None"
+
+
+def _check_allow(allow: Any) -> Exactness:
+    if not isinstance(allow, str) or allow not in _ALLOW:
+        raise InvalidArgument(f"allow must be one of {', '.join(map(repr, _ALLOW))}, got {allow!r}")
+    return _ALLOW[allow]
+
+
+def _check_plan(plan: Any, model: nn.Module) -> Plan | None:
+    if plan is None:
+        return None
+    if not isinstance(plan, Plan | str | os.PathLike):
+        raise InvalidArgument(f"plan must be a plan or the path of its file, got {_kind(plan)}")
+    loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+    loaded.check(model)
+    strategies.check_names("plan", loaded.strategies)
+    return loaded

@@ -1,0 +1,287 @@
+"""The batch size in real loops: decided while they train, with the learning rate of each step, and nothing lost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import accel
+from accel import entry
+from accel.elastic.batch_run import BatchRun
+from accel.elastic.scaling_rules import BatchScale, Linear, NoScaling
+from accel.errors import InvalidArgument
+from accel.goodput.efficiency import NoiseInterval
+from accel.integrations.trackers import metrics
+
+PLAIN = {"cache": False, "budget": 0.001}
+
+
+class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
+    """Samples with their number, which `seen` counts."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(count, 8, generator=generator)
+        self.y = self.x.sum(1, keepdim=True)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return self.x[index], self.y[index], index
+
+
+class Clock:
+    """Counts what is done: 1 ms for a step, and a bit for each sample."""
+
+    def __init__(self) -> None:
+        self.now, self.sample_s = 0.0, 1e-6
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Time the batch run's steps by a clock of the test's own, and skip the search for strategies."""
+    clock = Clock()
+    plain = BatchRun.__init__
+
+    def init(self: BatchRun, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **{**kwargs, "clock": clock})
+
+    monkeypatch.setattr(BatchRun, "__init__", init)
+    monkeypatch.setattr("accel.session.session.Session.searching", property(lambda self: False))
+    return clock
+
+
+def known_noise(monkeypatch: pytest.MonkeyPatch, phi: float) -> None:
+    noise = NoiseInterval(phi, 0.8 * phi, 1.2 * phi)
+    monkeypatch.setattr("accel.elastic.batch_run._interval", lambda estimate: noise)
+
+
+def batch_run(model: nn.Module) -> BatchRun:
+    optimized = entry.optimized(model)
+    assert optimized is not None
+    assert optimized.batch_run is not None
+    return optimized.batch_run
+
+
+def train(
+    model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer, clock: Clock, each: Callable[[int], None] = print
+) -> list[list[int]]:
+    """Train for one epoch, and return the samples of each batch."""
+    taken = []
+    for step, (x, y, index) in enumerate(loader):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        clock.now += 1e-3 + len(x) * clock.sample_s
+        optimizer.step()
+        taken.append(index.tolist())
+        each(step)
+    return taken
+
+
+def nothing(step: int) -> None:
+    pass
+
+
+@pytest.fixture
+def job() -> Iterator[tuple[nn.Module, DataLoader[Any], torch.optim.Optimizer]]:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    yield model, DataLoader(Numbered(3000), batch_size=8, shuffle=True), torch.optim.SGD(model.parameters(), 0.01)
+    accel.undo(model)
+
+
+def test_the_batch_grows_by_goodput_and_each_epoch_has_each_sample_once(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known_noise(monkeypatch, 5000.0)
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=256, **PLAIN)
+    epochs = [train(model, loader, optimizer, clock, nothing) for _ in range(3)]
+
+    for epoch in epochs:
+        assert sorted(itertools.chain(*epoch)) == list(range(3000))
+    assert len({tuple(itertools.chain(*epoch)) for epoch in epochs}) == 3  # shuffled anew
+    sizes = [len(batch) for batch in itertools.chain(*epochs)]
+    assert sizes[0] == 8
+    assert max(sizes) == 256
+    assert batch_run(model).controller.batch == 256  # type: ignore[union-attr]
+    assert len(loader) == -(-3000 // 256)
+
+
+def test_each_step_runs_at_the_learning_rate_of_its_batch(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known_noise(monkeypatch, 5000.0)
+    model, loader, optimizer = job
+    weights = [p for p in model.parameters()]
+    before: list[Tensor] = []
+    ratios: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: before.append(torch.cat([p.detach().flatten() for p in weights])))
+
+    def moved(*_: Any) -> None:
+        after = torch.cat([p.detach().flatten() for p in weights])
+        gradient = torch.cat([p.grad.flatten() for p in weights if p.grad is not None])
+        ratios.append(float((before[-1] - after).norm() / gradient.norm()) / 0.01)
+
+    optimizer.register_step_post_hook(moved)
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, scaling_rule=Linear(), **PLAIN)
+    taken = train(model, loader, optimizer, clock, nothing)
+
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    for ratio, batch in zip(ratios[5:], taken[5:], strict=True):
+        assert ratio == pytest.approx(max(1.0, len(batch) / 8), rel=1e-3)
+    assert {len(batch) for batch in taken} >= {8, 16, 32, 64}
+
+
+def test_a_loop_that_accumulates_keeps_its_batches_per_step(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known_noise(monkeypatch, 5000.0)
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    seen: list[int] = []
+    for number, (x, y, index) in enumerate(loader):
+        (nn.functional.mse_loss(model(x), y) / 2).backward()
+        clock.now += 1e-3 + len(x) * clock.sample_s
+        seen += index.tolist()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    controller = batch_run(model).controller
+    assert controller is not None
+    assert controller.base_batch == 16
+    assert controller.batch == 64
+    assert loader.batch_sampler.batch_sizes == (32,)
+    assert sorted(seen) == list(range(3000))
+
+
+def test_the_noise_of_the_loop_itself_lets_it_grow_and_its_labels_noise_does_not(clock: Clock) -> None:
+    """Real measurements: a regression that is learnt, and one whose labels are random."""
+    final = {}
+    for name in ("learnt", "random"):
+        torch.manual_seed(0)
+        x = torch.randn(4000, 8)
+        y = x.sum(1, keepdim=True) + 3 * torch.randn(4000, 1) if name == "learnt" else torch.randn(4000, 1)
+        model = nn.Linear(8, 1)
+        nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+        loader: Any = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.001)
+        model, loader, optimizer = accel.optimize(model, loader, optimizer, max_batch_size=512, **PLAIN)
+        for step, (a, b) in enumerate(itertools.chain(loader, loader)):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(a), b).backward()
+            clock.now += 1e-3 + len(a) * clock.sample_s
+            optimizer.step()
+            if step == 600:
+                break
+        controller = batch_run(model).controller
+        assert controller is not None
+        final[name] = controller.batch
+        accel.undo(model)
+
+    assert final["learnt"] >= 32
+    assert final["random"] == 8
+
+
+def test_undo_goes_back_to_the_loops_batch_and_each_epoch_is_whole(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known_noise(monkeypatch, 5000.0)
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    first = train(model, loader, optimizer, clock, lambda step: accel.undo(model) if step == 70 else None)
+    second = train(model, loader, optimizer, clock, nothing)
+    third = train(model, loader, optimizer, clock, nothing)
+
+    assert len(first[70]) == 64
+    assert {len(batch) for batch in second} == {8}
+    assert [sorted(itertools.chain(*epoch)) for epoch in (first, second, third)] == [list(range(3000))] * 3
+    assert second != third
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_the_report_says_what_was_decided_and_why(job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    known_noise(monkeypatch, 5000.0)
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    train(model, loader, optimizer, clock, nothing)
+    report = accel.explain(model)
+
+    assert report.max_batch_size == 64
+    assert [row.batch for row in report.batch_rows] == [8, 16, 32, 64]
+    assert "2.00x the samples per second" in report.batch_rows[1].why
+    assert report.batch_rows[1].measured == pytest.approx(report.batch_rows[1].goodput, rel=0.05)
+    assert report.progress is not None
+    assert report.progress > report.steps
+    assert "8 → 64 samples" in str(report)
+    assert metrics(report)["accel/batch_size"] == 64
+
+
+def test_a_loop_whose_noise_cannot_be_measured_keeps_its_batch_and_the_report_says_why(clock: Clock) -> None:
+    model = nn.Embedding(50, 4, sparse=True)
+    data = TensorDataset(torch.randint(0, 50, (400,)))
+    loader: Any = DataLoader(data, batch_size=4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, max_batch_size=64, **PLAIN)
+
+    def epoch() -> None:
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    with pytest.warns(RuntimeWarning, match="the gradient noise can't be measured: a gradient is sparse"):
+        epoch()
+
+    assert "can't be measured" in accel.explain(model).batch_note
+    assert loader.batch_sampler.batch_sizes == (4,)
+    accel.undo(model)
+
+
+def test_a_rule_of_ones_own_is_asked(job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    known_noise(monkeypatch, 5000.0)
+    asked: list[BatchScale] = []
+
+    def rule(batch: BatchScale) -> float:
+        asked.append(batch)
+        return 1.0
+
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=16, scaling_rule=rule, **PLAIN)
+    train(model, loader, optimizer, clock, nothing)
+    assert {batch.batch_size for batch in asked} >= {16}
+    assert asked[-1].base_batch_size == 8
+    assert asked[-1].noise == 5000.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"max_batch_size": 4}, "at least the loader's batch over all ranks, 8 samples, got 4; raise it"),
+        ({"max_batch_size": 8.0}, "a number of samples or None, got 8.0"),
+        ({"max_batch_size": True}, "a number of samples or None, got True"),
+        ({"scaling_rule": NoScaling()}, "scaling_rule needs max_batch_size"),
+        ({"max_batch_size": 64, "scaling_rule": 2}, "a rule of accel.elastic.scaling_rules or a function"),
+    ],
+)
+def test_wrong_arguments_are_refused(job: Any, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        accel.optimize(*job, **arguments)
+
+
+def test_one_loader_has_one_batch_size(job: Any) -> None:
+    loader = accel.optimize(*job, max_batch_size=64, **PLAIN)[1]
+    again = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    assert again[1] is loader  # the plain loader once more, as in a loop over folds
+
+    other = nn.Linear(8, 1)
+    with pytest.raises(InvalidArgument, match="must be given for one model of a loop"):
+        accel.optimize(other, loader, max_batch_size=64)
+    accel.optimize(other, loader, **PLAIN)
+    accel.undo(other)

@@ -1,0 +1,201 @@
+"""The batch controller on simulated jobs: it finds a good batch, stays there, and never leaves the bounds."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel.elastic.batch_choice import MARGIN, better, candidates
+from accel.elastic.controller import BatchController, BatchDecision
+from accel.errors import InvalidArgument
+from accel.goodput.efficiency import NoiseInterval, efficiency
+
+PURE_NOISE = NoiseInterval(math.inf, 0.0, math.inf)
+
+
+class Job:
+    """A job with steps of `fixed + sample · batch` seconds, give or take a spread, and a gradient noise scale."""
+
+    def __init__(self, fixed: float, sample: float, noise: NoiseInterval | None, seed: int = 0, spread: float = 0.05):
+        self.fixed, self.sample, self.noise, self.spread = fixed, sample, noise, spread
+        self.random = random.Random(seed)
+        self.due = self.step = 0
+        self.batches: list[int] = []
+
+    def seconds(self, batch: int) -> float:
+        return self.fixed + self.sample * batch
+
+    def run(self, controller: BatchController, steps: int) -> list[BatchDecision]:
+        decisions = []
+        for _ in range(steps):
+            self.step += 1
+            controller.timed(
+                controller.batch, self.seconds(controller.batch) * self.random.lognormvariate(0, self.spread)
+            )
+            if self.step >= self.due:
+                decisions.append(controller.decide(self.step, self.noise))
+                self.due = self.step + decisions[-1].steps
+            self.batches.append(controller.batch)
+        return decisions
+
+    def goodput(self, batch: int, base: int) -> float:
+        assert self.noise is not None
+        return batch / self.seconds(batch) * efficiency(batch, base, self.noise.phi)
+
+
+def interval(phi: float, width: float = 1.3) -> NoiseInterval:
+    return NoiseInterval(phi, phi / width, phi * width)
+
+
+jobs = st.builds(
+    Job,
+    fixed=st.floats(1e-4, 0.1),
+    sample=st.floats(1e-6, 1e-3),
+    noise=st.builds(interval, st.floats(1.0, 1e6)),
+    seed=st.integers(0, 2**16),
+)
+
+
+@settings(max_examples=20)  # each is some ten fits
+@given(job=jobs, base=st.integers(1, 300), growth=st.floats(1.0, 300.0), replicas=st.integers(1, 8))
+def test_it_stays_within_bounds_and_gets_near_the_best(job: Job, base: int, growth: float, replicas: int) -> None:
+    base *= replicas
+    most = int(base * growth)
+    controller = BatchController(base, most, replicas=replicas)
+    job.run(controller, 600)
+
+    assert all(base <= batch <= most and batch % replicas == 0 for batch in job.batches)
+    best = max(job.goodput(size, base) for size in controller.sizes)
+    # A larger batch must be better by the margin at the lower end of the noise scale: at most its width is left.
+    assert job.goodput(controller.batch, base) > best / (MARGIN * 1.3 * 1.1)
+
+
+@settings(max_examples=20)  # each is some ten fits
+@given(job=jobs)
+def test_it_does_not_oscillate_on_constant_noise(job: Job) -> None:
+    controller = BatchController(32, 4096)
+    job.run(controller, 600)
+    before = len(job.batches)
+    job.run(controller, 2000)
+
+    later = job.batches[before:]
+    changes = sum(batch != following for batch, following in itertools.pairwise(later))
+    assert changes <= 6  # what was tried in vain is tried again, ever less often; a gain near the margin is taken once
+
+
+@settings(max_examples=20)  # each is some ten fits
+@given(job=jobs)
+def test_pure_noise_and_unknown_noise_keep_the_batch(job: Job) -> None:
+    for noise in (PURE_NOISE, None):
+        job.noise = noise
+        controller = BatchController(32, 4096)
+        job.run(controller, 300)
+        assert set(job.batches) == {32}
+
+
+def test_a_growing_noise_scale_lets_the_batch_grow_and_a_falling_one_shrink() -> None:
+    job = Job(0.01, 1e-4, interval(300.0))
+    controller = BatchController(32, 4096)
+    batches = []
+    for phi in (300.0, 3e4, 300.0):
+        job.noise = interval(phi)
+        job.run(controller, 1500)
+        batches.append(controller.batch)
+
+    assert batches[0] < batches[1] > batches[2]
+
+
+def test_a_try_that_takes_longer_than_hoped_is_undone_and_said_so() -> None:
+    job = Job(1e-4, 1e-3, interval(3000.0))  # twice the samples take twice the time
+    controller = BatchController(32, 4096)
+    decisions = job.run(controller, 120)
+
+    assert [d.batch for d in controller.decisions] == [32, 64, 32]
+    assert not any(d.tried for d in controller.decisions)  # all have been timed by now
+    assert controller.decisions[1].goodput > 1.5 * controller.decisions[1].measured > 0
+    assert "2.00x the samples per second" in controller.decisions[1].why
+    assert controller.decisions[2].why == "a step of 64 samples takes too long for what it is worth"
+    assert decisions[-1].why == "no other batch is clearly better"
+    assert controller.is_settled
+
+
+def test_a_try_that_met_a_busy_moment_is_made_again_later() -> None:
+    job = Job(0.01, 1e-5, interval(3e4))
+    controller = BatchController(32, 64)
+    job.run(controller, 16)
+    assert controller.batch == 64
+    job.fixed = 0.1  # another process has the machine
+    job.run(controller, 16)
+    job.fixed = 0.01
+    assert controller.batch == 32
+    job.run(controller, 3000)
+
+    assert controller.batch == 64
+
+
+def test_what_does_not_fit_into_memory_is_not_taken_again() -> None:
+    job = Job(0.01, 1e-6, interval(1e6))
+    controller = BatchController(32, 4096)
+    while controller.batch < 512:
+        job.run(controller, 1)
+    controller.limit(512)
+    assert controller.batch < 512
+    job.run(controller, 1000)
+
+    assert max(job.batches[-1000:]) < 512
+
+
+def test_a_state_goes_on_with_its_batch_and_on_another_number_of_ranks_with_the_nearest() -> None:
+    job = Job(0.01, 1e-4, interval(3000.0))
+    controller = BatchController(32, 4096, replicas=2)
+    job.run(controller, 600)
+    state = json.loads(json.dumps(controller.state_dict()))
+
+    same, other = BatchController(32, 4096, replicas=2), BatchController(33, 4096, replicas=3)
+    same.load_state_dict(state)
+    other.load_state_dict(state)
+    assert same.batch == controller.batch
+    assert same.state_dict() == controller.state_dict()
+    assert other.batch % 3 == 0
+    assert abs(math.log2(other.batch / controller.batch)) < 0.3
+    assert same.steps_missing() == 0 < other.steps_missing()
+
+
+def test_a_cap_below_the_loaders_batch_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="at least the loader's batch, 64 samples over 2 ranks, got 32; raise it"):
+        BatchController(64, 32, replicas=2)
+
+
+@given(base=st.integers(1, 1000), growth=st.floats(1, 1e4), multiple=st.integers(1, 16))
+def test_candidates_span_the_range(base: int, growth: float, multiple: int) -> None:
+    base *= multiple
+    most = int(base * growth)
+    sizes = candidates(base, most, multiple)
+
+    assert sizes[0] == base
+    assert base <= sizes[-1] <= most
+    assert most - sizes[-1] < multiple
+    assert all(size % multiple == 0 for size in sizes)
+    assert sizes == sorted(set(sizes))
+
+
+@given(phi=st.floats(0, 1e6), low=st.floats(0, 1), high=st.floats(1, 10), now=st.sampled_from([32, 128, 512]))
+def test_a_change_is_for_the_better_at_each_noise_scale_of_the_interval(
+    phi: float, low: float, high: float, now: int
+) -> None:
+    noise = NoiseInterval(phi, low * phi, high * phi)
+
+    def seconds(batch: int) -> float:
+        return 0.01 + 1e-4 * batch
+
+    choice = better(now, candidates(32, 2048), 32, noise, seconds)
+    for scale in () if choice is None else (noise.low, noise.phi, noise.high):
+        ratio = choice.batch / seconds(choice.batch) * efficiency(choice.batch, 32, scale)
+        ratio /= now / seconds(now) * efficiency(now, 32, scale)
+        assert ratio > MARGIN * 0.999

@@ -1,0 +1,400 @@
+"""The meter against known noise: closed form under each optimizer, per-sample gradients, every way to train."""
+
+from __future__ import annotations
+
+import doctest
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from accel.errors import InvalidArgument
+from accel.goodput import (
+    gradient_sketch,
+    gradient_tap,
+    gradient_vector,
+    noise_meter,
+    noise_parts,
+    noise_replay,
+    noise_schedule,
+)
+from accel.goodput.noise_meter import NoiseMeter
+from accel.goodput.noise_scale import NoiseScale, NoiseSums
+from accel.goodput.noise_schedule import NoiseSchedule
+from tests.accel.goodput.noise_loops import (
+    Regression,
+    finish,
+    half_square,
+    meter_for,
+    per_sample_truth,
+    train,
+)
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, 1e-3),
+    "momentum": lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, 1e-4),
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-4, betas=(0.9, 0.95), amsgrad=True),
+}
+
+
+class Kept(NoiseScale):
+    """Statistics that keep all sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[NoiseSums] = []
+
+    def update(self, sums: NoiseSums, samples: float | None = None) -> bool:
+        self.all.append(sums)
+        return super().update(sums, samples)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [gradient_sketch, gradient_tap, gradient_vector, noise_meter, noise_parts, noise_replay, noise_schedule],
+    ids=lambda module: module.__name__.rpartition(".")[2],
+)
+def test_module_examples_run(module: Any) -> None:
+    torch.manual_seed(0)
+    assert doctest.testmod(module).failed == 0
+
+
+class Readings:
+    """A clock that goes on by each reading, so that measuring costs something on any machine."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+
+# Closed form
+
+
+def sum_of(rows: list[tuple[float, float]], column: int) -> float:
+    return math.fsum(row[column] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "accumulation"), [*((name, count) for name in OPTIMIZERS for count in (1, 2)), ("sgd", 8), ("adam", 8)]
+)
+def test_regression_is_within_ten_percent_of_the_closed_form(name: str, accumulation: int) -> None:
+    """The truth moves with the weights, so sums are compared: mean measured ÷ mean true, over the measured steps."""
+    problem, size = Regression(dimensions=40, noise=1.0, seed=accumulation), 32
+    model = problem.model(1.5)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    noise = Kept()
+    meter = meter_for(model, optimizer, noise=noise)
+    measured, true = [], []
+    steps = train(
+        meter, model, optimizer, lambda _: problem.batch(size), half_square, steps=240, accumulation=accumulation
+    )
+    weights = model.weight.detach()[0].clone()
+    denominators = None
+    for _ in steps:
+        if len(noise.all) > len(measured):
+            measured.append((noise.all[-1].squared_norm, noise.all[-1].variance))
+            true.append(problem.truth(weights, denominators))
+        weights = model.weight.detach()[0].clone()
+        if "adam" in name:
+            found = gradient_vector.denominators([model.weight], [optimizer])
+            assert found is not None
+            denominators = found.clone()
+    assert not meter.reason
+    assert len(measured) > 100
+    squared_norm, variance = (sum_of(measured, i) / sum_of(true, i) for i in (0, 1))
+    assert variance == pytest.approx(1, rel=0.1)
+    assert squared_norm == pytest.approx(1, rel=0.1)
+    assert variance / squared_norm == pytest.approx(1, rel=0.1)
+
+
+def test_momentum_does_not_bias_the_noise_as_differences_of_steps_do() -> None:
+    """Near the optimum, where a step is mostly noise, neighbouring gradients are correlated through the weights."""
+    problem = Regression(dimensions=200, noise=1.0, seed=3)
+    model = problem.model(0.7)
+    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+    noise = Kept()
+    meter = meter_for(model, optimizer, noise=noise)
+    ratios: list[tuple[float, float]] = []
+    weights = model.weight.detach()[0].clone()
+    for _ in train(meter, model, optimizer, lambda _: problem.batch(64), half_square, steps=360):
+        if len(noise.all) > len(ratios):
+            ratios.append((noise.all[-1].squared_norm, problem.truth(weights)[0]))
+        weights = model.weight.detach()[0].clone()
+    assert sum_of(ratios, 0) / sum_of(ratios, 1) == pytest.approx(1, abs=0.15)
+
+
+# Per-sample gradients
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 6, 2, padding=1), nn.GELU(), nn.Flatten(), nn.Linear(54, 5)
+    )
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("make", [mlp, cnn])
+def test_one_batch_has_the_noise_of_its_samples(make: Callable[[], nn.Module], parts: int) -> None:
+    """Over random halves of one batch of n, tr(Σ) has the mean n / (n - 1) times the samples' variance, exactly."""
+    torch.manual_seed(1)
+    model, x, y = make(), torch.randn(24, 12), torch.randint(0, 5, (24,))
+    square, variance = per_sample_truth(model.double(), F.cross_entropy, x, y)
+    model.float()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    noise = Kept()
+    meter = meter_for(model, optimizer, noise=noise, parts=parts)
+    finish(train(meter, model, optimizer, lambda _: (x, y), F.cross_entropy, steps=210))
+    assert len(noise.all) > 90
+    for sums in noise.all:
+        assert sums.mean_square == pytest.approx(square, rel=1e-4)
+        assert sums.samples == pytest.approx(24)
+    average = math.fsum(sums.variance for sums in noise.all) / len(noise.all)
+    assert average == pytest.approx(variance * 24 / 23, rel=0.1)
+    averaged_norm = math.fsum(sums.squared_norm for sums in noise.all) / len(noise.all)
+    assert averaged_norm == pytest.approx(square - variance / 23, abs=0.1 * (square + variance / 23))
+
+
+# Ways to train
+
+
+def classifier(
+    model: nn.Module, seed: int = 0, size: int = 16
+) -> tuple[Callable[[int], tuple[Tensor, Tensor]], Callable[[Tensor, Tensor], Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(size, 12, generator=generator)
+        return x, x[:, :5].argmax(1)
+
+    return batch, F.cross_entropy
+
+
+def measured(model: nn.Module, optimizer: Optimizer, *, steps: int = 60, **options: Any) -> tuple[NoiseMeter, Kept]:
+    noise = Kept()
+    meter = meter_for(model, optimizer, noise=noise, **{k: v for k, v in options.items() if k not in ("between",)})
+    batch, loss = classifier(model)
+    finish(train(meter, model, optimizer, batch, loss, steps=steps, between=options.get("between", lambda: None)))
+    return meter, noise
+
+
+def test_clipping_does_not_touch_the_measurement() -> None:
+    sums = []
+    for clip in (False, True):
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+
+        def between(model: nn.Module = model, clip: bool = clip) -> None:
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+        _, noise = measured(model, optimizer, between=between)
+        sums.append(noise.all)
+    assert sums[0] == sums[1]
+    assert sums[0]
+
+
+def test_frozen_and_shared_and_unused_parameters() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+            self.second.weight = self.first.weight
+            self.frozen = nn.Linear(12, 12).requires_grad_(False)
+            self.unused, self.head = nn.Linear(12, 3), nn.Linear(12, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(torch.tanh(self.frozen(self.second(torch.tanh(self.first(x))))))
+            return out
+
+    torch.manual_seed(0)
+    model = Odd()
+    batch, loss = classifier(model)
+    x, y = batch(0)
+    used = nn.ModuleDict({"first": model.first, "second": model.second, "head": model.head})
+    parameters = [p for p in used.parameters() if p.requires_grad]
+    each = [torch.autograd.grad(loss(model(x[i : i + 1]), y[i : i + 1]), parameters) for i in range(len(x))]
+    flat = torch.stack([torch.cat([g.flatten() for g in own]) for own in each]).double()
+    variance = float((flat - flat.mean(0)).square().sum(1).mean()) * 16 / 15
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.0)
+    noise = Kept()
+    finish(train(meter_for(model, optimizer, noise=noise), model, optimizer, lambda _: (x, y), loss, steps=300))
+    assert noise.all[0].mean_square == pytest.approx(float(flat.mean(0).square().sum()), rel=1e-4)
+    average = math.fsum(sums.variance for sums in noise.all) / len(noise.all)
+    assert average == pytest.approx(variance, rel=0.1)
+
+
+def test_several_optimizers_have_one_noise_scale() -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    first, second = (torch.optim.SGD(part.parameters(), 0.0) for part in (model[0], model[2]))  # type: ignore[index]
+    noise = Kept()
+    meter = meter_for(model, first, second, noise=noise)
+    batch, loss = classifier(model)
+    for step in range(40):
+        meter.begin_step()
+        x, y = batch(step)
+        meter.begin_batch(16)
+        output = meter.call(model, (x,), {}) if meter.wants_call else model(x)
+        model.zero_grad()
+        loss(output, y).backward()  # type: ignore[no-untyped-call]
+        meter._clock.now += 1  # type: ignore[attr-defined]
+        for optimizer in (first, second):
+            meter.before_update(optimizer)
+            optimizer.step()
+        meter.end_step()
+    torch.manual_seed(0)
+    alone = mlp()
+    _, expected = measured(alone, torch.optim.SGD(alone.parameters(), 0.0), steps=40)
+    assert noise.all
+    assert noise.all == expected.all
+
+
+def test_steps_with_gradients_that_are_not_finite_are_skipped() -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    noise = Kept()
+    meter = meter_for(model, optimizer, noise=noise)
+    batch, loss = classifier(model)
+
+    def bad(output: Tensor, y: Tensor) -> Tensor:
+        value = loss(output, y)
+        return value * math.nan if len(noise.all) % 2 == 0 else value * (math.inf if len(noise.all) % 3 == 0 else 1)
+
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in train(meter, model, optimizer, batch, bad, steps=60):
+        model.load_state_dict(state)  # NaN times a rate of 0 is NaN
+    assert noise.skipped > 5
+    assert noise.measured > 5
+    assert not meter.refusal
+    assert math.isfinite(noise.squared_norm) and math.isfinite(noise.variance)
+
+
+def test_noise_is_measured_in_adams_coordinates() -> None:
+    """With v̂ put in by hand, ‖P G‖² is known."""
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.5), eps=0.25)
+    v = torch.tensor([[1.0, 4.0, 16.0]])
+    optimizer.state[model.weight] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros_like(v), "exp_avg_sq": v / 2}
+    found = gradient_vector.denominators([model.weight], [optimizer])
+    assert found is not None
+    assert torch.allclose(found, torch.tensor([1.25, 2.25, 4.25]))
+    sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    assert gradient_vector.denominators([model.weight], [optimizer, sgd]) is None
+
+
+# What is left behind, and what it costs
+
+
+def test_nothing_is_installed_between_measured_steps() -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    meter = NoiseMeter(model, [optimizer], overhead=0.05, clock=Readings())
+    batch, loss = classifier(model)
+    seen = []
+    for _ in train(
+        meter,
+        model,
+        optimizer,
+        batch,
+        loss,
+        steps=200,
+        between=lambda: seen.append(any(p._backward_hooks for p in model.parameters())),
+    ):
+        assert not any(p._backward_hooks for p in model.parameters())
+        assert not meter.wants_call
+    assert 1 < sum(seen) <= 0.2 * len(seen)
+    assert meter.noise.measured == sum(seen)
+    meter.close()
+    finish(train(meter, model, optimizer, batch, loss, steps=30))
+    assert meter.refusal == "the meter is closed"
+
+
+def test_training_is_the_same_with_and_without_a_meter() -> None:
+    """Dropout and batch normalisation too: draws, buffers and gradients are as they would be."""
+    states = []
+    for metered in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 5))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        batch, loss = classifier(model)
+        meter = meter_for(model, optimizer)
+        if not metered:
+            meter.close()
+        finish(train(meter, model, optimizer, batch, loss, steps=60))
+        assert (meter.noise.measured > 5) == metered
+        states.append([*model.state_dict().values(), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+@pytest.mark.parametrize("overhead", [0.03, 0.2])
+def test_measuring_takes_its_share_of_the_run(overhead: float) -> None:
+    """By a clock that counts what is done: 1 ms for a step, 5 ms for the measuring code."""
+
+    class Clock:
+        now = 0.0
+
+        def __call__(self) -> float:
+            return self.now
+
+    clock = Clock()
+    model = nn.Linear(12, 5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    meter = NoiseMeter(model, [optimizer], overhead=overhead, clock=clock)
+    batch, _ = classifier(model)
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        clock.now += 1e-3
+        return F.cross_entropy(output, y)
+
+    def slow_replay(module: nn.Module, args: Any) -> None:
+        clock.now += 2.5e-3 * (torch.is_grad_enabled() and meter._measured is not None and meter._measured.updated)
+
+    handle = model.register_forward_pre_hook(slow_replay)
+    finish(train(meter, model, optimizer, batch, loss, steps=1000))
+    handle.remove()
+    at_once = 12 * 5e-3  # the first measurements, which later ones make up for
+    assert meter.noise.measured > 12
+    assert (clock.now - 1.0 - at_once) / 1.0 <= 1.2 * overhead + 0.01
+
+
+def test_the_first_measurements_are_made_up_for() -> None:
+    schedule, measured_s, steps = NoiseSchedule(0.03), 0.0, 0
+    while steps < 20_000:
+        while not schedule.is_due():
+            schedule.note_step(1e-3)
+            steps += 1
+        schedule.pay(2e-3, schedule.usual_s)
+        measured_s += 2e-3
+    assert 0.9 * 0.03 < measured_s / (steps * 1e-3) < 1.01 * 0.03
+
+
+@pytest.mark.parametrize("replicas", [0, -1])
+def test_replicas_are_counted_from_one(replicas: int) -> None:
+    with pytest.raises(InvalidArgument, match="replicas must be at least 1"):
+        NoiseMeter(nn.Linear(1, 1), [], replicas=replicas)
+
+
+@pytest.mark.parametrize("overhead", [0.0, 1.0, 3.0])
+def test_overhead_is_a_share(overhead: float) -> None:
+    with pytest.raises(InvalidArgument, match=r"such as 0\.03"):
+        NoiseMeter(nn.Linear(1, 1), [], overhead=overhead)
+
+
+def test_parts_are_two_or_more() -> None:
+    with pytest.raises(InvalidArgument, match="parts must be at least 2"):
+        NoiseMeter(nn.Linear(1, 1), [], parts=1)
