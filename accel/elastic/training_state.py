@@ -184,10 +184,12 @@ def _problems(state: Mapping[str, Any], parts: Mapping[str, Stateful]) -> Iterat
         yield f"its version is {got!r}, and {_VERSION} is known here; save what capture_state returns"
         return
     kinds = state["kinds"]
-    for name in sorted(kinds.keys() - parts.keys()):
-        yield f"it holds {name} ({kinds[name]}), which this run does not have; pass it"
-    for name in sorted(parts.keys() - kinds.keys()):
-        yield f"it has no {name} ({_kind(parts[name])}); leave it out, or begin anew"
+    for name, kind in kinds.items():
+        if name not in parts:
+            yield f"it holds {name} ({kind}), which this run does not have; pass it"
+    for name, part in parts.items():
+        if name not in kinds:
+            yield f"it has no {name} ({_kind(part)}); leave it out, or begin anew"
     for name, part in parts.items():
         if name != "model" and _kind(part) != kinds[name]:
             yield f"{name} was a {kinds[name]}, and is a {_kind(part)} here"
@@ -204,10 +206,8 @@ def _optimizer_problems(name: str, saved: Mapping[str, Any], optimizer: Optimize
 
 
 def _model_problems(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
-    for key in saved.keys() - own.keys():
-        yield f"it holds the model's {key!r}, which this model does not have"
-    for key in own.keys() - saved.keys():
-        yield f"it lacks the model's {key!r}"
+    yield from (f"it holds the model's {key!r}, which this model does not have" for key in saved if key not in own)
+    yield from (f"it lacks the model's {key!r}" for key in own if key not in saved)
     for key, value in own.items():
         there = saved[key]
         if isinstance(value, Tensor) != isinstance(there, Tensor):

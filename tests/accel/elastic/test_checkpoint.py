@@ -9,6 +9,7 @@ import io
 import os
 import pickle
 import re
+import resource
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -340,6 +341,21 @@ def test_a_folder_that_is_a_file_or_forbidden(tmp_path: Path) -> None:
         CheckpointError, match=r"step 3 could not be written to .*: Permission denied; training can go on"
     ):
         Checkpoints(tmp_path, disk=Forbidden()).save(state_of(3))
+
+
+@pytest.mark.parametrize("limit", [100, 3000, 200_000])
+def test_the_systems_own_refusal(tmp_path: Path, limit: int) -> None:
+    """The kernel stops a file at a length: at once, while buffers are flushed, in the middle of a tensor."""
+    saved(tmp_path, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"of step 2 could not be written to .*: File too large; training"):
+            Checkpoints(tmp_path).save({"step": 2, "weights": [torch.ones(20_000)] * 3 + [torch.ones(90_000)]})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == ["00000001-step-1"]
+    assert step_loaded(tmp_path) == (1, [])
 
 
 def test_an_interrupt_while_torch_writes_comes_through(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""SIGTERM as a flag: noted, passed on, and given back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from accel.elastic.termination import Termination
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def send() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_is_noted_and_nothing_else_happens() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with Termination() as termination:
+        assert termination.installed
+        assert not termination.requested
+        send()
+        assert termination.requested
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL])
+def test_the_setting_before_is_put_back(before: Any) -> None:
+    signal.signal(signal.SIGTERM, before)
+    Termination().close()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_the_handler_before_is_called_too() -> None:
+    calls: list[int] = []
+
+    def theirs(number: int, _: Any) -> None:
+        calls.append(number)
+
+    signal.signal(signal.SIGTERM, theirs)
+    with Termination() as outer, Termination() as inner:
+        send()
+        assert outer.requested and inner.requested
+    send()
+    assert calls == [signal.SIGTERM] * 2
+    assert signal.getsignal(signal.SIGTERM) is theirs
+
+
+def test_a_handler_that_was_set_later_stays() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    termination = Termination()
+    calls: list[int] = []
+    ours: Any = signal.getsignal(signal.SIGTERM)
+
+    def later(number: int, frame: Any) -> None:
+        calls.append(number)
+        ours(number, frame)
+
+    signal.signal(signal.SIGTERM, later)
+    termination.close()
+    assert signal.getsignal(signal.SIGTERM) is later
+    send()  # was ignored before: it still is
+    assert calls == [signal.SIGTERM]
+
+
+def test_closed_under_a_later_handler_the_default_is_not_lost() -> None:
+    pid = os.fork()
+    if pid == 0:  # the child: ends by the signal, or with 3
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        termination = Termination()
+        ours: Any = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda number, frame: ours(number, frame))
+        termination.close()
+        send()
+        os._exit(3)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+
+
+def test_outside_of_the_main_thread_nothing_is_installed() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    made: list[Termination] = []
+
+    def run() -> None:
+        made.append(Termination())
+        made[0].close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not made[0].installed
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_closing_twice_does_no_harm() -> None:
+    termination = Termination()
+    termination.close()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    termination.close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN

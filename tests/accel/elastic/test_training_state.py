@@ -1,0 +1,385 @@
+"""A training's state: complete, for any number of ranks, restored wholly or not at all."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
+
+from accel import amp
+from accel.dataio.elastic_sampler import ElasticSampler
+from accel.elastic.checkpoint import Checkpoints
+from accel.elastic.learning_rate import LearningRateScaler
+from accel.elastic.plain_values import check_plain
+from accel.elastic.progress import ProgressSchedule
+from accel.elastic.scaling_rules import BatchScale
+from accel.elastic.training_state import capture_state, restore_state, unwrapped
+from accel.errors import CheckpointError, InvalidArgument
+from accel.optim import FusedAdam, FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
+
+
+def model_of(width: int = 3, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.5), nn.Linear(width, 1))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+
+
+def all_of(*parts: Any) -> str:
+    return repr([part.state_dict() for part in parts] + [random.getstate(), torch.get_rng_state().tolist()])
+
+
+def through_a_file(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(state)
+    loaded = checkpoints.load_latest()
+    assert loaded is not None, checkpoints.refused
+    return loaded
+
+
+OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [
+    functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    torch.optim.Adam,
+    functools.partial(torch.optim.AdamW, fused=True),
+    functools.partial(torch.optim.Adam, lr=torch.tensor(0.1)),
+    torch.optim.NAdam,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adafactor,
+    functools.partial(FusedSGD, lr=0.1, momentum=0.9),
+    FusedAdam,
+    FusedAdamW,
+    FusedLAMB,
+    functools.partial(FusedLARS, lr=0.1),
+]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: getattr(make, "func", make).__name__)
+def test_every_optimizer_goes_on_bit_for_bit(tmp_path: Path, make: Callable[..., torch.optim.Optimizer]) -> None:
+    model = model_of()
+    optimizer = make(model.parameters())
+    train(model, optimizer)
+    state = through_a_file(tmp_path, capture_state(model, optimizer, step=2))
+    train(model, optimizer)
+    again = model_of(seed=1)
+    other = make(again.parameters())
+    assert restore_state(state, again, other) == []
+    train(again, other)
+    assert all_of(again, other) == all_of(model, optimizer)
+
+
+SCHEDULERS: list[Callable[[torch.optim.Optimizer], Any]] = [
+    lambda o: lr_scheduler.StepLR(o, 2),
+    lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 3]),
+    lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    lambda o: lr_scheduler.OneCycleLR(o, 1.0, total_steps=20),
+    lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.5, 3),
+    lambda o: lr_scheduler.PolynomialLR(o, 10),
+    lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.5)], [2]),
+    lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.5)], o),
+    lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+]
+
+
+@pytest.mark.parametrize("number", range(len(SCHEDULERS)))
+def test_every_scheduler_of_torch_can_be_saved(tmp_path: Path, number: int) -> None:
+    def made() -> tuple[Any, ...]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+        return model, optimizer, SCHEDULERS[number](optimizer)
+
+    def step(parts: tuple[Any, ...]) -> None:
+        parts[1].step()
+        parts[2].step(*([1.0] if isinstance(parts[2], lr_scheduler.ReduceLROnPlateau) else []))
+
+    parts = made()
+    for _ in range(3):
+        step(parts)
+    state = through_a_file(tmp_path, capture_state(*parts))
+    others = made()
+    restore_state(state, *others)
+    for _ in range(3):
+        step(parts)
+        step(others)
+        assert parts[1].param_groups[0]["lr"] == others[1].param_groups[0]["lr"]
+
+
+def test_everything_else_with_a_state(tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = LearningRateScaler(optimizer)
+        more = {
+            "scaler": scaler,
+            "schedule": ProgressSchedule(lr_scheduler.ExponentialLR(optimizer, 0.9), scaler),
+            "grad_scaler": torch.amp.GradScaler("cpu", init_scale=8.0),
+            "sampler": ElasticSampler(20, batch_size=4),
+        }
+        return model, optimizer, more
+
+    model, optimizer, more = made()
+    more["scaler"].update(BatchScale(256, 64, noise=100.0, noise_bounds=(50.0, 200.0), epoch=0.5))
+    for _, _ in zip(range(2), more["sampler"].consumed(more["sampler"]), strict=False):
+        train(model, optimizer, 1)
+        more["schedule"].step()
+    state = through_a_file(tmp_path, capture_state(model, optimizer, **more))
+    again, other, others = made()
+    assert restore_state(state, again, other, **others) == []
+    assert others["sampler"].position == more["sampler"].position > 0
+    assert {name: part.state_dict() for name, part in more.items()} == {n: p.state_dict() for n, p in others.items()}
+
+
+def test_mixed_precision_with_master_weights(tmp_path: Path) -> None:
+    def made() -> Any:
+        model = model_of()
+        return amp.decorate(model, torch.optim.Adam(model.parameters()), level="O2", dtype=torch.bfloat16)
+
+    model, optimizer = made()
+    train(model, optimizer)
+    state = through_a_file(tmp_path, capture_state(model, optimizer))
+    again, other = made()
+    restore_state(state, again, other)
+    train(model, optimizer)
+    set_back = state["random"][0]["torch"]
+    torch.set_rng_state(set_back)
+    train(again, other)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+# The model's wrappers, ranks
+
+
+class Compiled(nn.Module):
+    """Holds its module as torch.compile's does, whose import takes seconds."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = inner
+
+
+def test_names_are_those_of_the_module_inside(tmp_path: Path) -> None:
+    inner = model_of()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        wrapped: nn.Module = DistributedDataParallel(inner)
+        state = capture_state(wrapped)
+        plain = model_of(seed=1)
+        restore_state(state, plain)
+        assert unwrapped(wrapped) is inner
+        restore_state(capture_state(model_of(seed=2)), wrapped)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert state["parts"]["model"].keys() == inner.state_dict().keys()
+    assert unwrapped(Compiled(nn.DataParallel(inner))) is inner
+
+
+def states_of_ranks(size: int) -> list[dict[str, Any]]:
+    """Return what each rank would gather: random states, each with a seed of its own."""
+    states, model = [], nn.Linear(1, 1)
+    for rank in range(size):
+        random.seed(rank)
+        torch.manual_seed(rank)
+        states.append(capture_state(model)["random"][0])
+    return states
+
+
+def test_each_rank_has_its_own_random_state() -> None:
+    gathered = states_of_ranks(3)
+    model = nn.Linear(1, 1)
+    state = capture_state(model, gather=lambda mine: gathered)
+    assert state["world_size"] == 3
+    for rank in range(3):
+        torch.manual_seed(99)
+        assert restore_state(state, model, rank=rank) == []
+        drawn = torch.rand(1)
+        torch.manual_seed(rank)
+        assert torch.equal(drawn, torch.rand(1))
+
+
+def test_a_new_rank_keeps_its_own() -> None:
+    model = nn.Linear(1, 1)
+    state = capture_state(model, gather=lambda mine: [mine, mine])
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    assert restore_state(state, model, rank=2) == [
+        "rank 2 keeps its own random state: the checkpoint has those of 2 ranks, and none for it."
+    ]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# All or nothing
+
+
+class Picky:
+    """Refuses one state."""
+
+    def __init__(self) -> None:
+        self.value = 3
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+        if self.value == 13:
+            raise ValueError("13 is not taken")
+
+
+class PickyModel(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"value": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        if state["value"] == 13:
+            raise KeyboardInterrupt if state.get("interrupts") else ValueError("13 is not taken")
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters())
+
+
+WRONG: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+    (
+        r"it holds the model's '4\.weight', which this model does not have",
+        lambda: {"model": model_of().append(nn.PReLU())},
+    ),
+    (r"it lacks the model's '1\.weight'", lambda: {"model": model_of()[:1]}),
+    (r"the model's '0\.weight' had shape \[5, 4\], and has \[3, 4\] here", lambda: {"model": model_of(5)}),
+    (r"it has no optimizer 0 \(Adam\); leave it out, or begin anew", lambda: {"optimizers": ()}),
+    (
+        r"it holds optimizer 1 \(SGD\), which this run does not have; pass it",
+        lambda: {"optimizers": [adam(m := model_of()), torch.optim.SGD(m.parameters())], "model": m},
+    ),
+    (r"optimizer 0 was a SGD, and is a Adam here", lambda: {"optimizers": torch.optim.SGD(model_of().parameters())}),
+    (
+        r"optimizer 0 had groups of \[2, 4\] parameters, and has \[6\] here",
+        lambda: {
+            "optimizers": torch.optim.Adam(
+                [{"params": (p := list(model_of().parameters()))[:2]}, {"params": p[2:]}],
+            )
+        },
+    ),
+    (r"it has no scheduler 0 \(StepLR\)", lambda: {"schedulers": ()}),
+    (
+        r"scheduler 0 was a ExponentialLR, and is a StepLR here",
+        lambda: {"schedulers": lr_scheduler.ExponentialLR(adam(model_of()), 0.9)},
+    ),
+    (r"it has no 'picky' \(Picky\)", lambda: {"picky": None}),
+]
+
+
+@pytest.mark.parametrize(("text", "other"), WRONG, ids=[text for text, _ in WRONG])
+def test_a_state_of_another_training_changes_nothing(text: str, other: Callable[[], dict[str, Any]]) -> None:
+    theirs_model = model_of(seed=5)
+    theirs_optimizer = adam(theirs_model)
+    theirs: dict[str, Any] = {
+        "model": theirs_model,
+        "optimizers": theirs_optimizer,
+        "schedulers": lr_scheduler.StepLR(theirs_optimizer, 2),
+        "picky": Picky(),
+        **other(),
+    }
+    state = capture_state(**{name: part for name, part in theirs.items() if part is not None})
+    model = model_of()
+    optimizer = adam(model)
+    train(model, optimizer)
+    scheduler, picky = lr_scheduler.StepLR(optimizer, 2), Picky()
+    picky.value = 8
+    before = all_of(model, optimizer, scheduler, picky)
+    with pytest.raises(CheckpointError, match=rf"is not one of this training: {text}.*Nothing was loaded"):
+        restore_state(state, model, optimizer, scheduler, picky=picky)
+    assert all_of(model, optimizer, scheduler, picky) == before
+
+
+@pytest.mark.parametrize("state", [{}, {"version": 7}, [1]])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"its version is .*, and 1 is known here; save what capture_state returns"
+    ):
+        restore_state(state, nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("culprit", ["picky", "model", "random", "interrupt"])
+def test_a_part_that_refuses_puts_the_others_back(culprit: str) -> None:
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, Picky]:
+        torch.manual_seed(seed)
+        model = PickyModel(4, 2)
+        optimizer = adam(model)
+        train(model, optimizer, seed)
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9)
+        picky = Picky()
+        picky.value = seed
+        return model, optimizer, scheduler, picky
+
+    *parts, picky = made(2)
+    state = copy.deepcopy(capture_state(*parts, picky=picky))
+    if culprit == "picky":
+        state["parts"]["'picky'"]["value"] = 13
+    elif culprit == "random":
+        state["random"][0]["torch"] = torch.zeros(3, dtype=torch.uint8)
+    else:
+        state["parts"]["model"]["_extra_state"] = {"value": 13, "interrupts": culprit == "interrupt"}
+    kept = repr(state)
+    *own, own_picky = made(3)
+    before = all_of(*own, own_picky)
+    if culprit == "interrupt":
+        with pytest.raises(KeyboardInterrupt):
+            restore_state(state, *own, picky=own_picky)
+    else:
+        with pytest.raises(CheckpointError, match=r"the checkpoint does not fit: .*Nothing was loaded"):
+            restore_state(state, *own, picky=own_picky)
+    assert all_of(*own, own_picky) == before
+    assert repr(state) == kept
+
+
+def test_optimizers_of_one_kind_read_each_others_state() -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    state = capture_state(model, optimizer)
+    other = FusedAdamW(model.parameters())
+    assert restore_state(state, model, other) == []
+    assert len(other.state) == len(optimizer.state)
+
+
+def test_a_restored_state_is_not_changed_by_training() -> None:
+    model = model_of()
+    optimizer = adam(model)
+    train(model, optimizer)
+    state = copy.deepcopy(capture_state(model, optimizer))
+    before = repr(state)
+    restore_state(state, model, optimizer)
+    train(model, optimizer)
+    assert repr(state) == before
+
+
+def test_what_has_no_state_is_refused() -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"must have state_dict and load_state_dict, got a int as 'epoch'; add plain"
+    ):
+        capture_state(nn.Linear(1, 1), epoch=3)  # type: ignore[arg-type]
+
+
+def test_values_beside_the_state_are_kept(tmp_path: Path) -> None:
+    state = through_a_file(tmp_path, {**capture_state(nn.Linear(1, 1), step=4), "best": 0.5})
+    assert (state["best"], state["step"]) == (0.5, 4)
+    check_plain(state)
+    assert restore_state(state, nn.Linear(1, 1)) == []
