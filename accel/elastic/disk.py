@@ -40,6 +40,9 @@ class Disk:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(handle)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems don't offer it
+                raise
         finally:
             os.close(handle)
 

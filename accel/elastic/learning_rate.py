@@ -33,7 +33,7 @@ class LearningRateScaler:
     values set by hand. Steps that `torch.amp.GradScaler` leaves out are not counted.
 
     Progress is the number of steps of M0 samples that the steps so far were worth: each counts AdaScale's gain r,
-    1 ≤ r ≤ S, whichever rule gives the rate.
+    1 ≤ r ≤ S, whichever rule gives the rate; a rule that leaves the rate as it is gets less out of a step than that.
 
     A step that is replayed from a CUDA graph calls no hooks: it keeps the rate it was captured with. Capturing at
     S > 1 is refused, and a step under `torch.compile` fails there. An optimizer that hands its step on to another one

@@ -16,7 +16,8 @@ class Termination:
     """Notes a signal in place of ending the process.
 
     The handler that was there is called, too, if it is a function; one that exits does so before anything is saved.
-    Python allows handlers in the main thread only: elsewhere, nothing is installed.
+    Python allows handlers in the main thread only: elsewhere, nothing is installed. Processes forked
+    meanwhile end by the signal, as they would without it.
 
     Args:
         number: of the signal; default SIGTERM.
@@ -33,7 +34,7 @@ class Termination:
     """
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
-        self._number, self._closed = number, False
+        self._number, self._closed, self._process = number, False, os.getpid()
         self._previous: Any = None
         self.requested = False
         self.installed = threading.current_thread() is threading.main_thread()
@@ -59,7 +60,8 @@ class Termination:
         self.requested = True
         if callable(self._previous):
             self._previous(number, frame)
-        elif self._closed and self._previous == signal.SIG_DFL:
-            # Called by a handler that was set over this one: nobody looks at the flag any more.
+        elif self._previous == signal.SIG_DFL and (self._closed or os.getpid() != self._process):
+            # Nobody looks at the flag: in a forked process, which terminate() is to end, or under a handler that was
+            # set over this one and calls it.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

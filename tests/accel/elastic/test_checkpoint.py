@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import resource
+import stat
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,26 @@ def test_really_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert flushed[0] == tmp_path.name  # that the folder is there
     assert flushed[1:3] == ["state.pt", "manifest.json"]
     assert flushed[3].startswith(".saving-") and flushed[4] == "folder"
+
+
+@pytest.mark.parametrize(("error", "saves"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_folders_that_can_not_be_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, saves: bool
+) -> None:
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(error, os.strerror(error))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if saves:
+        Checkpoints(tmp_path).save(state_of(1))
+    else:
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            Checkpoints(tmp_path).save(state_of(1))
+    assert step_loaded(tmp_path)[0] == (1 if saves else None)
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])

@@ -43,8 +43,8 @@ MAKERS: dict[str, Make] = {
     "FusedLAMB": lambda p: FusedLAMB(p, 0.1),
     "FusedLARS": lambda p: FusedLARS(p, 0.1),
 }
-# Scales of the steps: none, small, beyond 1 / (1 − β), back again.
-BATCHES = [BatchScale(scale * 64, 64, noise=500.0) for scale in (1, 1.5, 4, 32, 32, 2, 1)]
+# Scales of the steps: none, small, beyond 1 / (1 − β), beyond the noise, back again.
+BATCHES = [BatchScale(scale * 64, 64, noise=5000.0) for scale in (1, 1.5, 4, 32, 100, 2, 1)]
 
 
 def parameters(seed: int = 0) -> list[nn.Parameter]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,6 +89,17 @@ def test_closed_under_a_later_handler_the_default_is_not_lost() -> None:
         os._exit(3)
     _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+
+
+def test_forked_processes_can_be_terminated() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with Termination() as termination:
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        process.start()
+        process.terminate()
+        process.join(30)
+        assert process.exitcode == -signal.SIGTERM
+        assert not termination.requested
 
 
 def test_outside_of_the_main_thread_nothing_is_installed() -> None:

@@ -1,0 +1,25 @@
+"""Real ranks: SIGTERM on one stops all at one step, and others go on from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.accel.elastic import elastic_ranks
+from tests.comm.ranks import run_ranks
+
+
+def test_two_ranks_stop_together_and_three_go_on(tmp_path: Path) -> None:
+    stopped = run_ranks(elastic_ranks.until_terminated, 2, tmp_path, timeout_s=120)
+    assert stopped[0]["step"] == stopped[1]["step"] >= elastic_ranks.SIGNAL_AT
+    assert stopped[0]["step"] < 499
+    assert stopped[0]["draw"] != stopped[1]["draw"]
+    resumed = run_ranks(elastic_ranks.resumed, 3, tmp_path, timeout_s=120)
+    for rank in range(3):
+        assert resumed[rank]["step"] == stopped[0]["step"]
+        assert resumed[rank]["weights"] == stopped[0]["weights"]
+    assert [rank["draw"] for rank in resumed[:2]] == [rank["draw"] for rank in stopped]
+    assert [rank["notes"] for rank in resumed[:2]] == [[], []]
+    assert resumed[2]["notes"] == [
+        "rank 2 keeps its own random state: the checkpoint has those of 2 ranks, and none for it."
+    ]
+    assert resumed[2]["draw"] not in (resumed[0]["draw"], resumed[1]["draw"])
