@@ -60,6 +60,11 @@ class LearningRateScaler:
     def __init__(self, optimizer: Optimizer, rule: Rule | None = None) -> None:
         if not isinstance(optimizer, Optimizer):
             raise InvalidArgument(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            raise InvalidArgument(
+                f"optimizer must be one that steps by itself, got a {type(optimizer).__name__}, which wraps one; "
+                "give the optimizer inside it"
+            )
         if isinstance(optimizer, LBFGS):
             raise InvalidArgument(
                 "a learning rate can't follow the batch size with LBFGS, whose step evaluates the loss many times on "
@@ -146,7 +151,7 @@ class LearningRateScaler:
         self._is_stepping = True
         if not self._scales or self._scaled_step.is_one(optimizer):
             return None
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if _is_capturing():
             raise RuntimeError(
                 "a step at a scaled learning rate can't be captured as a CUDA graph, which would keep that rate; "
                 "capture it at the base batch size, or step outside of the graph"
@@ -168,6 +173,11 @@ class LearningRateScaler:
                 "so it was not scaled; give LearningRateScaler the optimizer that it steps",
                 stacklevel=3,
             )
+
+
+def _is_capturing() -> bool:
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return started and torch.cuda.is_current_stream_capturing()
 
 
 def _multipliers(rule: Rule, batch: BatchScale) -> Multipliers:
