@@ -91,13 +91,21 @@ def test_closed_under_a_later_handler_the_default_is_not_lost() -> None:
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
 
 
+def sleep(running: Any) -> None:
+    running.set()
+    time.sleep(300)
+
+
 def test_forked_processes_can_be_terminated() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with Termination() as termination:
-        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        context = multiprocessing.get_context("fork")
+        running = context.Event()
+        process = context.Process(target=sleep, args=(running,))
         process.start()
+        assert running.wait(60)  # Python drops a signal that comes before the fork is done
         process.terminate()
-        process.join(30)
+        process.join(60)
         assert process.exitcode == -signal.SIGTERM
         assert not termination.requested
 
