@@ -17,6 +17,7 @@ from accel.comm.memory import Slot
 from accel.comm.one_bit import OneBit
 from accel.kernels import support
 from tests.comm import test_top_k
+from tests.kernels import interpreter
 
 # The default, where some ranks have nothing; small blocks; one that no kernel takes.
 KINDS = [Int8(64), OneBit(64), Int8(1024), OneBit(1024), Int8(100), OneBit(1000)]
@@ -65,7 +66,7 @@ def kernels() -> Callable[[], AbstractContextManager[None]]:
         pytest.skip("kernels are compiled here; the interpreter is for machines without a GPU")
     if not support.has_triton():
         pytest.skip("needs triton, which is not installed")
-    return support.interpreted
+    return interpreter.interpreted
 
 
 def _piece(rank: int, numel: int, feedback: bool, device: str) -> Piece:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from accel.kernels import support
+from tests.kernels import interpreter
 
 # Warnings are errors. With poison on, torch warns of its own operators on a GPU that don't repeat their bits, and the
 # mode that finds waits for the device says that it is a prototype.
@@ -47,7 +48,7 @@ def interpreted() -> Iterator[None]:
         pytest.skip("kernels are compiled here; the interpreter is for machines without a GPU")
     if not support.has_triton():
         pytest.skip("needs triton, which is not installed")
-    with support.interpreted():
+    with interpreter.interpreted():
         yield
 
 
