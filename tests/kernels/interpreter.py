@@ -1,4 +1,4 @@
-"""Triton's interpreter, without what it does again for each call in a kernel: two fifths of the kernels' tests' time."""
+"""Triton's interpreter, without what it does again for each call in a kernel: a third of these tests' time."""
 
 from __future__ import annotations
 
