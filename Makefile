@@ -38,8 +38,8 @@ integrations: $(ready) ## the tests that train under frameworks: transformers, L
 suite: $(ready) ## models of the suite, step by step: accel is not slower than plain
 	$(run) -m pytest -q -p benchmark benchmarks/suite
 
-slow: $(ready) ## the slow suites: several processes, shaped networks, long runs
-	$(run) -m pytest -m slow
+slow: $(ready) ## the slow suites: several processes, shaped networks, long runs, more examples
+	$(run) -m pytest -m "slow or hypothesis"
 
 lint: $(ready) ## style, format and types
 	$(run) -m ruff check .

@@ -34,8 +34,9 @@ _WITHOUT_CACHE = {"ACCEL_CACHE": "0"}
 os.environ.update(_WITHOUT_CACHE)
 
 # A busy machine is no failure. All else stays as Hypothesis chose it: where CI is set, the same examples every time.
-settings.register_profile("accel", settings(deadline=None))
-settings.load_profile("accel")
+settings.register_profile("few", settings(deadline=None, max_examples=40))
+settings.register_profile("as many as usual", settings(deadline=None))  # of tests that name no number of their own
+settings.load_profile("few")
 
 # Marker → what to type for the tests that carry it.
 _RUN_WITH = {
@@ -63,6 +64,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" not in config.option.markexpr:
+        settings.load_profile("as many as usual")
     if not hasattr(config, "workerinput"):  # one process hears of all tests: the only one, or xdist's controller
         config.pluginmanager.register(Durations(config.getoption("--record-slowest")), "durations")
 

@@ -85,7 +85,8 @@ def places(pattern: re.Pattern[str]) -> list[str]:
     return [
         f"{path.relative_to(ROOT)}:{number}"
         for path in written()
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if pattern.search(text := path.read_text(encoding="utf-8"))
+        for number, line in enumerate(text.splitlines(), start=1)
         if pattern.search(line)
     ]
 

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -72,12 +72,37 @@ def import_name(path: Path) -> str:
     return ".".join(("accel", *parts) if parts[0] in LINKED else parts)
 
 
-def imported(source: str, module: str) -> Iterator[tuple[int, str]]:
+def statements(body: Sequence[ast.stmt], at_import: bool = False) -> Iterator[ast.stmt]:
+    """Yield statements and those within them; `at_import` leaves out what functions and type checkers run."""
+    for statement in body:
+        yield statement
+        is_function = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
+        for_types = isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test)
+        if not (at_import and (is_function or for_types)):
+            yield from statements(getattr(statement, "body", ()), at_import)
+        for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
+            yield from statements(part.body, at_import)
+        for field in ("orelse", "finalbody"):
+            yield from statements(getattr(statement, field, ()), at_import)
+
+
+def nodes(source: str, at_import: bool) -> Iterator[ast.AST]:
+    """Yield the statements of a file and, where it imports by calls, their expressions, which take far longer."""
+    by_call = "import_module" in source or "__import__" in source
+    for statement in statements(ast.parse(source).body, at_import):
+        yield statement
+        if by_call:
+            for part in ast.iter_child_nodes(statement):
+                if not isinstance(part, ast.stmt | ast.ExceptHandler | ast.match_case):
+                    yield from ast.walk(part)
+
+
+def imported(source: str, module: str, *, at_import: bool = False) -> Iterator[tuple[int, str]]:
     """Yield (line, absolute dotted name) of everything that `source`, imported as `module`, imports.
 
     `from a import b` yields both a.b and a where b may be a module; `import_module("a.b")` counts as well.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source, at_import):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -67,19 +67,9 @@ def room_of(module: str) -> str:
     return ".".join(parts[: base + 1]) if parts[base:] and parts[base] in ROOMS[folder] else module
 
 
-def at_import(source: str) -> str:
-    """Return the statements that run when a module is imported: what functions and type checkers import is left out."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        if is_function or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
-            node.body = [ast.Pass()]
-    return ast.unparse(tree)
-
-
-def modules_in(source: str, module: str) -> Iterator[tuple[int, str, str]]:
+def modules_in(source: str, module: str, *, at_import: bool = False) -> Iterator[tuple[int, str, str]]:
     """Yield (line, module of ours, name) of everything that `source`, imported as `module`, imports."""
-    for line, name in imported(source, module):
+    for line, name in imported(source, module, at_import=at_import):
         parent, _, last = name.rpartition(".")
         if name in MODULES:
             yield line, name, ""
@@ -91,7 +81,7 @@ def circles(sources: dict[str, str]) -> list[str]:
     """Return the rooms of a circle of imports, none if there is no circle."""
     graph: dict[str, set[str]] = defaultdict(set)
     for module, source in sources.items():
-        targets = {room_of(target) for _, target, _ in modules_in(at_import(source), module)}
+        targets = {room_of(target) for _, target, _ in modules_in(source, module, at_import=True)}
         graph[room_of(module)] |= targets - {room_of(module), "accel"}
     try:
         TopologicalSorter(graph).prepare()

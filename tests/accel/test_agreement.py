@@ -158,7 +158,7 @@ def some_candidates() -> list[Any]:
     ]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     noise=st.sampled_from([0.0, 0.05, 0.3]),

@@ -134,7 +134,7 @@ HEALTH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 ANY_LOOP = given(passes=st.lists(epochs(), min_size=1, max_size=8))
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=HEALTH)
+@settings(max_examples=6, deadline=None, suppress_health_check=HEALTH)
 @ANY_LOOP
 def test_any_loop_ends_with_the_bits_of_the_plain_one(no_waiting: None, passes: list[Epoch]) -> None:
     assert_plain_bits(passes)

@@ -53,7 +53,7 @@ def lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     report=st.builds(
         Report,
@@ -74,7 +74,7 @@ def test_no_cell_of_a_report_breaks(width: int, report: Report) -> None:
             assert any(name in line and ms_text(value) in line for line in printed), name
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(old=st.lists(rows(), max_size=4), new=st.lists(rows(), max_size=4), before=phases, after=phases)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_cell_of_a_comparison_breaks(

@@ -37,7 +37,7 @@ def test_the_best_of_several_settings_is_kept() -> None:
     assert row.gain == pytest.approx(1.5, rel=0.05)
 
 
-@pytest.mark.parametrize("runs", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_no_false_keep_in_many_runs_at_twenty_percent_noise(runs: int) -> None:
     """Measured: in 10 of 1,000 runs of five worthless candidates a trial kept one (1.0 %, or 0.2 % of trials); the
     closing trial undid each, so no run ended with one."""

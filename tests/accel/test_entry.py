@@ -162,6 +162,7 @@ def _saved(model: nn.Module) -> Any:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("copied", [copy.deepcopy, _pickled, _saved])
 @pytest.mark.parametrize("kind", [Net, KeepsItsSlot, CopiesByHand])
 def test_a_copy_made_while_searching_is_plain(only_quick: None, kind: type[Net], copied: Any) -> None:

@@ -38,6 +38,7 @@ def make_gan() -> tuple[Net, Net, Any, list[torch.optim.Optimizer]]:
     return generator, discriminator, loader, [optimizer, torch.optim.SGD(generator.parameters(), lr=0.05)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("way", ["chained", "same", "first", "two loaders"])
 def test_both_models_of_a_gan_see_their_steps(

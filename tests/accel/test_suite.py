@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # accel warns 
 # Their loss is no yardstick: a GAN's two losses chase each other, and the recurrent loop's learning rate is so high
 # that ten plain seeds end between 0.004 and 1.13 (mean 0.27; reordered 0.15, reduced 0.17). Their bits are compared.
 _CHAOTIC = {"gan", "rnn"}
-_SAMPLE = {"cnn_dropout", "gan"}
+_SAMPLE = {"cnn_dropout"}
 # How far the mean loss of the last 50 of 200 steps may lie above the plain loop's, as a share of the first loss.
 BANDS = {"reordered": 0.05, "reduced": 0.15}
 

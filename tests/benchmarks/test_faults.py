@@ -315,6 +315,7 @@ def test_command_line_says_what_is_wrong(arguments: list[str], words: str) -> No
 # Rivals
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tool", RIVALS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_copy_for_a_rival_adds_what_its_readme_asks_for(case: Case, tool: str) -> None:

@@ -27,6 +27,7 @@ def both_ways(kind: Quantised, values: torch.Tensor) -> tuple[torch.Tensor, torc
     return decoded, lost
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", KINDS, ids=repr)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -105,7 +105,7 @@ def _decoded(kind: BlockCompressor, encoded: Tensor, numel: int) -> Tensor:
     return out
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
 @pytest.mark.parametrize("numel", [1, 100, 2049, pytest.param(3333, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS, ids=repr)
@@ -221,7 +221,7 @@ LARGEST = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "shares", [(1 / 300, 0.9), pytest.param((1e-4, 0.02, 1.0), marks=pytest.mark.slow)], ids=["two", "more"]
 )

@@ -43,6 +43,7 @@ KINDS = (
 )
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 # One vector, one number, a square, more than one block of LAPACK's 32.
 @pytest.mark.parametrize(("r", "n"), [(1, 1), (1, 7), (2, 2), (4, 33), (8, 1024), (40, 40), (70, 129)])
@@ -78,6 +79,7 @@ def test_rows_of_zeros_become_those_of_the_filler() -> None:
     assert (found.abs() > 1e-4).float().mean() > 0.9  # no unit vectors
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rank", [*range(1, 18), 40])  # outer products to 4, padding to 16, then plain ones
 @pytest.mark.parametrize("alpha", [1.0, -1.0, 0.5])

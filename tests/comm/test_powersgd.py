@@ -114,6 +114,7 @@ MATRICES = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("content", ["random", "zeros", "rank 1", "zeros, then random"])
 @pytest.mark.parametrize("shape", MATRICES.values(), ids=list(MATRICES))
 def test_decoded_and_residual_add_up_to_the_values(shape: tuple[int, ...], content: str) -> None:

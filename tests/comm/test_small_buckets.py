@@ -71,8 +71,11 @@ class Source:
         return 1.0
 
 
-def _buckets() -> list[Layout]:
-    cases = [(shapes, dtype) for dtype in DTYPES for shapes in LAYOUTS]
+def _buckets(every: int = 1) -> list[Layout]:
+    """Return each layout in each dtype, or in one of `every` of them."""
+    cases = [
+        (shapes, dtype) for i, dtype in enumerate(DTYPES) for j, shapes in enumerate(LAYOUTS) if (i + j) % every == 0
+    ]
     return [
         Layout(
             index,
@@ -91,7 +94,13 @@ def _gradient(layout: Layout, rank: int, step: int) -> Tensor:
 
 
 def _train(
-    rank: int, world: World, per_host: int, hierarchical: bool, compressor: Compressor, feedback: bool
+    rank: int,
+    world: World,
+    per_host: int,
+    hierarchical: bool,
+    compressor: Compressor,
+    feedback: bool,
+    buckets: Sequence[Layout],
 ) -> dict[str, Any]:
     if getattr(compressor, "momentum", False):
         compressor._bind(Source())  # type: ignore[attr-defined]
@@ -108,7 +117,7 @@ def _train(
     found: dict[str, Any] = {"means": [], "residual": None}
     for step in range(1, STEPS + 1):
         memory.settle()
-        for layout in _buckets():
+        for layout in buckets:
             compressor.check(layout)
             buffer = _gradient(layout, rank, step)
             job = BucketJob(step, layout, buffer, memory.slot(layout), torch.futures.Future())
@@ -140,33 +149,33 @@ VARIANTS = {
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in VARIANTS else []) for name in COMPRESSORS]
 )
 def test_small_buckets_are_averaged(name: str) -> None:
-    check(name, TOPOLOGIES[0], (True,))
+    check(name, TOPOLOGIES[0], (True,), _buckets(2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda one: "x".join(map(str, one)))
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_small_buckets_are_averaged_everywhere(name: str, topology: tuple[int, int]) -> None:
-    check(name, topology, (False, True))
+    check(name, topology, (False, True), _buckets())
 
 
-def check(name: str, topology: tuple[int, int], hierarchical_ways: Sequence[bool]) -> None:
+def check(name: str, topology: tuple[int, int], hierarchical_ways: Sequence[bool], buckets: Sequence[Layout]) -> None:
     """Look at the mean that arrives on each rank, and at the residuals."""
     hosts, per_host = topology
     kind = COMPRESSORS[name]()
     for hierarchical, feedback in itertools.product(hierarchical_ways, {kind.takes_feedback, kind.feedback}):
         world = World(hosts * per_host)
         ranks = world.run(
-            lambda rank: _train(rank, world, per_host, hierarchical, COMPRESSORS[name](), feedback)  # noqa: B023
+            lambda rank: _train(rank, world, per_host, hierarchical, COMPRESSORS[name](), feedback, buckets)  # noqa: B023
         )
-        count = len(_buckets())
+        count = len(buckets)
         for number, mean in enumerate(ranks[0]["means"]):
-            where = (hierarchical, feedback, number // count, _buckets()[number % count])
+            where = (hierarchical, feedback, number // count, buckets[number % count])
             assert torch.isfinite(mean).all(), where
             assert all(torch.equal(mean, one["means"][number]) for one in ranks), where
         if kind.fields or not (feedback or kind.lossless):
             continue  # what momentum makes of gradients, or what was lost for good
-        for layout in _buckets():
+        for layout in buckets:
             applied = sum(ranks[0]["means"][step * count + layout.index].double() for step in range(STEPS))
             wanted = sum(
                 _gradient(layout, rank, step).double() for rank in range(world.size) for step in range(1, STEPS + 1)

@@ -31,7 +31,7 @@ def ring_bytes(size: int, nbytes: int) -> float:
     return 2 * (size - 1) / size * nbytes
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 12, 17])
 @pytest.mark.parametrize("way", ["direct", "shares", "doubling"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

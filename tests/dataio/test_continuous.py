@@ -336,6 +336,7 @@ class Refilled:
         return 6
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("make", [list, np.array, torch.tensor], ids=["list", "array", "tensor"])
 @pytest.mark.parametrize("mode", ["inline", "threads", "fork", "auto"])
 def test_a_batch_sampler_may_fill_its_list_anew(mode: Any, make: Any) -> None:

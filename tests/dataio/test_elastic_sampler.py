@@ -180,6 +180,7 @@ def test_without_shuffle_the_order_is_the_datasets() -> None:
     assert flat(steps(ranks(11, [2, 2], shuffle=False, tail="uneven"))) == [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("length", [1, 3, 37, 64, 70, 101])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_torch_order_equals_distributed_sampler(length: int, world_size: int) -> None:

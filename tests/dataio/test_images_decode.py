@@ -119,6 +119,7 @@ def test_unknown_orientation_is_ignored() -> None:
 
 
 # Which factor: the box must keep `gap` times the pixels needed on both axes.
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("size", "target", "gap", "factor"),
     [

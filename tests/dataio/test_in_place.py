@@ -115,6 +115,7 @@ def test_a_change_between_epochs(mode: str, change: str) -> None:
     assert_as_plain(mode, CHANGES[change])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("change", ["shuffled list", "array"])
 @pytest.mark.parametrize("mode", ["threads", "fork"])
 def test_where_there_is_too_much_to_compare(mode: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:

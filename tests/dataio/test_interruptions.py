@@ -139,6 +139,7 @@ def assert_the_loop_again_is_right(mode: str, own: bool, stride: int) -> None:
 
 
 # Each line of these takes a start of processes: with a generator of the loader's own, every line is tried by `slow`.
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("mode", "own"),
     [

@@ -47,6 +47,7 @@ def test_workers_that_are_not_forked_keep_the_order(mode: Any) -> None:
         assert all(same(one, other) for one, other in zip(seen(loader), plain, strict=True))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("draws", [False, True], ids=["quiet", "draws"])
 def test_torchs_own_random_state_is_shared_with_the_loop(engine: dict[str, Any], draws: bool) -> None:
     def epochs(wrap: bool) -> tuple[list[list[int]], Tensor]:

@@ -43,7 +43,7 @@ def passes(loader: Any, stops: list[int | None], number: Any, first: int = 0) ->
 # Batches balanced by length
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @SETTING
 @STOPS
 def test_balanced_batches_are_the_plain_loaders(engine: dict[str, Any], stops: list[int | None], number: Any) -> None:
@@ -51,7 +51,7 @@ def test_balanced_batches_are_the_plain_loaders(engine: dict[str, Any], stops: l
         assert passes(loader, stops, number) == passes(balanced(), stops, number)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @SETTING
 @pytest.mark.parametrize("at", [0, 2, -1], ids=lambda at: f"after_{at}")
 @pytest.mark.parametrize("stops", [[], [None], [3], [None, 4], [None, None]], ids=str)
@@ -113,7 +113,7 @@ class Counted:
         return self.batch_sampler.consumed(self.loader)  # type: ignore[no-any-return]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @SETTING
 @STOPS
 @pytest.mark.parametrize("tail", ["pad", "drop"])

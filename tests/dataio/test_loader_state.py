@@ -30,7 +30,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("at", [0, 1, 7, 12, 13], ids=lambda at: f"after_{at}")
 @pytest.mark.parametrize(("first", "then"), CHANGES)
 def test_going_on_in_the_middle_of_an_epoch(first: tuple[str, int], then: tuple[str, int], at: int) -> None:
@@ -73,6 +73,7 @@ def test_augmentation_goes_on_as_it_would_have() -> None:
         assert same(run(loader, 1), [whole[5:]])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("old_ranks", [1, 3])
 @pytest.mark.parametrize("new_ranks", [1, 2, 4])
 @pytest.mark.parametrize("drop_last", [False, True])

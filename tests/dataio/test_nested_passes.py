@@ -94,7 +94,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("mode", "loop", "own", "length"), CASES, ids=lambda each: getattr(each, "__name__", str(each))
 )

@@ -46,7 +46,7 @@ class Augmented(Dataset[Any]):
 Loop = Any
 
 
-def run(loader: Any, number: int = 3, *, stop: int | None = None, draw: bool = False, change: Any = None) -> list[Any]:
+def run(loader: Any, number: int = 2, *, stop: int | None = None, draw: bool = False, change: Any = None) -> list[Any]:
     seen: list[Any] = []
     raised = False
     for epoch in range(number):
@@ -121,7 +121,7 @@ def loader(dataset: Any = None, **options: Any) -> DataLoader[Any]:
     ids=str,
 )
 def test_batches_and_random_states_are_those_of_the_plain_loader(workers: int, options: dict[str, Any]) -> None:
-    assert not both(lambda: loader(num_workers=workers, **options), number=5).failures
+    assert not both(lambda: loader(num_workers=workers, **options), number=4).failures
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ from tests.dataio.engines import (
 Pair = namedtuple("Pair", "image label")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("workers", [1, 2, 5])
 @pytest.mark.parametrize("prefetch", [1, 3])
 def test_batches_come_in_the_order_of_their_jobs(workers: int, prefetch: int) -> None:

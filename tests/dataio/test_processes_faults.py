@@ -134,6 +134,7 @@ def test_starting_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
 # Processes that end
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", ENDS)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_worker_that_ends_once_is_replaced(way: str, workers: int, tmp_path: Any) -> None:

@@ -135,7 +135,7 @@ def test_workers_end_when_the_loops_process_is_killed(seconds: float, init: Any)
 # Each script is a fork of one interpreter that has imported torch, and ends as an interpreter does.
 _ENDS = ["engine.collect()", "raise SystemExit", "del engine", "1/0"]
 _SCRIPTS = """
-import os, sys, time, torch
+import gc, os, sys, time, torch
 from torch.utils.data import DataLoader
 from accel.dataio.engine.engine import BatchJob
 from accel.dataio.engine.processes import ProcessEngine
@@ -146,6 +146,7 @@ class Slow:
         time.sleep(0.01)
         return torch.ones(3)
 
+gc.freeze()  # or each looks through all of torch when it ends: 1 s
 folder, then = sys.argv[1], ""
 for number, each in enumerate(sys.argv[2:]):
     child = os.fork()

@@ -178,7 +178,7 @@ def at_work(seconds):
 
 pool = ThreadPool(1, "tests")
 what, gone = sys.argv[1:]
-pool.submit(*((at_work, 1.6) if what == "at work" else (time.sleep, 600)))
+pool.submit(*((at_work, 0.9) if what == "at work" else (time.sleep, 600)))
 for _ in range(100):
     pool.submit(at_work, 600)
 time.sleep(0.1)
@@ -194,8 +194,8 @@ print(time.monotonic() - began)
 @pytest.mark.parametrize(
     ("what", "gone", "least_s", "most_s"),
     [
-        ("at work", "", 1.2, 30.0),  # without it: terminate called without an active exception, in each run
-        pytest.param("at work", "gone", 1.2, 30.0, marks=pytest.mark.slow),
+        ("at work", "", 0.5, 30.0),  # without it: terminate called without an active exception, in each run
+        pytest.param("at work", "gone", 0.5, 30.0, marks=pytest.mark.slow),
         pytest.param("asleep", "", 0.9, 30.0, marks=pytest.mark.slow),
     ],
 )

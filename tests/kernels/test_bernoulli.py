@@ -39,6 +39,7 @@ def both(make: Callable[[], Tensor], p: float, words_before: int = 0, seed: int 
     return own, plain
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [0, 1, 311, 312, 313, 623, 624, 625, 5000])
 def test_the_same_bits_and_state(dtype: torch.dtype, count: int) -> None:

@@ -58,6 +58,7 @@ def test_masks_of_one_kind(share: float) -> None:
     _agrees(7, (2,), 5, share=share)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("trailing", TRAILING, ids=str)
 @pytest.mark.parametrize("total", TOTALS)
 def test_kernels_agree(interpreted: None, total: int, trailing: tuple[int, ...]) -> None:

@@ -144,6 +144,7 @@ def test_fcos_head_has_the_published_targets(settings: dict[str, Any]) -> None:
         unpatch_fcos_head(head)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("settings", [{}, {"norm_on_bbox": False}, {"center_sample_radius": 2.3}], ids=str)
 @pytest.mark.parametrize("boxed", [False, True], ids=["tensor", "box structure"])
 @pytest.mark.parametrize("attributes", [True, False], ids=["attributes", "none"])

@@ -114,7 +114,7 @@ def test_every_setting_on_every_path(name: str, kind: str) -> None:
 
 
 # Boxes of NaN and inf are meant; numpy, which interprets the kernels, warns of what it computes from them.
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|underflow) encountered:RuntimeWarning")
 @pytest.mark.parametrize("seed", [300, pytest.param(301, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)

@@ -70,7 +70,7 @@ def test_rows_and_gradient_are_those_of_the_range_index(
 INTERPRETED = [*SHAPES[:-1], *EMPTY, pytest.param(SHAPES[-1], marks=pytest.mark.slow)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", INTERPRETED, ids=str)
 def test_kernels_agree(interpreted: None, shape: tuple[int, int, int], dtype: torch.dtype) -> None:

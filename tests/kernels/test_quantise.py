@@ -43,7 +43,7 @@ def test_reference_is_the_formula(block: int) -> None:
     assert ((x.double() - scales * codes - lost).abs() <= EPS * x.double().abs() + 1e-45).all()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("size", SIZES)
 def test_kernel_writes_the_references_bits(interpreted: None, size: int, block: int) -> None:
@@ -116,7 +116,7 @@ def test_ends_of_the_range(interpreted: None, value: float) -> None:
     torch.testing.assert_close(out + lost, values, rtol=EPS, atol=0)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("size", [0, 1, 65, 2049, 5003])

@@ -48,7 +48,7 @@ def test_reference_is_the_formula(size: int, block: int) -> None:
     _check(*encoded(op, values, block, residual), values + residual, block)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("size", SIZES)
 def test_kernel_is_the_formula(interpreted: None, size: int, block: int) -> None:
@@ -90,6 +90,7 @@ def test_lost_may_be_the_residual_and_need_not_be_asked_for(interpreted: None) -
     assert torch.equal(without, encoded(op, values, 64)[0])
 
 
+@pytest.mark.sample(5)
 @quiet
 @pytest.mark.parametrize("path", ["plain", "kernels"])
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
@@ -115,7 +116,7 @@ def test_a_sum_beyond_float32_makes_the_block_void(interpreted: None) -> None:
     assert decoded(op, found[None], 64, 64).isinf().all()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("size", [0, 1, 65, 2049, 5003])

@@ -35,7 +35,7 @@ from tests.kernels.simota_scenes import (
 
 
 # 14 families x 4 variants x 34 seeds = 1,904 batches of 2 images, 34 of them skipped; 8 seeds by default.
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 34), marks=pytest.mark.slow)], ids=["4", "more"])
 @pytest.mark.parametrize("variant", ["yolox", "yolox-2021", "yolov7", "mmdet"])
 @pytest.mark.parametrize("family", FAMILIES)

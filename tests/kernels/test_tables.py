@@ -106,6 +106,7 @@ def test_every_cache_of_tensors_is_one_of_these() -> None:
     assert sum(source.count("\n@kept(") for source in sources) == len(TABLES)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_is_the_same_whatever_was_on_when_it_was_made(name: str, mode: str) -> None:

@@ -80,6 +80,7 @@ def test_any_size(room: int, with_maxima: bool, path: str) -> None:
             _check(at_least(x, torch.tensor(least), room, maxima), x, least, room)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("value", [0.0, -2.5, 1e-45, torch.nan])
 def test_all_alike(value: float, path: str) -> None:
     x = torch.full((2100,), value)

@@ -12,7 +12,7 @@ from tests.accel.loops import PlayedClock
 from tests.interruptions import Interrupter
 from tests.profiler.test_recorder import parts, train
 
-_PLACES = 25
+_PLACES = 12
 """Lines that are tried, spread evenly over all that two epochs run."""
 
 

@@ -12,8 +12,8 @@ from tests.effort import Effort
 
 
 def of_a_step(loop: Train) -> Effort:
-    steps = loop(40)
-    return effort.median([effort.of(lambda: next(steps)) for _ in range(39)])
+    steps = loop(14)
+    return effort.median([effort.of(lambda: next(steps)) for _ in range(13)])
 
 
 @pytest.mark.parametrize("depth", [1, 20])

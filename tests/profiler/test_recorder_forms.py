@@ -99,6 +99,7 @@ def check(recorder: Recorder, seen: list[Measurement]) -> None:
     assert not [f for f in naming.diagnose(evidence).findings if f.cause in ("host.step_code", "outside.step")]
 
 
+@pytest.mark.sample(2)
 @FORMS
 @pytest.mark.parametrize("batches", [own_batches, loader])
 def test_a_model_that_is_not_called_itself(

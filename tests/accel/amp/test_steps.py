@@ -361,6 +361,7 @@ def test_nothing_of_a_step_waits_for_the_device(name: str, monkeypatch: pytest.M
         step(model, optimizer, x, target)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", ["AdamW foreach", "FusedAdamW"])
 def test_accel_optimize_goes_with_it(name: str, dtype: torch.dtype) -> None:

@@ -77,7 +77,7 @@ def assert_same(one: list[Any], other: list[Any]) -> None:
         assert torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) else a == b
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

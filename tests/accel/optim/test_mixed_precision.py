@@ -56,6 +56,7 @@ def everything(optimizer: MultiTensorOptimizer, params: list[nn.Parameter]) -> l
     return [t.detach().clone() for t in (*params, *states)]
 
 
+@pytest.mark.sample(2)
 @EACH
 def test_a_scaler_gives_what_no_scaler_gives(kind: Any, options: Any) -> None:
     scaled, plain = params_of(), params_of()
@@ -73,6 +74,7 @@ def test_a_scaler_gives_what_no_scaler_gives(kind: Any, options: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("at", [0, 1], ids=["first step", "second step"])
 @EACH
 def test_overflow_changes_no_bit_and_halves_the_scale(kind: Any, options: Any, at: int) -> None:
@@ -169,6 +171,7 @@ def test_small_updates_of_half_weights_are_not_lost(kind: Any, options: Any) -> 
     assert torch.equal(param.detach(), master.half())
 
 
+@pytest.mark.sample(2)
 @EACH
 def test_what_is_restored_goes_on_bit_for_bit(kind: Any, options: Any) -> None:
     params = params_of(torch.float16)

@@ -329,6 +329,7 @@ def train(model: nn.Module, *, autocast: bool, scaled: bool, canonical: bool) ->
     return {**model.state_dict(), "random": torch.get_rng_state()}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("setting", [BLOCKS, WHOLE])
 @pytest.mark.parametrize("amp", [False, True])
 def test_dropout_accumulation_clipping_and_amp_train_the_same(setting: str, amp: bool, backend: Counts) -> None:
