@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from typing import Any, ClassVar
@@ -104,8 +105,15 @@ def train(
     return [p.detach().clone() for p in model.parameters()], losses, report
 
 
+@functools.cache
+def plain() -> tuple[list[Tensor], list[float]]:
+    """Return the weights and losses of a plain run."""
+    weights, losses, _ = train([], None)
+    return weights, losses
+
+
 def assert_undone(registry: list[type[Strategy]], kind: type[Strategy], why: str, *, same: bool = True) -> Report:
-    plain, plain_losses, _ = train(registry, None)
+    plain_weights, plain_losses = plain()
     weights, losses, report = train(registry, kind)
     assert report is not None
     row = report.rows[0]
@@ -114,7 +122,7 @@ def assert_undone(registry: list[type[Strategy]], kind: type[Strategy], why: str
     assert report.plan == {}
     assert all(math.isfinite(loss) for loss in losses)
     if same:
-        assert all(torch.equal(a, b) for a, b in zip(plain, weights, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(plain_weights, weights, strict=True))
         assert losses == plain_losses
     return report
 
@@ -287,10 +295,10 @@ def test_when_accel_itself_fails_the_loop_goes_on_plainly(registry: Any, monkeyp
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(Session, "_regime", broken)
-    plain, plain_losses, _ = train(registry, None)
+    plain_weights, plain_losses = plain()
     weights, losses, report = train(registry, Faster)
 
     assert losses == plain_losses
-    assert all(torch.equal(a, b) for a, b in zip(plain, weights, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain_weights, weights, strict=True))
     assert report is not None
     assert any("ZeroDivisionError: a bug" in text for text in report.unseen)

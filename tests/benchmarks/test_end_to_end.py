@@ -30,7 +30,7 @@ def test_a_model_learns_by_heart(name: str) -> None:
     torch.manual_seed(0)
     workload = MODELS[name]("tiny")
     x, target = next(iter(workload.loader))
-    losses = [train_step(workload, x, target).item() for _ in range(6)]
+    losses = [train_step(workload, x, target).item() for _ in range(4)]
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0]
 

@@ -30,7 +30,7 @@ from tests.interruptions import Interrupter
 
 LENGTH, SIZE = 14, 3
 # Of 600 to 1,500 lines that run in an epoch, one in so many: primes, to meet loops over batches at all phases.
-STRIDES = {"inline": 199, "auto": 211, "threads": 251, "fork": 1009, "proxy": 1031}
+STRIDES = {"inline": 397, "auto": 421, "threads": 503, "fork": 1009, "proxy": 1031}
 CLOSE = {"inline": 1, "auto": 1, "threads": 3, "fork": 17, "proxy": 17}
 
 

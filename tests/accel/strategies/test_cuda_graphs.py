@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,21 +163,24 @@ def others() -> list[str]:
     return [strategy.name for strategy in REGISTRY if strategy is not CudaGraphs]
 
 
+@functools.cache
+def plain_run() -> dict[str, Tensor]:
+    return loops.plain_run_of(Noisy, STEPS)
+
+
 def test_a_run_that_tries_it_has_the_plain_loops_bits(calls: list[ModelCalls]) -> None:
-    expected = loops.plain_run_of(Noisy, STEPS)
     row, model, optimizer = tried()
     assert calls[0].replays > 4, row
     assert row.status in ("undone", "kept")
     assert row.output_error == 0.0  # compared, and right
     assert row.gradient_error == 0.0
-    loops.assert_same(loops.everything(model, optimizer), expected)
+    loops.assert_same(loops.everything(model, optimizer), plain_run())
 
 
 @pytest.mark.parametrize("fault", ["stale inputs", "stale gradients", "no dropout"])
 def test_a_wrong_graph_is_caught_before_a_real_step(
     calls: list[ModelCalls], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = loops.plain_run_of(Noisy, STEPS)
     if fault == "stale inputs":
         monkeypatch.setattr(model_graph.ModelGraph, "_take", lambda graph, inputs: None)
     elif fault == "stale gradients":
@@ -193,4 +197,4 @@ def test_a_wrong_graph_is_caught_before_a_real_step(
     row, model, optimizer = tried()
     assert row.status == "undone"
     assert row.why.startswith("wrong"), row.why
-    loops.assert_same(loops.everything(model, optimizer), expected)
+    loops.assert_same(loops.everything(model, optimizer), plain_run())
