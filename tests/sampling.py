@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def mark_the_rest_slow(items: Iterable[pytest.Item]) -> None:
@@ -54,6 +55,11 @@ def sample(values: Sequence[set[Any]], names: Sequence[str], one_in: int) -> set
         uncovered -= values[best]
     others = [number for number in order if number not in stay]
     return stay.union(others[: max(0, math.ceil(len(names) / one_in) - len(stay))])
+
+
+def examples(usual: int) -> int:
+    """Return how many examples a property test tries: `usual` by `make slow`, and two fifths by default."""
+    return max(1, usual * settings.default.max_examples // 100)
 
 
 def _is_slow(item: pytest.Item) -> bool:

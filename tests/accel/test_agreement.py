@@ -38,6 +38,7 @@ from tests.accel import profile_reports, run_reports, test_report
 from tests.accel.agreement import numbers_of_decisions, of_profile, of_report, roofs
 from tests.accel.loops import advance, advance_until, make, settled, training
 from tests.accel.simulation import FAST, Machine, candidate
+from tests.sampling import examples
 
 RUNNING = ThreadShare(run=0.95, wait=0.02, blocked=0.03)
 
@@ -87,7 +88,7 @@ def test_the_check_sees_an_operator_above_its_roof() -> None:
     assert any("and it saves 67" in said for said in of_profile(report))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.floats(0.001, 1e5), st.floats(0.05, 50), st.floats(0.0, 0.5), st.one_of(st.none(), st.floats(0.1, 4096)))
 def test_one_trial_has_one_estimate(plain_s: float, gain: float, noise: float, samples: float | None) -> None:
     """Whatever the steps, on a machine that drifts: ratio, both times and samples a second are one another's."""
@@ -158,7 +159,7 @@ def some_candidates() -> list[Any]:
     ]
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     noise=st.sampled_from([0.0, 0.05, 0.3]),
@@ -316,7 +317,7 @@ def test_profile_of_real_steps_agrees() -> None:
         assert moved.get(view) is None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     gflops=st.one_of(st.none(), st.floats(1e-3, 1e6)),
     gb_per_s=st.one_of(st.none(), st.floats(1e-3, 1e6)),

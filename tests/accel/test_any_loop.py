@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import accel
 from accel import entry
 from tests.accel.loops import Net, Quick, loss_of, make_loader
+from tests.sampling import examples
 
 
 class Stop(Exception):
@@ -134,14 +135,14 @@ HEALTH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 ANY_LOOP = given(passes=st.lists(epochs(), min_size=1, max_size=8))
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=HEALTH)
+@settings(max_examples=examples(10), deadline=None, suppress_health_check=HEALTH)
 @ANY_LOOP
 def test_any_loop_ends_with_the_bits_of_the_plain_one(no_waiting: None, passes: list[Epoch]) -> None:
     assert_plain_bits(passes)
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=HEALTH)
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=HEALTH)
 @ANY_LOOP
 def test_many_loops_end_with_the_bits_of_the_plain_one(no_waiting: None, passes: list[Epoch]) -> None:
     assert_plain_bits(passes)

@@ -16,6 +16,7 @@ from accel.report.optimize_document import numerics_text, step_text
 from accel.report.rendering import as_text
 from accel.report.terminal import Cell, Page
 from accel.report.words import gain_text, ms_text, seconds_text
+from tests.sampling import examples
 
 WIDTHS = (80, 100, 120)
 positive = st.floats(1e-9, 1e12) | st.sampled_from([0.000395, 0.0003, 99.95, 9999.5, 1e4, 1e7])
@@ -53,7 +54,7 @@ def lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     report=st.builds(
         Report,
@@ -74,7 +75,7 @@ def test_no_cell_of_a_report_breaks(width: int, report: Report) -> None:
             assert any(name in line and ms_text(value) in line for line in printed), name
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(old=st.lists(rows(), max_size=4), new=st.lists(rows(), max_size=4), before=phases, after=phases)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_cell_of_a_comparison_breaks(

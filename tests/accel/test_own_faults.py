@@ -19,6 +19,7 @@ from accel.guard.changing_buffers import ChangingBuffers
 from accel.run import backward
 from accel.strategies.base import Exactness
 from tests.accel.loops import Net, loss_of, make_loader
+from tests.sampling import examples
 
 STEPS = 24
 FAULTS = (
@@ -164,7 +165,7 @@ ANY_FAULTS = given(
 )
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @ANY_FAULTS
 def test_any_faults_of_the_run_s_own_leave_the_plain_loop_s_bits(
     no_waiting: None, faults: dict[int, str], way: str
@@ -173,7 +174,7 @@ def test_any_faults_of_the_run_s_own_leave_the_plain_loop_s_bits(
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @ANY_FAULTS
 def test_many_faults_of_the_run_s_own_leave_the_plain_loop_s_bits(
     no_waiting: None, faults: dict[int, str], way: str

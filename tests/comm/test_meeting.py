@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from accel.comm.ranks.rendezvous import Apart, Each, Left, Rendezvous, named
 from tests.comm.simulated import CountingStore
+from tests.sampling import examples
 
 PATIENCE_S = 10.0
 MISSED = "did not come"
@@ -94,7 +95,7 @@ def test_all_or_none_whoever_is_late() -> None:
         assert (found[0] == (["a", "b"],)) == (first == 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["arrive", "look", "wait", "leave"])), max_size=60))
 def test_in_whatever_order_ranks_hear_the_same_or_nothing(events: list[tuple[int, str]]) -> None:
     one = World(4)

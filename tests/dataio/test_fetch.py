@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from accel.dataio.fetching.fetch import blame, fetch_of, whole_tensors
+from tests.sampling import examples
 
 
 class Rows(Dataset[Any]):
@@ -74,7 +75,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", DATASETS)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(indices=st.lists(st.integers(-20, 19).filter(lambda n: n % 20 != 13), min_size=1, max_size=6))
 def test_batches_are_those_of_a_dataloader(kind: str, indices: list[int]) -> None:
     torch.manual_seed(0)

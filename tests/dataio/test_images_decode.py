@@ -15,6 +15,7 @@ from accel.dataio.image import decode as image_decode
 from accel.dataio.image.decode import decode, size_of
 from accel.dataio.image_geometry import Placement, RandomResizedCrop, Resize
 from tests.dataio.pictures import Image, encoded, jpeg, scene, turned
+from tests.sampling import examples
 
 simplejpeg = pytest.importorskip("simplejpeg", reason="needs simplejpeg, which the extra `images` brings")
 
@@ -154,7 +155,7 @@ def test_dct_scaling(
     st.sampled_from([8, 31, 64]),
     st.sampled_from([None, 1.0, 2.0]),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_box_of_any_crop_lies_where_it_should(
     height: int, width: int, draws: list[float], size: int, gap: float | None
 ) -> None:
@@ -223,7 +224,7 @@ def test_what_is_no_image_is_refused(data: bytes, exif: bool) -> None:
 
 
 @given(st.data(), st.sampled_from(["JPEG", "PNG", "WEBP"]), st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_file_gives_an_image_or_a_value_error(data: st.DataObject, kind: str, exif: bool) -> None:
     damaged = bytearray(DAMAGED[kind])

@@ -24,6 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from accel.dataio.loader import ContinuousLoader
 from tests.dataio.numbers import Numbers, indices, run, same, saved_and_loaded, seeded
+from tests.sampling import examples
 
 # -- order -----------------------------------------------------------------------------------------------------------
 
@@ -125,7 +126,7 @@ def test_samplers_of_all_kinds(engine: dict[str, Any], kind: str) -> None:
     assert same(moved, plain)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     length=st.integers(1, 40),
     batch=st.integers(1, 9),

@@ -17,6 +17,7 @@ from accel.dataio.length_balance import LengthBalancedBatchSampler
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes.continuous import Continuous
 from tests.dataio.numbers import Numbers, indices, run, saved_and_loaded
+from tests.sampling import examples
 
 LENGTHS = [1 + 7 * i % 13 for i in range(50)]
 # How a loop sets the epoch: at each one's head, never, or with a jump as a resumed run makes it.
@@ -144,7 +145,7 @@ def test_the_batch_size_changes_where_it_does_with_the_plain_loader(told: int, h
 RUN = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(0, 9))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(1, 60), st.lists(RUN, max_size=4), RUN)
 def test_each_sample_comes_once_per_epoch_whatever_the_runs(
     length: int, runs: list[tuple[int, int, int]], last: tuple[int, int, int]

@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from accel.dataio.loader import ContinuousLoader
 from tests.dataio.numbers import Numbers, indices, run, same, saved_and_loaded, seeded
+from tests.sampling import examples
 
 # One run: ranks, batch size (None: the loader makes no batches), steps until it is interrupted. 0 steps: at once.
 RUN = st.tuples(st.integers(1, 4), st.integers(1, 6) | st.none(), st.integers(0, 5))
@@ -48,7 +49,7 @@ def resumed(length: int, runs: list[tuple[int, int | None, int]], drop_last: boo
             yield [samples(batch) for batch in batches]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(LENGTHS, st.lists(RUN, max_size=4), st.tuples(st.integers(1, 4), st.integers(1, 6), st.just(1000)))
 @example(101, [(3, 4, 5), (2, 5, 3)], (2, 5, 1000))
 @example(101, [(3, 4, 5), (2, 5, 3)], (3, 4, 1000))
@@ -61,7 +62,7 @@ def test_each_sample_comes_however_often_the_ranks_change(
     assert len(seen) - length < max(ranks for ranks, _, _ in [*runs, last])  # repeats even out the last step's ranks
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(LENGTHS, st.lists(RUN, max_size=4), st.tuples(st.integers(1, 4), st.integers(1, 6), st.just(1000)))
 def test_dropping_leaves_out_fewer_than_one_per_rank(
     length: int, runs: list[tuple[int, int | None, int]], last: tuple[int, int, int]

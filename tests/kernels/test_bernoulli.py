@@ -16,6 +16,7 @@ from torch import Generator, Tensor
 from accel.kernels import bernoulli
 from accel.kernels.bernoulli import bernoulli_, why_not
 from accel.kernels.draws import library
+from tests.sampling import examples
 
 DTYPES = list(bernoulli._ONES)
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"not applicable here: {why_not()}")
@@ -48,7 +49,7 @@ def test_the_same_bits_and_state(dtype: torch.dtype, count: int) -> None:
         assert torch.equal(own, plain)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     count=st.integers(0, 3000),
     p=st.floats(0, 1),

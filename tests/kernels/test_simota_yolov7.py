@@ -14,6 +14,7 @@ from torch import Tensor
 
 from accel.kernels.simota_yolov7 import patch_yolov7_loss, unpatch_yolov7_loss
 from tests.kernels.yolov7_oracle import OtaLoss, batch_of
+from tests.sampling import examples
 
 COUNTS = {
     "several": [3, 1, 4],
@@ -45,7 +46,7 @@ def test_the_targets_are_those_of_the_loops(case: str, seed: int) -> None:
         assert len(column) == 3 and all(level.dtype == dtype for level in column)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=3), st.integers(0, 1000), st.sampled_from([1, 3]))
 def test_any_batch(counts: list[int], seed: int, classes: int) -> None:
     batch = batch_of(seed, counts, size=64, classes=classes)

@@ -28,6 +28,7 @@ from accel.kernels.tables import hides_values, kept
 from accel.kernels.window_attention import attention as window_attention
 from accel.kernels.window_attention import regions as window_regions
 from accel.kernels.window_attention import shifted_window_attention
+from tests.sampling import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -220,7 +221,7 @@ def trains_after(actions: list[str]) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.sampled_from(sorted(QUICK)), min_size=1, max_size=5))
 def test_a_layer_trains_after_anything(actions: list[str]) -> None:
     trains_after(actions)
@@ -234,7 +235,7 @@ def test_a_layer_trains_after_it_was_traced(action: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.sampled_from(sorted(SLOW)), min_size=1, max_size=4))
 def test_a_layer_trains_after_anything_traced_too(actions: list[str]) -> None:
     trains_after(actions)

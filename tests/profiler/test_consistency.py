@@ -25,6 +25,7 @@ from accel.profiler.evidence import (
 )
 from accel.profiler.phases import PHASES, Measurement
 from accel.profiler.report import Experiment, Finding, Node, ProfileReport, Saving
+from tests.sampling import examples
 
 shares = st.floats(0.0, 1.0)
 
@@ -106,13 +107,13 @@ def assert_agrees(told: ProfileReport) -> None:
         assert told.verdict.startswith(first.cause if first else "nothing holds the run back")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(runs())
 def test_what_is_named_fits_the_phases(seen: Evidence) -> None:
     assert_agrees(verdict.build_report(seen, naming.diagnose(seen)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(runs(), st.sampled_from(sorted(CAUSES)), shares, shares, st.sampled_from(["keep", "refused"]))
 def test_any_claim_of_any_cause_fits_the_phases_or_is_taken_back(
     seen: Evidence, cause: str, share: float, saved: float, outcome: str

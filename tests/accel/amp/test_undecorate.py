@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from accel.amp import decorate, master_params, undecorate
 from accel.errors import InvalidArgument
 from tests.accel.amp.amp_models import OPTIMIZERS, batches, cnn, loss_of, mlp
+from tests.sampling import examples
 
 
 class Tabled(nn.Module):
@@ -101,7 +102,7 @@ def test_on_and_off_leaves_no_trace(model: str, optimizer: str, dtype: torch.dty
     assert sorted(vars(own)) == attributes
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(1, 3)), min_size=1, max_size=5), st.sampled_from(sorted(OPTIMIZERS))
 )

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from accel.graphs import CapturedStep, capture
 from accel.graphs.capture import CaptureError
 from tests.accel.graphs.tape import TapeRecorder
+from tests.sampling import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")
 
@@ -400,7 +401,7 @@ _EVENT = st.tuples(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(_EVENT, min_size=4, max_size=14), st.integers(0, 2))
 def test_any_order_of_changes(events: list[tuple[int, bool, str, float]], warmup: int) -> None:
     def loop(training: Training, run: Callable[..., Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.accel.graphs.model_loops import batch, both, network, step, taped
+from tests.sampling import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")
 
@@ -282,7 +283,7 @@ _EVENT = st.tuples(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(_EVENT, min_size=4, max_size=16), st.integers(0, 2), st.integers(1, 4))
 def test_any_order_of_events(events: list[tuple[int, str, str, str]], warmup: int, most: int) -> None:
     def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
