@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -129,12 +130,12 @@ class Observations:
         if not (0 < seconds < math.inf):
             raise InvalidArgument(f"the time of a step must be positive and finite, in seconds. Found: {seconds}")
         if entry is None:
-            _check(configuration)
+            configuration = _checked(configuration)
             entry = self._entries[configuration] = _Entry()
             if len(self._entries) > self._limit:
                 self._entries.popitem(last=False)
         self._entries.move_to_end(configuration)
-        entry.add(seconds)
+        entry.add(float(seconds))
 
     def step_times(self) -> StepTimes:
         """Return the median of each configuration, and how sure it is.
@@ -169,11 +170,12 @@ class Observations:
             configuration = Configuration(
                 each.nodes, each.replicas, each.local_batch, each.accumulation, each.communication_scale
             )
-            if not each.seconds:
-                raise InvalidArgument(f"each configuration must have a step time. Found: none of {configuration}")
+            if not 1 <= len(each.seconds) <= each.count:
+                times = f"{len(each.seconds)} step times, count {each.count}"
+                raise InvalidArgument(f"each configuration must have 1 to count step times. Found: {times}")
             for seconds in each.seconds:
                 fresh.add(configuration, seconds)
-            fresh._entries[configuration].count = max(each.count, len(each.seconds))
+            fresh._entries[configuration].count = each.count
         self._entries = fresh._entries
 
 
@@ -221,11 +223,17 @@ class _State:
     configurations: list[_Kept]
 
 
-def _check(configuration: Configuration) -> None:
-    nodes, replicas, local_batch, accumulation, scale = configuration
-    is_whole = 1 <= nodes <= replicas and local_batch >= 1 and accumulation >= 0
-    if not (is_whole and 0 <= scale < math.inf):
+def _checked(configuration: Configuration) -> Configuration:
+    """Return the configuration with plain numbers, which JSON has."""
+    *counts, scale = configuration
+    try:
+        nodes, replicas, local_batch, accumulation = map(operator.index, counts)
+    except TypeError:
+        raise InvalidArgument(f"all of a configuration but its scale must be whole. Found: {configuration}") from None
+    is_possible = 1 <= nodes <= replicas and local_batch >= 1 and accumulation >= 0
+    if not (is_possible and 0 <= scale < math.inf):
         raise InvalidArgument(
             "a configuration must have 1 ≤ nodes ≤ replicas, local_batch ≥ 1, accumulation ≥ 0 and a finite "
             f"communication_scale ≥ 0. Found: {configuration}"
         )
+    return Configuration(nodes, replicas, local_batch, accumulation, float(scale))

@@ -167,6 +167,23 @@ def test_one_observation_is_met_and_promises_no_wonder(seconds: float, batch: in
     assert 64 < speedups[16, 128] < 127
 
 
+observed = st.tuples(
+    st.integers(1, 4), st.integers(1, 8), st.integers(1, 10**6), st.integers(0, 9), st.sampled_from([0.0, 0.3, 1.0])
+)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(observed, st.floats(1e-9, 1e6)), min_size=1, max_size=12))
+def test_whatever_was_observed_has_a_model(steps: list[tuple[tuple[int, int, int, int, float], float]]) -> None:
+    """Even step times that contradict each other."""
+    observations = Observations()
+    for (nodes, each, batch, extra, scale), seconds in steps:
+        observations.add(Configuration(nodes, nodes * each, batch, extra, scale), seconds)
+    step_s = fit(observations).step_s([1, 1, 2, 16], [1, 4, 2, 128], 32)
+    assert np.isfinite(step_s).all()
+    assert (step_s > 0).all()
+
+
 def test_several_nodes_are_slower_than_one_before_they_are_seen() -> None:
     local = [Configuration(1, replicas, 32) for replicas in (1, 2, 4)]
     model = fit_step_times(made_by(TYPICAL, local))

@@ -104,7 +104,11 @@ KEPT = filled(0.1).state_dict()["configurations"][0]
         ({}, r"is incomplete: it lacks configurations; pass what state_dict\(\) returned"),
         ({"configurations": [], "more": 1}, r"must be without \['more'\]"),
         ({"configurations": [{**KEPT, "count": "1"}]}, r"configurations\[0\].count must be int, got '1'"),
-        ({"configurations": [{**KEPT, "seconds": []}]}, r"each configuration must have a step time. Found: none"),
+        (
+            {"configurations": [{**KEPT, "seconds": []}]},
+            r"must have 1 to count step times. Found: 0 step times, count 1",
+        ),
+        ({"configurations": [{**KEPT, "seconds": [0.1, 0.2]}]}, r"Found: 2 step times, count 1"),
         ({"configurations": [{**KEPT, "seconds": [-1.0]}]}, r"positive and finite, in seconds. Found: -1.0"),
         ({"configurations": [{**KEPT, "nodes": 2}]}, r"must have 1 ≤ nodes ≤ replicas"),
     ],
@@ -137,6 +141,15 @@ def test_a_time_must_be_one(seconds: float) -> None:
 def test_a_configuration_must_be_one(configuration: Configuration) -> None:
     with pytest.raises(InvalidArgument, match=r"a configuration must have 1 ≤ nodes ≤ replicas, .* Found: Conf"):
         Observations().add(configuration, 0.1)
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    observations = Observations()
+    observations.add(Configuration(*np.array([1, 2, 32, 0]), np.float32(0.5)), np.float32(0.25))
+    assert json.loads(json.dumps(observations.state_dict())) == observations.state_dict()
+    assert observations.count(Configuration(1, 2, 32, 0, 0.5)) == 1
+    with pytest.raises(InvalidArgument, match=r"all of a configuration but its scale must be whole. Found: .*8.5"):
+        observations.add(Configuration(1, 1, 8.5), 0.1)
 
 
 def test_nothing_observed_is_no_table() -> None:

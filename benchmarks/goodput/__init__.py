@@ -1,0 +1,1 @@
+"""Parts of the goodput benchmarks: measured profiles, a rival's form, iterations at other batches."""
