@@ -55,7 +55,7 @@ def every_goodput(
     return table
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(models(), noises(), placements(), st.integers(1, 300), bounds, st.data())
 def test_best_is_the_best_of_all_whole_numbers(
     model: ThroughputModel,
@@ -78,7 +78,7 @@ def test_best_is_the_best_of_all_whole_numbers(
     assert base_batch <= best.batch <= (bounded.max_batch_size or base_batch)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(models(), noises(), placements(), st.integers(1, 300), st.data())
 def test_accumulation_only_where_it_is_needed(
     model: ThroughputModel, noise: NoiseInterval, placement: tuple[int, int], base_batch: int, data: st.DataObject
