@@ -34,7 +34,8 @@ from accel.settings import OptimizeSettings, check_objects, check_settings
 from accel.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from accel.elastic.batch_run import BatchRun
+    from accel.elastic.checkpointing import Checkpointing
+    from accel.elastic.run import ElasticRun
     from accel.elastic.scaling_rules import Rule
 
 M = TypeVar("M", bound=nn.Module)
@@ -60,14 +61,13 @@ class _Optimized:
         journal: Journal,
         announcer: Announcer,
         settings: OptimizeSettings,
-        batch_run: BatchRun | None = None,
+        elastic: ElasticRun | None = None,
     ) -> None:
         self.session = session
         self.journal = journal
         self.announcer = announcer
         self.settings = settings
-        self.batch_run = batch_run
-        self.elastic_loader = None if batch_run is None else session.run.loader
+        self.elastic = elastic
         self._followed: weakref.WeakValueDictionary[int, LoaderProxy] = weakref.WeakValueDictionary()
 
     @property
@@ -78,19 +78,19 @@ class _Optimized:
     def follow(self, proxy: LoaderProxy) -> None:
         """Follow a loader of the model: for training, for validation, or one that replaces the first."""
         self._followed[id(proxy)] = proxy  # it hashes and compares as its loader does: a list has no hash
-        batch_run = self.batch_run if proxy._accel_loader is self.elastic_loader else None
-        if batch_run is not None:
-            follow(proxy, batch_run.end)
-        follow(proxy, self.session.events)
-        if batch_run is not None:
-            follow(proxy, batch_run)
+        if self.elastic is not None and proxy._accel_loader is self.elastic.loader:
+            self.elastic.follow(proxy, self.session.events)
+        else:
+            follow(proxy, self.session.events)
 
     def close(self) -> None:
-        if self.batch_run is not None:
-            self.batch_run.close()  # it goes on following, and counts the samples of each epoch
+        if self.elastic is not None:
+            self.elastic.close()
         self.session.close()
         for proxy in self.proxies:
             leave(proxy, self.session.events)
+            if self.elastic is not None:
+                self.elastic.leave(proxy)
         self.journal.finish()
 
 
@@ -111,6 +111,7 @@ def optimize(
     cache: bool = ...,
     max_batch_size: int | None = ...,
     scaling_rule: Rule | None = ...,
+    checkpoint: str | os.PathLike[str] | Checkpointing | None = ...,
 ) -> tuple[M, L]: ...
 
 
@@ -129,6 +130,7 @@ def optimize(
     cache: bool = ...,
     max_batch_size: int | None = ...,
     scaling_rule: Rule | None = ...,
+    checkpoint: str | os.PathLike[str] | Checkpointing | None = ...,
 ) -> tuple[M, L, O]: ...
 
 
@@ -146,6 +148,7 @@ def optimize(
     cache: bool = True,
     max_batch_size: int | None = None,
     scaling_rule: Rule | None = None,
+    checkpoint: str | os.PathLike[str] | Checkpointing | None = None,
 ) -> tuple[Any, ...]:
     """Make the training loop around `model` and `loader` faster, and show what was done.
 
@@ -177,6 +180,9 @@ def optimize(
             follows its batch. None (default) keeps the batch. It changes what is trained, which `allow` never does.
         scaling_rule: how the learning rate follows the batch size, of `accel.elastic.scaling_rules` or a function;
             None (default) takes that of the optimizer: AdaScale for SGD, the square root for Adam.
+        checkpoint: a folder, or `accel.elastic.checkpointing.Checkpointing`: the training is saved in it while it
+            goes on and when the process is sent SIGTERM, and this call goes on from the newest one there, on any
+            number of ranks. Loop over `remaining_epochs(loader, epochs)`. It needs `optimizer`.
 
     Returns:
         What was passed, in order: `(model, loader)`, or `(model, loader, optimizer)`, also where that is None.
@@ -184,6 +190,7 @@ def optimize(
     Raises:
         InvalidArgument: if an argument is wrong; the message says how to correct it.
         PlanError: if the plan can't be read or was made for another model.
+        CheckpointError: if the newest checkpoint is one of another training; nothing has been changed then.
 
     Example:
         >>> model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="reduced")
@@ -198,12 +205,17 @@ def optimize(
         return arguments
     optimizer_if_passed = None if isinstance(optimizer, _LeftOut) else optimizer
     check_objects(model, loader, optimizer_if_passed)
-    settings = check_settings(model, allow, enable, disable, plan, budget, report, cache, max_batch_size, scaling_rule)
+    settings = check_settings(
+        model, allow, enable, disable, plan, budget, report, cache, max_batch_size, scaling_rule, checkpoint
+    )
+    if settings.checkpoint is not None and optimizer_if_passed is None:
+        raise InvalidArgument("checkpoint needs the optimizer, whose state it holds; pass it as the third argument")
     proxy = _proxy_of(loader)
 
     optimized = _optimized.get(model)
     if optimized is None or optimized.settings != settings:
-        proxy = proxy if settings.max_batch_size is None else _elastic(proxy, settings.max_batch_size)
+        if settings.is_elastic:
+            proxy = _elastic(proxy, settings)
         optimized = _optimized[model] = _start(model, proxy, optimizer_if_passed, settings, optimized)
     optimized.follow(proxy)
     return model, proxy, *arguments[2:]
@@ -221,23 +233,18 @@ def _proxy_of(loader: Any) -> LoaderProxy:
     return LoaderProxy(loader)
 
 
-def _elastic(proxy: LoaderProxy, max_batch_size: int) -> LoaderProxy:
-    """Return the proxy of a loader whose batch size can change."""
-    from accel.elastic.batch_loader import elastic_loader
+def _elastic(proxy: LoaderProxy, settings: OptimizeSettings) -> LoaderProxy:
+    """Return the proxy of a loader whose batches accel deals out."""
+    from accel.elastic.run import elastic_proxy
 
-    loader: Any = elastic_loader(proxy._accel_loader)
-    if any(other.batch_run is not None and other.elastic_loader is loader for other in _optimized.values()):
+    elastic = elastic_proxy(proxy, settings)
+    loader = elastic._accel_loader
+    if any(other.elastic is not None and other.elastic.loader is loader for other in _optimized.values()):
         raise InvalidArgument(
-            "max_batch_size must be given for one model of a loop, got a loader whose batch another model's call "
-            "changes; leave it out of this call"
+            "max_batch_size and checkpoint must be given for one model of a loop, got a loader whose batches another "
+            "model's call deals out; leave them out of this call"
         )
-    batch = sum(loader.batch_sampler.batch_sizes)
-    if max_batch_size < batch:
-        raise InvalidArgument(
-            f"max_batch_size must be at least the loader's batch over all ranks, {batch} samples, got "
-            f"{max_batch_size}; raise it, or leave it out to keep the batch"
-        )
-    return proxy if loader is proxy._accel_loader else LoaderProxy(loader)
+    return elastic
 
 
 def _start(
@@ -281,22 +288,28 @@ def _start(
         replayed=settings.plan is not None,
     )
     session.start(settled=journal.settled)
-    batch_run = journal.batch = _batch_run(session, settings, announcer)
-    optimized = _Optimized(session, journal, announcer, settings, batch_run)
+    elastic = _elastic_run(session, optimizer, settings, announcer)
+    if elastic is not None:
+        journal.batch = elastic.batch
+    optimized = _Optimized(session, journal, announcer, settings, elastic)
     for earlier_proxy in earlier_proxies:
         optimized.follow(earlier_proxy)
     return optimized
 
 
-def _batch_run(session: Session, settings: OptimizeSettings, announcer: Announcer) -> BatchRun | None:
-    """Return what changes the batch size; None if that stays."""
-    if settings.max_batch_size is None:
+def _elastic_run(
+    session: Session, optimizer: Optimizer | None, settings: OptimizeSettings, announcer: Announcer
+) -> ElasticRun | None:
+    """Return what changes the batch size and saves the run; None if nothing does."""
+    if not settings.is_elastic:
         return None
-    from accel.elastic.batch_run import BatchRun
+    from accel.elastic.run import ElasticRun
 
-    sampler = session.run.loader.batch_sampler
-    rule = settings.scaling_rule
-    return BatchRun(session, session.run, sampler, settings.max_batch_size, rule=rule, say=announcer.say)
+    try:
+        return ElasticRun(session, optimizer, settings, announcer.say)
+    except Exception:
+        session.close()
+        raise
 
 
 def _memory(run: Run, settings: OptimizeSettings, fetching_in_use: bool) -> RememberedPlans | None:

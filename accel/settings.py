@@ -17,6 +17,7 @@ from accel.search.plan import Plan
 from accel.strategies.base import Exactness
 
 if TYPE_CHECKING:
+    from accel.elastic.checkpointing import Checkpointing
     from accel.elastic.scaling_rules import Rule
 
 _ALLOW = {level.word: level for level in Exactness}
@@ -35,6 +36,12 @@ class OptimizeSettings:
     cache: bool
     max_batch_size: int | None = None
     scaling_rule: Rule | None = None
+    checkpoint: str | Checkpointing | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if accel deals out the loader's batches."""
+        return self.max_batch_size is not None or self.checkpoint is not None
 
 
 def check_settings(
@@ -48,6 +55,7 @@ def check_settings(
     cache: Any,
     max_batch_size: Any = None,
     scaling_rule: Any = None,
+    checkpoint: Any = None,
 ) -> OptimizeSettings:
     """Return checked arguments of `optimize`; raises InvalidArgument for one that is wrong."""
     level = _check_allow(allow)
@@ -61,8 +69,15 @@ def check_settings(
         raise InvalidArgument(f"cache must be True or False, got {cache!r}; ACCEL_CACHE=FOLDER names the folder")
     target = None if report is None else os.fspath(report)
     _check_batch(max_batch_size, scaling_rule)
+    saved = os.fspath(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
+    if not (saved is None or isinstance(saved, str) or hasattr(saved, "interval_s")):
+        raise InvalidArgument(
+            "checkpoint must be a folder or accel.elastic.checkpointing.Checkpointing(folder=...), got "
+            f"{_kind(checkpoint)}"
+        )
+    limits = Budget.parse(budget)
     return OptimizeSettings(
-        level, enabled, disabled, replayed, Budget.parse(budget), target, cache, max_batch_size, scaling_rule
+        level, enabled, disabled, replayed, limits, target, cache, max_batch_size, scaling_rule, saved
     )
 
 

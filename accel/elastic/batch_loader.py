@@ -48,7 +48,9 @@ def elastic_loader(loader: Any) -> DataLoader[Any]:
         [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
     if reason := _fixed(loader):
-        raise InvalidArgument(f"max_batch_size needs a loader whose batch size can change, but {reason}; {_REMEDY}")
+        raise InvalidArgument(
+            f"max_batch_size and checkpoint need a loader whose batches accel can deal out, but {reason}; {_REMEDY}"
+        )
     if isinstance(loader.batch_sampler, ElasticSampler):
         return loader  # type: ignore[no-any-return]
     replicas, rank = world()
@@ -62,8 +64,12 @@ def elastic_loader(loader: Any) -> DataLoader[Any]:
         tail=_tail(loader),
         **_order(loader),
     )
-    # torch refuses to have these set on a loader once it is made.
-    vars(elastic).update(batch_sampler=batches, sampler=batches, _iterator=None, plain_loader=loader)
+    # torch refuses to have these set on a loader once it is made. A generator of its own gives the workers their seeds:
+    # a training that is resumed in the midst of an epoch asks for an iterator once more than one that was not.
+    generator = loader.generator or torch.Generator().manual_seed(batches.seed)
+    vars(elastic).update(
+        batch_sampler=batches, sampler=batches, generator=generator, _iterator=None, plain_loader=loader
+    )
     return elastic  # type: ignore[no-any-return]
 
 

@@ -14,7 +14,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -112,6 +112,8 @@ class BatchRun:
         self._rates = StepRates(rule, say)
         self._trend = LossTrend()
         self._meter: NoiseMeter | None = None
+        self._restored: dict[str, Any] = {}
+        """The state of a run that this one goes on from."""
         self._is_metered = False
         """The meter was told of the present step's beginning."""
         self._noise: NoiseInterval | None = None
@@ -186,7 +188,6 @@ class BatchRun:
 
     def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
         """Count the batch, and let the learning rate follow the size of the step."""
-        self._sampler.advance()
         self._batches += 1
         self._samples += self._sampler.samples_in_hand
         if not self._alive or self.controller is None:
@@ -196,8 +197,7 @@ class BatchRun:
         self._rates.follow(self._samples, self.controller.base_batch, self._noise, self._epoch)
 
     def epoch_ended(self, proxy: LoaderProxy) -> None:
-        """Let the sampler go on to the next epoch."""
-        self._sampler.end_epoch()
+        """Nothing: the next epoch goes on with the same batch."""
 
     def fetching_failed(self, error: Exception) -> None:
         """Nothing: its fetching is not in use."""
@@ -260,6 +260,10 @@ class BatchRun:
         self.controller = BatchController(base, self.max_batch_size, replicas=replicas, nodes=nodes)
         self._meter = NoiseMeter(self._run.model, self._run.optimizers, replicas=replicas, clock=self._clock)
         self._session.events.noise = self._meter
+        if self._restored.get("controller") is not None:
+            self.controller.load_state_dict(self._restored["controller"])
+        if self._restored.get("noise") is not None:
+            self._meter.noise.load_state_dict(self._restored["noise"])
 
     def _decision(self, ahead: list[int]) -> tuple[BatchDecision, int]:
         assert self.controller is not None
@@ -273,6 +277,22 @@ class BatchRun:
         alone = self._sampler.num_replicas == 1
         self._sampler.set_batch_size(local, delay=None if alone else most_ahead + _AHEAD)
         self._say(f"batch size {decision.batch}: {decision.why}")
+
+    # -- checkpoints (training_state.Stateful) -------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been learnt, measured and decided, as plain values."""
+        controller = self.controller
+        return {
+            "controller": self._restored.get("controller") if controller is None else controller.state_dict(),
+            "noise": self._restored.get("noise") if self._meter is None else self._meter.noise.state_dict(),
+            "progress": self.progress,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; the batch is set once the loop's own is known, after some steps."""
+        self._restored = dict(state)
+        self._rates.progress_before = float(state["progress"])
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

@@ -23,11 +23,13 @@ class StepRates:
         self._rule, self._say = rule, say
         self._scalers: list[tuple[Optimizer, LearningRateScaler]] = []
         self._scale: BatchScale | None = None
+        self.progress_before = 0.0
+        """Of the runs that this one goes on from."""
 
     @property
     def progress(self) -> float:
         """Steps of the user's batch that the steps so far were worth."""
-        return max((scaler.progress for _, scaler in self._scalers), default=0.0)
+        return self.progress_before + max((scaler.progress for _, scaler in self._scalers), default=0.0)
 
     def adopt(self, optimizers: Iterable[Optimizer]) -> None:
         """Scale these too, from their next step on.

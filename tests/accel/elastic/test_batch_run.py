@@ -69,8 +69,9 @@ def known_noise(monkeypatch: pytest.MonkeyPatch, phi: float) -> None:
 def batch_run(model: nn.Module) -> BatchRun:
     optimized = entry.optimized(model)
     assert optimized is not None
-    assert optimized.batch_run is not None
-    return optimized.batch_run
+    assert optimized.elastic is not None
+    assert optimized.elastic.batch is not None
+    return optimized.elastic.batch
 
 
 def train(
@@ -263,7 +264,7 @@ def test_a_rule_of_ones_own_is_asked(job: Any, clock: Clock, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"max_batch_size": 4}, "at least the loader's batch over all ranks, 8 samples, got 4; raise it"),
+        ({"max_batch_size": 4}, "at least the loader's batch over all ranks, 8 samples, got 4; raise"),
         ({"max_batch_size": 8.0}, "a number of samples or None, got 8.0"),
         ({"max_batch_size": True}, "a number of samples or None, got True"),
         ({"scaling_rule": NoScaling()}, "scaling_rule needs max_batch_size"),
@@ -281,7 +282,7 @@ def test_one_loader_has_one_batch_size(job: Any) -> None:
     assert again[1] is loader  # the plain loader once more, as in a loop over folds
 
     other = nn.Linear(8, 1)
-    with pytest.raises(InvalidArgument, match="must be given for one model of a loop"):
+    with pytest.raises(InvalidArgument, match="max_batch_size and checkpoint must be given for one model"):
         accel.optimize(other, loader, max_batch_size=64)
     accel.optimize(other, loader, **PLAIN)
     accel.undo(other)

@@ -1,0 +1,173 @@
+"""Checkpoints of a loop, between its steps: on an interval, before the process is terminated, and where it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.passes.proxy import Fetching, LoaderProxy
+from accel.elastic.checkpoint import Checkpoints
+from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.save_policy import SavePolicy
+from accel.elastic.training_state import Stateful, capture_state, restore_state
+from accel.errors import CheckpointError
+from accel.run.ranks import Ranks
+from accel.session.session import Session
+
+
+class CheckpointRun:
+    """Save a loop's training, and restore it.
+
+    Args:
+        session: whose steps they are.
+        model, optimizer: the user's.
+        sampler: of the training loader.
+        settings: the user's.
+        batch: what decides the batch size; None if nothing does.
+        say: prints one line for the user.
+        terminate: ends the process as the signal would have; called once the state is saved.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        model: nn.Module,
+        optimizer: Optimizer,
+        sampler: ElasticSampler,
+        settings: Checkpointing,
+        *,
+        batch: Stateful | None = None,
+        say: Callable[[str], None] = lambda line: None,
+        terminate: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM),
+    ) -> None:
+        self.fetching = Fetching()
+        self.checkpoints = Checkpoints(settings.folder, settings.keep)
+        self._session, self._model, self._optimizer, self._settings = session, model, optimizer, settings
+        self._say, self._terminate = say, terminate
+        self._more: dict[str, Any] = {
+            "sampler": sampler,
+            **settings.more,
+            **({} if batch is None else {"batch": batch}),
+        }
+        self._steps_before = 0
+        """In the runs that this one goes on from."""
+        self._steps = 0
+        self._called_at = time.time()
+        self._ranks: Ranks | None = None
+        self._policy: SavePolicy | None = None
+        self._alive = True
+
+    @property
+    def step(self) -> int:
+        """Steps of the training so far, those of the runs before included."""
+        return self._steps_before + self._steps
+
+    def restore(self) -> None:
+        """Go on from the newest checkpoint that is whole, if there is one.
+
+        Raises:
+            CheckpointError: if it is one of another training; nothing has been changed then.
+        """
+        state = self.checkpoints.load_latest()
+        for sentence in self.checkpoints.refused:
+            self._say(sentence)
+        if state is None:
+            return
+        notes = restore_state(state, self._model, self._optimizer, list(self._settings.schedulers), **self._more)
+        self._steps_before = int(state["step"])
+        self._say(f"goes on from step {self._steps_before}, saved in {self._settings.folder}")
+        for sentence in notes:
+            self._say(sentence)
+
+    # -- the loader (listeners.Follower) -------------------------------------------------------------------------------
+
+    def epoch_begins(self, proxy: LoaderProxy) -> None:
+        """Nothing."""
+
+    def batch_requested(self) -> None:
+        """Save, if it is time to and a step has ended."""
+        if not self._alive or self._session.events.boundaries == self._steps:
+            return
+        self._steps = self._session.events.boundaries
+        try:
+            ends = self._step_ended()
+        except Exception as error:
+            self.close()
+            text = f"no checkpoints are saved from step {self.step} on: {type(error).__name__}: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            return
+        if ends:
+            self.close()
+            self._terminate()
+
+    def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
+        """Nothing."""
+
+    def epoch_ended(self, proxy: LoaderProxy) -> None:
+        """Nothing: the request before has ended the step."""
+
+    def fetching_failed(self, error: Exception) -> None:
+        """Nothing: its fetching is not in use."""
+
+    def request(self) -> None:
+        """Save at the end of the step under way."""
+        if self._policy is None:
+            self._begin()
+        assert self._policy is not None
+        self._policy.request()
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def _step_ended(self) -> bool:
+        """Save if it is time to; return whether the process is to end."""
+        if self._policy is None:
+            self._begin()
+        assert self._policy is not None
+        if self._policy.due():
+            self.save()
+        return self._policy.stop
+
+    def _begin(self) -> None:
+        self._ranks = Ranks()
+        self._ranks.join(since=self._called_at)
+        gather = self._gather if self._ranks.distributed else None
+        self._policy = SavePolicy(self._settings.interval_s, gather=gather)
+
+    def _gather(self, mine: Any) -> list[Any]:
+        assert self._ranks is not None
+        return self._ranks.decide(mine, list, "did not come to save a checkpoint")
+
+    def save(self) -> None:
+        """Save now, between two steps; a failure is reported and the training goes on."""
+        if self._policy is None:
+            self._begin()
+        assert self._policy is not None and self._ranks is not None
+        with self._policy.saving():
+            state = capture_state(
+                self._model,
+                self._optimizer,
+                list(self._settings.schedulers),
+                step=self.step,
+                gather=self._gather if self._ranks.distributed else None,
+                **self._more,
+            )
+            if not self._ranks.leads:
+                return
+            try:
+                self.checkpoints.save(state)
+            except CheckpointError as error:
+                warnings.warn(f"no checkpoint was saved at step {self.step}: {error}", RuntimeWarning, stacklevel=6)
+
+    def close(self) -> None:
+        """Save no more, and leave SIGTERM to whom it was before."""
+        self._alive = False
+        if self._policy is not None:
+            self._policy.close()

@@ -1,0 +1,94 @@
+"""What `accel.optimize` adds to a run whose batch size may change, or that is saved: followers of its loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from accel.dataio.passes.proxy import LoaderProxy
+from accel.elastic.batch_loader import elastic_loader
+from accel.elastic.batch_run import BatchRun
+from accel.elastic.checkpoint_run import CheckpointRun
+from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.sample_position import SamplePosition
+from accel.errors import InvalidArgument
+from accel.session.listeners import follow, leave
+from accel.session.session import Session
+
+if TYPE_CHECKING:
+    from accel.settings import OptimizeSettings
+
+
+class ElasticRun:
+    """The batch controller and the checkpoints of one run.
+
+    Args:
+        session: of the run, whose loader is an elastic one.
+        optimizer: as it was passed; checkpoints need it.
+        settings: what is wanted.
+        say: prints one line for the user.
+
+    Raises:
+        CheckpointError: if there is a checkpoint of another training.
+    """
+
+    def __init__(
+        self, session: Session, optimizer: Optimizer | None, settings: OptimizeSettings, say: Callable[[str], None]
+    ) -> None:
+        self.loader: Any = session.run.loader
+        sampler = self.loader.batch_sampler
+        self.batch: BatchRun | None = None
+        self.checkpoint: CheckpointRun | None = None
+        self._position = SamplePosition(sampler)
+        if settings.max_batch_size is not None:
+            rule = settings.scaling_rule
+            self.batch = BatchRun(session, session.run, sampler, settings.max_batch_size, rule=rule, say=say)
+        if settings.checkpoint is not None:
+            assert optimizer is not None
+            wanted = settings.checkpoint
+            how = wanted if isinstance(wanted, Checkpointing) else Checkpointing(folder=wanted)
+            model = session.run.model
+            self.checkpoint = CheckpointRun(session, model, optimizer, sampler, how, batch=self.batch, say=say)
+            self.checkpoint.restore()
+
+    def follow(self, proxy: LoaderProxy, session: Any) -> None:
+        """Follow the loader, around the session that follows it: samples are counted and clocks stopped before it."""
+        follow(proxy, self._position)
+        if self.batch is not None:
+            follow(proxy, self.batch.end)
+        follow(proxy, session)
+        if self.batch is not None:
+            follow(proxy, self.batch)
+        if self.checkpoint is not None:
+            follow(proxy, self.checkpoint)
+
+    def close(self) -> None:
+        """Leave batch size and learning rate to the loop, and save no more; samples are still counted."""
+        if self.batch is not None:
+            self.batch.close()
+        if self.checkpoint is not None:
+            self.checkpoint.close()
+
+    def leave(self, proxy: LoaderProxy) -> None:
+        """Hear no more of the loader, but for its samples."""
+        for follower in (self.batch, self.checkpoint, None if self.batch is None else self.batch.end):
+            if follower is not None:
+                leave(proxy, follower)
+
+
+def elastic_proxy(proxy: LoaderProxy, settings: OptimizeSettings) -> LoaderProxy:
+    """Return the proxy of a loader as the one of `proxy`, whose batches an `ElasticSampler` deals out.
+
+    Raises:
+        InvalidArgument: if that can't be, or its batch is above `max_batch_size`.
+    """
+    loader: Any = elastic_loader(proxy._accel_loader)
+    batch, most = sum(loader.batch_sampler.batch_sizes), settings.max_batch_size
+    if most is not None and most < batch:
+        raise InvalidArgument(
+            f"max_batch_size must be at least the loader's batch over all ranks, {batch} samples, got {most}; raise "
+            "it, or leave it out to keep the batch"
+        )
+    return proxy if loader is proxy._accel_loader else LoaderProxy(loader)

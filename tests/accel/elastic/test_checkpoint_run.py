@@ -1,0 +1,201 @@
+"""`optimize(checkpoint=...)`: a loop that is stopped anywhere goes on as if it had not been."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel
+from accel import entry
+from accel.elastic.checkpoint_run import CheckpointRun
+from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.sample_position import remaining_epochs
+from accel.errors import CheckpointError, InvalidArgument
+
+PLAIN = {"cache": False, "allow": "exact"}
+EPOCHS, SAMPLES, BATCH = 3, 40, 6
+
+
+class Stopped(Exception):
+    """In place of a kill."""
+
+
+class Training:
+    """A loop as a script would have it, made anew for each run."""
+
+    def __init__(self, folder: Path, **arguments: Any) -> None:
+        torch.manual_seed(3)
+        self.model: nn.Module = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.01)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 4, 0.7)
+        x = torch.randn(SAMPLES, 5)
+        data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
+        loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+        checkpoint = Checkpointing(folder=folder, schedulers=[self.schedule], interval_s=1e6)
+        self.model, self.loader, self.optimizer = accel.optimize(
+            self.model, loader, self.optimizer, checkpoint=checkpoint, **PLAIN, **arguments
+        )
+        self.seen: list[int] = []
+
+    @property
+    def checkpoint(self) -> CheckpointRun:
+        optimized = entry.optimized(self.model)
+        assert optimized is not None
+        assert optimized.elastic is not None
+        assert optimized.elastic.checkpoint is not None
+        return optimized.elastic.checkpoint
+
+    def run(self, save_at: int = -1, stop_at: int = -1) -> dict[str, Any]:
+        steps = 0
+        try:
+            for _ in remaining_epochs(self.loader, EPOCHS):
+                for x, y, index in self.loader:
+                    if steps == stop_at:
+                        raise Stopped
+                    self.optimizer.zero_grad()
+                    nn.functional.mse_loss(self.model(x), y).backward()
+                    self.optimizer.step()
+                    self.schedule.step()
+                    self.seen += index.tolist()
+                    steps += 1
+                    if steps == save_at:
+                        self.checkpoint.request()
+        finally:
+            state = {"model": self.model.state_dict(), "rate": self.schedule.get_last_lr(), "draw": torch.rand(3)}
+            accel.undo(self.model)
+        return state
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return bool(a == b)
+
+
+@pytest.fixture
+def uninterrupted(tmp_path: Path) -> tuple[dict[str, Any], list[int]]:
+    training = Training(tmp_path / "whole")
+    return training.run(), training.seen
+
+
+@pytest.mark.parametrize("save_at", [1, 6, 7, 8, 19])  # first, in an epoch, at its end and beginning
+def test_a_loop_stopped_after_a_save_goes_on_bit_for_bit(
+    save_at: int, uninterrupted: tuple[dict[str, Any], list[int]], tmp_path: Path
+) -> None:
+    first = Training(tmp_path)
+    with pytest.raises(Stopped):
+        first.run(save_at, stop_at=save_at + 1)  # one step more, which is lost and made again
+    second = Training(tmp_path)
+    torch.rand(7)  # a script draws on its way to the loop
+    second.checkpoint.restore()
+    end = second.run()
+
+    assert same(end, uninterrupted[0])
+    kept = sum(min(BATCH, SAMPLES - BATCH * (step % 7)) for step in range(save_at))
+    assert first.seen[:kept] + second.seen == uninterrupted[1]
+
+
+def test_sigterm_saves_the_step_under_way_and_then_ends_the_process(tmp_path: Path) -> None:
+    training, ended = Training(tmp_path), []
+
+    def terminate() -> None:
+        ended.append(signal.getsignal(signal.SIGTERM))
+        raise Stopped
+
+    before = signal.getsignal(signal.SIGTERM)
+    training.checkpoint._terminate = terminate
+    plain = training.model.forward
+
+    def interrupted(x: Tensor) -> Tensor:
+        if len(training.seen) == 3 * BATCH:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(x)
+
+    training.model.forward = interrupted
+    with pytest.raises(Stopped):
+        training.run()
+
+    assert len(training.seen) == 4 * BATCH
+    assert ended == [before]  # the handler is that of before when the signal is sent on
+    assert Training(tmp_path).checkpoint.step == 4
+    accel.undo(training.model)
+
+
+def test_it_goes_on_with_the_batch_size_and_what_was_learnt_of_it(tmp_path: Path) -> None:
+    first = Training(tmp_path, max_batch_size=24)
+    first.run(save_at=12)
+    second = Training(tmp_path, max_batch_size=24)
+    optimized = entry.optimized(second.model)
+    assert optimized is not None
+    assert optimized.elastic is not None
+    batch = optimized.elastic.batch
+    assert batch is not None
+    state = batch.state_dict()
+    assert state["controller"]["times"]["configurations"]
+    second.run()
+    assert batch.controller is not None
+    assert batch.progress > state["progress"]
+
+
+def test_another_model_is_refused_and_nothing_is_left_on(tmp_path: Path) -> None:
+    Training(tmp_path).run(save_at=2)
+    model = nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="not one of this training"):
+        accel.optimize(model, DataLoader(TensorDataset(torch.randn(9, 5))), optimizer, checkpoint=tmp_path)
+
+    assert entry.optimized(model) is None
+    assert same(dict(model.state_dict()), before)
+    assert model._compiled_call_impl is None
+
+
+def test_a_disk_that_is_full_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(tmp_path)
+
+    def full(state: Any) -> None:
+        raise CheckpointError("no space left on device")
+
+    monkeypatch.setattr(training.checkpoint.checkpoints, "save", full)
+    with pytest.warns(RuntimeWarning, match="no checkpoint was saved at step 2: no space left"):
+        training.run(save_at=2)
+    assert len(training.seen) == EPOCHS * SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"checkpoint": 3}, "must be a folder or"),
+        ({"checkpoint": "x"}, "checkpoint needs the optimizer"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        accel.optimize(nn.Linear(1, 1), DataLoader(range(3)), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"interval_s": 0}, "interval_s must be above 0"),
+        ({"keep": 0}, "keep must be a whole number"),
+        ({"more": {"sampler": object()}}, "must differ from accel's own, got sampler"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        Checkpointing(folder="x", **settings)
+
+
+def test_remaining_epochs_are_those_of_an_elastic_loader() -> None:
+    with pytest.raises(ValueError, match="must be the one that accel"):
+        remaining_epochs(DataLoader(range(3)), 3)
