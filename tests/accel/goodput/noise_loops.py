@@ -11,9 +11,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel.goodput.noise_meter import NoiseMeter
+from accel.goodput.noise_scale import NoiseScale, NoiseSums
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Batches = Callable[[int], tuple[Tensor, Tensor]]
+
+
+class Kept(NoiseScale):
+    """Statistics that keep all sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[NoiseSums] = []
+
+    def update(self, sums: NoiseSums, samples: float | None = None) -> bool:
+        self.all.append(sums)
+        return super().update(sums, samples)
 
 
 class StepClock:

@@ -27,6 +27,7 @@ from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.noise_scale import NoiseScale, NoiseSums
 from accel.goodput.noise_schedule import NoiseSchedule
 from tests.accel.goodput.noise_loops import (
+    Kept,
     Regression,
     finish,
     half_square,
@@ -41,18 +42,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, 1e-4),
     "adamw": lambda p: torch.optim.AdamW(p, 1e-4, betas=(0.9, 0.95), amsgrad=True),
 }
-
-
-class Kept(NoiseScale):
-    """Statistics that keep all sums."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all: list[NoiseSums] = []
-
-    def update(self, sums: NoiseSums, samples: float | None = None) -> bool:
-        self.all.append(sums)
-        return super().update(sums, samples)
 
 
 @pytest.mark.parametrize(

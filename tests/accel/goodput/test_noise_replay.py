@@ -13,22 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from accel.goodput.noise_meter import NoiseMeter
-from accel.goodput.noise_scale import NoiseScale, NoiseSums
-from tests.accel.goodput.noise_loops import finish, meter_for, per_sample_truth, train
+from tests.accel.goodput.noise_loops import Kept, finish, meter_for, per_sample_truth, train
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-class Kept(NoiseScale):
-    """Statistics that keep all sums."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all: list[NoiseSums] = []
-
-    def update(self, sums: NoiseSums, samples: float | None = None) -> bool:
-        self.all.append(sums)
-        return super().update(sums, samples)
 
 
 def measured(

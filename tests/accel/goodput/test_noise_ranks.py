@@ -1,0 +1,205 @@
+"""Replicas: what ranks agree on is what one process computes from all their batches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from accel.goodput.gradient_sketch import GradientSketch
+from accel.goodput.noise_parts import PartSums
+from accel.goodput.noise_scale import NoiseScale, NoiseSums
+from tests.accel.goodput.noise_loops import Kept, Regression, meter_for
+from tests.comm.ranks import run_ranks
+
+STEPS, SIZE = 24, 8
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 160), nn.Tanh(), nn.Linear(160, 120), nn.Tanh(), nn.Linear(120, 5))
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(SIZE, 12, generator=torch.Generator().manual_seed(number))
+    return x, x[:, :5].argmax(1)
+
+
+def zeros(state, bucket):  # type: ignore[no-untyped-def]  # torch checks annotations, and takes no strings
+    """A communication hook that loses everything."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(torch.zeros_like(bucket.buffer()))
+    return future
+
+
+def trained(rank: int, world: int, accumulation: int, lossy: bool, faults: str) -> dict[str, Any]:
+    """Train a replica, and return what its meter says."""
+    model = DistributedDataParallel(net())
+    if lossy:
+        model.register_comm_hook(None, zeros)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    noise = Kept()
+    meter = meter_for(model, optimizer, noise=noise, replicas=world)
+    due = []
+    for step in range(STEPS):
+        meter.begin_step()
+        due.append(any(p._backward_hooks for p in model.parameters()))
+        optimizer.zero_grad()
+        for micro in range(accumulation):
+            x, y = batch((step * world + rank) * accumulation + micro)
+            meter.begin_batch(0 if faults == "unknown" and rank == 1 else SIZE)
+            model.require_backward_grad_sync = micro == accumulation - 1
+            assert not meter.wants_call
+            loss = F.cross_entropy(model(x), y) / accumulation
+            (loss * math.nan if faults == "nan" and rank == 1 and step == 8 else loss).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        # Each rank has a speed of its own.
+        meter._clock.now += 1 + rank  # type: ignore[attr-defined]
+        before = [p.detach().clone() for p in model.parameters()]
+        meter.before_update(optimizer)
+        if faults != "nan":
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        meter.end_step()
+        assert not any(p._backward_hooks for p in model.parameters())
+    return {
+        "sums": [tuple(each) for each in noise.all],
+        "due": due,
+        "skipped": noise.skipped,
+        "refusal": meter.refusal,
+        "estimate": tuple(noise.estimate()),
+    }
+
+
+def alone(step: int, world: int, accumulation: int) -> NoiseSums:
+    """What one process computes from the same batches, in float64."""
+    model, count = net().double(), world * accumulation
+    gradients = []
+    for part in range(count):
+        x, y = batch(step * count + part)
+        own = torch.autograd.grad(F.cross_entropy(model(x.double()), y), list(model.parameters()))
+        gradients.append(torch.cat([g.flatten() for g in own]))
+    mean_square = float(torch.stack(gradients).mean(0).square().sum())
+    return NoiseSums.of_parts([float(g.square().sum()) for g in gradients], mean_square, [SIZE] * count)
+
+
+@pytest.mark.parametrize(("accumulation", "lossy"), [(1, False), (1, True), (2, False)])
+def test_two_ranks_measure_what_one_process_computes(accumulation: int, lossy: bool) -> None:
+    """Also where gradients are clipped, and the hook loses them; the model is longer than its sketch."""
+    assert sum(p.numel() for p in net().parameters()) > GradientSketch().length
+    first, second = run_ranks(trained, 2, accumulation, lossy, "")
+    assert first == second
+    steps = [step for step, is_due in enumerate(first["due"]) if is_due]
+    assert len(steps) == len(first["sums"]) > 5
+    for step, found in zip(steps, first["sums"], strict=True):
+        expected = alone(step, 2, accumulation)
+        assert found[0] == pytest.approx(expected.part_square, rel=0.1)
+        assert found[1] == pytest.approx(expected.mean_square, rel=0.1)
+        assert NoiseSums(*found).variance == pytest.approx(expected.variance, rel=0.1)
+        assert found[2:] == pytest.approx((SIZE, 2 * accumulation * SIZE))
+
+
+def test_value_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> None:
+    first, second = run_ranks(trained, 2, 1, False, "nan")
+    assert (first["skipped"], second["skipped"]) == (1, 1)
+    assert first["estimate"] == second["estimate"]
+    assert not first["refusal"]
+
+
+def test_rank_that_can_not_measure_ends_it_on_all_alike() -> None:
+    first, second = run_ranks(trained, 2, 1, False, "unknown")
+    assert first["due"] == second["due"]
+    assert first["refusal"] == "another rank could not measure"
+    assert second["refusal"] == "the number of samples in a batch is not known"
+    assert not first["sums"]
+
+
+# Simulated: parts in one process
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_replicas_have_the_closed_form_of_a_regression(parts: int) -> None:
+    problem = Regression(dimensions=40, noise=1.0, seed=parts)
+    weights = problem.model(1.5).weight.detach()[0]
+    noise = NoiseScale(window_samples=1e9)
+    for _ in range(150):
+        sums = PartSums(None)
+        for _ in range(parts):
+            x, y = problem.batch(16)
+            sums.add(x.T @ (x @ weights - y) / 16 / parts, 16)
+        measured = sums.sums()
+        assert measured is not None
+        noise.update(measured)
+    mean, variance = problem.truth(weights)
+    assert noise.variance == pytest.approx(variance, rel=0.1)
+    assert noise.squared_norm == pytest.approx(mean, rel=0.1)
+    assert noise.phi == pytest.approx(variance / mean, rel=0.1)
+
+
+@pytest.mark.parametrize("sizes", [(1, 15), (4, 8, 20)])
+def test_parts_of_different_sizes_that_count_alike(sizes: tuple[int, ...]) -> None:
+    """The last batches of an epoch differ from rank to rank, and DistributedDataParallel weighs them alike."""
+    problem = Regression(dimensions=40, noise=1.0, seed=1)
+    weights = problem.model(1.5).weight.detach()[0]
+    noise = NoiseScale(window_samples=1e9)
+    for _ in range(800):
+        sums = PartSums(None)
+        for size in sizes:
+            x, y = problem.batch(size)
+            sums.add(x.T @ (x @ weights - y) / size / len(sizes), size)
+        measured = sums.sums()
+        assert measured is not None
+        noise.update(measured)
+    mean, variance = problem.truth(weights)
+    assert noise.variance == pytest.approx(variance, rel=0.1)
+    assert noise.squared_norm == pytest.approx(mean, rel=0.2)
+
+
+def test_one_part_says_nothing() -> None:
+    sums = PartSums(None)
+    assert sums.sums() is None
+    sums.add(torch.ones(3), 4)
+    assert sums.sums() is None
+
+
+# The sketch
+
+
+@pytest.mark.parametrize("length", [1, 100, 16384])
+def test_short_vector_is_its_own_sketch(length: int) -> None:
+    x = torch.randn(length)
+    assert GradientSketch().of(x) is x
+
+
+@pytest.mark.parametrize("size", [16385, 50_000, 200_001])
+def test_sketch_is_linear_and_keeps_lengths(size: int) -> None:
+    sketch = GradientSketch()
+    x, y = (torch.randn(size, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    both = sketch.of(2 * x - 3 * y)
+    assert both.shape == (16384,)
+    assert torch.allclose(both, 2 * sketch.of(x) - 3 * sketch.of(y), atol=1e-3)
+    assert float(both.square().sum()) == pytest.approx(float((2 * x - 3 * y).square().sum()), rel=0.06)
+    constant = torch.ones(size)  # as gradients of one sign are, which any fixed pattern of signs gets wrong
+    assert float(sketch.of(constant).square().sum()) == pytest.approx(size, rel=0.06)
+
+
+def test_ranks_draw_the_same_signs_whatever_has_been_drawn_before() -> None:
+    x = torch.randn(20_000)
+    torch.manual_seed(5)
+    first = GradientSketch().of(x)
+    state = torch.get_rng_state()
+    torch.manual_seed(6)
+    assert torch.equal(GradientSketch().of(x), first)
+    torch.manual_seed(5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_expected_length_of_a_sketch_is_the_vectors() -> None:
+    x = torch.randn(300, generator=torch.Generator().manual_seed(0)).double()
+    squares = [float(GradientSketch(length=64, seed=seed).of(x).square().sum()) for seed in range(400)]
+    assert sum(squares) / 400 == pytest.approx(float(x.square().sum()), rel=0.03)
