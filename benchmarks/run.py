@@ -31,6 +31,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
     "scaling": ("scaling", "--record", "--plot", "benchmarks/results/scaling.svg"),
     "profiler_overhead": ("profiler_overhead", "--record"),
+    "noise_overhead": ("noise_overhead", "--record"),
     "fault_matrix": ("fault_matrix", "--record"),
     "simota": ("simota", "--record"),
     "fcos_targets": ("fcos_targets", "--record"),

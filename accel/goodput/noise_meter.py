@@ -47,8 +47,9 @@ class NoiseMeter:
         replicas: ranks that train copies of the model, each with batches of its own; default 1.
         group: their process group; default torch's.
         scaler: the loop's GradScaler, if it has one.
-        overhead: share of the run's time that measuring may take; default 0.03.
-        parts: of a batch that is replayed, see `ReplayedParts`; default 2.
+        overhead: share of the run's time that the meter's own work may take; default 0.02, which leaves room for what
+            it disturbs beside, such as caches.
+        parts: one of so many parts of a batch is replayed, see `ReplayedParts`; default 4.
         keep_shapes: replay whole batches only, for a model that is compiled or captured.
         clock: returns seconds.
 
@@ -56,6 +57,7 @@ class NoiseMeter:
         noise: the statistics.
         reason: why the last measured step said nothing; '' if it did.
         refusal: why nothing is measured any more; '' while it is.
+        last_cost_s: what the last measurement took, s; the next one waits until it is paid for.
 
     Raises:
         InvalidArgument: if an argument is out of range.
@@ -88,8 +90,8 @@ class NoiseMeter:
         replicas: int = 1,
         group: dist.ProcessGroup | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        overhead: float = 0.03,
-        parts: int = 2,
+        overhead: float = 0.02,
+        parts: int = 4,
         keep_shapes: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -97,6 +99,7 @@ class NoiseMeter:
             raise InvalidArgument(f"replicas must be at least 1. Found: {replicas}.")
         self.noise = NoiseScale() if noise is None else noise
         self.reason = self.refusal = ""
+        self.last_cost_s = 0.0
         self._model, self._optimizers = model, optimizers
         self._replicas, self._group, self._clock = replicas, group, clock
         self._scales = GradientScales(model, scaler)
@@ -184,7 +187,7 @@ class NoiseMeter:
             self._schedule.note_step(self._clock() - self._began_s)
 
     def close(self) -> None:
-        """Leave nothing behind; ranks that are in a measured step need not close together."""
+        """Leave nothing behind, and measure no more; ranks must close between the same two steps."""
         if self._measured is not None:
             self._measured.close()
         self._measured, self._sums = None, None
@@ -221,16 +224,17 @@ class NoiseMeter:
         if self._replicas > 1:
             sums, cost_s, usual_s = self._exchanged(step, cost_s + self._exchange_s, usual_s)
         self._schedule.pay(cost_s, usual_s)
+        self.last_cost_s = cost_s
         if sums is not None:
             self._take_in(sums, step.is_preconditioned)
-        elif step.updated:  # else a GradScaler has left the step out
+        elif step.updated or self._replicas > 1:  # else a GradScaler has left the step out
             self._note_fruitless(step.reason)
 
     def _exchanged(self, step: MeasuredStep, cost_s: float, usual_s: float) -> tuple[NoiseSums | None, float, float]:
         assert self._sketch is not None
         began = self._clock()
         length = min(self._sketch.length, sum(p.numel() * (2 if p.is_complex() else 1) for p in self._parameters))
-        parts = step.parts if step.updated and not step.reason else None
+        parts = None if step.reason else step.parts
         exchanged = exchange(parts, length, self._parameters[0], cost_s, usual_s, self._group)
         self._exchange_s = self._clock() - began
         return exchanged

@@ -7,6 +7,7 @@ are g_k = w_k S_k with w_k = 1 / (micro-batches of a rank), and G is their sum, 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ class Exchanged(NamedTuple):
     """What all ranks agree on."""
 
     sums: NoiseSums | None
-    """None if a rank had nothing to say."""
+    """None if a rank can't measure."""
     cost_s: float
     usual_s: float
 
@@ -77,7 +78,8 @@ def exchange(
     """Sum the parts over all ranks: one all-reduce, to which each rank must come.
 
     Args:
-        parts: of this rank; None if it has nothing to say.
+        parts: of this rank; None if it can't measure. Without any part the step was left out by a GradScaler, and its
+            sums are not finite on all ranks.
         length: of the vectors' sketches.
         like: a tensor on the device of the group's collectives.
         cost_s: what the measurement took on this rank.
@@ -85,17 +87,18 @@ def exchange(
         group: of the ranks; None for torch's own.
     """
     packed = torch.zeros(length + 6, device=like.device)
-    silent = parts is None or parts.total is None
     if parts is not None and parts.total is not None:
         packed[:length] = parts.total
         packed[length] = parts.square
         packed[length + 1 : length + 3] = torch.tensor([float(parts.count), parts.inverse_sizes])
-    packed[length + 3 :] = torch.tensor([float(silent), cost_s, usual_s])
+    elif parts is not None:
+        packed[length : length + 3] = torch.tensor([math.nan, 1.0, 1.0])
+    packed[length + 3 :] = torch.tensor([float(parts is None), cost_s, usual_s])
     dist.all_reduce(packed, group=group)
     total_square = float(packed[:length].square().sum())
-    square, count, inverse, silents, cost, usual = packed[length:].tolist()
+    square, count, inverse, silent, cost, usual = packed[length:].tolist()
     ranks = dist.get_world_size(group)
-    sums = None if silents or count < 2 else _sums(square, total_square, count, inverse, ranks)
+    sums = None if silent or count < 2 else _sums(square, total_square, count, inverse, ranks)
     return Exchanged(sums, cost / ranks, usual / ranks)
 
 

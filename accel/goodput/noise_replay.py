@@ -18,10 +18,12 @@ Where a loss is among the outputs, only what arrived at losses is sent back: it 
 
 Which one is right is found out at the first measurement, and looked at again at the 10th, 100th, …: A and the other
 part's own replay B must give A + B = T. An error e of that sum adds n (‖e‖ / ‖T‖)² samples to φ at a batch of n, so up
-to 2 % is allowed (0.0004 n samples), or what makes up 5 % of the parts' squared distance. Masks are linear for any loss
-and any model, so there the samples must be independent too: in evaluation mode, other samples beside the part must
-leave its outputs as they are. For pairs, the parts' losses in evaluation mode must have the whole batch's as their
-mean. What fails is refused with its reason.
+to 2 % is allowed (0.0004 n samples); for means, whose parts weigh a little otherwise where losses are means over
+tokens, also what makes up 5 % of the parts' squared distance. Masks are linear for any loss and any model, so there the
+samples must be independent too: in evaluation mode, other samples beside the part must leave its outputs as they are.
+For pairs, the parts' losses in evaluation mode must have the whole batch's as their mean. What fails is refused, with
+the reason. All that is asked of plain gradients: in Adam's coordinates the rounding noise of a gradient that is zero,
+such as that of a bias before batch normalisation, is as large as any other.
 """
 
 from __future__ import annotations
@@ -78,15 +80,15 @@ class ReplayedParts:
 
     Args:
         model: whose call was recorded.
-        parts: the replayed part is one of so many, at least 2. More cost less for each measurement in large steps, and
-            tell tr(Σ) nearly as well.
+        parts: the replayed part is one of so many, at least 2; default 4. A smaller part costs less, and the distance
+            of its gradient from the batch's tells tr(Σ) as well, down to a few samples.
         keep_shapes: replay whole batches only (masks): for models that are compiled or captured for their shapes.
 
     Raises:
         InvalidArgument: if there are fewer than 2 parts.
     """
 
-    def __init__(self, model: nn.Module, parts: int = 2, *, keep_shapes: bool = False) -> None:
+    def __init__(self, model: nn.Module, parts: int = 4, *, keep_shapes: bool = False) -> None:
         if parts < 2:
             raise InvalidArgument(f"parts must be at least 2: a part and the rest. Found: {parts}.")
         self._model, self._parts, self._keep_shapes = model, parts, keep_shapes
@@ -95,7 +97,15 @@ class ReplayedParts:
         self._measured = 0
         self._look_again = 1
 
-    def sums(self, recording: Recording, call: Call, total: Tensor, vector: Vector, samples: int = 0) -> NoiseSums:
+    def sums(
+        self,
+        recording: Recording,
+        call: Call,
+        total: Tensor,
+        vector: Vector,
+        coordinates: Callable[[Tensor], Tensor],
+        samples: int = 0,
+    ) -> NoiseSums:
         """Return what the batch says of the noise.
 
         The caller restores what a replay changes (`guard.untouched`).
@@ -105,6 +115,7 @@ class ReplayedParts:
             call: makes the call, as in the step.
             total: what arrived at the parameters, as `vector` returns it.
             vector: makes one vector of a replay's gradients.
+            coordinates: maps such a vector, linearly, to the optimizer's coordinates.
             samples: in the batch, if known; 0 takes the first dimension of the first input.
 
         Raises:
@@ -119,15 +130,16 @@ class ReplayedParts:
         if square == 0:
             raise Unmeasurable("the step's gradient is zero")
         self._measured += 1
-        batch = _Batch(recording, call, vector, count, *self._drawn(count))
+        batch = _Batch(recording, call, vector, count, *self._drawn(count, self._parts))
         if self.mode not in modes or self._measured >= self._look_again:
             self.mode = None
-            self.mode = self._find_mode(modes, batch, total)
+            chosen, others = self._drawn(count, 2)  # halves: a small part hides its error in the rest
+            self.mode = self._find_mode(modes, batch._replace(chosen=chosen, others=others), total)
             self._look_again = 10 * self._measured
         one = self._replayed(self.mode, batch, batch.chosen)
         if self.mode == "pairs":
             total = one.gradient + self._replayed("pairs", batch, batch.others).gradient
-        return _sums(one, total, count)
+        return _sums(one, total, count, coordinates)
 
     def _modes(self, recording: Recording, count: int) -> list[Mode]:
         """Return the modes that may suit the outputs, the cheapest first."""
@@ -145,10 +157,10 @@ class ReplayedParts:
                 raise Unmeasurable(f"an output of shape {shape} has not the {count} samples as its first dimension")
         return ["masks"] if self._keep_shapes else ["rows", "masks"]
 
-    def _drawn(self, count: int) -> tuple[Tensor, Tensor]:
+    def _drawn(self, count: int, parts: int) -> tuple[Tensor, Tensor]:
         """Draw the part's samples, without touching the loop's random state."""
         order = torch.randperm(count, generator=torch.Generator().manual_seed(self._measured))
-        size = max(1, count // self._parts)
+        size = max(1, count // parts)
         return order[:size], order[size:]
 
     def _find_mode(self, modes: list[Mode], batch: _Batch, total: Tensor) -> Mode:
@@ -163,8 +175,10 @@ class ReplayedParts:
                     _check_sum(self._gradient(batch, recording=batch.recording), total, bound=_SUM_ERROR)
                     return mode
                 one, other = (self._replayed(mode, batch, rows) for rows in (batch.chosen, batch.others))
-                apart = (one.gradient - one.share * total).norm() / (one.share * other.share) ** 0.5
-                bound = max(_SUM_ERROR, _SHARE_OF_DISTANCE**0.5 * float(apart / total.norm()))
+                bound = _SUM_ERROR
+                if mode in ("means", "sums"):
+                    apart = (one.gradient - one.share * total).norm() / (one.share * other.share) ** 0.5
+                    bound = max(bound, _SHARE_OF_DISTANCE**0.5 * float(apart / total.norm()))
                 _check_sum(one.gradient + other.gradient, total, bound)
                 return mode
             except Unmeasurable as refusal:
@@ -287,8 +301,8 @@ def _check_sum(replayed: Tensor, total: Tensor, bound: float) -> None:
         )
 
 
-def _sums(part: _Part, total: Tensor, count: int) -> NoiseSums:
+def _sums(part: _Part, total: Tensor, count: int, coordinates: Callable[[Tensor], Tensor]) -> NoiseSums:
     """Return the squares of two parts and of their mean; Q - ‖G‖² = ‖A - w T‖² / (w (1 - w)) loses no digits."""
-    apart = part.gradient - part.share * total
-    square, distance = torch.stack([total.square().sum(), apart.square().sum()]).tolist()
+    apart = coordinates(part.gradient - part.share * total)
+    square, distance = torch.stack([coordinates(total).square().sum(), apart.square().sum()]).tolist()
     return NoiseSums(square + distance / (part.share * (1 - part.share)), square, count / 2, count)

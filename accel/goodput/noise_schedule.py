@@ -32,7 +32,7 @@ class NoiseSchedule:
     """Choose the steps to measure.
 
     Args:
-        overhead: share of the run's time that measuring may take, in (0, 1); default 0.03.
+        overhead: share of the run's time that measuring may take, in (0, 1); default 0.02.
 
     Raises:
         InvalidArgument: if the share is out of range.
@@ -49,7 +49,7 @@ class NoiseSchedule:
         63
     """
 
-    def __init__(self, overhead: float = 0.03) -> None:
+    def __init__(self, overhead: float = 0.02) -> None:
         if not 0 < overhead < 1:
             raise InvalidArgument(f"overhead must be a share between 0 and 1, such as 0.03. Found: {overhead}.")
         self._overhead = overhead

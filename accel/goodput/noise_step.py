@@ -114,7 +114,9 @@ class MeasuredStep:
         total = self._vector(self._taken())
         with guard.untouched(self._model, self._parameters[0].device), self._scales.unnoticed():
             try:
-                return replay.sums(self._recording, self._call, total, self._vector, int(self._samples))
+                return replay.sums(
+                    self._recording, self._call, total, self._vector, self._coordinates, int(self._samples)
+                )
             finally:
                 self._tap.take()  # a replay's gradients come by, too
 
@@ -125,7 +127,7 @@ class MeasuredStep:
     def _end_batch(self) -> None:
         if self._samples <= 0:
             raise Unmeasurable("the number of samples in a batch is not known")
-        self.parts.add(self._vector(self._taken()), self._samples)
+        self.parts.add(self._coordinates(self._vector(self._taken())), self._samples)
 
     def _taken(self) -> list[Tensor | None]:
         if not self._tap.holds:
@@ -134,11 +136,13 @@ class MeasuredStep:
 
     @torch.no_grad()
     def _vector(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return gradients in the optimizer's coordinates, without loss scales."""
+        """Return gradients as one vector, without loss scales."""
         vector = gradient_vector.flattened(gradients, self._parameters)
         scale = self._scales.of_loss() * self._scales.of_call()
-        if scale != 1.0:
-            vector = vector / scale
+        return vector if scale == 1.0 else vector / scale
+
+    def _coordinates(self, vector: Tensor) -> Tensor:
+        """Return a vector in the optimizer's coordinates."""
         if self._reads_optimizers:
             self._reads_optimizers = False
             self._denominators = gradient_vector.denominators(self._parameters, self._optimizers)
