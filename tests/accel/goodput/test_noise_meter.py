@@ -120,6 +120,21 @@ def test_momentum_does_not_bias_the_noise_as_differences_of_steps_do() -> None:
     assert sum_of(ratios, 0) / sum_of(ratios, 1) == pytest.approx(1, abs=0.15)
 
 
+def test_labels_of_pure_noise_give_no_certain_phi() -> None:
+    """At the optimum of a regression on noise ‖μ‖² is 0: whatever φ is at a moment, its lower end stays at 0."""
+    problem = Regression(dimensions=40, noise=1.0, seed=5)
+    model = problem.model(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    meter = meter_for(model, optimizer)
+    lows = [
+        meter.noise.estimate().low
+        for _ in train(meter, model, optimizer, lambda _: problem.batch(16), half_square, steps=300)
+    ]
+    assert meter.noise.measured > 100
+    assert meter.noise.estimate().high == math.inf
+    assert max(lows) == 0
+
+
 # Per-sample gradients
 
 
@@ -193,6 +208,47 @@ def test_clipping_does_not_touch_the_measurement() -> None:
         sums.append(noise.all)
     assert sums[0] == sums[1]
     assert sums[0]
+
+
+def test_loop_may_begin_to_accumulate_and_end_it() -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    noise = Kept()
+    meter = meter_for(model, optimizer, noise=noise)
+    batch, loss = classifier(model)
+    for accumulation in (1, 4, 1):
+        finish(train(meter, model, optimizer, batch, loss, steps=30, accumulation=accumulation))
+        assert noise.all[-1].samples == 16 * accumulation
+        assert not meter.refusal
+    truth = [sum(s.variance for s in noise.all if s.samples == size) for size in (16, 64)]
+    counts = [sum(s.samples == size for s in noise.all) for size in (16, 64)]
+    assert truth[0] / counts[0] == pytest.approx(truth[1] / counts[1], rel=0.2)
+
+
+def test_optimizer_with_a_closure_is_refused() -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    meter = meter_for(model, optimizer)
+    optimizer.register_step_pre_hook(lambda own, args, kwargs: meter.before_update(own))
+    batch, loss = classifier(model)
+    for step in range(20):
+        meter.begin_step()
+        x, y = batch(step)
+        meter.begin_batch(16)
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            value = loss(meter.call(model, (x,), {}) if meter.wants_call else model(x), y)
+            value.backward()  # type: ignore[no-untyped-call]
+            return value
+
+        optimizer.step(closure)
+        meter._clock.now += 1  # type: ignore[attr-defined]
+        meter.end_step()
+    assert "no gradient has arrived at the parameters before the optimizer's step" in meter.refusal
+    assert not any(p._backward_hooks for p in model.parameters())
 
 
 def test_frozen_and_shared_and_unused_parameters() -> None:
