@@ -83,7 +83,13 @@ def test_regression_is_within_ten_percent_of_the_closed_form(name: str, accumula
     meter = meter_for(model, optimizer, noise=noise)
     measured, true = [], []
     steps = train(
-        meter, model, optimizer, lambda _: problem.batch(size), half_square, steps=240, accumulation=accumulation
+        meter,
+        model,
+        optimizer,
+        lambda _: problem.batch(size),
+        half_square,
+        steps=240 if accumulation < 8 else 120,
+        accumulation=accumulation,
     )
     weights = model.weight.detach()[0].clone()
     denominators = None
@@ -97,7 +103,7 @@ def test_regression_is_within_ten_percent_of_the_closed_form(name: str, accumula
             assert found is not None
             denominators = found.clone()
     assert not meter.reason
-    assert len(measured) > 100
+    assert len(measured) > 50
     squared_norm, variance = (sum_of(measured, i) / sum_of(true, i) for i in (0, 1))
     assert variance == pytest.approx(1, rel=0.1)
     assert squared_norm == pytest.approx(1, rel=0.1)
@@ -128,9 +134,9 @@ def test_labels_of_pure_noise_give_no_certain_phi() -> None:
     meter = meter_for(model, optimizer)
     lows = [
         meter.noise.estimate().low
-        for _ in train(meter, model, optimizer, lambda _: problem.batch(16), half_square, steps=300)
+        for _ in train(meter, model, optimizer, lambda _: problem.batch(16), half_square, steps=210)
     ]
-    assert meter.noise.measured > 100
+    assert meter.noise.measured > 90
     assert meter.noise.estimate().high == math.inf
     assert max(lows) == 0
 
