@@ -24,7 +24,6 @@ from accel.goodput import (
     noise_schedule,
 )
 from accel.goodput.noise_meter import NoiseMeter
-from accel.goodput.noise_scale import NoiseScale, NoiseSums
 from accel.goodput.noise_schedule import NoiseSchedule
 from tests.accel.goodput.noise_loops import (
     Kept,
