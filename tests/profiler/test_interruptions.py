@@ -12,9 +12,6 @@ from tests.accel.loops import PlayedClock
 from tests.interruptions import Interrupter
 from tests.profiler.test_recorder import parts, train
 
-_PLACES = 12
-"""Lines that are tried, spread evenly over all that two epochs run."""
-
 
 def record(at: int | None, *, deferred: bool) -> tuple[Interrupter, Recorder, list[Measurement]]:
     """Record two epochs, interrupted once, and then two epochs more."""
@@ -36,11 +33,13 @@ def record(at: int | None, *, deferred: bool) -> tuple[Interrupter, Recorder, li
     return interrupter, recorder, seen
 
 
+@pytest.mark.parametrize("places", [12, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("deferred", [False, True])
-def test_steps_after_ctrl_c_are_recorded(deferred: bool) -> None:
+def test_steps_after_ctrl_c_are_recorded(deferred: bool, places: int) -> None:
+    """At so many lines, spread evenly over all that two epochs run."""
     lines = record(None, deferred=deferred)[0].lines
 
-    for at in range(0, lines * 9 // 10, lines // _PLACES):  # how many lines run differs a little from time to time
+    for at in range(0, lines * 9 // 10, lines // places):  # how many lines run differs a little from time to time
         interrupter, recorder, seen = record(at, deferred=deferred)
         assert not recorder.failed, interrupter.place
         assert interrupter.place, at
