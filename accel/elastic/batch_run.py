@@ -15,7 +15,8 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -35,6 +36,8 @@ from accel.run.context import Run
 from accel.run.ranks import Ranks
 from accel.session.session import Session
 from accel.session.turns import TURNS
+
+T = TypeVar("T")
 
 _WARM_UP = 4
 """Steps before the first one that is timed."""
@@ -122,6 +125,8 @@ class BatchRun:
         self._batches = self._samples = 0
         """Of the present step: a loop may accumulate the gradients of several batches."""
         self._per_step = 1
+        self._is_settled = False
+        """As rank 0 has it."""
         self._is_first = True
         self._began = 0.0
         self._alive = True
@@ -165,7 +170,7 @@ class BatchRun:
         """True until a batch has stood through a decision, in the first steps only."""
         if not self._alive or self._steps > _FIRST_STEPS:
             return False
-        return self.controller is None or not self.controller.is_settled
+        return not self._is_settled
 
     # -- the loader (listeners.Follower) -------------------------------------------------------------------------------
 
@@ -217,9 +222,14 @@ class BatchRun:
     def _epoch(self) -> float:
         return self._sampler.epoch + self._sampler.position / max(1, self._sampler.length)
 
+    @property
+    def _is_busy(self) -> bool:
+        """Strategies are being tried; a session that has ended may have on this rank alone: nothing changes then."""
+        return self._session.searching or not self._session.alive
+
     def _begin_step(self) -> None:
         # Strategies that are tried would disturb the noise's measurement, and the other way round.
-        self._is_metered = self._alive and self._meter is not None and not self._session.searching
+        self._is_metered = self._alive and self._meter is not None and not self._is_busy
         if self._is_metered and self._meter is not None:
             self._meter.begin_step()
         self._began = self._clock()
@@ -227,14 +237,14 @@ class BatchRun:
     def _step_ended(self) -> None:
         TURNS.step(self)
         self._rates.adopt(self._run.optimizers)
-        is_usual = not self._is_first and not self._session.searching
+        is_usual = not self._is_first and not self._is_busy
         self._is_first = False
         if self._is_metered and self._meter is not None:
             is_usual = is_usual and not self._meter.is_measuring
             self._meter.end_step()
         if is_usual and self.controller is not None:
             self.controller.timed(self._samples, self.end.at - self._began)
-        if self._steps >= self._decision_due and not self._session.searching:
+        if self._steps >= self._decision_due and not self._is_busy:
             self._decide()
 
     def _decide(self) -> None:
@@ -244,8 +254,8 @@ class BatchRun:
         if self._meter.refusal:
             raise InvalidArgument(f"the gradient noise can't be measured: {self._meter.refusal}")
         self._noise = _interval(self._meter.noise.estimate(learns=self._trend.falls()))
-        ahead = self._sampler.dealt_ahead
-        decision, most_ahead = self._ranks.decide(ahead, self._decision, "did not come to decide on the batch size")
+        what, ahead = "decide on the batch size", self._sampler.dealt_ahead
+        decision, most_ahead, self._is_settled = self._met(what, ahead, self._decision)
         self._decision_due = self._steps + decision.steps
         self._take(decision, most_ahead)
 
@@ -258,16 +268,33 @@ class BatchRun:
         base = self._local_base * replicas * self._per_step
         nodes = -(-replicas // int(os.environ.get("LOCAL_WORLD_SIZE", replicas)))
         self.controller = BatchController(base, self.max_batch_size, replicas=replicas, nodes=nodes)
-        self._meter = NoiseMeter(self._run.model, self._run.optimizers, replicas=replicas, clock=self._clock)
+        gather = partial(self._gathered, "measure the gradient noise") if replicas > 1 else None
+        model, optimizers = self._run.model, self._run.optimizers
+        self._meter = NoiseMeter(model, optimizers, replicas=replicas, gather=gather, clock=self._clock)
         self._session.events.noise = self._meter
         if self._restored.get("controller") is not None:
             self.controller.load_state_dict(self._restored["controller"])
         if self._restored.get("noise") is not None:
             self._meter.noise.load_state_dict(self._restored["noise"])
 
-    def _decision(self, ahead: list[int]) -> tuple[BatchDecision, int]:
+    def _decision(self, ahead: list[int]) -> tuple[BatchDecision, int, bool]:
         assert self.controller is not None
-        return self.controller.decide(self._steps, self._noise), max(ahead)
+        decision = self.controller.decide(self._steps, self._noise)
+        return decision, max(ahead), self.controller.is_settled
+
+    def _gathered(self, what: str, mine: Any) -> list[Any]:
+        return self._met(what, mine, list)
+
+    def _met(self, what: str, mine: Any, answer: Callable[[list[Any]], T]) -> T:
+        """Return rank 0's answer to what the ranks bring, on all of them; they must have come for the same."""
+        assert self._ranks is not None
+
+        def checked(brought: list[tuple[str, Any]]) -> T:
+            if any(other != what for other, _ in brought):
+                raise RuntimeError(f"ranks are not at the same point: {', '.join(other for other, _ in brought)}")
+            return answer([own for _, own in brought])
+
+        return self._ranks.decide((what, mine), checked, f"did not come to {what}")
 
     def _take(self, decision: BatchDecision, most_ahead: int) -> None:
         """Let the loader make batches of the size decided."""
@@ -299,7 +326,8 @@ class BatchRun:
     def _fail(self, error: Exception) -> None:
 
         text = str(error) if isinstance(error, InvalidArgument) else f"{type(error).__name__}: {error}"
-        self.note = f"the loop's own from step {self._steps} on: {text}"
+        stays = "the loop's own" if self._sampler.num_replicas == 1 else "as it is"
+        self.note = f"{stays} from step {self._steps} on: {text}"
         self.close()
         warnings.warn(f"the batch size is {self.note}", RuntimeWarning, stacklevel=5)
 
@@ -314,7 +342,9 @@ class BatchRun:
         if self._meter is not None:
             self._session.events.noise = None
             self._meter.close()
-        self._sampler.set_batch_size(self._local_base)
+        # Ranks may end at different steps: they would no longer have batches of one size.
+        if self._sampler.num_replicas == 1:
+            self._sampler.set_batch_size(self._local_base)
 
 
 def _interval(estimate: NoiseEstimate) -> NoiseInterval | None:

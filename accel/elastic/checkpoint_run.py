@@ -7,6 +7,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -21,6 +22,9 @@ from accel.elastic.training_state import Stateful, capture_state, restore_state
 from accel.errors import CheckpointError
 from accel.run.ranks import Ranks
 from accel.session.session import Session
+
+_START_S = 30.0
+"""By which ranks may come to `accel.optimize` at different times: twice as much is waited for."""
 
 
 class CheckpointRun:
@@ -62,6 +66,8 @@ class CheckpointRun:
         self._steps = 0
         self._called_at = time.time()
         self._ranks: Ranks | None = None
+        self._gather: Callable[[Any], list[Any]] | None = None
+        """With several ranks: gives each what all of them passed."""
         self._policy: SavePolicy | None = None
         self._alive = True
 
@@ -76,7 +82,10 @@ class CheckpointRun:
         Raises:
             CheckpointError: if it is one of another training; nothing has been changed then.
         """
-        state = self.checkpoints.load_latest()
+        ranks = Ranks()
+        ranks.join(since=self._called_at)
+        gather = partial(_gather, ranks, "did not come to load a checkpoint", _START_S) if ranks.distributed else None
+        state = self.checkpoints.load_latest(gather)
         for sentence in self.checkpoints.refused:
             self._say(sentence)
         if state is None:
@@ -138,12 +147,9 @@ class CheckpointRun:
     def _begin(self) -> None:
         self._ranks = Ranks()
         self._ranks.join(since=self._called_at)
-        gather = self._gather if self._ranks.distributed else None
-        self._policy = SavePolicy(self._settings.interval_s, gather=gather)
-
-    def _gather(self, mine: Any) -> list[Any]:
-        assert self._ranks is not None
-        return self._ranks.decide(mine, list, "did not come to save a checkpoint")
+        if self._ranks.distributed:
+            self._gather = partial(_gather, self._ranks, "did not come to save a checkpoint", 0.0)
+        self._policy = SavePolicy(self._settings.interval_s, gather=self._gather)
 
     def save(self) -> None:
         """Save now, between two steps; a failure is reported and the training goes on."""
@@ -156,7 +162,7 @@ class CheckpointRun:
                 self._optimizer,
                 list(self._settings.schedulers),
                 step=self.step,
-                gather=self._gather if self._ranks.distributed else None,
+                gather=self._gather,
                 **self._more,
             )
             if not self._ranks.leads:
@@ -171,3 +177,7 @@ class CheckpointRun:
         self._alive = False
         if self._policy is not None:
             self._policy.close()
+
+
+def _gather(ranks: Ranks, missed: str, step_s: float, mine: Any) -> list[Any]:
+    return ranks.decide(mine, list, missed, step_s)

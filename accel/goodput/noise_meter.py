@@ -23,7 +23,7 @@ from accel.errors import InvalidArgument
 from accel.goodput.gradient_scales import GradientScales
 from accel.goodput.gradient_sketch import GradientSketch
 from accel.goodput.gradient_tap import trained_parameters
-from accel.goodput.noise_parts import exchange
+from accel.goodput.noise_parts import Gather, exchange
 from accel.goodput.noise_refusal import Unmeasurable
 from accel.goodput.noise_replay import Call, ReplayedParts
 from accel.goodput.noise_scale import NoiseScale, NoiseSums
@@ -46,6 +46,7 @@ class NoiseMeter:
         noise: takes the measurements in; default a new one.
         replicas: ranks that train copies of the model, each with batches of its own; default 1.
         group: their process group; default torch's.
+        gather: exchanges tensors between the ranks in place of the group: gives each what all of them passed, by rank.
         scaler: the loop's GradScaler, if it has one.
         overhead: share of the run's time that the meter's own work may take; default 0.02, which leaves room for what
             it disturbs beside, such as caches.
@@ -89,6 +90,7 @@ class NoiseMeter:
         noise: NoiseScale | None = None,
         replicas: int = 1,
         group: dist.ProcessGroup | None = None,
+        gather: Gather | None = None,
         scaler: torch.amp.GradScaler | None = None,
         overhead: float = 0.02,
         parts: int = 4,
@@ -102,6 +104,7 @@ class NoiseMeter:
         self.last_cost_s = 0.0
         self._model, self._optimizers = model, optimizers
         self._replicas, self._group, self._clock = replicas, group, clock
+        self._gather = gather
         self._scales = GradientScales(model, scaler)
         self._schedule = NoiseSchedule(overhead)
         self._replay = ReplayedParts(model, parts, keep_shapes=keep_shapes)
@@ -235,7 +238,7 @@ class NoiseMeter:
         began = self._clock()
         length = min(self._sketch.length, sum(p.numel() * (2 if p.is_complex() else 1) for p in self._parameters))
         parts = None if step.reason else step.parts
-        exchanged = exchange(parts, length, self._parameters[0], cost_s, usual_s, self._group)
+        exchanged = exchange(parts, length, self._parameters[0], cost_s, usual_s, self._group, self._gather)
         self._exchange_s = self._clock() - began
         return exchanged
 

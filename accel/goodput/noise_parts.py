@@ -8,7 +8,8 @@ are g_k = w_k S_k with w_k = 1 / (micro-batches of a rank), and G is their sum, 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,10 +73,20 @@ class Exchanged(NamedTuple):
     usual_s: float
 
 
+Gather = Callable[[Any], list[Any]]
+"""Gives each rank what all of them passed, by rank."""
+
+
 def exchange(
-    parts: PartSums | None, length: int, like: Tensor, cost_s: float, usual_s: float, group: dist.ProcessGroup | None
+    parts: PartSums | None,
+    length: int,
+    like: Tensor,
+    cost_s: float,
+    usual_s: float,
+    group: dist.ProcessGroup | None = None,
+    gather: Gather | None = None,
 ) -> Exchanged:
-    """Sum the parts over all ranks: one all-reduce, to which each rank must come.
+    """Sum the parts over all ranks: one all-reduce, or one gathering, to which each rank must come.
 
     Args:
         parts: of this rank; None if it can't measure. Without any part the step was left out by a GradScaler, and its
@@ -85,6 +96,7 @@ def exchange(
         cost_s: what the measurement took on this rank.
         usual_s: a step's usual time on this rank.
         group: of the ranks; None for torch's own.
+        gather: exchanges tensors on the CPU in place of a collective of the group.
     """
     packed = torch.zeros(length + 6, device=like.device)
     if parts is not None and parts.total is not None:
@@ -94,12 +106,20 @@ def exchange(
     elif parts is not None:
         packed[length : length + 3] = torch.tensor([math.nan, 1.0, 1.0])
     packed[length + 3 :] = torch.tensor([float(parts is None), cost_s, usual_s])
-    dist.all_reduce(packed, group=group)
+    packed, ranks = _summed(packed, group, gather)
     total_square = float(packed[:length].square().sum())
     square, count, inverse, silent, cost, usual = packed[length:].tolist()
-    ranks = dist.get_world_size(group)
     sums = None if silent or count < 2 else _sums(square, total_square, count, inverse, ranks)
     return Exchanged(sums, cost / ranks, usual / ranks)
+
+
+def _summed(packed: Tensor, group: dist.ProcessGroup | None, gather: Gather | None) -> tuple[Tensor, int]:
+    """Return the sum over all ranks, and how many they are."""
+    if gather is None:
+        dist.all_reduce(packed, group=group)
+        return packed, dist.get_world_size(group)
+    gathered = gather(packed.cpu())
+    return torch.stack(gathered).sum(0), len(gathered)
 
 
 def _sums(square: float, total_square: float, count: float, inverse_sizes: float, ranks: int) -> NoiseSums:

@@ -12,10 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
+import accel
+from accel import entry
+from accel.elastic import batch_run
 from accel.elastic.checkpoint import Checkpoints
+from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.save_policy import SavePolicy
 from accel.elastic.training_state import capture_state, restore_state
+from accel.goodput.efficiency import NoiseInterval
 from accel.run.ranks import Ranks
 
 SIGNAL_AT = 15
@@ -66,3 +73,60 @@ def resumed(rank: int, world: int, folder: Path) -> dict[str, Any]:
     model, optimizer = made(rank + 10)
     notes = restore_state(state, model, optimizer)
     return {"step": state["step"], "weights": numbers(model), "draw": torch.rand(1).item(), "notes": notes}
+
+
+SAMPLES, EPOCHS = 6000, 2
+
+
+class _Ended(Exception):
+    """In place of the process's end."""
+
+
+def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, Any]:
+    """Train under `optimize` with a growing batch; rank 1 is sent SIGTERM after some steps.
+
+    Return, by epoch, the samples of each of this rank's steps.
+    """
+    noise = NoiseInterval(5000.0, 4000.0, 6000.0)
+    batch_run._interval = lambda estimate: noise  # type: ignore[assignment]
+    model, optimizer = made(rank)
+    x = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, torch.arange(SAMPLES))
+    sampler: DistributedSampler[Any] = DistributedSampler(data, seed=4)
+    loader: Any = DataLoader(data, batch_size=4, sampler=sampler)
+    settings: dict[str, Any] = {"max_batch_size": 96, "checkpoint": folder, "allow": "exact", "cache": False}
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
+    run = entry.optimized(model)
+    assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
+
+    def ended() -> None:
+        raise _Ended
+
+    run.elastic.checkpoint._terminate = ended
+    taken: dict[int, list[list[int]]] = {}
+    steps = 0
+    try:
+        for epoch in remaining_epochs(loader, EPOCHS):
+            for batch, index in loader:
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+                taken.setdefault(epoch, []).append(index.tolist())
+                steps += 1
+                if rank == 1 and steps == signal_at:
+                    os.kill(os.getpid(), signal.SIGTERM)
+    except _Ended:
+        pass
+    weights = numbers(model)
+    decisions = run.elastic.batch.controller.decisions if run.elastic.batch and run.elastic.batch.controller else []
+    note = run.elastic.batch.note if run.elastic.batch else ""
+    accel.undo(model)
+    return {"taken": taken, "weights": weights, "batches": [d.batch for d in decisions], "note": note}
+
+
+def optimized_until_terminated(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    return optimized(rank, world, folder, signal_at=60)
+
+
+def optimized_to_the_end(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    return optimized(rank, world, folder, signal_at=-1)

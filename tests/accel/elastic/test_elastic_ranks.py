@@ -23,3 +23,19 @@ def test_two_ranks_stop_together_and_three_go_on(tmp_path: Path) -> None:
         "rank 2 keeps its own random state: the checkpoint has those of 2 ranks, and none for it."
     ]
     assert resumed[2]["draw"] not in (resumed[0]["draw"], resumed[1]["draw"])
+
+
+def test_a_growing_batch_on_two_ranks_and_then_on_three_has_each_sample_once_an_epoch(tmp_path: Path) -> None:
+    first = run_ranks(elastic_ranks.optimized_until_terminated, 2, tmp_path, timeout_s=120)
+    second = run_ranks(elastic_ranks.optimized_to_the_end, 3, tmp_path, timeout_s=120)
+
+    for run in (first, second):
+        assert all(rank["weights"] == run[0]["weights"] for rank in run)
+        assert [rank["note"] for rank in run] == [""] * len(run)
+        sizes = [{epoch: [len(step) for step in steps] for epoch, steps in rank["taken"].items()} for rank in run]
+        for steps in zip(*(rank.get(0, []) for rank in sizes), strict=True):
+            assert max(steps) - min(steps) <= 1  # all ranks change their batch at the same step
+    assert max(len(step) for step in first[0]["taken"][0]) > 4
+    for epoch in range(elastic_ranks.EPOCHS):
+        seen = [index for rank in (*first, *second) for step in rank["taken"].get(epoch, []) for index in step]
+        assert sorted(seen) == list(range(elastic_ranks.SAMPLES))
