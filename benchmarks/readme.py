@@ -35,6 +35,7 @@ from benchmarks import (
     scaling,
     simota,
     strategy_table,
+    time_to_accuracy,
 )
 from benchmarks.proof import figures_block, proof_block
 from benchmarks.record import ROOT, newest
@@ -70,6 +71,7 @@ BLOCKS = (
     Block("docs/comm_figures.md", "accuracy", "comm-accuracy", comm_accuracy.table_block),
     Block("docs/goodput.md", "step-times", "pollux-step-times", pollux.STEP_TIMES.block),
     Block("docs/goodput.md", "steps", "pollux-steps", pollux.STEPS.block),
+    Block("docs/figures.md", "target", "time-to-accuracy", time_to_accuracy.table_block),
     Block("docs/kernels.md", "simota", "simota", simota.table_block),
     Block("docs/kernels.md", "fcos", "fcos-targets", fcos_targets.table_block),
     Block("docs/kernels.md", "host", "launch-cost", launch_cost.RECORD.block),

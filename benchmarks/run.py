@@ -29,6 +29,7 @@ SUITES: dict[str, tuple[str, ...]] = {
             "--record",
         ),
     ),
+    "time_to_accuracy": ("time_to_accuracy", "--record"),
     "scaling": ("scaling", "--record", "--plot", "benchmarks/results/scaling.svg"),
     "profiler_overhead": ("profiler_overhead", "--record"),
     "noise_overhead": ("noise_overhead", "--record"),

@@ -1,14 +1,16 @@
 """A process that takes turns with others: it stops itself between two steps, and its clocks stand still meanwhile.
 
-    python -m benchmarks.turn_clock 2 ncf reordered --seconds 60
+    python -m benchmarks.turn_clock 2 whole_process ncf reordered --seconds 60
 
-is `python -m benchmarks.whole_process ncf …` in turns of two seconds, for `benchmarks.turns` to start and to wake.
+is `python -m benchmarks.whole_process ncf …` in turns of two seconds, for `benchmarks.turns` to start and to wake. The
+module's command gets what ends a turn as its context's object, and when it was started as `--launched`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import signal
 import sys
@@ -89,6 +91,5 @@ if __name__ == "__main__":
     end_with_parent()
     clock = TurnClock(float(sys.argv[1]), stop_this_group)
     clock.install()  # before anything asks for the time
-    from benchmarks import whole_process
-
-    whole_process.main([*sys.argv[2:], f"--launched={launched}"], obj=clock)
+    module = importlib.import_module(f"benchmarks.{sys.argv[2]}")
+    module.main([*sys.argv[3:], f"--launched={launched}"], obj=clock)

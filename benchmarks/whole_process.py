@@ -200,7 +200,7 @@ class Process(NamedTuple):
 
 def run(processes: Sequence[Process]) -> list[Course | ProcessFailed]:
     """Train in processes that take turns; return the course of each, or why it failed."""
-    start = ["-m", "benchmarks.turn_clock", str(TURN_S)]
+    start = ["-m", "benchmarks.turn_clock", str(TURN_S), "whole_process"]
     commands = [Command([*start, each.model, each.variant, *each.arguments], each.environ) for each in processes]
     return [_course(process, done) for process, done in zip(processes, take_turns(commands), strict=True)]
 
