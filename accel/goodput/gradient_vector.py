@@ -1,15 +1,21 @@
 """All gradients of a model as one float32 vector, in the coordinates in which the optimizer steps.
 
     plain (SGD)                       g
-    preconditioned (Adam, LAMB)       P g,   P = 1 / (√v̂ + ε),   v̂ = v / (1 - β₂ᵗ)
+    preconditioned (Adam, LAMB)       P g,   P = 1 / (max(√v̂, r / 10) + ε),   v̂ = v / (1 - β₂ᵗ)
 
 One vector has one norm: the arithmetic has no loop over parameters. With Adam it is P g that moves the weights, so the
 noise that matters is φ_P = tr(P Σ P) / ‖P μ‖² (Pollux, OSDI 2021, equation 5). P is that of the steps before, hence
 independent of this step's samples.
+
+r is the root mean square of √v̂ over a weight's tensor. Adam's own steps are bounded, since the gradient of a step is
+in its v̂ already; in that of the steps before, the row of a letter that comes for the first time has 0. Without the
+bound a model of characters had φ_P = 626,000 after 100 steps, all of it from 1 % of the weights, in place of 120; from
+step 400 on the bound changes it by less than 4 %. A tensor that has had no gradient is left out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -18,6 +24,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accel.goodput.noise_refusal import Unmeasurable
+
+_LEAST_ROOT = 0.1
+"""√v̂ at least, of its root mean square over the tensor."""
 
 
 def flattened(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
@@ -47,7 +56,7 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 
 def denominators(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> Tensor | None:
-    """Return √v̂ + ε of each weight as one vector, or None where an optimizer has no v̂: the plain noise scale.
+    """Return max(√v̂, r / 10) + ε as one vector, or None where an optimizer has no v̂: the plain noise scale.
 
     Args:
         parameters: those of the gradients, in their order.
@@ -90,6 +99,9 @@ def _square(p: Tensor, state: dict[str, Any]) -> Tensor:
 def _denominators(squares: list[Tensor], corrections: list[float], epsilons: list[float]) -> list[Tensor]:
     singles = [square.float() for square in squares]
     roots = torch._foreach_sqrt(torch._foreach_div(singles, corrections))
+    for root, length in zip(roots, torch._foreach_norm(roots), strict=True):
+        least = length * (_LEAST_ROOT / math.sqrt(max(root.numel(), 1)))
+        root.clamp_(min=torch.where(length > 0, least, math.inf))
     return list(torch._foreach_add(roots, epsilons))
 
 

@@ -448,3 +448,33 @@ def test_overhead_is_a_share(overhead: float) -> None:
 def test_parts_are_two_or_more() -> None:
     with pytest.raises(InvalidArgument, match="parts must be at least 2"):
         NoiseMeter(nn.Linear(1, 1), [], parts=1)
+
+
+def test_a_weight_without_gradients_so_far_does_not_make_all_of_the_noise() -> None:
+    """A letter that comes for the first time: Adam has averaged nothing for its row, and 1 / √v̂ is without bounds."""
+    table = nn.Embedding(4, 8)
+    optimizer = torch.optim.Adam(table.parameters(), 0.01)
+    for _ in range(20):
+        optimizer.zero_grad()
+        table(torch.tensor([0, 1, 2])).square().sum().backward()
+        optimizer.step()
+
+    found = gradient_vector.denominators([table.weight], [optimizer])
+    assert found is not None
+    rows = found.view(4, 8)
+    usual = float(rows[:3].square().mean().sqrt())
+    assert float(rows[3].min()) >= 0.05 * usual
+    average = optimizer.state[table.weight]["exp_avg_sq"][:3] / (1 - 0.999**20)
+    above = average.sqrt() > 0.1 * usual
+    assert torch.allclose(rows[:3][above], (average.sqrt() + 1e-8)[above])  # those that it has averaged are as Adam's
+
+
+def test_a_tensor_without_gradients_so_far_is_left_out() -> None:
+    used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([used, unused], 0.01)
+    used.grad, unused.grad = torch.ones(3), torch.zeros(2)
+    optimizer.step()
+
+    found = gradient_vector.denominators([used, unused], [optimizer])
+    assert found is not None
+    assert (torch.ones(5) / found).tolist() == pytest.approx([1, 1, 1, 0, 0], rel=1e-6)
