@@ -93,8 +93,8 @@ class BatchController:
         """The largest batch that fits into memory."""
         self._patience = _PATIENCE[0]
         self._timed: set[int] = set()
-        self._failures: dict[int, tuple[int, int]] = {}
-        """Batches tried in vain: how often, and at which step last."""
+        self._failures: dict[int, tuple[int, float]] = {}
+        """Batches tried in vain: how often, and at which step last; inf once that is forgotten."""
 
     @property
     def batch(self) -> int:
@@ -161,6 +161,7 @@ class BatchController:
             if batch in self._timed and step - since >= _RETRY * 2**count:
                 self._timed.discard(batch)
                 self.times.forget(self._configuration(batch))
+                self._failures[batch] = (count, math.inf)  # else its new times would be forgotten, too
 
     def _reachable(self) -> list[int]:
         return [size for size in self._fitting() if size <= _GROWTH * max(self._timed)]

@@ -111,6 +111,20 @@ def test_a_growing_noise_scale_lets_the_batch_grow_and_a_falling_one_shrink() ->
     assert batches[0] < batches[1] > batches[2]
 
 
+@pytest.mark.parametrize("noise", [300.0, 3000.0])
+def test_a_batch_that_is_tried_again_in_vain_is_undone_again(noise: float) -> None:
+    """Its new times count: it was once forgotten at each decision, and then kept on hope."""
+    job = Job(1e-4, 1e-3, interval(noise))  # twice the samples take twice the time
+    controller = BatchController(32, 4096)
+    job.run(controller, 5000)
+
+    runs = itertools.groupby(job.batches, lambda batch: batch > 32)
+    tries = [len(list(steps)) for is_larger, steps in runs if is_larger]
+    assert 2 <= len(tries) <= 6
+    assert max(tries) <= 40
+    assert controller.batch == 32
+
+
 def test_a_try_that_takes_longer_than_hoped_is_undone_and_said_so() -> None:
     job = Job(1e-4, 1e-3, interval(3000.0))  # twice the samples take twice the time
     controller = BatchController(32, 4096)
