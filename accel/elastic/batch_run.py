@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -76,6 +76,17 @@ class StepEnd:
         """Nothing: its fetching is not in use."""
 
 
+class _Agreed(NamedTuple):
+    """What rank 0 decides for all."""
+
+    decision: BatchDecision
+    most_ahead: int
+    """Batches that a rank's loader has dealt ahead, at most."""
+    is_settled: bool
+    noise: NoiseInterval | None
+    """The last one that says something, by which all ranks scale their rates."""
+
+
 class BatchRun:
     """Let a controller decide the batch size of a loop.
 
@@ -119,7 +130,8 @@ class BatchRun:
         """The state of a run that this one goes on from."""
         self._is_metered = False
         """The meter was told of the present step's beginning."""
-        self._noise: NoiseInterval | None = None
+        self._known_noise: NoiseInterval | None = None
+        """Rank 0's last one that says something; the batch stays while none does, and so do its rates."""
         self._steps = 0
         self._decision_due = _WARM_UP
         self._batches = self._samples = 0
@@ -199,7 +211,7 @@ class BatchRun:
             return
         if self._is_metered and self._meter is not None:
             self._meter.begin_batch(self._sampler.fresh)
-        self._rates.follow(self._samples, self.controller.base_batch, self._noise, self._epoch)
+        self._rates.follow(self._samples, self.controller.base_batch, self._known_noise, self._epoch)
 
     def epoch_ended(self, proxy: LoaderProxy) -> None:
         """Nothing: the next epoch goes on with the same batch."""
@@ -253,11 +265,11 @@ class BatchRun:
         assert self._ranks is not None and self._meter is not None
         if self._meter.refusal:
             raise InvalidArgument(f"the gradient noise can't be measured: {self._meter.refusal}")
-        self._noise = _interval(self._meter.noise.estimate(learns=self._trend.falls()))
         what, ahead = "decide on the batch size", self._sampler.dealt_ahead
-        decision, most_ahead, self._is_settled = self._met(what, ahead, self._decision)
-        self._decision_due = self._steps + decision.steps
-        self._take(decision, most_ahead)
+        agreed = self._met(what, ahead, self._decision)
+        self._is_settled, self._known_noise = agreed.is_settled, agreed.noise
+        self._decision_due = self._steps + agreed.decision.steps
+        self._take(agreed.decision, agreed.most_ahead)
 
     def _begin(self) -> None:
         """Make the controller, with the batch that the loop has without it."""
@@ -277,10 +289,13 @@ class BatchRun:
         if self._restored.get("noise") is not None:
             self._meter.noise.load_state_dict(self._restored["noise"])
 
-    def _decision(self, ahead: list[int]) -> tuple[BatchDecision, int, bool]:
-        assert self.controller is not None
-        decision = self.controller.decide(self._steps, self._noise)
-        return decision, max(ahead), self.controller.is_settled
+    def _decision(self, ahead: list[int]) -> _Agreed:
+        assert self.controller is not None and self._meter is not None
+        # The losses are each rank's own: by them the noise might be known on one rank and not on another.
+        noise = _interval(self._meter.noise.estimate(learns=self._trend.falls()))
+        known = noise if noise is not None and noise.is_known else self._known_noise
+        decision = self.controller.decide(self._steps, noise)
+        return _Agreed(decision, max(ahead), self.controller.is_settled, known)
 
     def _gathered(self, what: str, mine: Any) -> list[Any]:
         return self._met(what, mine, list)

@@ -142,7 +142,7 @@ class BatchController:
             return self._decided(step, noise, "the steps of this batch are still being timed", missing)
         self._complete_last(noise)
         self.model = fit(self.times, self.model)
-        if noise is None or (noise.low == 0 and noise.high == math.inf):
+        if noise is None or not noise.is_known:
             return self._decided(step, noise, "the noise scale is not known yet", _PATIENCE[0])
         self._forget_old_failures(step)
         choice = better(settled, self._reachable(), self.base_batch, noise, self._seconds)

@@ -64,6 +64,11 @@ class NoiseInterval:
                 f"batch must be positive and finite, share in [0, 1). Found: {self.batch} and {self.share}"
             )
 
+    @property
+    def is_known(self) -> bool:
+        """False if it may have any value."""
+        return self.low > 0 or self.high < math.inf
+
     def at(self, batch: ArrayLike, bound: Bound = "phi") -> Any:
         """Return the noise scale at a batch, samples: a float for a number, an array for an array.
 

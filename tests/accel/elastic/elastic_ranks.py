@@ -87,7 +87,8 @@ def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, 
 
     Return, by epoch, the samples of each of this rank's steps.
     """
-    noise = NoiseInterval(5000.0, 4000.0, 6000.0)
+    phi = 5000.0 * (1 + rank)  # each rank's own: all must scale their rates by rank 0's
+    noise = NoiseInterval(phi, 0.8 * phi, 1.2 * phi)
     batch_run._interval = lambda estimate: noise  # type: ignore[assignment]
     model, optimizer = made(rank)
     x = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(0))

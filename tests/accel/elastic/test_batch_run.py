@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -141,6 +142,29 @@ def test_each_step_runs_at_the_learning_rate_of_its_batch(
     for ratio, batch in zip(ratios[5:], taken[5:], strict=True):
         assert ratio == pytest.approx(max(1.0, len(batch) / 8), rel=1e-3)
     assert {len(batch) for batch in taken} >= {8, 16, 32, 64}
+
+
+@pytest.mark.parametrize(("kind", "factor"), [(torch.optim.Adam, 8**0.5), (torch.optim.SGD, 8 * 5008 / 5064)])
+def test_rates_are_those_of_the_last_known_noise_when_it_is_not_known_any_more(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, kind: Any, factor: float
+) -> None:
+    """Else Adam's would fall to that of the user's batch, and SGD's rise to eight times its own."""
+    known_noise(monkeypatch, 5000.0)
+    model, loader, optimizer = job
+    options = {"max_batch_size": 64, **PLAIN}
+    model, loader, optimizer = accel.optimize(model, loader, kind(model.parameters(), 1e-3), **options)
+    train(model, loader, optimizer, clock, nothing)
+    assert len(loader) == -(-3000 // 64)
+
+    unknown = NoiseInterval(math.inf, 0.0, math.inf)  # the loss falls too slowly to show it
+    monkeypatch.setattr("accel.elastic.batch_run._interval", lambda estimate: unknown)
+    (_, scaler), *_ = batch_run(model)._rates._scalers
+    rates: list[float] = []
+    for _ in range(8):
+        taken = train(model, loader, optimizer, clock, lambda step: rates.append(scaler.multipliers[0].lr))
+        assert {len(batch) for batch in taken[:-1]} == {64}
+        rates.pop()  # the last step of an epoch has fewer samples
+    assert rates == pytest.approx([factor] * len(rates), rel=1e-3)
 
 
 def test_a_loop_that_accumulates_keeps_its_batches_per_step(
