@@ -293,9 +293,11 @@ class BatchRun:
         assert self.controller is not None and self._meter is not None
         # The losses are each rank's own: by them the noise might be known on one rank and not on another.
         noise = _interval(self._meter.noise.estimate(learns=self._trend.falls()))
-        known = noise if noise is not None and noise.is_known else self._known_noise
+        if noise is None or not noise.is_known:
+            # Few measurements may hide the signal for a while. What was known before holds: φ grows in most trainings.
+            noise = self._known_noise
         decision = self.controller.decide(self._steps, noise)
-        return _Agreed(decision, max(ahead), self.controller.is_settled, known)
+        return _Agreed(decision, max(ahead), self.controller.is_settled, noise)
 
     def _gathered(self, what: str, mine: Any) -> list[Any]:
         return self._met(what, mine, list)

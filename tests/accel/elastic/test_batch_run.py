@@ -167,6 +167,17 @@ def test_rates_are_those_of_the_last_known_noise_when_it_is_not_known_any_more(
     assert rates == pytest.approx([factor] * len(rates), rel=1e-3)
 
 
+def test_the_batch_is_decided_by_the_last_known_noise_while_it_is_hidden(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, hidden = NoiseInterval(5000.0, 4000.0, 6000.0), NoiseInterval(math.inf, 0.0, math.inf)
+    noises = itertools.chain([known], itertools.repeat(hidden))
+    monkeypatch.setattr("accel.elastic.batch_run._interval", lambda estimate: next(noises))
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    train(model, loader, optimizer, clock, nothing)
+    assert loader.batch_sampler.batch_sizes == (64,)
+
+
 def test_a_loop_that_accumulates_keeps_its_batches_per_step(
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
