@@ -207,9 +207,9 @@ class BatchRun:
         """Count the batch, and let the learning rate follow the size of the step."""
         self._batches += 1
         self._samples += self._sampler.samples_in_hand
-        if not self._alive or self.controller is None:
+        if self.controller is None:
             return
-        if self._is_metered and self._meter is not None:
+        if self._alive and self._is_metered and self._meter is not None:
             self._meter.begin_batch(self._sampler.fresh)
         self._rates.follow(self._samples, self.controller.base_batch, self._known_noise, self._epoch)
 
@@ -341,7 +341,6 @@ class BatchRun:
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
-
         text = str(error) if isinstance(error, InvalidArgument) else f"{type(error).__name__}: {error}"
         stays = "the loop's own" if self._sampler.num_replicas == 1 else "as it is"
         self.note = f"{stays} from step {self._steps} on: {text}"
@@ -349,18 +348,18 @@ class BatchRun:
         warnings.warn(f"the batch size is {self.note}", RuntimeWarning, stacklevel=5)
 
     def close(self) -> None:
-        """Let the loop go on with the user's batch and learning rate."""
+        """Let the loop go on with the user's batch and learning rate; with several ranks, with the present ones."""
         if not self._alive:
             return
         self._alive = False
         TURNS.leave(self)
         backward.forget(self)
-        self._rates.close()
         if self._meter is not None:
             self._session.events.noise = None
             self._meter.close()
-        # Ranks may end at different steps: they would no longer have batches of one size.
+        # Ranks may end at different steps: with batches or learning rates of their own they would be no replicas.
         if self._sampler.num_replicas == 1:
+            self._rates.close()
             self._sampler.set_batch_size(self._local_base)
 
 
