@@ -62,7 +62,7 @@ def compiled(name: str, architecture: int) -> Row:
 
     from benchmarks.kernels.aot_variants import variants
 
-    variant = next(v for v in variants() if v.name == name)
+    variant = next(v for v in variants(architecture) if v.name == name)
     signature = variant.signature()
     order = list(signature)
     # The launcher finds pointers aligned to 16 bytes; without that hint the compiler reports spills that no run has.
@@ -107,17 +107,18 @@ def names(only: str = "") -> list[str]:
     """Return the names of the variants that contain `only`."""
     from benchmarks.kernels.aot_variants import variants
 
-    return [variant.name for variant in variants() if only in variant.name]
+    return [variant.name for variant in variants(ARCHITECTURES[0]) if only in variant.name]
 
 
 def held(recorded: Iterable[Row]) -> dict[str, list[Row]]:
     """Return variant → its recorded rows, where these were made of what the variant is now."""
     from benchmarks.kernels.aot_variants import variants
 
-    known: dict[tuple[str, str], list[Row]] = {}
+    keys = {(v.name, architecture): v.key for architecture in ARCHITECTURES for v in variants(architecture)}
+    found: dict[str, list[Row]] = {name: [] for name, _ in keys}
     for row in recorded:
-        known.setdefault((row.variant, row.key), []).append(row)
-    found = {variant.name: known.get((variant.name, variant.key), []) for variant in variants()}
+        if keys.get((row.variant, row.architecture)) == row.key:
+            found[row.variant].append(row)
     return {name: rows for name, rows in found.items() if tuple(row.architecture for row in rows) == ARCHITECTURES}
 
 

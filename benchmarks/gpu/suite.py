@@ -37,7 +37,7 @@ _RESULTS = ROOT / "benchmarks" / "results"
 
 BUDGETS_S = {
     "tests": 200,
-    "window_attention": 150,
+    "window_attention": 220,
     "assignment": 90,
     "optimizers": 60,
     "graphs": 60,

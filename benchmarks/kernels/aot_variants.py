@@ -8,15 +8,11 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-import torch
-
 from accel.kernels.launching import PlannedKernel
-from accel.kernels.window_attention import Spec
 from benchmarks.kernels.aot_key import digest
 
 _EXACT = {"enable_fp_fusion": False}
 """Of kernels whose results have the bits of plain torch."""
-_POINTEE = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
@@ -54,116 +50,18 @@ class Variant:
         return f"*{self.pointers[name]}" if name in self.pointers else self.scalars.get(name, "i32")
 
 
-def variants() -> Iterator[Variant]:
-    """Yield all."""
+def variants(architecture: int) -> Iterator[Variant]:
+    """Yield all, as they are for a compute capability (times ten): the names are the same for all."""
     from benchmarks.kernels.aot_optimizers import optimizers
+    from benchmarks.kernels.aot_windows import window_attention
 
-    yield from _window_attention()
+    yield from window_attention(architecture)
     yield from _simota()
     yield from _fcos()
     yield from _rows()
     yield from _codes()
     yield from _thresholds()
     yield from optimizers()
-
-
-@dataclass(frozen=True)
-class _Layer:
-    window: int
-    channels: int
-    dtype: torch.dtype = torch.float16
-    masked: bool = True
-    cosine: bool = False
-    dropout: float = 0.0
-    wide: bool = False
-    """Of 2**31 numbers or more: 64-bit addresses."""
-    tf32: bool = False
-    """Of fp32: products that torch.backends.cuda.matmul.allow_tf32 rounds."""
-
-    @property
-    def name(self) -> str:
-        words = ("masked", "cosine", "dropout", "wide", "tf32")
-        extras = [word for word in words if getattr(self, word)]
-        return " ".join([f"{self.window}x{self.window}", f"D{self.channels}", _POINTEE[self.dtype], *extras])
-
-
-def _layers() -> Iterator[_Layer]:
-    """Yield the published windows, head dims, dtypes and attentions; then what changes the code beside them."""
-    published = product((7, 8, 12), (16, 32, 64), (torch.float32, torch.float16, torch.bfloat16))
-    for window, channels, dtype in published:
-        for cosine in (False, True):
-            yield _Layer(window, channels, dtype, cosine=cosine)
-        if channels == 32:
-            yield _Layer(window, channels, dtype, dropout=0.1)
-    for window in (7, 8, 12, 16):
-        yield _Layer(window, 32, masked=False)
-        yield _Layer(window, 32, torch.float32, tf32=True)
-    yield _Layer(7, 32, wide=True)
-    yield _Layer(12, 32, wide=True)
-    for dtype, cosine in product((torch.float32, torch.float16, torch.bfloat16), (False, True)):
-        yield _Layer(16, 32, dtype, cosine=cosine)
-    for window in (8, 16):  # Swin V2's, whose every second block is not shifted
-        yield _Layer(window, 32, masked=False, cosine=True)
-    yield _Layer(7, 128)
-
-
-def _window_attention() -> Iterator[Variant]:
-    from accel.kernels.window_attention import triton as kernels
-
-    for layer in _layers():
-        spec = Spec(
-            heads=3,
-            window=(layer.window, layer.window),
-            shift=(layer.window // 2, layer.window // 2) if layer.masked else (0, 0),
-            scale=layer.channels**-0.5,
-            dropout=layer.dropout,
-        )
-        data = _POINTEE[layer.dtype]
-        optional = {"head_scale": layer.cosine, "regions": layer.masked, "seed": layer.dropout > 0}
-        given = {"qkv": data, "table": "fp32", "head_scale": "fp32", "regions": "u8", "seed": "i64"}
-        given = {name: kind for name, kind in given.items() if optional.get(name, True)}
-        absent: dict[str, Any] = {name: None for name, there in optional.items() if not there}
-        flags = {**absent, "WIDE": layer.wide, "MASKED": layer.masked, "COSINE": layer.cosine}
-        tiles, fixed = _compiled_in(layer, spec, backward=False)
-        fixed = {**fixed, **flags}
-        yield Variant(
-            f"window_attention forward {layer.name}",
-            kernels._fwd_kernel,
-            {**given, "out": data},
-            fixed,
-            _options(tiles),
-        )
-        tiles, fixed = _compiled_in(layer, spec, backward=True)
-        fixed = {**fixed, **flags, "BLOCKS": tiles.blocks}
-        outputs = {"dout": data, "dqkv": data, "dbias": "fp32"}
-        if layer.cosine:
-            outputs["dscale"] = "fp32"
-        else:
-            fixed["dscale"] = None
-        yield Variant(
-            f"window_attention backward {layer.name}", kernels._bwd_kernel, {**given, **outputs}, fixed, _options(tiles)
-        )
-    for window, columns in ((7, 64), (8, 64), (12, 256), (16, 256)):
-        fixed = {"H": 3, "WH": window, "WW": window, "NP": columns, "BP": 16}
-        pointers = {"dbias": "fp32", "dtable": "fp32"}
-        yield Variant(f"window_attention table {window}x{window}", kernels._table_kernel, pointers, fixed)
-
-
-def _compiled_in(layer: _Layer, spec: Spec, *, backward: bool) -> tuple[Any, dict[str, Any]]:
-    """Return the tiles and constants of a pass, under the layer's setting of tf32."""
-    from accel.kernels.window_attention import launchers
-
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = layer.tf32
-    try:
-        tiles = launchers.tiles_of(spec, layer.channels, layer.dtype, cosine=layer.cosine, backward=backward)
-        return tiles, launchers.constants(spec, layer.channels, layer.dtype, tiles)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def _options(tiles: Any) -> dict[str, Any]:
-    return {"num_warps": tiles.warps, "num_stages": tiles.stages}
 
 
 def _simota() -> Iterator[Variant]:

@@ -7,9 +7,9 @@
 Legend: B images, Y × X tokens in a map, W windows of N = tall · wide tokens, H heads of D channels,
 T = (2·tall − 1)(2·wide − 1) rows of the bias table.
 
-Swin V2's cosine attention takes `head_scale`: q and k are then divided by their norms. On a GPU each of forward and
-backward is one launch (the backward adds a small one for the table), reads q, k, v in place, folds roll, partition and
-merge into addresses, keeps softmax in fp32 and saves only qkv. Elsewhere it is the plain torch below.
+Swin V2's cosine attention takes `head_scale`: q and k are then divided by their norms. On a GPU forward is one launch,
+backward one or, above 64 tokens, two (and a small one for the table). They read q, k, v in place, fold roll, partition
+and merge into addresses, keep softmax in fp32 and save only qkv. Elsewhere it is the plain torch below.
 
 Liu et al., Swin Transformer, https://arxiv.org/abs/2103.14030; V2, https://arxiv.org/abs/2111.09883.
 """

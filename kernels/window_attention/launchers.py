@@ -1,4 +1,4 @@
-"""How the kernels of window attention are launched: tiles for a layer, and plans for calls of one kind."""
+"""How the kernels of window attention are launched: programs for a layer, and plans for calls of one kind."""
 
 from __future__ import annotations
 
@@ -11,75 +11,65 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from accel.kernels.launching import PLANS, LaunchPlan, ceil_div, next_power_of_2
+from accel.kernels.launching import PLANS, LaunchPlan, ceil_div
+from accel.kernels.window_attention import blocks_triton as block_kernels
 from accel.kernels.window_attention import triton as kernels
 from accel.kernels.window_attention.attention import CheckedCall, Spec
+from accel.kernels.window_attention.tiles import (
+    BlockTiles,
+    Pass,
+    Tiles,
+    block_tiles_of,
+    constants,
+    is_one_block,
+    precision_of,
+    tiles_of,
+)
 
-_SINGLE_BLOCK_TOKENS = 64
-"""Tokens up to which a window is one block of rows, and its bias gradient stays in registers."""
-_PROGRAMS_PER_CORE = 4
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How a window is laid out in a program."""
-
-    columns: int
-    rows: int
-    blocks: int
-    channels: int
-    warps: int
-    stages: int
-
-
-def tiles_of(spec: Spec, head_channels: int, dtype: torch.dtype, *, cosine: bool, backward: bool) -> Tiles:
-    """Return the tiles for a layer: one block of rows up to 64 tokens, several above.
-
-    Chosen by registers (benchmarks/aot.csv): without spills, four warps that load ahead, else more that don't. What
-    spills all the same stands in benchmarks/kernels/aot_spills.py.
-    """
-    columns = max(16, next_power_of_2(spec.tokens))
-    channels = max(16, next_power_of_2(head_channels))
-    exact = _precision(dtype) == "ieee"  # without tensor cores a product's operands lie in registers
-    rows = columns if columns <= _SINGLE_BLOCK_TOKENS and not (exact and channels > 32) else 16
-    blocks = ceil_div(spec.tokens, rows)
-    if columns > _SINGLE_BLOCK_TOKENS:
-        return Tiles(columns, rows, blocks, channels, 8, 1 if backward or exact or channels == 16 else 2)
-    if dtype == torch.float32:
-        return Tiles(columns, rows, blocks, channels, 16 if exact and backward and blocks == 1 else 8, 1)
-    if backward and ((cosine and channels > 16) or channels > 32 or spec.tokens > 49):
-        return Tiles(columns, rows, blocks, channels, 8, 1)
-    return Tiles(columns, rows, blocks, channels, 4, 2)
+_PROGRAMS_PER_CORE = {"forward": 4, "backward": 2}
+"""Of windows of one block: as many as have registers at a time, so that none waits and few partial sums are written."""
+_BLOCK_PROGRAMS_PER_CORE = {4: 2, 8: 1}
+"""Warps of a program → the same, of windows of several blocks, whose programs take all registers."""
+_MOST_ROUNDS = 4
+"""Rounds of programs over the cores, up to which more programs are tried where one round leaves cores idle."""
+_BEGINNING = 8
+"""Windows in whose time, roughly, a program gathers its bias, and its partial sum is written and read again."""
 
 
-def constants(spec: Spec, head_channels: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, Any]:
-    """Return the compile-time arguments that both passes take."""
-    return {
-        "SCALE": spec.scale,
-        "MASK_VALUE": spec.mask_value,
-        "DROPOUT": spec.dropout,
-        "H": spec.heads,
-        "D": head_channels,
-        "DP": tiles.channels,
-        "WH": spec.window[0],
-        "WW": spec.window[1],
-        "SH": spec.shift[0],
-        "SW": spec.shift[1],
-        "NP": tiles.columns,
-        "BM": tiles.rows,
-        "PRECISION": _precision(dtype),
-    }
+def _cores(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def _precision(dtype: torch.dtype) -> str:
-    # fp32_precision reflects either switch; torch raises where allow_tf32 is read after fp32_precision was set.
-    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+def _capability(device: torch.device) -> int:
+    """Return the compute capability times ten; the interpreter's tiles are those of 9.0."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
-def _programs(windows: int, heads: int, device: torch.device) -> int:
+def _programs(windows: int, heads: int, per_core: int, device: torch.device) -> int:
     """Return how many programs share a head's windows: enough for every core, few enough for few partial sums."""
-    cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    return int(min(windows, ceil_div(_PROGRAMS_PER_CORE * cores, heads)))
+    return int(min(windows, ceil_div(per_core * _cores(device), heads)))
+
+
+def block_programs(windows: int, groups: int, slots: int) -> int:
+    """Return how many programs share the windows of one block of one head.
+
+    Args:
+        windows: W.
+        groups: blocks of a window times heads, each of which has so many programs.
+        slots: programs that the device runs at a time.
+
+    Returns:
+        The number with the least (rounds of all programs) · (windows of a program, and what begins and ends it).
+    """
+    most = min(windows, ceil_div(_MOST_ROUNDS * slots, groups))
+
+    def cost(programs: int) -> int:
+        return ceil_div(programs * groups, slots) * (ceil_div(windows, programs) + _BEGINNING)
+
+    return min(range(1, most + 1), key=cost)
 
 
 _R = TypeVar("_R")
@@ -121,9 +111,9 @@ class _Layer(NamedTuple):
         """Return what decides it for these inputs."""
         dtype = qkv.dtype
         windows = 0 if regions is None else regions.shape[0]
-        return cls(spec, qkv.shape, dtype, qkv.device, windows, head_scale is not None, _precision(dtype))
+        return cls(spec, qkv.shape, dtype, qkv.device, windows, head_scale is not None, precision_of(dtype))
 
-    def arguments(self, tiles: Tiles) -> tuple[tuple[int, ...], dict[str, Any]]:
+    def arguments(self, tiles: Tiles | BlockTiles) -> tuple[tuple[int, ...], dict[str, Any]]:
         """Return the numbers and the compile-time arguments of a pass."""
         numbers = (self.shape[:-1].numel() // self.spec.tokens, max(1, self.images), self.shape[1], self.shape[2])
         return numbers, {
@@ -140,50 +130,107 @@ class _Layer(NamedTuple):
         """Return those of a head."""
         return self.shape[-1] // (3 * self.spec.heads)
 
+    @property
+    def windows(self) -> int:
+        """Return how many there are."""
+        return self.shape[:-1].numel() // self.spec.tokens
+
+    @property
+    def is_one_block(self) -> bool:
+        """Return whether a window is one block of rows."""
+        return is_one_block(self.spec, self.channels, self.dtype)
+
     def tiles(self, *, backward: bool) -> Tiles:
-        """Return the tiles of a pass."""
+        """Return the tiles of a pass over windows of one block."""
         return tiles_of(self.spec, self.channels, self.dtype, cosine=self.cosine, backward=backward)
+
+    def block_tiles(self, kind: Pass) -> BlockTiles:
+        """Return the tiles of a pass over windows of several blocks."""
+        capability = _capability(self.device)
+        return block_tiles_of(self.spec, self.channels, self.dtype, kind, cosine=self.cosine, capability=capability)
+
+    def block_grid(self, tiles: BlockTiles) -> tuple[int, int, int]:
+        """Return the programs of such a pass."""
+        slots = _BLOCK_PROGRAMS_PER_CORE[tiles.warps] * _cores(self.device)
+        heads = self.spec.heads
+        return block_programs(self.windows, heads * tiles.blocks, slots), heads, tiles.blocks
 
 
 @functools.lru_cache(PLANS)
 def _forward_plan(layer: _Layer) -> LaunchPlan:
-    tiles, heads = layer.tiles(backward=False), layer.spec.heads
-    numbers, fixed = layer.arguments(tiles)
-    return kernels._fwd_kernel.plan(
-        (_programs(numbers[0], heads, layer.device), heads, tiles.blocks), *numbers, **fixed
-    )
+    if not layer.is_one_block:
+        tiles = layer.block_tiles("forward")
+        numbers, fixed = layer.arguments(tiles)
+        return block_kernels._fwd_blocks_kernel.plan(layer.block_grid(tiles), *numbers, **fixed)
+    heads = layer.spec.heads
+    numbers, fixed = layer.arguments(layer.tiles(backward=False))
+    programs = _programs(layer.windows, heads, _PROGRAMS_PER_CORE["forward"], layer.device)
+    return kernels._fwd_kernel.plan((programs, heads), *numbers, **fixed)
 
 
 @dataclass(frozen=True)
 class _BackwardPlan:
-    """Two launches, and how the sums between them are laid out."""
+    """The launches over windows of one block, and how the sums between them are laid out."""
 
     windows: LaunchPlan
     table: LaunchPlan
     sums: tuple[int, ...]
     """Their shape, [P, H, N, N]."""
-    zeroed: bool
-    """Whether they are added to."""
+    scales: tuple[int, ...]
+    """Of the scale gradient's, [P, H]."""
+
+
+@dataclass(frozen=True)
+class _BlocksBackwardPlan:
+    """The launches over windows of several blocks, and how what they hand on is laid out."""
+
+    rows: LaunchPlan
+    columns: LaunchPlan
+    table: LaunchPlan
+    softmax: tuple[int, ...]
+    """Shape of the softmax's sums, [2, B·Y·X, H]."""
+    sums: tuple[int, ...]
+    """Of the bias gradient's, [P, H, N, N]."""
+    scales: tuple[int, ...]
+    """Of the scale gradient's, [P · blocks, H]."""
 
 
 @functools.lru_cache(PLANS)
-def _backward_plan(layer: _Layer) -> _BackwardPlan:
-    tiles, spec = layer.tiles(backward=True), layer.spec
-    numbers, fixed = layer.arguments(tiles)
-    programs = _programs(numbers[0], spec.heads, layer.device)
-    return _BackwardPlan(
-        kernels._bwd_kernel.plan((programs, spec.heads), *numbers, BLOCKS=tiles.blocks, **fixed),
-        kernels._table_kernel.plan(
-            (spec.entries, spec.heads),
-            programs,
-            H=spec.heads,
-            WH=spec.window[0],
-            WW=spec.window[1],
-            NP=tiles.columns,
-            BP=16,
-        ),
-        (programs, spec.heads, spec.tokens, spec.tokens),
-        zeroed=tiles.blocks > 1,
+def _backward_plan(layer: _Layer) -> _BackwardPlan | _BlocksBackwardPlan:
+    spec = layer.spec
+    pairs = (spec.heads, spec.tokens, spec.tokens)
+    if layer.is_one_block:
+        tiles = layer.tiles(backward=True)
+        numbers, fixed = layer.arguments(tiles)
+        programs = _programs(layer.windows, spec.heads, _PROGRAMS_PER_CORE["backward"], layer.device)
+        launch = kernels._bwd_kernel.plan((programs, spec.heads), *numbers, **fixed)
+        table = _table_plan(spec, programs, tiles.columns, 16)
+        return _BackwardPlan(launch, table, (programs, *pairs), (programs, spec.heads))
+    tiles_of_rows, tiles_of_columns = layer.block_tiles("rows"), layer.block_tiles("columns")
+    grid = layer.block_grid(tiles_of_rows)
+    numbers, fixed = layer.arguments(tiles_of_rows)
+    rows = block_kernels._rows_kernel.plan(grid, *numbers, **fixed)
+    numbers, fixed = layer.arguments(tiles_of_columns)
+    return _BlocksBackwardPlan(
+        rows,
+        block_kernels._columns_kernel.plan(layer.block_grid(tiles_of_columns), *numbers, **fixed),
+        _table_plan(spec, 1, fixed["NP"], 1),
+        (2, layer.shape[:-1].numel(), spec.heads),
+        (grid[0], *pairs),
+        (grid[0] * tiles_of_rows.blocks, spec.heads),
+    )
+
+
+def _table_plan(spec: Spec, programs: int, columns: int, at_a_time: int) -> LaunchPlan:
+    """Return the launch that sums the partial sums of so many programs, `at_a_time` together."""
+    return kernels._table_kernel.plan(
+        (spec.entries, spec.heads),
+        programs,
+        H=spec.heads,
+        WH=spec.window[0],
+        WW=spec.window[1],
+        NP=columns,
+        BP=at_a_time,
     )
 
 
@@ -191,7 +238,7 @@ def _variant(qkv: Tensor, regions: Tensor | None, *, backward: bool = False) -> 
     """Return what a call that was checked does not tell: autocast's dtype, TF32, and regions that the loop chose."""
     dtype = qkv.dtype
     windows = 0 if regions is None else len(regions)
-    return backward, windows, dtype if dtype != torch.float32 else _precision(dtype)
+    return backward, windows, dtype if dtype != torch.float32 else precision_of(dtype)
 
 
 @sized
@@ -233,10 +280,17 @@ def backward(
     if plan is None:
         plan = known.plans[variant] = _backward_plan(_Layer.of(qkv, head_scale, regions, known.spec))
     dqkv, dtable = torch.empty_like(qkv), torch.empty_like(table)
-    make = qkv.new_zeros if plan.zeroed else qkv.new_empty
-    dbias = make(plan.sums, dtype=torch.float32)
-    dscale = None if head_scale is None else qkv.new_empty(plan.sums[:2], dtype=torch.float32)
-    plan.windows(qkv, table, head_scale, regions, seed, dout.contiguous(), dqkv, dbias, dscale)
+    dbias = qkv.new_empty(plan.sums, dtype=torch.float32)
+    dscale = None if head_scale is None else qkv.new_empty(plan.scales, dtype=torch.float32)
+    given, dout = (qkv, table, head_scale, regions, seed), dout.contiguous()
+    if isinstance(plan, _BackwardPlan):
+        plan.windows(*given, dout, dqkv, dbias, dscale)
+    else:
+        softmax = qkv.new_empty(plan.softmax, dtype=torch.float32)
+        plan.rows(*given, dout, dqkv, softmax, dbias, dscale)
+        plan.columns(*given, dout, softmax, dqkv)
+        # Whole rows at a time: the table's kernel goes along diagonals, of which it uses 4 of the 32 bytes it is given.
+        dbias = dbias.sum(0, keepdim=True)
     plan.table(dbias, dtable)
     if head_scale is None or dscale is None:
         return dqkv, dtable, None

@@ -1,15 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """The kernels of window attention: one launch forward, one backward, and a small one for the bias table's gradient.
 
-A program owns one head and takes every P-th window. N tokens are padded to a tile of NP columns; rows go by blocks of
-BM. Token t of window w lies in row (b·Y + y)·X + x of the map, with the roll in y and x: so nothing is ever cut out.
+Those here are for windows that are one block of rows, as 7 x 7 and 8 x 8 tokens are; blocks_triton.py has the others. A
+program owns one head and takes every P-th window. N tokens are padded to a tile of NP columns and BM = NP rows. Token t
+of window w lies in row (b·Y + y)·X + x of the map, with the roll in y and x: so nothing is ever cut out.
 
     S = scale · q kᵀ + bias + mask    P = softmax(S)    out = P v
     dv = Pᵀ do    dP = do vᵀ    dS = P ∘ (dP − rowsum(P ∘ dP))    dq = scale · dS k    dk = scale · dSᵀ q
 
 A whole row fits one tile, so P is computed anew in the backward pass and neither the output nor the softmax's sums are
-kept. The bias gradient is summed over windows by the program (in registers where the window is one row block), written
-to [P, H, N, N] and reduced in fixed order: the same bits in every run on one kind of device.
+kept. The bias gradient is summed over windows by the program in registers, written to [P, H, N, N] and reduced in fixed
+order: the same bits in every run on one kind of device.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def _weights(
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION).to(tl.float32) * scale + bias
     if MASKED:
         here = regions + (w % n_regions) * N
-        mine = tl.load(here + i, mask=i < N, other=0).to(tl.int32)
+        # Rows outside the window see keys too: with a mask of -inf they were NaN, which reached dk, dv and dscale.
+        mine = tl.load(here + tl.where(i < N, i, 0)).to(tl.int32)
         theirs = tl.load(here + j, mask=j < N, other=0).to(tl.int32)
         scores += tl.where(mine[:, None] == theirs[None, :], 0.0, MASK_VALUE)
     scores = tl.where((j < N)[None, :], scores, float("-inf"))
@@ -71,14 +73,14 @@ def _weights(
 
 
 @triton.jit
-def _kept(seed, w, h, i, j, H: tl.constexpr, NP: tl.constexpr, DROPOUT: tl.constexpr):
-    """Return 1 ÷ (1 − dropout) where a weight is kept, else 0; the same in both passes.
+def _kept(seed, w, h, pair, H: tl.constexpr, DROPOUT: tl.constexpr):
+    """Return 1 ÷ (1 − dropout) where a weight is kept, else 0; by the number of its pair of tokens, so in any pass.
 
     Philox keys each window and head; within, two rounds of a 32-bit mixer. Philox for every weight needs 128 registers
     more, which spill.
     """
     one, two, _, _ = tl.randint4x(tl.load(seed), w * H + h)
-    x = (i[:, None] * NP + j[None, :]).to(tl.uint32) * 0x9E3779B9 + one.to(tl.uint32)
+    x = pair.to(tl.uint32) * 0x9E3779B9 + one.to(tl.uint32)
     x = _mixed(_mixed(x) ^ two.to(tl.uint32))
     return tl.where((x >> 8).to(tl.float32) >= DROPOUT * 16777216.0, 1.0 / (1.0 - DROPOUT), 0.0)
 
@@ -108,7 +110,7 @@ def _fwd_kernel(
 ):  # fmt: skip
     N: tl.constexpr = WH * WW
     first, h = tl.program_id(0), tl.program_id(1)
-    i = tl.program_id(2) * BM + tl.arange(0, BM)
+    i = tl.arange(0, BM)
     j = tl.arange(0, NP)
     d = tl.arange(0, DP)
     bias = _bias(table, h, i, j, H, N, WH, WW)
@@ -129,18 +131,9 @@ def _fwd_kernel(
             q, k = q_unit.to(v.dtype), k_unit.to(v.dtype)
         p = _weights(q, k, bias, scale, regions, w, n_regions, i, j, N, MASKED, MASK_VALUE, PRECISION)
         if DROPOUT > 0:
-            p *= _kept(seed, w, h, i, j, H, NP, DROPOUT)
+            p *= _kept(seed, w, h, i[:, None] * NP + j[None, :], H, DROPOUT)
         o = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         tl.store(out + (rows * H + h)[:, None] * D + d[None, :], o.to(out.dtype.element_ty), mask=own)
-
-
-@triton.jit
-def _accumulated(total, weights, x, BLOCKS: tl.constexpr, PRECISION: tl.constexpr):
-    """Return total + weightsᵀ x. With several row blocks the total lies transposed: else 12 x 12 windows spill 1 kB."""
-    if BLOCKS == 1:
-        return total + tl.dot(tl.trans(weights), x, input_precision=PRECISION)
-    else:
-        return total + tl.dot(tl.trans(x), weights, input_precision=PRECISION)
 
 
 @PlannedKernel
@@ -153,27 +146,27 @@ def _bwd_kernel(
     seed,  # [1] int64, dropout only
     dout,  # [B·Y·X, H, D]
     dqkv,  # [B·Y·X, 3, H, D]
-    dbias,  # [P, H, N, N] fp32; zeros at first if a window is several row blocks
+    dbias,  # [P, H, N, N] fp32
     dscale,  # [P, H] fp32, cosine attention only
     windows, n_regions, Y, X,
     SCALE: tl.constexpr, MASK_VALUE: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr, COSINE: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr,
-    SH: tl.constexpr, SW: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr, BLOCKS: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    SH: tl.constexpr, SW: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = WH * WW
     first, h = tl.program_id(0), tl.program_id(1)
+    i = tl.arange(0, BM)
     j = tl.arange(0, NP)
     d = tl.arange(0, DP)
+    own = (i < N)[:, None] & (d < D)[None, :]
     every = (j < N)[:, None] & (d < D)[None, :]
-    partial = dbias + (first * H + h).to(tl.int64) * N * N
     scale = SCALE
     if COSINE:
         scale = tl.load(head_scale + h).to(tl.float32)
     summed_scale = 0.0
-    if BLOCKS == 1:
-        bias = _bias(table, h, tl.arange(0, BM), j, H, N, WH, WW)
-        summed = tl.zeros((BM, NP), tl.float32)
+    bias = _bias(table, h, i, j, H, N, WH, WW)
+    summed = tl.zeros((BM, NP), tl.float32)
     for w in range(first, windows, tl.num_programs(0)):
         columns = _map_rows(w, j, Y, X, WH, WW, SH, SW, WIDE)
         at_k = (columns * 3 * H + H + h)[:, None] * D + d[None, :]
@@ -183,59 +176,40 @@ def _bwd_kernel(
         if COSINE:
             k, k_inverse = _normalised(k)
             k = k.to(v.dtype)
-        if BLOCKS == 1:
-            dk = tl.zeros((NP, DP), tl.float32)
-            dv = tl.zeros((NP, DP), tl.float32)
-        else:
-            dk = tl.zeros((DP, NP), tl.float32)
-            dv = tl.zeros((DP, NP), tl.float32)
-        for block in range(BLOCKS):
-            i = block * BM + tl.arange(0, BM)
-            own = (i < N)[:, None] & (d < D)[None, :]
-            rows = _map_rows(w, i, Y, X, WH, WW, SH, SW, WIDE)
-            at_q = (rows * 3 * H + h)[:, None] * D + d[None, :]
-            q = tl.load(qkv + at_q, mask=own, other=0.0)
-            do = tl.load(dout + (rows * H + h)[:, None] * D + d[None, :], mask=own, other=0.0)
-            if COSINE:
-                q, q_inverse = _normalised(q)
-                q = q.to(v.dtype)
-            if BLOCKS > 1:
-                bias = _bias(table, h, i, j, H, N, WH, WW)
-            p = _weights(q, k, bias, scale, regions, w, n_regions, i, j, N, MASKED, MASK_VALUE, PRECISION)
-            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-            weights = p
-            if DROPOUT > 0:
-                kept = _kept(seed, w, h, i, j, H, NP, DROPOUT)
-                dp *= kept
-                weights = p * kept
-            dv = _accumulated(dv, weights.to(v.dtype), do, BLOCKS, PRECISION)
-            ds = p * (dp - tl.sum(p * dp, 1)[:, None])
-            if BLOCKS == 1:
-                summed += ds
-            else:
-                at = partial + i[:, None] * N + j[None, :]
-                inside = (i < N)[:, None] & (j < N)[None, :]
-                tl.store(at, tl.load(at, mask=inside, other=0.0) + ds, mask=inside)
-            ds = ds.to(v.dtype)
-            dq = tl.dot(ds, k, input_precision=PRECISION)
-            dk = _accumulated(dk, ds, q, BLOCKS, PRECISION)
-            if COSINE:
-                q_unit = q.to(tl.float32)
-                along = tl.sum(dq * q_unit, 1)
-                summed_scale += tl.sum(along)
-                dq = (dq - q_unit * along[:, None]) * q_inverse[:, None]
-            tl.store(dqkv + at_q, (dq * scale).to(dqkv.dtype.element_ty), mask=own)
-        if BLOCKS > 1:
-            dk, dv = tl.trans(dk), tl.trans(dv)
+        rows = _map_rows(w, i, Y, X, WH, WW, SH, SW, WIDE)
+        at_q = (rows * 3 * H + h)[:, None] * D + d[None, :]
+        q = tl.load(qkv + at_q, mask=own, other=0.0)
+        do = tl.load(dout + (rows * H + h)[:, None] * D + d[None, :], mask=own, other=0.0)
+        if COSINE:
+            q, q_inverse = _normalised(q)
+            q = q.to(v.dtype)
+        p = _weights(q, k, bias, scale, regions, w, n_regions, i, j, N, MASKED, MASK_VALUE, PRECISION)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        weights = p
+        if DROPOUT > 0:
+            kept = _kept(seed, w, h, i[:, None] * NP + j[None, :], H, DROPOUT)
+            dp *= kept
+            weights = p * kept
+        dv = tl.dot(tl.trans(weights.to(v.dtype)), do, input_precision=PRECISION)
+        ds = p * (dp - tl.sum(p * dp, 1)[:, None])
+        summed += ds
+        ds = ds.to(v.dtype)
+        dq = tl.dot(ds, k, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
+        if COSINE:
+            q_unit = q.to(tl.float32)
+            along = tl.sum(dq * q_unit, 1)
+            summed_scale += tl.sum(along)
+            dq = (dq - q_unit * along[:, None]) * q_inverse[:, None]
+        tl.store(dqkv + at_q, (dq * scale).to(dqkv.dtype.element_ty), mask=own)
         if COSINE:
             k_unit = k.to(tl.float32)
             dk = (dk - k_unit * tl.sum(dk * k_unit, 1)[:, None]) * k_inverse[:, None]
         tl.store(dqkv + at_k, (dk * scale).to(dqkv.dtype.element_ty), mask=every)
         tl.store(dqkv + at_v, dv.to(dqkv.dtype.element_ty), mask=every)
-    if BLOCKS == 1:
-        i = tl.arange(0, BM)
-        inside = (i < N)[:, None] & (j < N)[None, :]
-        tl.store(partial + i[:, None] * N + j[None, :], summed, mask=inside)
+    partial = dbias + (first * H + h).to(tl.int64) * N * N
+    inside = (i < N)[:, None] & (j < N)[None, :]
+    tl.store(partial + i[:, None] * N + j[None, :], summed, mask=inside)
     if COSINE:
         tl.store(dscale + first * H + h, summed_scale)
 

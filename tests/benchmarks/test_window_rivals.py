@@ -34,6 +34,15 @@ def test_timm_is_on_its_fused_path_and_right() -> None:
     assert bench.error(Rivals(bench.SPEC, bench.SIZE, CPU).timm(), *GIVEN) < bench.TOLERANCE
 
 
+@pytest.mark.parametrize("layer", bench.LARGE, ids=lambda layer: f"{layer.spec.window[0]} x {layer.spec.window[1]}")
+def test_large_windows_are_compared_with_the_formula(layer: bench.Layer) -> None:
+    one = bench.Layer(layer.spec, (2 * layer.spec.window[0], layer.spec.window[1]))
+    given = bench.inputs(1, "cpu", layer=one)
+    rivals = Rivals(one.spec, one.size, CPU)
+    assert bench.error(rivals.sdpa, *given, one) < bench.TOLERANCE
+    assert bench.error(lambda qkv, table: rivals.sdpa(qkv, table) * 1.02, *given, one) > bench.TOLERANCE
+
+
 def test_an_op_that_is_wrong_is_not_timed() -> None:
     rivals = Rivals(bench.SPEC, bench.SIZE, CPU)
     found = bench.measured(lambda qkv, table: rivals.fused(qkv, table) * 1.02, [GIVEN], (1.0, 1.0))

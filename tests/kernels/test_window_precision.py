@@ -28,14 +28,11 @@ def _precision() -> Iterator[None]:
 
 
 def _precision_of_dots(dtype: torch.dtype = torch.float32) -> str:
-    from accel.kernels.window_attention import launchers
+    from accel.kernels.window_attention import tiles
 
     spec = Spec(heads=1, window=(4, 4))
-    return str(
-        launchers.constants(spec, 16, dtype, launchers.tiles_of(spec, 16, dtype, cosine=False, backward=False))[
-            "PRECISION"
-        ]
-    )
+    shape = tiles.tiles_of(spec, 16, dtype, cosine=False, backward=False)
+    return str(tiles.constants(spec, 16, dtype, shape)["PRECISION"])
 
 
 @pytest.mark.skipif(not support.has_triton(), reason="needs triton, which is not installed")

@@ -1,0 +1,155 @@
+"""How a window is laid out in the programs of each kernel of window attention.
+
+Chosen by registers (benchmarks/aot.csv): without spills, and then the largest. What spills all the same stands in
+benchmarks/kernels/aot_spills.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from accel.kernels.launching import ceil_div, next_power_of_2
+from accel.kernels.window_attention.attention import Spec
+
+_SINGLE_BLOCK_TOKENS = 64
+"""Tokens up to which a window is one block of rows, and one backward kernel holds all of its gradients."""
+
+Pass = Literal["forward", "rows", "columns"]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a window of one block is laid out in a program."""
+
+    columns: int
+    channels: int
+    warps: int
+    stages: int
+
+    def constants(self) -> dict[str, int]:
+        """Return the compile-time arguments that say so."""
+        return {"NP": self.columns, "BM": self.columns, "DP": self.channels}
+
+
+@dataclass(frozen=True)
+class BlockTiles:
+    """How a window of several blocks is: a program has one block of `rows`, and walks along the other side."""
+
+    tokens: int
+    rows: int
+    chunk: int
+    channels: int
+    warps: int
+    stages: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a window."""
+        return ceil_div(self.tokens, self.rows)
+
+    @property
+    def tail(self) -> int:
+        """Tokens of the last, smaller part; 0 if there is none."""
+        rest = self.tokens % self.chunk
+        return max(16, next_power_of_2(rest)) if rest else 0
+
+    def constants(self) -> dict[str, int]:
+        """Return the compile-time arguments that say so."""
+        return {
+            "NP": next_power_of_2(self.tokens),
+            "BM": self.rows,
+            "DP": self.channels,
+            "CHUNK": self.chunk,
+            "TAIL": self.tail,
+            "PARTS": ceil_div(self.tokens, self.chunk),
+        }
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """Return how products of a dtype are rounded; fp32 as torch's switches say."""
+    # fp32_precision reflects either switch; torch raises where allow_tf32 is read after fp32_precision was set.
+    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def is_one_block(spec: Spec, head_channels: int, dtype: torch.dtype) -> bool:
+    """Return whether a window is one block of rows; IEEE fp32 has room for 32 channels in it."""
+    exact = precision_of(dtype) == "ieee"  # without tensor cores a product's operands lie in registers
+    return spec.tokens <= _SINGLE_BLOCK_TOKENS and not (exact and head_channels > 32)
+
+
+def tiles_of(spec: Spec, head_channels: int, dtype: torch.dtype, *, cosine: bool, backward: bool) -> Tiles:
+    """Return the tiles of a window of one block: four warps that load ahead, else more that don't."""
+    columns, channels = (max(16, next_power_of_2(size)) for size in (spec.tokens, head_channels))
+    if dtype == torch.float32:
+        return Tiles(columns, channels, 16 if precision_of(dtype) == "ieee" and backward else 8, 1)
+    if backward and ((cosine and channels > 16) or channels > 32 or spec.tokens > 49):
+        return Tiles(columns, channels, 8, 1)
+    return Tiles(columns, channels, 4, 2)
+
+
+def block_tiles_of(
+    spec: Spec, head_channels: int, dtype: torch.dtype, kind: Pass, *, cosine: bool, capability: int
+) -> BlockTiles:
+    """Return the tiles of a window of several blocks, on a GPU of a compute capability (times ten)."""
+    channels = max(16, next_power_of_2(head_channels))
+    if precision_of(dtype) == "ieee":
+        shape = (16, 64, 8, 1) if kind == "forward" else (16, 128, 8, 1)
+    else:
+        layer = _BlockLayer(spec, channels, dtype == torch.float32, cosine, capability >= 90)
+        shape = {"forward": layer.forward, "rows": layer.rows, "columns": layer.columns}[kind]()
+    rows, chunk, warps, stages = shape
+    most = max(16, next_power_of_2(spec.tokens))
+    return BlockTiles(spec.tokens, min(rows, most), min(chunk, most), channels, warps, stages)
+
+
+class _BlockLayer(NamedTuple):
+    """What a layer's tiles depend on where there are tensor cores: each method returns rows, chunk, warps, stages.
+
+    Blocks of 64 rows read what lies along the other side half as often as those of 32, and from compute capability 9.0
+    on their products are those of a whole warp group.
+    """
+
+    spec: Spec
+    channels: int
+    single: bool
+    """fp32, in TF32."""
+    cosine: bool
+    hopper: bool
+    """Compute capability 9.0 or above."""
+
+    def forward(self) -> tuple[int, int, int, int]:
+        wide = self.channels > 32 or (self.spec.tokens > 160 and (self.single or not self.hopper))
+        return 64, 32 if wide else 64, 4, 2
+
+    def rows(self) -> tuple[int, int, int, int]:
+        plain = not (self.single or self.cosine or self.spec.dropout > 0)
+        if self.hopper and plain and self.channels <= 32 and self.spec.tokens <= 160:
+            return 64, 128, 8, 2
+        return 32, 128, 8, 1
+
+    def columns(self) -> tuple[int, int, int, int]:
+        if self.hopper:
+            return 64, 128, 8, 2
+        if self.channels > 32:
+            return 32, 128, 8, 1
+        return 32 if self.single or (self.cosine and self.spec.tokens > 160) else 64, 128, 8, 2
+
+
+def constants(spec: Spec, head_channels: int, dtype: torch.dtype, tiles: Tiles | BlockTiles) -> dict[str, Any]:
+    """Return the compile-time arguments that all passes take."""
+    return {
+        "SCALE": spec.scale,
+        "MASK_VALUE": spec.mask_value,
+        "DROPOUT": spec.dropout,
+        "H": spec.heads,
+        "D": head_channels,
+        "WH": spec.window[0],
+        "WW": spec.window[1],
+        "SH": spec.shift[0],
+        "SW": spec.shift[1],
+        "PRECISION": precision_of(dtype),
+        **tiles.constants(),
+    }
