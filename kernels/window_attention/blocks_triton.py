@@ -65,8 +65,7 @@ def _mask(regions, w, n_regions, i, j, N: tl.constexpr, MASK_VALUE: tl.constexpr
     Regions are loaded where they are needed: what is computed of tokens alone, the compiler keeps in registers.
     """
     here = regions + (w % n_regions) * N
-    mine = tl.load(here + tl.where(i < N, i, 0))  # rows outside the window see keys too: NaN would reach the others
-    theirs = tl.load(here + j, mask=j < N, other=0)
+    mine, theirs = tl.load(here + i, mask=i < N, other=0), tl.load(here + j, mask=j < N, other=0)
     return tl.where(mine == theirs, 0.0, MASK_VALUE * _LOG2E)
 
 
@@ -137,7 +136,7 @@ def _fwd_blocks_kernel(
                 p *= _kept(seed, w, h, i[:, None] * NP + j[None, :], H, DROPOUT)
             o = o * shrunk[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
             top = highest
-        o /= total[:, None]
+        o /= tl.where(i < N, total, 1.0)[:, None]
         tl.store(out + (rows * H + h)[:, None] * D + d[None, :], o.to(out.dtype.element_ty), mask=own)
 
 
@@ -194,6 +193,8 @@ def _rows_kernel(
                     s += _mask(regions, w, n_regions, i[None, :], j[:, None], N, MASK_VALUE)
             scores += (s,)
             top = tl.maximum(top, tl.max(s, 0))
+        # Rows outside the window see no key if the mask is -inf. They stay finite, as dscale is a sum over all.
+        top = tl.where(i < N, top, 0.0)
         total, mean = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
         weights, dps = (), ()
         for c in tl.static_range(PARTS):
@@ -205,6 +206,7 @@ def _rows_kernel(
             mean += tl.sum(p * dp, 0)
             weights += (p,)
             dps += (dp,)
+        total = tl.where(i < N, total, 1.0)
         inverse = 1.0 / total
         mean *= inverse
         at_sums = sums + rows * H + h
