@@ -215,7 +215,7 @@ def optimize(
     optimized = _optimized.get(model)
     if optimized is None or optimized.settings != settings:
         if settings.is_elastic:
-            proxy = _elastic(proxy, settings)
+            proxy = _elastic(model, proxy, settings)
         optimized = _optimized[model] = _start(model, proxy, optimizer_if_passed, settings, optimized)
     optimized.follow(proxy)
     return model, proxy, *arguments[2:]
@@ -233,13 +233,14 @@ def _proxy_of(loader: Any) -> LoaderProxy:
     return LoaderProxy(loader)
 
 
-def _elastic(proxy: LoaderProxy, settings: OptimizeSettings) -> LoaderProxy:
+def _elastic(model: nn.Module, proxy: LoaderProxy, settings: OptimizeSettings) -> LoaderProxy:
     """Return the proxy of a loader whose batches accel deals out."""
     from accel.elastic.run import elastic_proxy
 
     elastic = elastic_proxy(proxy, settings)
     loader = elastic._accel_loader
-    if any(other.elastic is not None and other.elastic.loader is loader for other in _optimized.values()):
+    others = [other for key, other in _optimized.items() if key is not model]
+    if any(other.elastic is not None and other.elastic.loader is loader for other in others):
         raise InvalidArgument(
             "max_batch_size and checkpoint must be given for one model of a loop, got a loader whose batches another "
             "model's call deals out; leave them out of this call"

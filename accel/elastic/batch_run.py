@@ -119,7 +119,7 @@ class BatchRun:
         self.note = ""
         """Why the batch size is not changed, or no more."""
         self._session, self._run, self._sampler = session, run, sampler
-        self._rule, self._say, self._clock = rule, say, clock
+        self._say, self._clock = say, clock
         self._ranks: Ranks | None = None
         self._called_at = time.time()
         self._local_base = sampler.batch_sizes[sampler.rank]
@@ -211,7 +211,9 @@ class BatchRun:
             return
         if self._alive and self._is_metered and self._meter is not None:
             self._meter.begin_batch(self._sampler.fresh)
-        self._rates.follow(self._samples, self.controller.base_batch, self._known_noise, self._epoch)
+        # By the batch in hand: steps that a suspended session does not hear of would add up.
+        samples = self._sampler.samples_in_hand * self._per_step
+        self._rates.follow(samples, self.controller.base_batch, self._known_noise, self._epoch)
 
     def epoch_ended(self, proxy: LoaderProxy) -> None:
         """Nothing: the next epoch goes on with the same batch."""
@@ -237,7 +239,7 @@ class BatchRun:
     @property
     def _is_busy(self) -> bool:
         """Strategies are being tried; a session that has ended may have on this rank alone: nothing changes then."""
-        return self._session.searching or not self._session.alive
+        return self._session.searching or not self._session.listens
 
     def _begin_step(self) -> None:
         # Strategies that are tried would disturb the noise's measurement, and the other way round.

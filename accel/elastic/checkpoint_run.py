@@ -21,7 +21,6 @@ from accel.elastic.save_policy import SavePolicy
 from accel.elastic.training_state import Stateful, capture_state, restore_state
 from accel.errors import CheckpointError
 from accel.run.ranks import Ranks
-from accel.session.session import Session
 
 _START_S = 30.0
 """By which ranks may come to `accel.optimize` at different times: twice as much is waited for."""
@@ -31,7 +30,6 @@ class CheckpointRun:
     """Save a loop's training, and restore it.
 
     Args:
-        session: whose steps they are.
         model, optimizer: the user's.
         sampler: of the training loader.
         settings: the user's.
@@ -42,7 +40,6 @@ class CheckpointRun:
 
     def __init__(
         self,
-        session: Session,
         model: nn.Module,
         optimizer: Optimizer,
         sampler: ElasticSampler,
@@ -54,7 +51,7 @@ class CheckpointRun:
     ) -> None:
         self.fetching = Fetching()
         self.checkpoints = Checkpoints(settings.folder, settings.keep)
-        self._session, self._model, self._optimizer, self._settings = session, model, optimizer, settings
+        self._model, self._optimizer, self._settings = model, optimizer, settings
         self._say, self._terminate = say, terminate
         self._more: dict[str, Any] = {
             "sampler": sampler,
@@ -64,6 +61,9 @@ class CheckpointRun:
         self._steps_before = 0
         """In the runs that this one goes on from."""
         self._steps = 0
+        self._updated = False
+        # Of its own: a session that has failed, or is suspended, hears of no more steps.
+        self._hook = optimizer.register_step_post_hook(self._stepped)
         self._called_at = time.time()
         self._ranks: Ranks | None = None
         self._gather: Callable[[Any], list[Any]] | None = None
@@ -103,9 +103,10 @@ class CheckpointRun:
 
     def batch_requested(self) -> None:
         """Save, if it is time to and a step has ended."""
-        if not self._alive or self._session.events.boundaries == self._steps:
+        if not self._alive or not self._updated:
             return
-        self._steps = self._session.events.boundaries
+        self._updated = False
+        self._steps += 1
         try:
             ends = self._step_ended()
         except Exception as error:
@@ -134,6 +135,9 @@ class CheckpointRun:
         self._policy.request()
 
     # -- saving --------------------------------------------------------------------------------------------------------
+
+    def _stepped(self, *_: Any) -> None:
+        self._updated = True
 
     def _step_ended(self) -> bool:
         """Save if it is time to; return whether the process is to end."""
@@ -175,6 +179,7 @@ class CheckpointRun:
     def close(self) -> None:
         """Save no more, and leave SIGTERM to whom it was before."""
         self._alive = False
+        self._hook.remove()
         if self._policy is not None:
             self._policy.close()
 

@@ -14,7 +14,7 @@ from accel.elastic.checkpoint_run import CheckpointRun
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.sample_position import SamplePosition
 from accel.errors import InvalidArgument
-from accel.session.listeners import follow, leave
+from accel.session.listeners import follow, is_followed, leave
 from accel.session.session import Session
 
 if TYPE_CHECKING:
@@ -50,12 +50,14 @@ class ElasticRun:
             wanted = settings.checkpoint
             how = wanted if isinstance(wanted, Checkpointing) else Checkpointing(folder=wanted)
             model = session.run.model
-            self.checkpoint = CheckpointRun(session, model, optimizer, sampler, how, batch=self.batch, say=say)
+            self.checkpoint = CheckpointRun(model, optimizer, sampler, how, batch=self.batch, say=say)
             self.checkpoint.restore()
 
     def follow(self, proxy: LoaderProxy, session: Any) -> None:
         """Follow the loader, around the session that follows it: samples are counted and clocks stopped before it."""
-        follow(proxy, self._position)
+        # One that followed before goes on: a sample that is counted twice would be missing later.
+        if not is_followed(proxy, SamplePosition):
+            follow(proxy, self._position)
         if self.batch is not None:
             follow(proxy, self.batch.end)
         follow(proxy, session)

@@ -52,7 +52,7 @@ class StepRates:
         """Take the batch of the step in hand; a smaller one than the user's, as an epoch's last, counts as that.
 
         Args:
-            samples: of the step so far, over all ranks.
+            samples: of the step, over all ranks.
             base: the user's batch.
             noise: the noise scale; None while it is not known.
             epoch: passes over the data so far.

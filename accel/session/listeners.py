@@ -87,6 +87,12 @@ def leave(proxy: LoaderProxy, follower: Follower) -> None:
         proxy._accel_listener = None
 
 
+def is_followed(proxy: LoaderProxy, kind: type) -> bool:
+    """Return whether a follower of a class hears of what the loop does with `proxy`."""
+    followers = () if proxy._accel_listener is None else proxy._accel_listener._followers
+    return any(isinstance(follower, kind) for follower in followers)
+
+
 def free_fetching(proxy: LoaderProxy) -> Fetching:
     """Return the fetching of `proxy` if nobody changes it yet, else one of its own that has no effect."""
     followers = () if proxy._accel_listener is None else proxy._accel_listener._followers

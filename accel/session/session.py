@@ -151,6 +151,11 @@ class Session:
         return self._state.mode is not Mode.CLOSED
 
     @property
+    def listens(self) -> bool:
+        """False while the loop runs plainly: within `suspended`, and once everything has been undone."""
+        return self._state.mode in (Mode.MEASURING, Mode.RESTING)
+
+    @property
     def untrained(self) -> str:
         """A line for the user if the loop has gone through many batches and never trained the model, else ''."""
         return "" if self.steps else self._usage.untrained

@@ -321,3 +321,36 @@ def test_one_loader_has_one_batch_size(job: Any) -> None:
         accel.optimize(other, loader, max_batch_size=64)
     accel.optimize(other, loader, **PLAIN)
     accel.undo(other)
+
+
+def test_a_call_with_other_settings_and_one_after_undo_count_each_sample_once(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known_noise(monkeypatch, 5000.0)
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    epochs = [train(model, loader, optimizer, clock, nothing)]
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, max_batch_size=128, **PLAIN)
+    epochs.append(train(model, loader, optimizer, clock, nothing))
+    accel.undo(model)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, max_batch_size=32, **PLAIN)
+    epochs.append(train(model, loader, optimizer, clock, nothing))
+
+    assert [sorted(itertools.chain(*epoch)) for epoch in epochs] == [list(range(3000))] * 3
+
+
+def test_rates_stay_those_of_the_batch_where_the_session_hears_of_no_steps(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known_noise(monkeypatch, 5000.0)
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, scaling_rule=Linear(), **PLAIN)
+    train(model, loader, optimizer, clock, nothing)
+    (_, scaler), *_ = batch_run(model)._rates._scalers
+    with accel.disabled():
+        taken = train(model, loader, optimizer, clock, nothing)
+        assert len(taken[0]) == 64
+        assert scaler.multipliers[0].lr == max(1.0, len(taken[-1]) / 8)
+    optimized = entry.optimized(model)
+    assert optimized is not None
+    optimized.session.close()  # as where the search itself fails
+    taken = train(model, loader, optimizer, clock, nothing)
+    assert scaler.multipliers[0].lr == max(1.0, len(taken[-1]) / 8)
