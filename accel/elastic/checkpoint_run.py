@@ -110,10 +110,11 @@ class CheckpointRun:
         try:
             ends = self._step_ended()
         except Exception as error:
-            self.close()
             text = f"no checkpoints are saved from step {self.step} on: {type(error).__name__}: {error}"
             warnings.warn(text, RuntimeWarning, stacklevel=4)
-            return
+            self.close()
+            # The signal was held back for a save that won't be: other ranks may have died, say.
+            ends = self._policy is not None and self._policy.terminated
         if ends:
             self.close()
             self._terminate()

@@ -105,6 +105,11 @@ class SavePolicy:
         self._steps, self._to_next, self._last_meeting = 0, reports[0].steps_to_next, self._clock()
         return self._decide(reports)
 
+    @property
+    def terminated(self) -> bool:
+        """True once this process was sent SIGTERM, whether the other ranks know it or not."""
+        return self._termination is not None and self._termination.requested
+
     def request(self) -> None:
         """Save after the next step; with several ranks one of them is enough, and it waits for their meeting."""
         self._asked = True
@@ -137,8 +142,7 @@ class SavePolicy:
         step_s = max(now - self._last_meeting, 1e-9) / max(self._steps, 1)
         # At most twice as many as before: steps that were quick at first are no measure.
         to_next = max(1, min(int(self._meeting_s / step_s), 2 * max(self._steps, 1)))
-        terminated = self._termination is not None and self._termination.requested
-        return _RankReport(now - self._last_save, self._save_s, self._asked, terminated, to_next)
+        return _RankReport(now - self._last_save, self._save_s, self._asked, self.terminated, to_next)
 
     def _decide(self, reports: list[_RankReport]) -> bool:
         """Return whether to save: the same on all ranks, since the reports are."""

@@ -130,6 +130,29 @@ def test_sigterm_saves_the_step_under_way_and_then_ends_the_process(tmp_path: Pa
     accel.undo(training.model)
 
 
+def test_sigterm_ends_the_process_also_where_nothing_can_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(tmp_path)
+    monkeypatch.setattr(training.checkpoint.checkpoints, "save", lambda state: 1 / 0)
+
+    def terminate() -> None:
+        raise Stopped
+
+    training.checkpoint._terminate = terminate
+    plain = training.model.forward
+
+    def interrupted(x: Tensor) -> Tensor:
+        if len(training.seen) == 3 * BATCH:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(x)
+
+    training.model.forward = interrupted
+    with pytest.raises(Stopped), pytest.warns(RuntimeWarning, match="no checkpoints are saved from step 4 on: ZeroDiv"):
+        training.run()
+    assert len(training.seen) == 4 * BATCH
+
+
 def test_it_goes_on_with_the_batch_size_and_what_was_learnt_of_it(tmp_path: Path) -> None:
     first = Training(tmp_path, max_batch_size=24)
     first.run(save_at=12)
