@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.dataio.passes.proxy import Fetching, LoaderProxy
+from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.controller import BatchController, BatchDecision
 from accel.elastic.loss_trend import LossTrend
 from accel.elastic.scaling_rules import Rule
@@ -34,6 +34,7 @@ from accel.report.model import BatchRow
 from accel.run import backward
 from accel.run.context import Run
 from accel.run.ranks import Ranks
+from accel.session.listeners import Onlooker
 from accel.session.session import Session
 from accel.session.turns import TURNS
 
@@ -47,7 +48,7 @@ _AHEAD = 8
 """Batches by which a rank's loader may run further ahead than another's between two decisions."""
 
 
-class StepEnd:
+class StepEnd(Onlooker):
     """Stops the clock of a step before anything else hears that it has ended.
 
     Args:
@@ -55,25 +56,13 @@ class StepEnd:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.fetching = Fetching()
+        super().__init__()
         self.at = 0.0
         self._clock = clock
-
-    def epoch_begins(self, proxy: LoaderProxy) -> None:
-        """Nothing: the step's batch has not been requested."""
 
     def batch_requested(self) -> None:
         """Note the time."""
         self.at = self._clock()
-
-    def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
-        """Nothing."""
-
-    def epoch_ended(self, proxy: LoaderProxy) -> None:
-        """Nothing."""
-
-    def fetching_failed(self, error: Exception) -> None:
-        """Nothing: its fetching is not in use."""
 
 
 class _Agreed(NamedTuple):
@@ -87,7 +76,7 @@ class _Agreed(NamedTuple):
     """The last one that says something, by which all ranks scale their rates."""
 
 
-class BatchRun:
+class BatchRun(Onlooker):
     """Let a controller decide the batch size of a loop.
 
     Args:
@@ -111,9 +100,9 @@ class BatchRun:
         say: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__()
         self.controller: BatchController | None = None
         """Made once it is known how many batches a step has."""
-        self.fetching = Fetching()
         self.end = StepEnd(clock)
         self.max_batch_size = max_batch_size
         self.note = ""
@@ -214,12 +203,6 @@ class BatchRun:
         # By the batch in hand: steps that a suspended session does not hear of would add up.
         samples = self._sampler.samples_in_hand * self._per_step
         self._rates.follow(samples, self.controller.base_batch, self._known_noise, self._epoch)
-
-    def epoch_ended(self, proxy: LoaderProxy) -> None:
-        """Nothing: the next epoch goes on with the same batch."""
-
-    def fetching_failed(self, error: Exception) -> None:
-        """Nothing: its fetching is not in use."""
 
     # -- the backward pass (backward.BackwardListener) -----------------------------------------------------------------
 

@@ -14,19 +14,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.dataio.passes.proxy import Fetching, LoaderProxy
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.save_policy import SavePolicy
 from accel.elastic.training_state import Stateful, capture_state, restore_state
 from accel.errors import CheckpointError
 from accel.run.ranks import Ranks
+from accel.session.listeners import Onlooker
 
 _START_S = 30.0
 """By which ranks may come to `accel.optimize` at different times: twice as much is waited for."""
 
 
-class CheckpointRun:
+class CheckpointRun(Onlooker):
     """Save a loop's training, and restore it.
 
     Args:
@@ -49,7 +49,7 @@ class CheckpointRun:
         say: Callable[[str], None] = lambda line: None,
         terminate: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM),
     ) -> None:
-        self.fetching = Fetching()
+        super().__init__()
         self.checkpoints = Checkpoints(settings.folder, settings.keep)
         self._model, self._optimizer, self._settings = model, optimizer, settings
         self._say, self._terminate = say, terminate
@@ -98,9 +98,6 @@ class CheckpointRun:
 
     # -- the loader (listeners.Follower) -------------------------------------------------------------------------------
 
-    def epoch_begins(self, proxy: LoaderProxy) -> None:
-        """Nothing."""
-
     def batch_requested(self) -> None:
         """Save, if it is time to and a step has ended."""
         if not self._alive or not self._updated:
@@ -118,15 +115,6 @@ class CheckpointRun:
         if ends:
             self.close()
             self._terminate()
-
-    def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
-        """Nothing."""
-
-    def epoch_ended(self, proxy: LoaderProxy) -> None:
-        """Nothing: the request before has ended the step."""
-
-    def fetching_failed(self, error: Exception) -> None:
-        """Nothing: its fetching is not in use."""
 
     def request(self) -> None:
         """Save at the end of the step under way."""

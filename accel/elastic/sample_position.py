@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.dataio.passes.proxy import Fetching, LoaderProxy
+from accel.dataio.passes.proxy import LoaderProxy
+from accel.session.listeners import Onlooker
 
 
-class SamplePosition:
+class SamplePosition(Onlooker):
     """Follow a loader that an `ElasticSampler` makes the batches of.
 
     Args:
@@ -20,13 +21,7 @@ class SamplePosition:
 
     def __init__(self, sampler: ElasticSampler) -> None:
         self.sampler = sampler
-        self.fetching = Fetching()  # of its own, without effect
-
-    def epoch_begins(self, proxy: LoaderProxy) -> None:
-        """Nothing: the sampler knows it."""
-
-    def batch_requested(self) -> None:
-        """Nothing: the batch before was counted when it was delivered."""
+        super().__init__()
 
     def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
         """Count the batch as consumed."""
@@ -35,9 +30,6 @@ class SamplePosition:
     def epoch_ended(self, proxy: LoaderProxy) -> None:
         """Go on to the next epoch."""
         self.sampler.end_epoch()
-
-    def fetching_failed(self, error: Exception) -> None:
-        """Nothing: its fetching is not in use."""
 
 
 def remaining_epochs(loader: Any, total: int) -> range:

@@ -21,7 +21,7 @@ def batch_text(report: Report) -> str:
         return f"{last.batch} samples, as the loop has it: no larger one was shown to be better"
     gain = ""
     if first.measured and last.measured:
-        gain = f", {ratio_text(last.measured / first.measured)}x the progress per second"
+        gain = f", {ratio_text(last.measured / first.measured)}x the estimated goodput"
     return f"{first.batch} → {last.batch} samples{gain}"
 
 

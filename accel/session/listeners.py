@@ -30,6 +30,28 @@ class Follower(Protocol):
         """The follower's own way of fetching failed."""
 
 
+class Onlooker:
+    """Hears what the loop does with a loader and leaves its fetching alone; subclasses say what they act on."""
+
+    def __init__(self) -> None:
+        self.fetching = Fetching()  # of its own, without effect
+
+    def epoch_begins(self, proxy: LoaderProxy) -> None:
+        """The loop has asked for an iterator."""
+
+    def batch_requested(self) -> None:
+        """The loop asks for a batch."""
+
+    def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
+        """A batch of this loader is about to be handed over."""
+
+    def epoch_ended(self, proxy: LoaderProxy) -> None:
+        """The loader has no more batches in this epoch."""
+
+    def fetching_failed(self, error: Exception) -> None:
+        """Never called: its own fetching is not in use."""
+
+
 class Listeners:
     """Tell each follower what the loop does with one loader, in the order in which they came.
 
