@@ -26,7 +26,7 @@ from accel.goodput.observations import Configuration, Observations
 from accel.goodput.throughput import ThroughputModel
 
 TIMED = 12
-"""Steps of a batch by whose median it is judged."""
+"""Steps of a batch by whose median it is judged; as many again for each time that it was tried in vain."""
 _GROWTH = 2
 """Times the largest batch timed so far, which a batch that is tried may have at most."""
 _PATIENCE = 16, 256
@@ -117,12 +117,12 @@ class BatchController:
             return
         configuration = self._configuration(batch)
         self.times.add(configuration, seconds)
-        if self.times.count(configuration) >= TIMED:
+        if self.times.count(configuration) >= self._judged_after(batch):
             self._timed.add(batch)
 
     def steps_missing(self) -> int:
         """Return how many steps of the present batch have still to be timed before the next decision."""
-        return max(0, TIMED - self.times.count(self._configuration(self._now)))
+        return max(0, self._judged_after(self._now) - self.times.count(self._configuration(self._now)))
 
     def limit(self, batch: int) -> None:
         """Take no batch of so many samples or more from now on: it did not fit into memory."""
@@ -162,6 +162,11 @@ class BatchController:
                 self._timed.discard(batch)
                 self.times.forget(self._configuration(batch))
                 self._failures[batch] = (count, math.inf)  # else its new times would be forgotten, too
+
+    def _judged_after(self, batch: int) -> int:
+        """Return the steps by which a batch is judged: a gain as small as the margin must not stay by a lucky dozen."""
+        count, since = self._failures.get(batch, (0, 0))
+        return TIMED * (1 + count) if math.isinf(since) else TIMED
 
     def _reachable(self) -> list[int]:
         return [size for size in self._fitting() if size <= _GROWTH * max(self._timed)]

