@@ -378,6 +378,7 @@ def test_a_module_and_a_plain_iterator(tmp_path: Path) -> None:
     assert any("train.py:" in sentence for sentence in found.findings[0].why)
 
 
+@pytest.mark.slow  # by default as under `accel run`, which makes __main__ the same way: tests/accel/test_run_command.py
 def test_classes_of_the_script_pickle_for_spawned_workers(tmp_path: Path) -> None:
     target = tmp_path / "train.py"
     target.write_text(

@@ -87,13 +87,8 @@ def test_a_mask_is_read_in_any_mode(name: str, made: str, monkeypatch: pytest.Mo
     same(run(module, x, mask), plain)
 
 
-# One of each library by default.
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in ("timm v1", "torchvision v2", "Hugging Face v2") else pytest.mark.slow)
-        for name in MODELS
-    ],
+    "name", [pytest.param(name, marks=[] if name == "torchvision v2" else pytest.mark.slow) for name in MODELS]
 )
 @pytest.mark.filterwarnings("ignore")  # of the exporter's own
 def test_an_exported_model_runs_where_this_package_is_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
