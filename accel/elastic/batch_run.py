@@ -4,8 +4,8 @@
        ▲                                      │ time, gradient noise
        └── controller, on rank 0, between two steps ◀──┘
 
-It follows the training loader beside the session that searches for strategies. The two take turns: strategies are tried
-at a batch size that stands, and the batch changes while no strategy is tried.
+It follows the training loader beside the session that searches for strategies. That begins once a batch stands; from
+then on the noise is measured, and the batch changes, only in steps in which no candidate is on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from accel.elastic.step_rates import StepRates
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.noise_meter import NoiseMeter
-from accel.goodput.noise_scale import NoiseEstimate
+from accel.goodput.noise_scale import NoiseEstimate, NoiseScale
 from accel.report.model import BatchRow
 from accel.run import backward
 from accel.run.context import Run
@@ -44,6 +44,9 @@ _WARM_UP = 4
 """Steps before the first one that is timed."""
 _FIRST_STEPS = 300
 """In which the search for strategies waits until the batch stands."""
+_CONFIDENCE = 0.3
+"""Of the noise scale's interval, by whose ends decisions are made: each end is right in 65 % of cases. A batch of
+half the best size costs as much as one of twice that, so that being surer than that costs more than it saves."""
 _AHEAD = 8
 """Batches by which a rank's loader may run further ahead than another's between two decisions."""
 
@@ -221,14 +224,16 @@ class BatchRun(Onlooker):
 
     @property
     def _is_busy(self) -> bool:
-        """Strategies are being tried; a session that has ended may have on this rank alone: nothing changes then."""
-        return self._session.searching or not self._session.listens
+        """A candidate is on; a session that has ended may have on this rank alone: nothing changes then."""
+        return self._session.trying or not self._session.listens
 
     def _begin_step(self) -> None:
-        # Strategies that are tried would disturb the noise's measurement, and the other way round.
+        # A candidate that is on would disturb the noise's measurement, and that the time of the steps without it.
         self._is_metered = self._alive and self._meter is not None and not self._is_busy
         if self._is_metered and self._meter is not None:
             self._meter.begin_step()
+            if self._meter.is_measuring:
+                self._session.leave_out_step()
         self._began = self._clock()
 
     def _step_ended(self) -> None:
@@ -239,6 +244,8 @@ class BatchRun(Onlooker):
         if self._is_metered and self._meter is not None:
             is_usual = is_usual and not self._meter.is_measuring
             self._meter.end_step()
+        elif self._meter is not None:
+            self._meter.skip_step(self._samples)
         if is_usual and self.controller is not None:
             self.controller.timed(self._samples, self.end.at - self._began)
         if self._steps >= self._decision_due and not self._is_busy:
@@ -267,7 +274,8 @@ class BatchRun(Onlooker):
         self.controller = BatchController(base, self.max_batch_size, replicas=replicas, nodes=nodes)
         gather = partial(self._gathered, "measure the gradient noise") if replicas > 1 else None
         model, optimizers = self._run.model, self._run.optimizers
-        self._meter = NoiseMeter(model, optimizers, replicas=replicas, gather=gather, clock=self._clock)
+        noise = NoiseScale(confidence=_CONFIDENCE)
+        self._meter = NoiseMeter(model, optimizers, noise=noise, replicas=replicas, gather=gather, clock=self._clock)
         self._session.events.noise = self._meter
         if self._restored.get("controller") is not None:
             self.controller.load_state_dict(self._restored["controller"])
@@ -305,6 +313,7 @@ class BatchRun(Onlooker):
             return
         alone = self._sampler.num_replicas == 1
         self._sampler.set_batch_size(local, delay=None if alone else most_ahead + _AHEAD)
+        self._session.begin_again()
         self._say(f"batch size {decision.batch}: {decision.why}")
 
     # -- checkpoints (training_state.Stateful) -------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from accel.elastic.batch_choice import Better, better, candidates
+from accel.elastic.machine_speed import MachineSpeed
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval, efficiency
 from accel.goodput.fit import fit
@@ -95,6 +96,7 @@ class BatchController:
         self._timed: set[int] = set()
         self._failures: dict[int, tuple[int, float]] = {}
         """Batches tried in vain: how often, and at which step last; inf once that is forgotten."""
+        self._speed = MachineSpeed()
 
     @property
     def batch(self) -> int:
@@ -140,6 +142,7 @@ class BatchController:
         before, settled = self._now, self._settled
         if missing := self.steps_missing():
             return self._decided(step, noise, "the steps of this batch are still being timed", missing)
+        self._speed.timed(self._now, self._median(self._now))
         self._complete_last(noise)
         self.model = fit(self.times, self.model)
         if noise is None or not noise.is_known:
@@ -184,13 +187,16 @@ class BatchController:
         try shows.
         """
         if batch in self._timed:
-            return self.times.median(self._configuration(batch))
+            return self._median(batch) * self._speed.since(batch)
         nearest = min(self._timed, key=lambda known: abs(known - batch))
-        known_s = self.times.median(self._configuration(nearest))
+        known_s = self._median(nearest) * self._speed.since(nearest)
         if len(self._timed) == 1:
             return known_s if batch > nearest else known_s * batch / nearest
         assert self.model is not None
         return known_s * self._predicted_s(batch) / self._predicted_s(nearest)
+
+    def _median(self, batch: int) -> float:
+        return self.times.median(self._configuration(batch))
 
     def _predicted_s(self, batch: int) -> float:
         assert self.model is not None

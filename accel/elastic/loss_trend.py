@@ -45,6 +45,8 @@ class LossTrend:
         """Of blocks of losses, over the whole run."""
         self._block: list[float] = []
         self._length = _BLOCK
+        self._fell_at = 0
+        """Losses seen when the fall was last sure."""
 
     def add(self, roots: Iterable[Tensor]) -> None:
         """Take in a backward pass by what it began at; it is not waited for.
@@ -81,15 +83,18 @@ class LossTrend:
     def falls(self) -> bool:
         """Return whether the loss surely falls, over the last 128 passes, the last 512, or the second half of the run.
 
-        The first 128 are left out of the look at 512: at first any model loses what its initial weights were wrong by.
-        Later a fall is slow: a loss that goes from 0.5 to 0.4 in 1,000 steps, with a scatter of 0.12, shows it in 512
-        with a t of 2.7 and in 1,000 with one of 7.6.
+        Once it was sure, it holds until as many passes again have shown no further fall. The first 128 are left out of
+        the look at 512: at first any model loses what its initial weights were wrong by. Later a fall is slow: a loss
+        that goes from 0.5 to 0.4 in 1,000 steps, with a scatter of 0.12, shows it in 512 with a t of 2.7 and in 1,000
+        with one of 7.6.
         """
         self._read()
         losses = list(self._losses)
         is_long = self._seen >= _SHORT + _LONG
         looks = [losses[-_SHORT:], losses if is_long else [], self._means[len(self._means) // 2 :]]
-        return any(_t(look) < -_STEEP for look in looks)
+        if any(_t(look) < -_STEEP for look in looks):
+            self._fell_at = self._seen
+        return self._seen <= 2 * self._fell_at and self._seen > 0
 
 
 def _t(losses: list[float]) -> float:

@@ -189,6 +189,11 @@ class NoiseMeter:
         else:
             self._schedule.note_step(self._clock() - self._began_s)
 
+    def skip_step(self, samples: int) -> None:
+        """A step has ended that was not passed otherwise, of so many samples on this rank: it pays for measurements."""
+        self._samples_passed += samples
+        self._schedule.skip_step()
+
     def close(self) -> None:
         """Leave nothing behind, and measure no more; ranks must close between the same two steps."""
         if self._measured is not None:

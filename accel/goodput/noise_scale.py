@@ -10,13 +10,18 @@ A step whose gradient G = Σ_k w_k S_k is made of parts, S_k the mean gradient o
 Both unknowns follow without bias. They are averaged apart over the steps, and only the averages are divided. A ratio of
 noisy means has no symmetric interval: Fieller's theorem gives one, unbounded above where ‖μ‖² can't be told from 0.
 
+The averages are those of the second half of the run so far. ‖μ‖² falls by orders of magnitude in the first steps: with
+weights that decay, these steps would outweigh hundreds of later ones (φ of 26 where the truth was some 150).
+
 Sources: McCandlish et al., An Empirical Model of Large-Batch Training, 2018 (arXiv 1812.06162), appendix A.1; Qiao et
 al., Pollux, OSDI 2021, section 3.1; Fieller, Some Problems in Interval Estimation, JRSS B 1954.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,12 +29,10 @@ from typing import Any, NamedTuple
 from accel.errors import InvalidArgument
 from accel.profiler import t_distribution as student
 
-_WINDOW_STEPS = 1000
-"""Steps of the first batch size after which a measurement counts 1/e."""
-_LEAST_MEASUREMENTS = 24
-"""The window never gets shorter than so many measurements: below, the interval says nothing."""
+_LEAST_KEPT, _MOST_KEPT = 12, 256
+"""Measurements: fewer say little, however old they are; of more, the oldest are dropped."""
 _FEWEST = 6
-"""Effective measurements before the interval is bounded."""
+"""Measurements before the interval is bounded."""
 _ZERO_LEVEL = 0.001
 """One-sided probability of taking a ‖μ‖² of 0 for more. Asked again and again, 0.025 would be wrong in most runs."""
 _HUGE = 1e150
@@ -110,52 +113,72 @@ class NoiseEstimate(NamedTuple):
     """What φ is surely above; 0 while nothing is sure."""
     high: float
     """What φ is surely below; inf where ‖μ‖² can't be told from 0."""
-    measurements: float
-    """Effective number of measurements in the averages."""
+    measurements: int
+    """In the averages."""
+
+
+class _Measurement(NamedTuple):
+    at: float
+    """Samples trained on until then."""
+    x: float
+    """‖μ‖²."""
+    y: float
+    """tr(Σ)."""
+
+
+class _Means(NamedTuple):
+    """Means of both unknowns, and the variances and the covariance of these means."""
+
+    number: int
+    x: float
+    y: float
+    xx: float
+    xy: float
+    yy: float
+
+    @classmethod
+    def of(cls, kept: Sequence[_Measurement]) -> _Means:
+        count = len(kept)
+        if not count:
+            return cls(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        x, y = math.fsum(m.x for m in kept) / count, math.fsum(m.y for m in kept) / count
+        freedom = count * (count - 1) or 1
+        xx = math.fsum((m.x - x) ** 2 for m in kept) / freedom
+        xy = math.fsum((m.x - x) * (m.y - y) for m in kept) / freedom
+        yy = math.fsum((m.y - y) ** 2 for m in kept) / freedom
+        return cls(count, x, y, xx, xy, yy)
 
 
 @dataclass
-class _Moments:
-    """Exponentially weighted means, and sums of products of the deviations from them; x is ‖μ‖², y is tr(Σ)."""
+class _Signal:
+    """Mean of ‖μ‖² over the whole run, each step's in units of its own noise, so that none outweighs the others."""
 
-    weight: float = 0.0
-    square_weight: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
-    yy: float = 0.0
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+    """Of the deviations from the mean."""
 
-    def add(self, x: float, y: float, decay: float) -> None:
-        """Add a pair after the older ones' weights have decayed."""
-        self.weight = decay * self.weight + 1.0
-        self.square_weight = decay * decay * self.square_weight + 1.0
-        dx, dy = x - self.x, y - self.y
-        self.x += dx / self.weight
-        self.y += dy / self.weight
-        self.xx = decay * self.xx + dx * (x - self.x)
-        self.xy = decay * self.xy + dx * (y - self.y)
-        self.yy = decay * self.yy + dy * (y - self.y)
+    def add(self, x: float) -> None:
+        self.count += 1
+        delta = x - self.mean
+        self.mean += delta / self.count
+        self.squares += delta * (x - self.mean)
 
     @property
-    def count(self) -> float:
-        """Effective number of pairs."""
-        return self.weight**2 / self.square_weight if self.square_weight else 0.0
-
-    def covariance(self) -> tuple[float, float, float]:
-        """Return the variances and the covariance of both means: xx, xy, yy."""
-        freedom = self.weight - self.square_weight / self.weight
-        factor = self.square_weight / self.weight**2 / freedom
-        return self.xx * factor, self.xy * factor, self.yy * factor
+    def is_sure(self) -> bool:
+        """True once ‖μ‖² is surely not 0: the job learns, or has learnt."""
+        if self.count < _FEWEST:
+            return False
+        deviation = math.sqrt(self.squares / (self.count - 1) / self.count)
+        return self.mean > student.quantile(1 - _ZERO_LEVEL, min(round(self.count) - 1, _MOST_KEPT)) * deviation
 
 
 class NoiseScale:
     """Average what steps say of the noise, and estimate φ with an interval.
 
     Args:
-        window_samples: samples after which a measurement counts 1/e; default 1000 batches of the first size. In steps
-            the window gets shorter as the batch grows, since each step then says more; it never has fewer than 24
-            measurements.
+        window_samples: samples after which a measurement is dropped; default half of all so far. The last 12
+            measurements stay in any case, and never more than 256.
         confidence: of the interval, in (0, 1); default 0.95.
 
     Attributes:
@@ -180,7 +203,10 @@ class NoiseScale:
         if not 0 < confidence < 1:
             raise InvalidArgument(f"confidence must lie between 0 and 1, such as 0.95. Found: {confidence}.")
         self._window, self._confidence = window_samples, confidence
-        self._moments = _Moments()
+        self._kept: deque[_Measurement] = deque(maxlen=_MOST_KEPT)
+        self._signal = _Signal()
+        self._samples = 0.0
+        """Trained on until the last measurement."""
         self.measured = self.skipped = 0
 
     def update(self, sums: NoiseSums, samples: float | None = None) -> bool:
@@ -202,55 +228,60 @@ class NoiseScale:
         if not (abs(x) < _HUGE and abs(y) < _HUGE):  # nan is not below
             self.skipped += 1
             return False
-        if self._window is None:
-            self._window = _WINDOW_STEPS * sums.samples
-        passed = sums.samples if samples is None else samples
-        # An average with decay exp(-1/k) has the variance of 2k equal weights.
-        self._moments.add(x, y, math.exp(-min(max(passed, 0.0) / self._window, 2 / _LEAST_MEASUREMENTS)))
+        self._samples += max(sums.samples if samples is None else samples, 0.0)
+        self._kept.append(_Measurement(self._samples, x, y))
+        oldest = self._samples / 2 if self._window is None else self._samples - self._window
+        while len(self._kept) > _LEAST_KEPT and self._kept[0].at <= oldest:
+            self._kept.popleft()
+        if (variance := self.variance) > 0:
+            self._signal.add(x * sums.samples / variance)
         self.measured += 1
         return True
 
     def reset(self) -> None:
         """Forget all measurements: the gradients are of another kind from now on."""
-        self._moments = _Moments()
+        self._kept.clear()
+        self._signal = _Signal()
+
+    @property
+    def _means(self) -> _Means:
+        return _Means.of(self._kept)
 
     @property
     def squared_norm(self) -> float:
         """The average of ‖μ‖², which may be below 0; 0 before the first measurement."""
-        return self._moments.x
+        return self._means.x
 
     @property
     def variance(self) -> float:
         """The average of tr(Σ); 0 before the first measurement."""
-        return self._moments.y
+        return self._means.y
 
     @property
     def phi(self) -> float:
         """The noise scale in samples; inf where the average of ‖μ‖² is not above 0, nan before any measurement."""
-        if not self._moments.weight:
-            return math.nan
-        return self.variance / self.squared_norm if self.squared_norm > 0 else math.inf
+        return _phi(self._means)
 
     def estimate(self, *, learns: bool = False) -> NoiseEstimate:
         """Return φ with its interval. Decide by its ends: labels of pure noise have a large φ, and 0 for lower end.
 
         Args:
-            learns: it is known from elsewhere, such as a falling loss, that ‖μ‖² is not 0. Where the gradients are too
-                noisy to show it, the lower end is then tr(Σ), at its lower end, over ‖μ‖² at its upper end.
+            learns: it is known from elsewhere, such as a falling loss, that ‖μ‖² is not 0; by default that must have
+                shown over the whole run. Where the second half is too noisy to show it alone, the lower end is tr(Σ),
+                at its lower end, over ‖μ‖² at its upper end.
         """
-        count = self._moments.count
-        if count < _FEWEST:
-            return NoiseEstimate(self.phi, 0.0, math.inf, count)
-        low, high = self._interval(min(round(count) - 1, 200), learns)
-        return NoiseEstimate(self.phi, low, high, count)
+        means = self._means
+        if means.number < _FEWEST:
+            return NoiseEstimate(_phi(means), 0.0, math.inf, means.number)
+        low, high = self._interval(means, learns or self._signal.is_sure)
+        return NoiseEstimate(_phi(means), low, high, means.number)
 
-    def _interval(self, degrees: int, learns: bool) -> tuple[float, float]:
+    def _interval(self, means: _Means, learns: bool) -> tuple[float, float]:
         """Return all φ for which tr(Σ) - φ ‖μ‖² is not significantly different from 0."""
-        x, y = self.squared_norm, self.variance
-        xx, xy, yy = self._moments.covariance()
-        if x <= student.quantile(1 - _ZERO_LEVEL, degrees) * math.sqrt(xx):
-            return (self._sure_ratio(degrees) if learns else 0.0), math.inf
-        t2 = student.quantile(0.5 + self._confidence / 2, degrees) ** 2
+        count, x, y, xx, xy, yy = means
+        if x <= student.quantile(1 - _ZERO_LEVEL, count - 1) * math.sqrt(xx):
+            return (self._sure_ratio(means) if learns else 0.0), math.inf
+        t2 = student.quantile(0.5 + self._confidence / 2, count - 1) ** 2
         # a φ² - 2 b φ + c ≤ 0
         a, b, c = x * x - t2 * xx, x * y - t2 * xy, y * y - t2 * yy
         root = math.sqrt(max(b * b - a * c, 0.0))
@@ -258,21 +289,21 @@ class NoiseScale:
             return (max((b - root) / a, 0.0) if root else 0.0), math.inf
         return max((b - root) / a, 0.0), (b + root) / a
 
-    def _sure_ratio(self, degrees: int) -> float:
+    def _sure_ratio(self, means: _Means) -> float:
         """Return what φ is surely above where ‖μ‖² is above 0, but can't be told from it."""
-        xx, _, yy = self._moments.covariance()
-        t = student.quantile(0.5 + self._confidence / 2, degrees)
-        longest, least = self.squared_norm + t * math.sqrt(xx), self.variance - t * math.sqrt(yy)
+        t = student.quantile(0.5 + self._confidence / 2, means.number - 1)
+        longest, least = means.x + t * math.sqrt(means.xx), means.y - t * math.sqrt(means.yy)
         return max(least, 0.0) / longest if longest > 0 else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been measured, as values that JSON can hold."""
-        averages = dict(vars(self._moments))
         return {
             "window_samples": self._window,
             "measured": self.measured,
             "skipped": self.skipped,
-            "averages": averages,
+            "samples": self._samples,
+            "kept": [list(each) for each in self._kept],
+            "signal": dict(vars(self._signal)),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -285,12 +316,22 @@ class NoiseScale:
             window = state["window_samples"]
             window = None if window is None else float(window)
             measured, skipped = int(state["measured"]), int(state["skipped"])
-            moments = _Moments(**{name: float(value) for name, value in state["averages"].items()})
+            samples = float(state["samples"])
+            kept = [_Measurement(*map(float, each)) for each in state["kept"]]
+            signal = _Signal(**{name: float(value) for name, value in state["signal"].items()})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidArgument(
-                "the state of a noise scale has window_samples, measured, skipped and averages, as state_dict returns "
-                f"them. Found: {state!r} ({type(error).__name__}: {error})."
+                "the state of a noise scale has window_samples, measured, skipped, samples, kept and signal, as "
+                f"state_dict returns them. Found: {state!r} ({type(error).__name__}: {error})."
             ) from None
-        if not all(map(math.isfinite, vars(moments).values())) or (window is not None and not 0 < window < math.inf):
+        numbers = [samples, *vars(signal).values(), *itertools.chain.from_iterable(kept)]
+        if not all(map(math.isfinite, numbers)) or (window is not None and not 0 < window < math.inf):
             raise InvalidArgument(f"the state of a noise scale must have finite numbers. Found: {state!r}.")
-        self._window, self.measured, self.skipped, self._moments = window, measured, skipped, moments
+        self._window, self.measured, self.skipped, self._samples = window, measured, skipped, samples
+        self._kept, self._signal = deque(kept, maxlen=_MOST_KEPT), signal
+
+
+def _phi(means: _Means) -> float:
+    if not means.number:
+        return math.nan
+    return means.y / means.x if means.x > 0 else math.inf

@@ -5,8 +5,9 @@
 A measurement's cost is what its step took more than the steps around it, and no less than the time spent in the
 measuring code itself. So measuring takes the agreed share of the run, however slow it is.
 
-The first measurements come at once, every other step: an interval needs some before it says anything, and a batch that
-is too small costs most while nothing is known. What they took beyond the share is made up for by longer waits later.
+The first measurements come sooner, every other step and then ever more apart: an interval needs some before it says
+anything, the noise scale grows fastest in the beginning, and a batch that is too small costs most while nothing is
+known. What they took beyond the share is made up for by longer waits later.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ _FIRST_STEP = 8
 _RECENT = 15
 """Steps whose median is the usual step time."""
 _MOST_STEPS = 10_000
-_AT_ONCE, _APART = 12, 1
-"""Measurements at first, and the unmeasured steps between two of them."""
+_SOONER, _APART = 48, 1 / 16
+"""Measurements at first, and the unmeasured steps between two of them, in those of the run so far."""
+_AT_ONCE, _LOAN = 12, 60
+"""The first of them are made at any cost, the others while measuring has taken less than so many steps too much."""
+_SAVED = 12
+"""Measurements that come at once, at most, after steps in which none could be made."""
 _REPAYING = 1.25
 """By what the steps between two measurements are more while there is a debt."""
 
@@ -43,7 +48,7 @@ class NoiseSchedule:
         ...     schedule.note_step(0.001)
         >>> schedule.is_due()
         True
-        >>> for _ in range(12):  # the first ones come at once
+        >>> for _ in range(48):  # the first ones come sooner
         ...     schedule.pay(0.0015, schedule.usual_s)
         >>> schedule.steps_left  # 50, and a quarter more to make up for them
         63
@@ -54,7 +59,7 @@ class NoiseSchedule:
             raise InvalidArgument(f"overhead must be a share between 0 and 1, such as 0.03. Found: {overhead}.")
         self._overhead = overhead
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._paid = 0
+        self._paid = self._steps = 0
         self._debt_s = 0.0
         """What measuring has taken beyond its share."""
         self.steps_left = _FIRST_STEP
@@ -64,9 +69,16 @@ class NoiseSchedule:
         """Return whether the coming step is to be measured."""
         return self.steps_left <= 0
 
+    def skip_step(self) -> None:
+        """Take a step in that could be neither measured nor timed."""
+        self.steps_left -= 1
+        self._steps += 1
+        self._debt_s = max(0.0, self._debt_s - self._overhead * self.usual_s)
+
     def note_step(self, seconds: float) -> None:
         """Take an unmeasured step in."""
         self.steps_left -= 1
+        self._steps += 1
         self._recent.append(seconds)
         self._debt_s = max(0.0, self._debt_s - self._overhead * seconds)
 
@@ -83,10 +95,12 @@ class NoiseSchedule:
             usual_s: an unmeasured step's time; the same on all ranks, as the cost.
         """
         self._paid += 1
+        self._steps += 1
         self._debt_s += cost_s
-        if self._paid < _AT_ONCE:
-            self.steps_left = _APART
-            return
         factor = _REPAYING if self._debt_s > 1.5 * cost_s else 1.0
         steps = factor * cost_s / (self._overhead * usual_s) if usual_s > 0 else _MOST_STEPS
-        self.steps_left = max(1, min(math.ceil(steps), _MOST_STEPS)) if math.isfinite(steps) else _MOST_STEPS
+        apart = max(1, min(math.ceil(steps), _MOST_STEPS)) if math.isfinite(steps) else _MOST_STEPS
+        if self._paid < _AT_ONCE or (self._paid < _SOONER and self._debt_s + cost_s <= _LOAN * usual_s):
+            apart = min(apart, max(1, round(self._steps * _APART)))
+        # Steps in which none could be measured have paid for some that now follow each other.
+        self.steps_left = max(1, apart + max(min(self.steps_left, 0), -_SAVED * apart))

@@ -36,6 +36,8 @@ class Action:
     """A plan to compare with the plain path at the end of each of these steps; the steps themselves run `plan`."""
     anatomy: bool = False
     """The profiler observes the counted steps."""
+    base: bool = False
+    """The plan is what has been kept so far: no candidate is on."""
     settled: bool = False
     """The search is over; resources of strategies that are off may be released."""
 

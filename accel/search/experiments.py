@@ -6,6 +6,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import replace
 
 from accel.profiler import naming
 from accel.profiler.diagnose import anatomy
@@ -106,7 +107,7 @@ class Experiments:
     # -- actions -----------------------------------------------------------------------------------------------------
 
     def _act(self, action: Action) -> Generator[Action, Result, Result]:
-        result = yield action
+        result = yield replace(action, base=action.plan == self.plan)
         self.steps += result.steps
         self.elapsed_s += result.elapsed_s + result.aside_s
         self.saved_s += result.elapsed_s * (self._shown_gain(action.plan) - 1)

@@ -107,6 +107,8 @@ class Session:
         self._usual_shape: Hashable = None
         self._shapes: Counter[Hashable] = Counter()
         """Of the measured steps since that was judged."""
+        self._is_left_out = False
+        """The present step's time is not that of others."""
         self._waits_for = ""
         self._on_settled: Callable[[], None] | None = None
         self._is_settled = False
@@ -146,6 +148,11 @@ class Session:
         return self.alive and self._action is not None and not self._action.settled
 
     @property
+    def trying(self) -> bool:
+        """True while a candidate is on, or steps are observed, compared or counted by the epoch; alike on all ranks."""
+        return self.searching and self._state.mode is not Mode.RESTING and not self._is_base(self._action)
+
+    @property
     def alive(self) -> bool:
         """False once everything has been undone."""
         return self._state.mode is not Mode.CLOSED
@@ -159,6 +166,21 @@ class Session:
     def untrained(self) -> str:
         """A line for the user if the loop has gone through many batches and never trained the model, else ''."""
         return "" if self.steps else self._usage.untrained
+
+    # -- the batch controller, in steps that are not `trying` ----------------------------------------------------------
+
+    def leave_out_step(self) -> None:
+        """Do not count the time of the step that begins: something else is measured in it."""
+        self._is_left_out = True
+
+    def begin_again(self) -> None:
+        """Forget the times of the present action: its steps have another size from now on."""
+        self._result.measurements.clear()
+        self._result.settling.clear()
+
+    @staticmethod
+    def _is_base(action: Action | None) -> bool:
+        return action is not None and action.base and not (action.check or action.anatomy or action.whole_epoch)
 
     # -- called for each step (events.StepListener) --------------------------------------------------------------------
 
@@ -276,7 +298,9 @@ class Session:
             if self._book_epoch(measured, result):
                 self._finish_action()
             return
-        self._book(measured, action, result)
+        if not self._is_left_out:
+            self._book(measured, action, result)
+        self._is_left_out = False
         if len(result.measurements) >= action.steps:
             if disturbed and action.settled and action.check is None and not self.switchboard.trips:
                 self._pause()

@@ -19,6 +19,7 @@ from accel.elastic.scaling_rules import BatchScale, Linear, NoScaling
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.integrations.trackers import metrics
+from accel.session.session import Session
 
 PLAIN = {"cache": False, "budget": 0.001}
 
@@ -226,6 +227,53 @@ def test_the_noise_of_the_loop_itself_lets_it_grow_and_its_labels_noise_does_not
 
     assert final["learnt"] >= 32
     assert final["random"] == 8
+
+
+def test_the_batch_is_decided_during_a_search_in_steps_without_a_candidate(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search may take a thousand steps: the noise was once measured, and the batch decided, only after it."""
+    known_noise(monkeypatch, 1e5)
+    steps = 0
+    # Turns of ten steps, as of a trial.
+    monkeypatch.setattr(Session, "trying", property(lambda self: steps // 10 % 2 == 1))
+    left_out, begun_again, changed, measured = [], [], [], []
+    monkeypatch.setattr(Session, "leave_out_step", lambda self: left_out.append(steps))
+    monkeypatch.setattr(Session, "begin_again", lambda self: begun_again.append(steps))
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+
+    def each(step: int) -> None:
+        nonlocal steps
+        run = batch_run(model)
+        if run._meter is not None and run._meter.is_measuring:
+            measured.append(steps)
+        steps = step + 1
+        if run.controller is not None and len(run.controller.decisions) > len(changed) + 1:
+            changed.append(step)
+
+    train(model, loader, optimizer, clock, each)
+    assert changed and measured
+    assert all(step // 10 % 2 == 0 for step in measured)
+    assert left_out[: len(measured)] == measured  # and perhaps the step after the last one
+    assert len(begun_again) == len(changed)
+    assert all(step // 10 % 2 == 0 for step in begun_again)
+
+
+def test_a_session_leaves_out_a_step_and_begins_again(job: Any) -> None:
+    model, loader, optimizer = accel.optimize(*job, cache=False)
+    session = entry.optimized(model).session  # type: ignore[union-attr]
+    booked = []
+    for step, (x, y, _) in enumerate(loader):
+        booked.append(len(session._result.measurements) + len(session._result.settling))
+        if step == 8:
+            session.leave_out_step()
+        if step == 10:
+            session.begin_again()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if step == 12:
+            break
+    assert booked[8:] == [booked[8], booked[8], booked[8] + 1, 1, 2]
 
 
 def test_undo_goes_back_to_the_loops_batch_and_each_epoch_is_whole(

@@ -160,6 +160,19 @@ def test_a_try_that_met_a_busy_moment_is_made_again_later() -> None:
     assert controller.batch == 64
 
 
+@pytest.mark.parametrize("slower", [0.4, 3.0])
+def test_times_of_another_batch_are_judged_by_how_fast_the_machine_is_now(slower: float) -> None:
+    """A batch of old times once looked better, or worse, than it was: another process had come since, or gone."""
+    job = Job(0.01, 1e-4, interval(3000.0))
+    controller = BatchController(32, 1024)
+    job.run(controller, 1200)
+    before = controller.batch
+    job.fixed, job.sample = job.fixed * slower, job.sample * slower
+    decisions = job.run(controller, 600)
+
+    assert {decision.batch for decision in decisions} == {before}
+
+
 def test_what_does_not_fit_into_memory_is_not_taken_again() -> None:
     job = Job(0.01, 1e-6, interval(1e6))
     controller = BatchController(32, 4096)
