@@ -15,12 +15,15 @@ The cache lies below the collate function: order, batches and what collates them
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import mmap
 import random
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -46,6 +49,12 @@ _CHECKED = 0.01
 _LOOK_AFTER = 256
 # Samples whose draws are listened for where other threads could draw too. Whoever draws does so for nearly each sample.
 _LISTENED_TO = 256
+# The states of the generators are compared for so many samples, and then for one batch in 8: reading them takes 0.1 ms.
+_COMPARED_FIRST, _COMPARED_LATER = 1024, 8
+# Times that sample 0 is fetched to see what noting it would cost, and what else noting takes than making its bytes.
+_TIMED, _REST_OF_NOTING = 5, 1.3
+# From here on a fetch is long: it is timed once.
+_LONG_S = 1e-3
 
 
 class CacheMode(IntEnum):
@@ -133,6 +142,7 @@ class SampleCache(Dataset[Any]):
         self._notes = np.frombuffer(mmap.mmap(-1, 64), np.int64)
         self._counts = np.frombuffer(mmap.mmap(-1, 64), np.int64)
         self._own = random.Random(0)
+        self._batches = 0
         self._available_at_first = available_memory() or 0
 
     # -- as a dataset --------------------------------------------------------------------------------------------------
@@ -239,6 +249,25 @@ class SampleCache(Dataset[Any]):
     def share_memory_of_batch(self, share: bool) -> None:
         """Say whether a batch's tensors may lie in memory of that batch, which is faster: they are stacked at once."""
         self._share_memory = share
+
+    def noting_share(self, clock: Callable[[], float] = time.perf_counter) -> float:
+        """Return how long noting a sample takes in the first epoch, in the time of its fetch; sample 0 is timed.
+
+        Args:
+            clock: returns seconds.
+        """
+        assert self._store is not None
+        fetch_s = note_s = math.inf
+        with _states_of_their_own():
+            for _ in range(_TIMED):
+                began = clock()
+                (sample,) = self._fetch([0])
+                fetched = clock()
+                hash(tuple(self._store.layout.pack(sample) or ()))
+                fetch_s, note_s = min(fetch_s, fetched - began), min(note_s, clock() - fetched)
+                if fetch_s > _LONG_S:
+                    break
+        return _REST_OF_NOTING * note_s / fetch_s if fetch_s > 0 else math.inf
 
     def recent_hits(self) -> tuple[int, int]:
         """Return of how many samples it was looked up since the last call of this whether they are kept, and how many
@@ -364,10 +393,12 @@ class SampleCache(Dataset[Any]):
 
     def _drawn_nothing(self, indices: list[Any], fetch: Callable[[list[Any]], Any]) -> Any:
         """Fetch samples; give up if random numbers were drawn meanwhile, where that must have been the dataset."""
-        alone = not others_could_draw()
+        alone = self._compares() and not others_could_draw()
         before = random_state() if alone else ()
         # Beside other threads the states tell nothing, so draws are listened for, which slows a fetch down.
-        listens = not alone and self._counts[_LISTENED] < _LISTENED_TO and sys.getprofile() is None
+        listens = (
+            not alone and others_could_draw() and self._counts[_LISTENED] < _LISTENED_TO and sys.getprofile() is None
+        )
         recorder = DrawRecorder()
         samples = recorder.call(fetch, indices) if listens else fetch(indices)
         self._counts[_FETCHED] += len(indices)
@@ -375,6 +406,11 @@ class SampleCache(Dataset[Any]):
         if recorder.recorded or (alone and len(before) == len(streams()) and random_state() != before):
             self._give_up(_DRAWS)
         return samples
+
+    def _compares(self) -> bool:
+        """Return whether the generators' states are read for this batch: whoever draws does so for most samples."""
+        self._batches += 1
+        return self._counts[_FETCHED] < _COMPARED_FIRST or self._batches % _COMPARED_LATER == 0
 
     def _note(self, store: SampleStore, index: int, parts: Sequence[bytes] | None) -> None:
         if parts is None:
@@ -419,17 +455,25 @@ def _bound(directory: Path | None) -> int:
     return int(_SHARE * (free or 0))
 
 
-def _store(dataset: Any, most_bytes: int, directory: Path | None) -> SampleStore:
-    """Return memory for samples that are like the first one, which is fetched under random states of its own."""
+@contextlib.contextmanager
+def _states_of_their_own() -> Iterator[None]:
+    """Put the states of the random generators back after the block."""
     states = [(stream, stream.read()) for stream in streams()]
     try:
-        layout = SampleLayout(dataset[0])
-    except NotKept as reason:
-        raise ValueError(f"samples can't be kept: one holds {reason}") from None
+        yield
     finally:
         for stream, state in states:
             if stream.read() != state:
                 stream.write(state)
+
+
+def _store(dataset: Any, most_bytes: int, directory: Path | None) -> SampleStore:
+    """Return memory for samples that are like the first one, which is fetched under random states of its own."""
+    try:
+        with _states_of_their_own():
+            layout = SampleLayout(dataset[0])
+    except NotKept as reason:
+        raise ValueError(f"samples can't be kept: one holds {reason}") from None
     store = SampleStore(layout, len(dataset), most_bytes, directory)
     if not store.places:
         raise ValueError(f"not one sample of {layout.size:,} bytes fits into memory={most_bytes:,} bytes")

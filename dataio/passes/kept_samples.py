@@ -27,6 +27,9 @@ _LEAST = 0.05
 _WORTH = 0.5
 # As often each sample may have come round before too few of them were kept.
 _MOST_ROUNDS = 4
+# Noting a sample may take so much of the time of its fetch: that slows the first two epochs down, and handing one out
+# from memory takes about as long as noting it.
+_MOST_NOTING = 0.2
 # Samples compared when an epoch begins: at most so many, and this share.
 _CHECKED_FIRST, _CHECKED_SHARE = 16, 0.01
 
@@ -64,6 +67,7 @@ class KeptSamples:
         self._files = named_files(loader.dataset)
         try:
             self._cache = cache = SampleCache(loader.dataset)
+            noting = cache.noting_share()
         except (TypeError, ValueError) as error:
             self.finding = str(error)
             return
@@ -72,6 +76,9 @@ class KeptSamples:
             return
         if cache.places < _LEAST * len(cache):
             self._drop(f"only {cache.places / len(cache):.1%} of its samples fit into the memory that may be used")
+            return
+        if noting > _MOST_NOTING:
+            self._drop(f"noting a sample takes {noting:.0%} of the time of its fetch: there is little to be won")
             return
         cache.record()
         self.look()

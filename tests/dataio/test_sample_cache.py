@@ -246,6 +246,53 @@ def test_a_batch_that_is_no_list_of_samples_is_handed_through() -> None:
     assert "doesn't return a list" in cache.dropped
 
 
+@pytest.mark.parametrize(("fetch_s", "fetches"), [(1e-5, 5), (1e-2, 1)])
+def test_what_noting_costs_is_timed_on_sample_0_and_draws_nothing(fetch_s: float, fetches: int) -> None:
+    """By a clock of the test's own: each reading of it takes 1 µs, and a fetch its time."""
+    now = 0.0
+
+    class Slow(Counted):
+        def __getitem__(self, index: int) -> Any:
+            nonlocal now
+            now += fetch_s
+            torch.rand(1), random.random()
+            return super().__getitem__(index)
+
+    def clock() -> float:
+        nonlocal now
+        now += 1e-6
+        return now
+
+    dataset = Slow()
+    cache = SampleCache(dataset)
+    before, states = dataset.fetched[0], (torch.get_rng_state(), random.getstate())
+    assert cache.noting_share(clock) == pytest.approx(1.3 * 1e-6 / (fetch_s + 1e-6))
+    assert dataset.fetched[0] - before == fetches
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+
+
+def test_draws_are_found_out_later_too_in_one_batch_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sample_cache, "others_could_draw", lambda: False
+    )  # beside other threads only the first are heard
+
+    class Later(Counted):
+        def __getitem__(self, index: int) -> Any:
+            if index >= 2000:
+                random.random()
+            return super().__getitem__(index)
+
+    cache = SampleCache(Later(4000))
+    batches = [list(range(start, start + 8)) for start in range(0, 2064, 8)]
+    for batch in batches[:250]:
+        cache.__getitems__(batch)
+    assert not cache.dropped
+    for batch in batches[250:]:
+        cache.__getitems__(batch)
+    assert cache.dropped == "fetching a sample draws random numbers"
+
+
 def test_after_forget_all_is_begun_anew() -> None:
     cache = SampleCache(Counted())
     epochs(cache, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,29 @@ def fetches(loop: Any) -> int:
     for x, target in loop:
         assert x.equal(torch.stack([torch.linspace(0, loop.dataset.scale, 6) * int(i) for i in target]))
     return int(loop.dataset.fetched[0] - before)
+
+
+@pytest.fixture(autouse=True)
+def any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These samples are fetched in no time: keep them all the same."""
+    monkeypatch.setattr(kept_samples, "_MOST_NOTING", math.inf)
+
+
+def test_samples_that_are_fetched_as_fast_as_they_are_noted_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noting them doubled the time of the first epoch's fetches, and took longer than it could ever win."""
+    monkeypatch.setattr(kept_samples, "_MOST_NOTING", 0.2)
+    monkeypatch.setattr(SampleCache, "noting_share", lambda cache: 0.21)
+    strategy, run, loop = make()
+    before = loop.dataset.fetched[0]
+    assert strategy.waits(run) == strategy.refusal(run)
+    assert strategy.refusal(run) == "noting a sample takes 21% of the time of its fetch: there is little to be won"
+    assert fetches(loop) == len(loop.dataset)
+    assert loop.dataset.fetched[0] - before == len(loop.dataset) + 1  # sample 0, to see what samples are like
+
+    monkeypatch.setattr(SampleCache, "noting_share", lambda cache: 0.19)
+    strategy, run, loop = make()
+    assert strategy.waits(run).startswith("it waits until most samples have come twice")
+    assert strategy.refusal(run) == ""
 
 
 @pytest.fixture
