@@ -20,6 +20,7 @@ from statistics import mean
 import click
 import numpy as np
 
+from accel.goodput.efficiency import UNMEASURED_SHARE
 from accel.goodput.fit import fit_step_times
 from accel.goodput.forms import Floats
 from accel.goodput.observations import StepTimes
@@ -80,6 +81,7 @@ STEPS = Record(
             "share of oscillation that suits the other applications best", "share of others", ":.2f"
         ),
         "others": Column("predicted with that share", "by share of others", ":.2f"),
+        "half": Column("predicted with the share that is taken while none is known", "by one half", ":.2f"),
         "median_share": Column("median of the shares measured at M0 and 2 M0", "own share", ":.2f"),
         "own": Column("predicted with the shares measured so far", "by own share", ":.2f"),
         "own_least": Column("least of that ratio over all batches of the application"),
@@ -158,6 +160,7 @@ def count_steps_of(application: Application, name: str, others: float) -> Row:
         "plain": predicted_over_real(application, large, lambda _: 0.0),
         "others_share": others,
         "others": predicted_over_real(application, large, lambda _: others),
+        "half": predicted_over_real(application, large, lambda _: UNMEASURED_SHARE),
         "median_share": float(np.median([own(epoch) for epoch in range(len(large.steps))])),
         "own": ratios[SCALE],
         "own_least": min(ratios.values()),

@@ -27,7 +27,7 @@ from accel.elastic.loss_trend import LossTrend
 from accel.elastic.scaling_rules import Rule
 from accel.elastic.step_rates import StepRates
 from accel.errors import InvalidArgument
-from accel.goodput.efficiency import NoiseInterval
+from accel.goodput.efficiency import UNMEASURED_SHARE, NoiseInterval
 from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.noise_scale import NoiseEstimate, NoiseScale
 from accel.report.model import BatchRow
@@ -363,4 +363,5 @@ def _interval(estimate: NoiseEstimate) -> NoiseInterval | None:
         return None
     # Few measurements may put the variance below 0.
     phi = max(estimate.phi, estimate.low, 0.0)
-    return NoiseInterval(phi, estimate.low, max(estimate.high, phi))
+    high = max(estimate.high, phi)
+    return NoiseInterval(phi, estimate.low, high, batch=max(estimate.batch, 1.0), share=UNMEASURED_SHARE)

@@ -57,11 +57,12 @@ class StepRates:
             noise: the noise scale; None while it is not known.
             epoch: passes over the data so far.
         """
+        size = max(samples, base)
         scale = BatchScale(
-            batch_size=max(samples, base),
+            batch_size=size,
             base_batch_size=base,
-            noise=None if noise is None else noise.phi,
-            noise_bounds=None if noise is None else (noise.low, noise.high),
+            noise=None if noise is None else noise.at(size),
+            noise_bounds=None if noise is None else (noise.at(size, "low"), noise.at(size, "high")),
             epoch=round(epoch, 2),  # a rule is asked again only when something changes
         )
         is_plain = scale.batch_size == base and (self._scale is None or self._scale.batch_size == base)

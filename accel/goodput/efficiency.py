@@ -10,8 +10,9 @@ Gain: AdaScale (Johnson et al., https://arxiv.org/abs/2007.05105).
 
 The last line: the measured ‖∇L‖² has a part that the batch's own noise causes, as the weights oscillate in the steep
 directions of the loss. Its share f falls as 1/M, and φ grows as the batch does: on ImageNet from 1.4e4 at batch 200 to
-1.7e5 at 12,800, late in training. f differs between jobs, from 0 (yolov3) to 1 (bert), so it is measured on the job
-itself, once it has run at two batch sizes (`oscillation_share`), and is 0 before. docs/goodput.md has the figures.
+1.7e5 at 12,800, late in training. f differs between jobs, from 0 (yolov3) to 1 (bert). It can be measured on the job
+itself, once it has run at two batch sizes (`oscillation_share`); before, one half is the best guess. docs/goodput.md
+has the figures.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from accel.errors import InvalidArgument
 
 Bound = Literal["phi", "low", "high"]
 """Which of a noise scale's three values is meant."""
+
+
+UNMEASURED_SHARE = 0.5
+"""f of a job that has not shown its own: most have one, from 0.6 to 1 in four of five recorded jobs."""
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,8 @@ class NoiseEstimate(NamedTuple):
     """What φ is surely below; inf where ‖μ‖² can't be told from 0."""
     measurements: int
     """In the averages."""
+    batch: float = 0.0
+    """Mean samples of the steps measured; 0 before the first."""
 
 
 class _Measurement(NamedTuple):
@@ -124,6 +126,8 @@ class _Measurement(NamedTuple):
     """‖μ‖²."""
     y: float
     """tr(Σ)."""
+    batch: float
+    """Samples of the step."""
 
 
 class _Means(NamedTuple):
@@ -229,7 +233,7 @@ class NoiseScale:
             self.skipped += 1
             return False
         self._samples += max(sums.samples if samples is None else samples, 0.0)
-        self._kept.append(_Measurement(self._samples, x, y))
+        self._kept.append(_Measurement(self._samples, x, y, float(sums.samples)))
         oldest = self._samples / 2 if self._window is None else self._samples - self._window
         while len(self._kept) > _LEAST_KEPT and self._kept[0].at <= oldest:
             self._kept.popleft()
@@ -272,9 +276,13 @@ class NoiseScale:
         """
         means = self._means
         if means.number < _FEWEST:
-            return NoiseEstimate(_phi(means), 0.0, math.inf, means.number)
+            return NoiseEstimate(_phi(means), 0.0, math.inf, means.number, self._batch)
         low, high = self._interval(means, learns or self._signal.is_sure)
-        return NoiseEstimate(_phi(means), low, high, means.number)
+        return NoiseEstimate(_phi(means), low, high, means.number, self._batch)
+
+    @property
+    def _batch(self) -> float:
+        return math.fsum(each.batch for each in self._kept) / len(self._kept) if self._kept else 0.0
 
     def _interval(self, means: _Means, learns: bool) -> tuple[float, float]:
         """Return all φ for which tr(Σ) - φ ‖μ‖² is not significantly different from 0."""

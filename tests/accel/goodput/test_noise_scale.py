@@ -313,7 +313,7 @@ STATE: dict[str, object] = {
         {},
         {**STATE, "averages": {"mean": 1.0}, "kept": None},
         {**STATE, "kept": [[8.0, 1.0]]},
-        {**STATE, "kept": [[8.0, math.nan, 1.0]]},
+        {**STATE, "kept": [[8.0, math.nan, 1.0, 8.0]]},
         {**STATE, "samples": math.inf},
         {**STATE, "signal": {"mean": math.nan}},
         {**STATE, "signal": {"median": 1.0}},
