@@ -7,6 +7,7 @@ batch to the next, in the same order. Without a listener it *is* the plain loade
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -213,10 +214,12 @@ def _plain_rest(running: Pass, workers: Continuous) -> Any:
 
 
 def _quiet_iter(loader: DataLoader[Any]) -> Any:
-    """Return a plain iterator of `loader` without drawing from its generator, or torch's own."""
-    own = loader.generator
-    loader.generator = torch.Generator()  # the base seed is drawn here, the sampler's order with its first list
-    try:
-        return iter(loader)
-    finally:
-        loader.generator = own
+    """Return a plain iterator of `loader` without drawing from its generator, or torch's own, and without index lists.
+
+    Its sampler is not asked for a pass: to one that counts them, or starts afresh, that would be the end of this one.
+    """
+    mute = copy.copy(loader)
+    mute.__dict__.update(generator=torch.Generator(), batch_sampler=(), sampler=())  # the base seed is drawn here
+    plain: Any = iter(mute)
+    plain._index_sampler = loader._index_sampler  # its length
+    return plain
