@@ -393,12 +393,11 @@ class SampleCache(Dataset[Any]):
 
     def _drawn_nothing(self, indices: list[Any], fetch: Callable[[list[Any]], Any]) -> Any:
         """Fetch samples; give up if random numbers were drawn meanwhile, where that must have been the dataset."""
-        alone = self._compares() and not others_could_draw()
+        others = others_could_draw()
+        alone = not others and self._compares()
         before = random_state() if alone else ()
         # Beside other threads the states tell nothing, so draws are listened for, which slows a fetch down.
-        listens = (
-            not alone and others_could_draw() and self._counts[_LISTENED] < _LISTENED_TO and sys.getprofile() is None
-        )
+        listens = others and self._counts[_LISTENED] < _LISTENED_TO and sys.getprofile() is None
         recorder = DrawRecorder()
         samples = recorder.call(fetch, indices) if listens else fetch(indices)
         self._counts[_FETCHED] += len(indices)

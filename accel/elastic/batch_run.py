@@ -245,7 +245,7 @@ class BatchRun(Onlooker):
             is_usual = is_usual and not self._meter.is_measuring
             self._meter.end_step()
         elif self._meter is not None:
-            self._meter.skip_step(self._samples)
+            self._meter.skip_step(self._samples // self._sampler.num_replicas)
         if is_usual and self.controller is not None:
             self.controller.timed(self._samples, self.end.at - self._began)
         if self._steps >= self._decision_due and not self._is_busy:

@@ -171,7 +171,7 @@ class Session:
 
     def leave_out_step(self) -> None:
         """Do not count the time of the step that begins: something else is measured in it."""
-        self._is_left_out = True
+        self._is_left_out = self._state.mode is Mode.MEASURING
 
     def begin_again(self) -> None:
         """Forget the times of the present action: its steps have another size from now on."""

@@ -219,7 +219,9 @@ def _quiet_iter(loader: DataLoader[Any]) -> Any:
     Its sampler is not asked for a pass: to one that counts them, or starts afresh, that would be the end of this one.
     """
     mute = copy.copy(loader)
-    mute.__dict__.update(generator=torch.Generator(), batch_sampler=(), sampler=())  # the base seed is drawn here
+    mute.__dict__.update(generator=torch.Generator(), sampler=())  # the base seed is drawn here
+    if loader.batch_sampler is not None:  # else samples are not collated
+        mute.__dict__["batch_sampler"] = ()
     plain: Any = iter(mute)
     plain._index_sampler = loader._index_sampler  # its length
     return plain

@@ -52,6 +52,26 @@ class Silent:
         self.failures.append(str(error))
 
 
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_workers_that_began_an_epoch_ahead_are_switched_off_within_it(batch_size: int | None) -> None:
+    """Also where samples are not collated."""
+    loader: DataLoader[Any] = DataLoader(Squares(), batch_size=batch_size, shuffle=True)
+    torch.manual_seed(1)
+    wanted = [batch for _ in range(3) for batch in loader]
+    proxy: Any = LoaderProxy(loader, Silent())
+    pool = Continuous(loader, ProcessEngine(loader, 1))
+    torch.manual_seed(1)
+    seen = []
+    for _ in range(3):
+        proxy._accel_fetching.workers = pool
+        for number, batch in enumerate(proxy):
+            seen.append(batch)
+            proxy._accel_fetching.workers = None if number in (1, 2) else pool
+    pool.close()
+    assert len(seen) == len(wanted)
+    assert all(one.equal(other) for one, other in zip(seen, wanted, strict=True))
+
+
 def make_loader(dataset: Dataset[Any] | None = None, **options: Any) -> DataLoader[Any]:
     return DataLoader(dataset or Squares(), batch_size=4, shuffle="sampler" not in options, **options)
 
