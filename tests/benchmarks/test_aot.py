@@ -41,6 +41,7 @@ def test_the_table_has_no_spill_and_no_row_of_something_else(same_compiler: None
     assert [row.variant for row in aot.read()] == [name for name in aot.names() for _ in aot.ARCHITECTURES]
 
 
+@pytest.mark.slow
 def test_a_sample_compiles_to_its_rows(same_compiler: None) -> None:
     found = aot.compile_all(SAMPLE, jobs=1)  # each more is a process that imports torch and triton
     assert aot.problems(found, [row for row in aot.read() if row.variant in SAMPLE]) == []

@@ -22,7 +22,7 @@ from benchmarks.variants import BY_HAND
 from benchmarks.whole_process import Course, Process, ProcessFailed, Stop
 
 # By default those with what the others lack: a discriminator beside, clipping, targets that are assigned.
-FEW = {"gan", "lstm", "fcos3d", "ncf"}
+FEW = {"fcos3d", "ncf"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in MODELS])

@@ -28,7 +28,7 @@ def _on_a_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim, "AdamW", lambda params, **options: torch.optim.SGD(params, 0.01, foreach=False))
 
 
-@pytest.mark.parametrize("model", graphs.MODELS)
+@pytest.mark.parametrize("model", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_captured_steps_lose_what_eager_ones_lose(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "STEPS", 6)
     row = graphs.measured(model, "cpu", timed)

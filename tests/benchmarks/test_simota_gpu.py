@@ -36,6 +36,7 @@ def test_the_loop_takes_the_values_that_ours_reads(batch: Batch) -> None:
     assert [int(one.fg_mask.sum()) for one in held.loop()] == batch.assign().num_fg.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
 def test_the_plain_path_compiles_whole(batch: Batch) -> None:
     torch._dynamo.reset()

@@ -24,7 +24,7 @@ def test_training_goes_on_like_dense_after_an_infinite_step() -> None:
             assert one["dense"] < 0.8 * one["first"], name
 
 
-@few(cases.COMPRESSORS, ("int8", "PowerSGD"))
+@few(cases.COMPRESSORS, ("PowerSGD",))
 def test_a_void_step_is_as_if_it_had_not_been(names: tuple[str, ...]) -> None:
     for found in run_ranks(cases.as_if_it_had_not_been, 2, names):
         assert tuple(found) == names
@@ -32,7 +32,7 @@ def test_a_void_step_is_as_if_it_had_not_been(names: tuple[str, ...]) -> None:
             assert one == {"weights": True, "residual": True}, name
 
 
-@few(cases.LAWS, ("1-bit, flat", "PowerSGD, hosts", "plan, flat"))
+@few(cases.LAWS, ("PowerSGD, hosts", "plan, flat"))
 def test_residuals_follow_the_scale(names: tuple[str, ...]) -> None:
     for found in run_ranks(cases.law, 4, names, per_host=2):
         refused = found.pop("refused")

@@ -20,7 +20,7 @@ def test_dense_steps_are_those_of_sgd_with_momentum() -> None:
         assert max(found.values()) < 1e-13, found
 
 
-@few(cases.WAYS, ("twice", "hosts"))
+@few(cases.WAYS, ("hosts",))
 def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities(names: tuple[str, ...]) -> None:
     for found in run_ranks(cases.law, 4, names, per_host=2):
         assert tuple(found) == names

@@ -145,6 +145,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.sample(2, every_value=False)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in VARIANTS else []) for name in COMPRESSORS]
 )

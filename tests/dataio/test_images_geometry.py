@@ -63,7 +63,9 @@ def quantiles(values: list[float]) -> np.ndarray:
 
 
 # 375 x 500 as most photographs; 40 x 400 needs the attempts, 10 x 400 the way out after ten of them.
-@pytest.mark.parametrize("shape", [(375, 500), (40, 400), (10, 400)])
+@pytest.mark.parametrize(
+    "shape", [*(pytest.param(shape, marks=pytest.mark.slow) for shape in ((375, 500), (10, 400))), (40, 400)]
+)
 def test_random_crop_has_torchvisions_distribution(shape: tuple[int, int]) -> None:
     need("torchvision")
     from torchvision.transforms import RandomResizedCrop as Theirs

@@ -102,7 +102,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.sample(2, every_value=False)
+@pytest.mark.sample(4, every_value=False)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in PAIRS else []) for name in LAYERS]
 )
@@ -331,7 +331,7 @@ DROPPED = {
 }
 
 
-@pytest.mark.sample(2, every_value=False)
+@pytest.mark.sample(4, every_value=False)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if "large window" in name else []) for name in DROPPED]
 )

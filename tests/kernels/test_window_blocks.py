@@ -36,6 +36,7 @@ WHOLE = {
 """By the tiles that a GPU runs: two and more blocks and parts, tails of 16, 64 and none."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name.startswith("1 x 80") else [pytest.mark.slow]) for name in WHOLE]
 )
@@ -79,7 +80,7 @@ SMALL = {
 SMALL["not shifted, two heads of 24, no bias"].table.zero_()
 
 
-QUICK = ("a tail, shifted", "cosine, shifted, half, three windows", "one token")
+QUICK = ("cosine, shifted, half, three windows", "one token")
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,7 @@ def test_dropout_by_replay(cosine: bool, small_tiles: None, monkeypatch: pytest.
     assert_close(found, layer.run(torch.float64, dropout=0.4), layer)
 
 
+@pytest.mark.slow
 def test_regions_that_are_given_are_those_of_the_shift(small_tiles: None) -> None:
     """Any window may hold several of those, and not the last of a row or column alone."""
     layer = Layer((1, 18), (0, 7), (1, 36), heads=1, channels=16)

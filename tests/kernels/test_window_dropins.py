@@ -35,7 +35,7 @@ def run(model: nn.Module, *inputs: Tensor | None) -> dict[str, Tensor]:
     return {"output": out.detach(), **grads}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6, every_value=False)
 @pytest.mark.parametrize("case", SIZES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fused_model_computes_the_same(name: str, case: str) -> None:
@@ -55,6 +55,7 @@ def test_a_fused_model_computes_the_same(name: str, case: str) -> None:
         assert float((found[tensor_name] - tensor).abs().max()) <= 1e-9 * scale, tensor_name
 
 
+@pytest.mark.sample(2, every_value=False)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_fused_op_is_what_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All four attention layers call it, and none takes the library's own path."""
@@ -69,6 +70,7 @@ def test_the_fused_op_is_what_runs(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert len(calls) == 4
 
 
+@pytest.mark.sample(2, every_value=False)
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_else_changes(name: str) -> None:
     model = MODELS[name](64, 4)
@@ -88,6 +90,7 @@ def test_nothing_else_changes(name: str) -> None:
     assert any(isinstance(m, DropIn) for m in model.modules())
 
 
+@pytest.mark.sample(2, every_value=False)
 @pytest.mark.parametrize("name", MODELS)
 def test_copies_and_pickles_are_plain(name: str) -> None:
     model = MODELS[name](64, 4)
@@ -101,6 +104,7 @@ def test_copies_and_pickles_are_plain(name: str) -> None:
             assert torch.equal(other.state_dict()[key], value)
 
 
+@pytest.mark.sample(2, every_value=False)
 @pytest.mark.parametrize("name", MODELS)
 def test_in_mixed_precision(name: str) -> None:
     model = randomised(MODELS[name](64, 4))

@@ -23,6 +23,7 @@ from accel.kernels.window_attention.libraries import DropIn
 from accel.kernels.window_dropins import fuse_window_attention
 from tests.kernels.hosts import MODELS, MODULES, OfficialWindowAttention, randomised, serve_cpu
 from tests.kernels.test_window_dropins import run, shift_mask
+from tests.sampling import examples
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +60,7 @@ def same(found: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
 # -- what each library's module must stand -----------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2, every_value=False)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_validated_and_then_trained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As every Lightning user's sanity check does."""
@@ -87,9 +89,8 @@ def test_a_mask_is_read_in_any_mode(name: str, made: str, monkeypatch: pytest.Mo
     same(run(module, x, mask), plain)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "torchvision v2" else pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore")  # of the exporter's own
 def test_an_exported_model_runs_where_this_package_is_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_cpu(monkeypatch)
@@ -113,6 +114,7 @@ def test_a_traced_model_holds_the_librarys_operators(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(traced(images()), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
 @V2_ALONE
 def test_a_size_is_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +189,7 @@ def test_a_model_on_a_cpu_is_left_alone(name: str) -> None:
     assert [type(module) for module in model.modules()] == kinds
 
 
+@pytest.mark.sample(2, every_value=False)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fused_model_that_is_moved_to_a_cpu_is_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small(name)
@@ -263,7 +266,7 @@ def the_same_after(actions: list[str], name: str) -> None:
         same(run(model.model, images()), plain)
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(st.lists(st.sampled_from(sorted(set(ACTIONS) - {"export"})), min_size=1, max_size=4), st.sampled_from(HOSTS))
 def test_a_fused_model_is_the_same_after_anything(actions: list[str], name: str) -> None:
     the_same_after(actions, name)

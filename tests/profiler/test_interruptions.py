@@ -33,7 +33,7 @@ def record(at: int | None, *, deferred: bool) -> tuple[Interrupter, Recorder, li
     return interrupter, recorder, seen
 
 
-@pytest.mark.parametrize("places", [12, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("places", [6, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("deferred", [False, True])
 def test_steps_after_ctrl_c_are_recorded(deferred: bool, places: int) -> None:
     """At so many lines, spread evenly over all that two epochs run."""

@@ -156,6 +156,7 @@ def logging_free(bench: Bench) -> None:
         bench.optimizer.step()
 
 
+@pytest.mark.sample(2, every_value=False)
 @pytest.mark.parametrize(
     ("loop", "cause"),
     [

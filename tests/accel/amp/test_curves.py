@@ -83,7 +83,7 @@ def curve(data: tuple[Tensor, Tensor], name: str, make: Any, **options: Any) -> 
     return torch.stack(losses)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(12, every_value=False)
 @pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdamW])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", MODELS)

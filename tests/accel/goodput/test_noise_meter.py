@@ -70,6 +70,7 @@ def sum_of(rows: list[tuple[float, float]], column: int) -> float:
     return math.fsum(row[column] for row in rows)
 
 
+@pytest.mark.sample(2, every_value=False)
 @pytest.mark.parametrize(
     ("name", "accumulation"), [*((name, count) for name in OPTIMIZERS for count in (1, 2)), ("sgd", 8), ("adam", 8)]
 )

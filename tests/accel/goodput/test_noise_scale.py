@@ -214,7 +214,7 @@ def test_interval_at_a_confidence_beyond_the_test_for_zero() -> None:
     assert high == math.inf
 
 
-@pytest.mark.parametrize("dimensions", [2, 10, 500])
+@pytest.mark.parametrize("dimensions", [10, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 500))])
 def test_pure_noise_is_never_certain_of_a_large_phi(dimensions: int) -> None:
     """Of runs with 150 looks, few see a lower end above 0 at any of them; AdaptDL's clamp went from 16 to 512 here."""
     runs, wrong = 60, 0

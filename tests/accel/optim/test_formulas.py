@@ -14,7 +14,7 @@ MIXED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 IDS = [name_of(case) for case in OPTIONS]
 
 
-@pytest.mark.sample(2, every_value=False)
+@pytest.mark.sample(4, every_value=False)
 @pytest.mark.parametrize("case", OPTIONS, ids=IDS)
 def test_two_hundred_steps_by_operators(case: Any) -> None:
     pair = Pair(*case, shapes=[(3, 5), ()])
@@ -31,7 +31,7 @@ def test_mixed_dtypes_by_operators(case: Any) -> None:
     pair.check(12)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6, every_value=False)
 @pytest.mark.parametrize("case", OPTIONS, ids=IDS)
 def test_steps_by_kernels(case: Any, interpreted: None) -> None:
     pair = Pair(*case, shapes=[(), (1030,), (0, 4)])

@@ -122,7 +122,7 @@ def _fresh() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.sample(3, every_value=False)
+@pytest.mark.sample(6, every_value=False)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_changed_graph_draws_as_the_model_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_draws, "compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))

@@ -264,7 +264,7 @@ def test_much_evaluation_is_compiled_for(backend: Counts, monkeypatch: pytest.Mo
     assert backend.graphs == 2
 
 
-@pytest.mark.parametrize("setting", [BLOCKS, WHOLE])
+@pytest.mark.parametrize("setting", [BLOCKS, pytest.param(WHOLE, marks=pytest.mark.slow)])
 def test_varying_lengths_take_few_graphs(setting: str, backend: Counts) -> None:
     model = Stack(2 if setting == BLOCKS else 1, drop=0.2)
     plain = copy.deepcopy(model)
