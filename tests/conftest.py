@@ -22,6 +22,7 @@ from filelock import FileLock
 from hypothesis import settings
 
 from accel.profiler.host import usable_cores
+from tests import huge_pages
 from tests.durations import Durations
 from tests.sampling import mark_the_rest_slow
 
@@ -86,6 +87,7 @@ def pytest_collection() -> Iterator[None]:
     yield
     gc.freeze()
     gc.enable()
+    huge_pages.use()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" picks

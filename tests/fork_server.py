@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection
 
 from filelock import FileLock
 
+from tests import huge_pages
+
 FIRST_SESSION_S = 60.0
 """Nobody came after it was started: whoever started it is gone."""
 LOOK_S = 0.1
@@ -37,6 +39,7 @@ def serve(address: str, lock: str, preload: Sequence[str]) -> None:
     for name in preload:
         importlib.import_module(name)
     gc.freeze()  # or each child looks through all of torch when it ends, which took 1.1 s
+    huge_pages.use()
     sessions: set[int] = set()
     timeout_s = FIRST_SESSION_S
     while True:
