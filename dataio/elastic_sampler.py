@@ -58,7 +58,8 @@ class ElasticSampler(Sampler[list[int]]):
         tail: of a last step that doesn't fill all batches. All ranks take the same number of steps under each.
             "pad" (default): fewer than W repeats from the epoch's beginning give every rank equally many; `fresh` tells
             them apart. "drop": fewer than W samples are left out instead. "uneven": exactly once; batches of the last
-            two steps may differ by one, and a rank's last may be empty if n < W or batches are of 1.
+            two steps may differ by one, and a rank's last may be empty if n < W, batches are of 1, or fewer than W were
+            left when a state was loaded. "fill": as "uneven", but a repeat in place of an empty batch.
 
     Raises:
         ValueError: if an argument is out of range, or torchrun started several ranks and there is no process group.

@@ -125,7 +125,7 @@ def _order(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _tail(loader: DataLoader[Any]) -> Tail:
-    """Return what becomes of the last step: each sample comes once, unless a rank would be left without any."""
+    """Return what becomes of the last step: each sample comes once, and no rank is left without any."""
     if isinstance(loader.sampler, DistributedSampler) and loader.sampler.drop_last:
         return "drop"
-    return "pad" if loader.batch_size == 1 else "uneven"
+    return "fill"

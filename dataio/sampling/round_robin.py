@@ -10,12 +10,14 @@ What is done at the end of an epoch, when m < G places are left:
 | pad | the least E_j ≥ m: repeats from the epoch's beginning end the round | at least once; < W repeats |
 | drop | the greatest E_j ≤ m: a round that cannot be ended is left out | at most once; < W never |
 | uneven | m | exactly once |
+| fill | max(m, W) | exactly once, but for < W repeats where m < W |
 
 "pad" and "drop" are DistributedSampler's drop_last=False and True. The number of steps is a function of the batch sizes
 and of what is left, so it is the same on every rank. After "pad" and "drop" ranks have equally many, or as many as
 their smaller batch holds. Under "uneven" the last two steps share their samples where m < W would leave a rank without
-any, so that each has one in both; only where there are too few for that (n < W, or batches of 1) does a
-rank get an empty batch.
+any, so that each has one in both; only where there are too few for that (n < W, batches of 1, or an epoch that is
+resumed with m < W left) does a rank get an empty batch, of which few loops can take a step. "fill" is "uneven", but
+such a rank gets a repeat.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-Tail = Literal["pad", "drop", "uneven"]
+Tail = Literal["pad", "drop", "uneven", "fill"]
 
 
 class RoundRobin:
@@ -95,11 +97,13 @@ class RoundRobin:
     def _shares(self, left: int) -> bool:
         """Return whether this step and the last one share what is left, so that each rank has a sample in both."""
         alone = 0 < left - self._all < self._ranks
-        return self.tail == "uneven" and not self.drop_last and alone and left >= 2 * self._ranks
+        return self.tail in ("uneven", "fill") and not self.drop_last and alone and left >= 2 * self._ranks
 
     def _last(self, left: int) -> int:
         if left == 0 or self.tail == "uneven":
             return left
+        if self.tail == "fill":
+            return max(left, self._ranks)
         if self.tail == "pad":
             return int(self._ends[np.searchsorted(self._ends, left)])
         ended = int(np.searchsorted(self._ends, left, side="right"))

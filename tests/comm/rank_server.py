@@ -19,4 +19,5 @@ import torch._dynamo
 
 import accel.comm.bandwidth
 import accel.comm.selector
+import tests.accel.elastic.scheduled_job
 import tests.comm.cases

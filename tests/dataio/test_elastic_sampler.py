@@ -118,7 +118,24 @@ def test_every_position_can_be_resumed() -> None:
             assert sorted(flat(steps(samplers))) == sorted(order[position:])
 
 
-@given(st.integers(0, 400), SIZES, st.sampled_from(["pad", "drop", "uneven"]), st.booleans())
+def test_fill_leaves_no_rank_empty_wherever_an_epoch_is_resumed() -> None:
+    order = flat(steps(ranks(37, [1])))
+    for position in range(37):
+        for sizes in ([1], [4, 4], [1, 1, 1], [3, 1, 5], [2] * 40):
+            samplers = ranks(37, sizes, tail="fill")
+            seen: list[int] = []
+            for sampler in samplers:
+                sampler.set_epoch(0, position)
+            for step in steps(samplers):
+                assert min(map(len, step)) >= 1
+                fresh = [sampler.fresh for sampler in samplers]
+                left = 37 - position - len(seen)
+                assert sum(map(len, step)) - sum(fresh) == max(0, len(sizes) - left)
+                seen += [index for batch, number in zip(step, fresh, strict=True) for index in batch[:number]]
+            assert sorted(seen) == sorted(order[position:])
+
+
+@given(st.integers(0, 400), SIZES, st.sampled_from(["pad", "drop", "uneven", "fill"]), st.booleans())
 def test_len_is_the_number_of_steps_on_every_rank(length: int, sizes: list[int], tail: Tail, drop_last: bool) -> None:
     samplers = ranks(length, sizes, tail=tail, drop_last=drop_last)
     expected = len(samplers[0])
@@ -137,7 +154,7 @@ def test_uneven_leaves_no_rank_empty_where_there_are_enough(length: int, world_s
         assert min(counts) >= 1 or length < world_size
 
 
-@given(LENGTHS.filter(bool), SIZES, st.sampled_from(["pad", "drop", "uneven"]))
+@given(LENGTHS.filter(bool), SIZES, st.sampled_from(["pad", "drop", "uneven", "fill"]))
 def test_weighted_mean_over_ranks_is_the_mean_of_the_step(length: int, sizes: list[int], tail: Tail) -> None:
     samplers = ranks(length, sizes, tail=tail)
     for step in steps(samplers):
@@ -146,7 +163,7 @@ def test_weighted_mean_over_ranks_is_the_mean_of_the_step(length: int, sizes: li
         assert sum(means) / len(sizes) == pytest.approx(np.mean([index for head in heads for index in head]))
 
 
-@given(SIZES, st.integers(1, 40), st.integers(0, 20), SIZES, st.sampled_from(["pad", "drop", "uneven"]))
+@given(SIZES, st.integers(1, 40), st.integers(0, 20), SIZES, st.sampled_from(["pad", "drop", "uneven", "fill"]))
 def test_indices_computed_at_once_are_those_computed_step_by_step(
     sizes: list[int], block: int, step: int, other: list[int], tail: Tail
 ) -> None:
