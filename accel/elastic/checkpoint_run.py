@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel.dataio.elastic_sampler import ElasticSampler
+from accel.elastic.bucket_order import BucketOrder
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.save_policy import SavePolicy
@@ -55,6 +56,7 @@ class CheckpointRun(Onlooker):
         self._say, self._terminate = say, terminate
         self._more: dict[str, Any] = {
             "sampler": sampler,
+            "buckets": BucketOrder(model),
             **settings.more,
             **({} if batch is None else {"batch": batch}),
         }

@@ -39,6 +39,6 @@ class Checkpointing:
             raise InvalidArgument(f"interval_s must be above 0, in seconds, got {self.interval_s!r}")
         if type(self.keep) is not int or self.keep < 1:
             raise InvalidArgument(f"keep must be a whole number of checkpoints, at least 1, got {self.keep!r}")
-        taken = {"sampler", "batch"} & set(self.more)
+        taken = {"sampler", "batch", "buckets"} & set(self.more)
         if taken:
             raise InvalidArgument(f"names in more must differ from accel's own, got {', '.join(sorted(taken))}")

@@ -6,8 +6,9 @@ are left.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -72,6 +73,18 @@ class _Mark:
 
 
 _MARK = _Mark()
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Tell listeners nothing of backward passes that are none of the loop's."""
+    before, _MARK._inside = _MARK._inside, True
+    try:
+        yield
+    finally:
+        _MARK._inside = before
+
+
 listen = _MARK.add
 """Add a listener."""
 forget = _MARK.remove

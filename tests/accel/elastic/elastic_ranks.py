@@ -18,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 import accel
 from accel import entry
 from accel.elastic import batch_run
+from accel.elastic.bucket_order import BucketOrder
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.save_policy import SavePolicy
@@ -73,6 +74,21 @@ def resumed(rank: int, world: int, folder: Path) -> dict[str, Any]:
     model, optimizer = made(rank + 10)
     notes = restore_state(state, model, optimizer)
     return {"step": state["step"], "weights": numbers(model), "draw": torch.rand(1).item(), "notes": notes}
+
+
+def buckets_put_back(rank: int, world: int) -> dict[str, Any]:
+    """Lay out the buckets as another run had them, twice; return what is to be seen of it."""
+    model, _ = made(0)
+    order = BucketOrder(model)
+    before = numbers(model), torch.get_rng_state().tolist(), order.state_dict()
+    first, *_ = model.parameters()
+    first.grad = torch.ones_like(first)
+    for _ in range(2):
+        order.load_state_dict({"order": [2, 0, 3, 1]})
+    after = numbers(model), torch.get_rng_state().tolist()
+    gradients = [None if each.grad is None else each.grad.sum().item() for each in model.parameters()]
+    model(torch.randn(2, 3)).sum().backward()
+    return {"before": before, "after": after, "gradients": gradients, "order": order.state_dict()["order"]}
 
 
 SAMPLES, EPOCHS = 6000, 2

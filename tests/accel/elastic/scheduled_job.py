@@ -119,8 +119,7 @@ def train(run: Run, rank: int, folder: Path, log: Log) -> None:
     random.seed(rank)
     np.random.seed(rank)
     model: nn.Module = DistributedDataParallel(
-        nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 1)),
-        find_unused_parameters=True,
+        nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 1))
     )
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)

@@ -27,9 +27,9 @@ CHOSEN = {
         Run(1, 4),
     ),
     "rank 0 killed while it saves": (
-        Run(2, 4, ends=one(0, 6, 12, KILL)),
-        Run(2, 4, ends=one(1, 5, "epoch", TERM)),
-        Run(2, 4),
+        Run(3, 4, ends=one(0, 6, 12, KILL)),
+        Run(3, 4, ends=one(1, 5, "epoch", TERM)),
+        Run(3, 4),
     ),
     "the batch grows and ranks join and leave": (
         Run(2, 4, 48, tuple((rank, End(12 + rank, "forward", TERM)) for rank in range(2))),
