@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -111,8 +111,8 @@ class Count:
         self.steps = state["steps"]
 
 
-def train(run: Run, rank: int, folder: Path, log: Log) -> None:
-    """Train as a script would, on one rank; the process group is there."""
+def train(run: Run, rank: int, folder: Path, log: Log, pace: Callable[[], None] = lambda: None) -> None:
+    """Train as a script would, on one rank, and call `pace` in each step; the process group is there."""
     interrupted = Interrupted(dict(run.ends).get(rank))
     _in_a_hurry(interrupted)
     torch.manual_seed(rank)
@@ -134,8 +134,10 @@ def train(run: Run, rank: int, folder: Path, log: Log) -> None:
     log(begins=count.steps)
     for epoch in remaining_epochs(loader, EPOCHS):
         for batch, target, index in loader:
-            log(step=count.steps, epoch=epoch, samples=index.tolist(), fresh=loader.batch_sampler.fresh)
+            taken = {"samples": index.tolist(), "fresh": loader.batch_sampler.fresh}
+            log(step=count.steps, epoch=epoch, world=run.world, **taken)
             interrupted.at("forward")
+            pace()
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(batch * random.uniform(0.9, 1)), target * np.random.uniform(0.9, 1))
             loss.backward()

@@ -101,7 +101,7 @@ class Training:
     def _run(self, run: Run) -> list[int]:
         before = newest_step(self.checkpoints)
         statuses = self._statuses(run)
-        logs = [_lines(self._log(len(self.runs), rank)) for rank in range(run.world)]
+        logs = [lines(self._log(len(self.runs), rank)) for rank in range(run.world)]
         self.runs.append(logs)
         begins = {line["begins"] for rank in logs for line in rank if "begins" in line}
         assert begins <= {before}, f"ranks began at steps {begins} of a training that was saved at {before}"
@@ -143,7 +143,7 @@ class Training:
         return [statuses[rank] for rank in range(run.world)]
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -163,7 +163,7 @@ def surviving(runs: list[list[list[dict[str, Any]]]]) -> dict[int, list[dict[str
         steps = {step: taken for step, taken in steps.items() if step < begins[0]}
         of_run: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for line in (line for lines in ranks for line in lines if "samples" in line):
-            of_run[line["step"]].append({**line, "world": len(ranks)})
+            of_run[line["step"]].append(line)
         steps |= of_run
     return steps
 
