@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel.kernels.support import Cost, applied, runs_triton
+from accel.kernels.support import Cost, applied, is_plain, runs_triton
 
 
 class Compacted(NamedTuple):
@@ -188,15 +188,21 @@ def compact(x: Tensor, mask: Tensor, size: int | None = None, pad: float = 0.0) 
     Heads whose losses compact this way: FCOS, https://arxiv.org/abs/1904.01355.
     """
     _check(x, mask, size)
-    size = len(x) if size is None else size
-    x_PC = x if x.dim() == 2 else x.reshape(len(x), math.prod(x.shape[1:]))
+    shape = x.shape
+    size = shape[0] if size is None else size
+    is_matrix = len(shape) == 2
+    x_PC = x if is_matrix else x.reshape(shape[0], math.prod(shape[1:]))
     if torch.compiler.is_compiling():
         source, count = _sources_op(mask, size)
         rows = _take_op(x_PC, source, float(pad))
     else:
         source, count = _sources(mask, size)
-        rows = _apply(TakeRowsFunction, x_PC, source, float(pad))
-    return Compacted(rows if x.dim() == 2 else rows.view(size, *x.shape[1:]), count)
+        rows = (_take if is_plain(x) else _take_differentiably)(x_PC, source, float(pad))
+    return Compacted(rows if is_matrix else rows.view(size, *shape[1:]), count)
+
+
+def _take_differentiably(x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
+    return _apply(TakeRowsFunction, x_PC, source_S, pad)
 
 
 def _check(x: Tensor, mask: Tensor, size: int | None) -> None:

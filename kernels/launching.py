@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -121,6 +121,13 @@ class LaunchPlan:
         return *self._numbers, *(self._constants[name] for name in names)
 
 
+class PreparedLaunch(NamedTuple):
+    """A launch with its tensors."""
+
+    plan: LaunchPlan
+    tensors: tuple[Tensor | None, ...]
+
+
 class PlannedKernel:
     """A Triton kernel that keeps a plan for each combination of numbers and compile-time arguments.
 
@@ -147,7 +154,14 @@ class PlannedKernel:
         """
         return functools.partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], /, *arguments: Any, **constants: Any) -> None:
+    def prepared(self, grid: tuple[int, ...], /, *arguments: Any, **constants: Any) -> PreparedLaunch:
+        """Return a launch that takes nothing more: it is kept where the tensors stay the same.
+
+        Args:
+            grid: programs in up to three dimensions.
+            arguments: tensors, None in place of a tensor, and numbers, in the kernel's order.
+            constants: the compile-time arguments, and options of the compiler.
+        """
         count = 0
         for argument in arguments:
             if argument is not None and not isinstance(argument, Tensor):
@@ -162,4 +176,8 @@ class PlannedKernel:
             if len(self._plans) >= _MOST:
                 self._plans.clear()
             self._plans[key] = plan
-        plan(*arguments[:count])
+        return PreparedLaunch(plan, arguments[:count])
+
+    def _launch(self, grid: tuple[int, ...], /, *arguments: Any, **constants: Any) -> None:
+        plan, tensors = self.prepared(grid, *arguments, **constants)
+        plan(*tensors)

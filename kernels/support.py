@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _interpreted = False
 
@@ -73,6 +74,15 @@ def _applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return a function's `apply`, without torch's wrapper in Python where that does nothing: it takes 3 µs."""
     return function.apply if torch._C._are_functorch_transforms_active() else _applied(function)
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Return whether nothing is to be differentiated, in either direction, and no transform is at work."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return False
+    return forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None
 
 
 @contextmanager

@@ -56,6 +56,7 @@ class BlockCode:
         self, name: str, *, bits: int, block: int, encode_tile: EncodeTile, units: Units, flops: Flops
     ) -> None:
         self.name, self.bits, self.block = name, bits, block
+        self._encode_name, self._decode_name = f"{name}.encode", f"{name}.decode_sum"
         self._encode_tile, self._units, self._flops = encode_tile, units, flops
         # torch.compile sees opaque ops; eager calls go around them, for half the overhead.
         self.encode_op = torch.library.custom_op(
@@ -94,9 +95,9 @@ class BlockCode:
             ValueError: if shapes, dtypes, devices or layouts don't fit.
         """
         block = self.block if block is None else block
-        check_block(f"{self.name}.encode", block, 8 // self.bits)
+        check_block(self._encode_name, block, 8 // self.bits)
         size = self.encoded_bytes(values.numel(), block)
-        check_encode(f"{self.name}.encode", values, encoded, size, residual, lost)
+        check_encode(self._encode_name, values, encoded, size, residual, lost)
         run = self.encode_op if torch.compiler.is_compiling() else self._encode
         run(values, encoded, block, residual, lost, factor)
 
@@ -113,8 +114,8 @@ class BlockCode:
             ValueError: if shapes, dtypes, devices or layouts don't fit.
         """
         block = self.block if block is None else block
-        check_block(f"{self.name}.decode_sum", block, 8 // self.bits)
-        check_decode(f"{self.name}.decode_sum", encoded, out, self.encoded_bytes(out.numel(), block))
+        check_block(self._decode_name, block, 8 // self.bits)
+        check_decode(self._decode_name, encoded, out, self.encoded_bytes(out.numel(), block))
         if out.numel() == 0:
             return
         run = self.decode_sum_op if torch.compiler.is_compiling() else self._decode_sum

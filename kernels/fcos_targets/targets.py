@@ -138,9 +138,10 @@ def _fcos(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> FcosTargets:
         from accel.kernels.fcos_targets import triton as fcos_targets_triton
 
         return FcosTargets(*fcos_targets_triton.fcos(points, gts, config))
-    if gts.boxes.device.type == "cpu" and only_near(points, gts.boxes, gts.valid, by_area=True):
-        return fcos_near(points, gts, config)
-    return fcos_targets_ref(points, gts, config)
+    with torch.no_grad():
+        if gts.boxes.device.type == "cpu" and only_near(points, gts.boxes, gts.valid, by_area=True):
+            return fcos_near(points, gts, config)
+        return fcos_targets_ref(points, gts, config)
 
 
 def _fcos3d(
@@ -215,7 +216,6 @@ def _(
 # The public functions
 
 
-@torch.no_grad()
 def fcos_targets(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> FcosTargets:
     """Assign each point of each image its FCOS target: the smallest box whose centre region it lies in.
 
@@ -250,6 +250,11 @@ def fcos_targets(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> FcosTa
     check("fcos_targets", points, gts)
     if not torch.compiler.is_compiling():
         return _fcos(points, gts, config)
+    return _fcos_compiled(points, gts, config)
+
+
+@torch.no_grad()
+def _fcos_compiled(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> FcosTargets:
     where = points.xy, points.regress_range, points.stride, _flat_grids(points)
     how = config.background, config.center_sampling, config.radius, config.normalize
     return FcosTargets(*_fcos_op(*where, gts.boxes, gts.labels, gts.valid, *how))

@@ -9,13 +9,15 @@ labels, have the bits of the published head there. (On a CPU torch's own root is
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from accel.kernels.fcos_targets.inputs import FcosConfig, FcosGts, FcosPoints
-from accel.kernels.launching import PlannedKernel, ceil_div
+from accel.kernels.launching import PLANS, LaunchPlan, PlannedKernel, ceil_div
 
 _BLOCK = 256
 
@@ -208,12 +210,12 @@ def _in_order(points: FcosPoints) -> tuple[Tensor, Tensor, Tensor]:
 
 def fcos(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the FCOS kernel."""
-    (images, count), total = gts.valid.shape, len(points.xy)
+    (images, count), (total,) = gts.valid.shape, points.stride.shape
     labels = gts.labels.new_empty(images, total)
     sides, centerness = gts.boxes.new_empty(images, total, 4), gts.boxes.new_empty(images, total)
-    if labels.numel() == 0:
+    if images == 0 or total == 0:
         return labels, sides, centerness
-    _fcos_kernel[(ceil_div(total, _BLOCK), images)](
+    _fcos_plan(images, total, count, sides.dtype, config)(
         *_in_order(points),
         gts.boxes.contiguous(),
         gts.labels.contiguous(),
@@ -221,29 +223,36 @@ def fcos(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> tuple[Tensor, 
         labels,
         sides,
         centerness,
+    )
+    return labels, sides, centerness
+
+
+@functools.lru_cache(PLANS)
+def _fcos_plan(images: int, total: int, count: int, dtype: torch.dtype, config: FcosConfig) -> LaunchPlan:
+    return _fcos_kernel.plan(
+        (ceil_div(total, _BLOCK), images),
         total,
         count,
         BACKGROUND=config.background,
         RADIUS=config.radius,
         CENTER=config.center_sampling,
         NORMALIZE=config.normalize,
-        WORK=_work(sides.dtype),
+        WORK=_work(dtype),
         BLOCK=_BLOCK,
         enable_fp_fusion=False,
     )
-    return labels, sides, centerness
 
 
 def fcos3d(
     points: FcosPoints, gts: FcosGts, code: Tensor, attrs: Tensor, config: FcosConfig
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the FCOS3D kernel."""
-    (images, count), total = gts.valid.shape, len(points.xy)
+    (images, count), (total,) = gts.valid.shape, points.stride.shape
     labels, attributes = gts.labels.new_empty(images, total), attrs.new_empty(images, total)
     targets, centerness = code.new_empty(images, total, code.shape[-1]), code.new_empty(images, total)
-    if labels.numel() == 0:
+    if images == 0 or total == 0:
         return labels, targets, centerness, attributes
-    _fcos3d_kernel[(ceil_div(total, _BLOCK), images)](
+    _fcos3d_plan(images, total, count, code.shape[-1], targets.dtype, config)(
         *_in_order(points),
         gts.boxes.contiguous(),
         code.contiguous(),
@@ -254,16 +263,25 @@ def fcos3d(
         targets,
         centerness,
         attributes,
+    )
+    return labels, targets, centerness, attributes
+
+
+@functools.lru_cache(PLANS)
+def _fcos3d_plan(
+    images: int, total: int, count: int, columns: int, dtype: torch.dtype, config: FcosConfig
+) -> LaunchPlan:
+    return _fcos3d_kernel.plan(
+        (ceil_div(total, _BLOCK), images),
         total,
         count,
-        C=code.shape[-1],
+        C=columns,
         BACKGROUND=config.background,
         ATTR_BACKGROUND=config.attr_background,
         RADIUS=config.radius,
         NORMALIZE=config.normalize,
         ALPHA=config.centerness_alpha,
-        WORK=_work(targets.dtype),
+        WORK=_work(dtype),
         BLOCK=_BLOCK,
         enable_fp_fusion=False,
     )
-    return labels, targets, centerness, attributes

@@ -7,18 +7,21 @@ graph's own; hyperparameters are read from the table of all steps, so that `send
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, repeat
-from operator import and_, attrgetter, or_
-from typing import Any, NamedTuple
+from operator import and_, attrgetter, is_, or_
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from accel.kernels.optimizers.regular import copy_back, regular
 from accel.kernels.optimizers.rules import COLUMNS, Batch, Hypers, Kind, Scaling, UpdateOutcome, needs_norm, work_dtype
+
+if TYPE_CHECKING:
+    from accel.kernels.launching import PreparedLaunch
 
 CHUNK = 8192
 """Elements of a program: 100 M parameters are 12,000 programs, many for each core, so that the last ones are few."""
@@ -30,6 +33,7 @@ _ROWS = 7
 """Of the table of addresses."""
 _ALIGNMENT_BYTES = 16
 _DTYPE = attrgetter("dtype")
+_NUMBERS = frozenset((float, int, bool))
 
 
 class Form(NamedTuple):
@@ -127,11 +131,18 @@ class Launcher:
         self._signature: list[Any] = []
         self._addresses: list[int] = []
         self._numbers: list[list[float]] = []
+        self._plain_rows: list[Hypers] = []
         self._hypers = torch.empty(0, COLUMNS, dtype=torch.float64, device=device)
         self._norm = torch.zeros((), device=device)
         self._overflow = torch.zeros((), device=device)
+        self._kept_for: tuple[Any, ...] = ()
+        self._kept: list[PreparedLaunch] = []
         self._spare: tuple[Tensor, Tensor] | None = None
         self._captured: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out launches, which hold compiled kernels."""
+        return {**self.__dict__, "_kept_for": (), "_kept": []}
 
     def send(self, rows: Sequence[Hypers]) -> None:
         """Send the numbers of the parameter groups that changed; tensors among them are copied on the device.
@@ -139,6 +150,9 @@ class Launcher:
         Raises:
             RuntimeError: if a number changed within the capture of a graph, which can't send it.
         """
+        plain = all(map(_NUMBERS.issuperset, (map(type, row) for row in rows)))
+        if plain and rows == self._plain_rows:
+            return
         numbers = [[0.0 if _on_device(x) else float(x) for x in row] for row in rows]
         if numbers != self._numbers:
             if self._captures():
@@ -154,6 +168,7 @@ class Launcher:
             else:
                 self._hypers = sent(padded, self.device)
             self._numbers = numbers
+        self._plain_rows = list(rows) if plain else []
         for group, row in enumerate(rows):
             for column, x in enumerate(row):
                 if isinstance(x, Tensor) and _on_device(x):
@@ -177,12 +192,20 @@ class Launcher:
         if listing.addresses:
             table = self._laid_out(listing)
             addresses = self._addressed(table, listing.addresses, straight)
-            launch = _Launch(self, table, addresses, self._on_here(scaling))
+            step = _Step(self, table, addresses, self._on_here(scaling))
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                launch.run(kind, norm=normed)
+                for plan, tensors in self._prepared(step, kind, norm=normed):
+                    plan(*tensors)
             copy_back(copies)
         asked = scaling.checks or scaling.found_inf is not None
         return UpdateOutcome(self._norm if normed else None, self._overflow if asked else None)
+
+    def _prepared(self, step: _Step, kind: Kind, *, norm: bool) -> list[PreparedLaunch]:
+        """Return the launches of a step; those of a step with the same tensors of ours are kept."""
+        key = (kind, norm, step.table, step.addresses, self._hypers, step.scaling.grad_scale, step.scaling.found_inf)
+        if len(self._kept_for) != len(key) or not all(map(is_, key, self._kept_for)):
+            self._kept_for, self._kept = key, list(step.launches(kind, norm=norm))
+        return self._kept
 
     def _laid_out(self, listing: _Listing) -> AddressTable:
         if self._table is None or self._signature != listing.signature:
@@ -311,92 +334,94 @@ class _Listing:
 
 
 @dataclass(frozen=True)
-class _Launch:
-    """The kernels of one step."""
+class _Step:
+    """The kernels of one step, launch after launch."""
 
     launcher: Launcher
     table: AddressTable
     addresses: Tensor
     scaling: Scaling
 
-    def run(self, kind: Kind, *, norm: bool) -> None:
-        """Launch them."""
+    def launches(self, kind: Kind, *, norm: bool) -> Iterator[PreparedLaunch]:
+        """Yield them."""
         if norm or kind == "lars":
-            self._sums(weights=kind == "lars")
-        self._scalars(kind, norm=norm)
+            yield from self._sums(weights=kind == "lars")
+        yield self._scalars(kind, norm=norm)
         if kind in ("sgd", "lars"):
             if kind == "lars":
-                self._ratio(self.table.squares[1], self.table.squares[0], adaptive=False)
+                yield self._ratio(self.table.squares[1], self.table.squares[0], adaptive=False)
             for form, work in self.table.launches.items():
-                self._sgd(form, work)
+                yield self._sgd(form, work)
         elif kind == "adam":
             for form, work in self.table.launches.items():
-                self._adam(form, work)
+                yield self._adam(form, work)
         else:
-            self._lamb()
+            yield from self._lamb()
 
-    def _sums(self, *, weights: bool) -> None:
+    def _sums(self, *, weights: bool) -> Iterator[PreparedLaunch]:
         from accel.kernels.optimizers.triton_scalars import sums_kernel
 
         table = self.table
         squares = table.squares[1] if weights else None
         for form, work in table.launches.items():
-            sums_kernel[(work.shape[1],)](
-                self.addresses, table.layout, work, self.scaling.grad_scale, table.squares[0], squares,
+            yield sums_kernel.prepared(
+                (work.shape[1],), self.addresses, table.layout, work, self.scaling.grad_scale, table.squares[0],
+                squares,
                 table.infinite, len(table.entries), work.shape[1], **constants(form), CHUNK=CHUNK, BLOCK=BLOCK,
             )  # fmt: skip
 
-    def _scalars(self, kind: Kind, *, norm: bool) -> None:
+    def _scalars(self, kind: Kind, *, norm: bool) -> PreparedLaunch:
         from accel.kernels.optimizers.triton_scalars import scalars_kernel
 
         table, count = self.table, len(self.table.entries)
-        scalars_kernel[(-(-count // _TENSORS),)](
-            self.addresses, table.layout, self.launcher._hypers, self.scaling.grad_scale, self.scaling.found_inf,
+        return scalars_kernel.prepared(
+            (-(-count // _TENSORS),), self.addresses, table.layout, self.launcher._hypers, self.scaling.grad_scale,
+            self.scaling.found_inf,
             table.squares[0] if norm else None, table.infinite if norm else None, table.scalars,
             self.launcher._norm, self.launcher._overflow, count, table.chunks,
             ADAPTIVE=kind in ("adam", "lamb"), LAYERWISE=kind in ("lamb", "lars"), CHECKS=self.scaling.checks,
             BLOCK=_TENSORS,
         )  # fmt: skip
 
-    def _ratio(self, first: Tensor, second: Tensor, *, adaptive: bool) -> None:
+    def _ratio(self, first: Tensor, second: Tensor, *, adaptive: bool) -> PreparedLaunch:
         from accel.kernels.optimizers.triton_scalars import ratio_kernel
 
         table, count = self.table, len(self.table.entries)
-        ratio_kernel[(count,)](
-            table.layout, self.launcher._hypers, first, second, None if adaptive else self.scaling.grad_scale,
+        return ratio_kernel.prepared(
+            (count,), table.layout, self.launcher._hypers, first, second, None if adaptive else self.scaling.grad_scale,
             table.scalars, self.launcher._overflow, count, ADAPTIVE=adaptive, CHUNK=CHUNK,
         )  # fmt: skip
 
-    def _sgd(self, form: Form, work: Tensor) -> None:
+    def _sgd(self, form: Form, work: Tensor) -> PreparedLaunch:
         from accel.kernels.optimizers.triton import sgd_kernel
 
-        sgd_kernel[(work.shape[1],)](
-            *self._walk(work), **constants(form), HAS_BUFFER=form.has_buffer, NESTEROV=form.nesterov, CHUNK=CHUNK,
-            BLOCK=BLOCK,
+        return sgd_kernel.prepared(
+            (work.shape[1],), *self._walk(work), **constants(form), HAS_BUFFER=form.has_buffer, NESTEROV=form.nesterov,
+            CHUNK=CHUNK, BLOCK=BLOCK,
         )  # fmt: skip
 
-    def _adam(self, form: Form, work: Tensor) -> None:
+    def _adam(self, form: Form, work: Tensor) -> PreparedLaunch:
         from accel.kernels.optimizers.triton import adam_kernel
 
-        adam_kernel[(work.shape[1],)](
-            *self._walk(work), **constants(form), AMSGRAD=form.amsgrad, CHUNK=CHUNK, BLOCK=BLOCK
+        return adam_kernel.prepared(
+            (work.shape[1],), *self._walk(work), **constants(form), AMSGRAD=form.amsgrad, CHUNK=CHUNK, BLOCK=BLOCK
         )
 
-    def _lamb(self) -> None:
+    def _lamb(self) -> Iterator[PreparedLaunch]:
         from accel.kernels.optimizers.triton import apply_kernel, moments_kernel
 
         table = self.table
         weights, updates = table.squares[1], table.squares[0]  # the gradients' squares are no more needed
         for form, work in table.launches.items():
             *tables, count, programs = self._walk(work)
-            moments_kernel[(programs,)](
-                *tables, weights, updates, count, programs, **constants(form), CHUNK=CHUNK, BLOCK=BLOCK
+            yield moments_kernel.prepared(
+                (programs,), *tables, weights, updates, count, programs, **constants(form), CHUNK=CHUNK, BLOCK=BLOCK
             )
-        self._ratio(weights, updates, adaptive=True)
+        yield self._ratio(weights, updates, adaptive=True)
         for form, work in table.launches.items():
             fixed = constants(form)
             del fixed["GRAD"]
-            apply_kernel[(work.shape[1],)](*self._walk(work), **fixed, CHUNK=CHUNK, BLOCK=BLOCK)
+            yield apply_kernel.prepared((work.shape[1],), *self._walk(work), **fixed, CHUNK=CHUNK, BLOCK=BLOCK)
 
     def _walk(self, work: Tensor) -> tuple[Any, ...]:
         table = self.table

@@ -78,7 +78,7 @@ def _put_kernel(
 
 def sources(mask_P: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Launch the search for sources."""
-    total = len(mask_P)
+    (total,) = mask_P.shape
     source = mask_P.new_empty(size, dtype=torch.int64)
     if total == 0:
         return source.zero_(), mask_P.new_zeros((), dtype=torch.int64)
@@ -94,9 +94,9 @@ def _sources_plan(total: int, size: int) -> LaunchPlan:
 
 def take(x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
     """Launch the taking of rows."""
-    (total, columns), size = x_PC.shape, len(source_S)
+    (total, columns), (size,) = x_PC.shape, source_S.shape
     out = x_PC.new_empty(size, columns)
-    if out.numel() == 0:
+    if size == 0 or columns == 0:
         return out
     if total == 0:
         return out.fill_(pad)
@@ -114,7 +114,7 @@ def put(rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
     """Launch the putting back of rows."""
     size, columns = rows_SC.shape
     out = rows_SC.new_zeros(total, columns)
-    if out.numel() == 0 or size == 0:
+    if total == 0 or columns == 0 or size == 0:
         return out
     _put_plan(total, size, columns)(rows_SC.contiguous(), source_S, out)
     return out

@@ -63,7 +63,7 @@ def gather(x_NGC: Tensor, index_N: Tensor) -> Tensor:
     """Launch the gather."""
     groups, rows, columns = x_NGC.shape
     out = x_NGC.new_empty(groups, columns)
-    if out.numel() == 0:
+    if groups == 0 or columns == 0:
         return out
     if rows == 0:
         return out.zero_()
@@ -83,7 +83,7 @@ def scatter(rows_NC: Tensor, index_N: Tensor, group: int) -> Tensor:
     """Launch the scatter."""
     groups, columns = rows_NC.shape
     out = rows_NC.new_empty(groups, group, columns)
-    if out.numel() == 0:
+    if groups == 0 or group == 0 or columns == 0:
         return out
     _scatter_plan(groups, group, columns)(rows_NC.contiguous(), index_N.contiguous(), out)
     return out

@@ -148,7 +148,7 @@ def take(
     if numel == 0:
         return positions.zero_(), selected.zero_(), ends.new_zeros(())
     if size:
-        _take_plan(numel, size, len(ends))(values, least, maxima, ends, positions, selected)
+        _take_plan(numel, size, ends.shape[0])(values, least, maxima, ends, positions, selected)
     return positions, selected, ends[-1].clone()
 
 

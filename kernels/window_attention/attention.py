@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from accel.kernels import support
 from accel.kernels.support import Cost
+from accel.kernels.tables import hides_values
 from accel.kernels.window_attention.regions import mask_of_regions, merge, partition, relative_index, shift_regions
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -67,7 +68,9 @@ class CheckedCall(NamedTuple):
     spec: Spec
     is_empty: bool
     plans: dict[Hashable, Any]
-    """How its kernels are launched, filled by them: by pass, and by what else may differ from call to call."""
+    """How its kernels are launched, filled by them: by what else may differ from call to call."""
+    regions: list[Tensor]
+    """Of the shifted map, filled by the first call whose tensors have values."""
 
 
 def window_attention(
@@ -157,12 +160,24 @@ def shifted_window_attention(
     Source: https://arxiv.org/abs/2103.14030, section 3.2.
     """
     known = _checked(_check_map, qkv, table, head_scale, heads, window, shift, scale, mask_value, dropout)
-    spec, regions = known.spec, None
-    # A compiler would build the table, on the CPU, in every step: so the operator looks it up itself.
-    in_operator = torch.compiler.is_compiling() and _runs_kernels(qkv)
-    if any(spec.shift) and not in_operator and not known.is_empty:
-        regions = shift_regions((qkv.shape[1], qkv.shape[2]), spec.window, spec.shift, qkv.device)
-    return _attend(qkv, table, head_scale, regions, known)
+    return _attend(qkv, table, head_scale, _own_regions(qkv, known), known)
+
+
+def _own_regions(qkv: Tensor, known: CheckedCall) -> Tensor | None:
+    """Return the regions of a shifted map; None where there is one, and where the operator looks them up itself."""
+    spec = known.spec
+    if known.is_empty or spec.shift == (0, 0):
+        return None
+    hidden = hides_values()
+    if known.regions and not hidden:
+        return known.regions[0]
+    # A compiler would build the table, on the CPU, in every step.
+    if hidden and torch.compiler.is_compiling() and _runs_kernels(qkv):
+        return None
+    regions = shift_regions((qkv.shape[1], qkv.shape[2]), spec.window, spec.shift, qkv.device)
+    if not hidden:
+        known.regions[:] = [regions]
+    return regions
 
 
 def cost(windows: int, spec: Spec, head_channels: int, element_bytes: int, *, backward: bool = False) -> Cost:
@@ -278,19 +293,20 @@ _MOST_CHECKED = 512
 _checked_calls: dict[Hashable, CheckedCall] = {}
 
 
-def _checked(check: Callable[[Tensor, Any, Any], None], qkv: Tensor, *rest: Any) -> CheckedCall:
+def _checked(
+    check: Callable[[Tensor, Any, Any], None], qkv: Tensor, table: Tensor, head_scale: Tensor | None, *numbers: Any
+) -> CheckedCall:
     """Check a call; what was checked once, with the same shapes, dtypes and numbers, is known."""
     if torch.compiler.is_compiling():
-        return _made(check, qkv, *rest)
-    table, head_scale, *numbers = rest
+        return _made(check, qkv, table, head_scale, *numbers)
     third = None if head_scale is None else (head_scale.shape, head_scale.dtype, head_scale.device)
-    key = (check, qkv.shape, qkv.dtype, qkv.device, table.shape, table.dtype, table.device, third, *numbers)
+    key = (check, qkv.shape, qkv.dtype, qkv.device, table.shape, table.dtype, table.device, third, numbers)
     try:
         known = _checked_calls.get(key)
     except TypeError:  # a list for a window, or what is no number at all
-        return _made(check, qkv, *rest)
+        return _made(check, qkv, table, head_scale, *numbers)
     if known is None:
-        known = _made(check, qkv, *rest)
+        known = _made(check, qkv, table, head_scale, *numbers)
         if len(_checked_calls) >= _MOST_CHECKED:
             _checked_calls.clear()
         _checked_calls[key] = known
@@ -300,7 +316,7 @@ def _checked(check: Callable[[Tensor, Any, Any], None], qkv: Tensor, *rest: Any)
 def _made(check: Callable[[Tensor, Any, Any], None], qkv: Tensor, *rest: Any) -> CheckedCall:
     _table, _head_scale, _heads, window, shift, *_ = rest
     check(qkv, window, shift)
-    return CheckedCall(_spec(qkv, *rest), qkv.numel() == 0, {})
+    return CheckedCall(_spec(qkv, *rest), qkv.numel() == 0, {}, [])
 
 
 def _check_windows(qkv: Tensor, window: tuple[int, int], shift: tuple[int, int]) -> None:

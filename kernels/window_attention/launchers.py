@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,27 +69,6 @@ def block_programs(windows: int, groups: int, slots: int) -> int:
         return ceil_div(programs * groups, slots) * (ceil_div(windows, programs) + _BEGINNING)
 
     return min(range(1, most + 1), key=cost)
-
-
-_R = TypeVar("_R")
-
-
-def sized(launch: Callable[..., _R]) -> Callable[..., _R]:
-    """Let a launcher raise with a remedy where a GPU has too little shared memory for a layer."""
-
-    @functools.wraps(launch)
-    def launch_with_remedy(*args: Any) -> _R:
-        try:
-            return launch(*args)
-        except OutOfResources as error:
-            window = " x ".join(map(str, args[-1].spec.window))
-            raise RuntimeError(
-                f"window attention: windows of {window} in {args[0].dtype} must fit this GPU, they need "
-                f"{error.required} of {error.name} and it has {error.limit}; use half precision, or the model's own "
-                "attention"
-            ) from error
-
-    return launch_with_remedy
 
 
 class _Layer(NamedTuple):
@@ -234,37 +212,65 @@ def _table_plan(spec: Spec, programs: int, columns: int, at_a_time: int) -> Laun
     )
 
 
-def _variant(qkv: Tensor, regions: Tensor | None, *, backward: bool = False) -> Hashable:
-    """Return what a call that was checked does not tell: autocast's dtype, TF32, and regions that the loop chose."""
-    dtype = qkv.dtype
-    windows = 0 if regions is None else len(regions)
-    return backward, windows, dtype if dtype != torch.float32 else precision_of(dtype)
+class CallPlans:
+    """The launches of one kind of call: of the forward pass, and of the backward pass from the first one on.
+
+    Args:
+        layer: what decides them.
+    """
+
+    __slots__ = ("_backward", "_layer", "forward", "shape")
+
+    def __init__(self, layer: _Layer) -> None:
+        self._layer, self.forward = layer, _forward_plan(layer)
+        self.shape = (*layer.shape[:-1], layer.shape[-1] // 3)
+        self._backward: _BackwardPlan | _BlocksBackwardPlan | None = None
+
+    @classmethod
+    def of(cls, qkv: Tensor, head_scale: Tensor | None, regions: Tensor | None, known: CheckedCall) -> CallPlans:
+        """Return those for these inputs."""
+        # What a call that was checked does not tell: autocast's dtype, TF32, and regions that the loop chose.
+        dtype, windows = qkv.dtype, 0 if regions is None else regions.shape[0]
+        variant = windows, precision_of(dtype) if dtype is torch.float32 else dtype
+        plans: CallPlans | None = known.plans.get(variant)
+        if plans is None:
+            plans = known.plans[variant] = cls(_Layer.of(qkv, head_scale, regions, known.spec))
+        return plans
+
+    @property
+    def backward(self) -> _BackwardPlan | _BlocksBackwardPlan:
+        """The launches of the backward pass."""
+        if self._backward is None:
+            self._backward = _backward_plan(self._layer)
+        return self._backward
+
+    def too_large(self, error: OutOfResources) -> RuntimeError:
+        """Return an error with a remedy, for a GPU that has too little shared memory for this layer."""
+        window = " x ".join(map(str, self._layer.spec.window))
+        return RuntimeError(
+            f"window attention: windows of {window} in {self._layer.dtype} must fit this GPU, they need "
+            f"{error.required} of {error.name} and it has {error.limit}; use half precision, or the model's own "
+            "attention"
+        )
 
 
-@sized
 def forward(
     qkv: Tensor,
     table: Tensor,
     head_scale: Tensor | None,
     regions: Tensor | None,
     seed: Tensor | None,
-    known: CheckedCall,
+    plans: CallPlans,
 ) -> Tensor:
     """Launch the forward pass on a map [B, Y, X, 3·H·D], and return [B, Y, X, H·D]."""
-    variant = _variant(qkv, regions)
-    shape, plan = known.plans.get(variant, (None, None))
-    if plan is None:
-        shape, plan = (
-            (*qkv.shape[:-1], qkv.shape[-1] // 3),
-            _forward_plan(_Layer.of(qkv, head_scale, regions, known.spec)),
-        )
-        known.plans[variant] = shape, plan
-    out = qkv.new_empty(shape)
-    plan(qkv, table, head_scale, regions, seed, out)
+    out = qkv.new_empty(plans.shape)
+    try:
+        plans.forward(qkv, table, head_scale, regions, seed, out)
+    except OutOfResources as error:
+        raise plans.too_large(error) from error
     return out
 
 
-@sized
 def backward(
     dout: Tensor,
     qkv: Tensor,
@@ -272,25 +278,25 @@ def backward(
     head_scale: Tensor | None,
     regions: Tensor | None,
     seed: Tensor | None,
-    known: CheckedCall,
+    plans: CallPlans,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Launch the backward pass, and return the gradients of qkv, table and head_scale."""
-    variant = _variant(qkv, regions, backward=True)
-    plan = known.plans.get(variant)
-    if plan is None:
-        plan = known.plans[variant] = _backward_plan(_Layer.of(qkv, head_scale, regions, known.spec))
+    plan = plans.backward
     dqkv, dtable = torch.empty_like(qkv), torch.empty_like(table)
     dbias = qkv.new_empty(plan.sums, dtype=torch.float32)
     dscale = None if head_scale is None else qkv.new_empty(plan.scales, dtype=torch.float32)
-    given, dout = (qkv, table, head_scale, regions, seed), dout.contiguous()
-    if isinstance(plan, _BackwardPlan):
-        plan.windows(*given, dout, dqkv, dbias, dscale)
-    else:
-        softmax = qkv.new_empty(plan.softmax, dtype=torch.float32)
-        plan.rows(*given, dout, dqkv, softmax, dbias, dscale)
-        plan.columns(*given, dout, softmax, dqkv)
-        # Whole rows at a time: the table's kernel goes along diagonals, of which it uses 4 of the 32 bytes it is given.
-        dbias = dbias.sum(0, keepdim=True)
+    dout = dout.contiguous()
+    try:
+        if isinstance(plan, _BackwardPlan):
+            plan.windows(qkv, table, head_scale, regions, seed, dout, dqkv, dbias, dscale)
+        else:
+            softmax = qkv.new_empty(plan.softmax, dtype=torch.float32)
+            plan.rows(qkv, table, head_scale, regions, seed, dout, dqkv, softmax, dbias, dscale)
+            plan.columns(qkv, table, head_scale, regions, seed, dout, softmax, dqkv)
+            # Whole rows at a time: the table's kernel goes along diagonals, of which it uses 4 of the 32 bytes it gets.
+            dbias = dbias.sum(0, keepdim=True)
+    except OutOfResources as error:
+        raise plans.too_large(error) from error
     plan.table(dbias, dtable)
     if head_scale is None or dscale is None:
         return dqkv, dtable, None

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
-from accel.kernels.support import applied
+from accel.kernels.support import applied, is_plain
 from accel.kernels.window_attention.attention import CheckedCall, Spec, cost
-from accel.kernels.window_attention.launchers import backward, forward
+from accel.kernels.window_attention.launchers import CallPlans, backward, forward
 from accel.kernels.window_attention.regions import shift_regions
 
 
@@ -28,12 +27,12 @@ class WindowAttentionFunction(torch.autograd.Function):
         head_scale: Tensor | None,
         regions: Tensor | None,
         seed: Tensor | None,
-        known: CheckedCall,
+        plans: CallPlans,
     ) -> Tensor:
         """Launch, and save."""
         ctx.save_for_backward(qkv, table, head_scale, regions, seed)
-        ctx.known = known
-        return forward(qkv, table, head_scale, regions, seed, known)
+        ctx.plans = plans
+        return forward(qkv, table, head_scale, regions, seed, plans)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -45,7 +44,7 @@ class WindowAttentionFunction(torch.autograd.Function):
 
 def _launch(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     qkv, table, head_scale, regions, seed = ctx.saved_tensors
-    dqkv, dtable, dscale = backward(dout, qkv, table, head_scale, regions, seed, ctx.known)
+    dqkv, dtable, dscale = backward(dout, qkv, table, head_scale, regions, seed, ctx.plans)
     return dqkv, dtable, dscale, None, None, None
 
 
@@ -63,19 +62,11 @@ def attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tenso
         fields = (spec.heads, list(spec.window), list(spec.shift), spec.scale, spec.mask_value, spec.dropout)
         compiled: Tensor = _attend_op(qkv, table, head_scale, regions, seed, *fields)
         return compiled
-    if _is_plain(qkv, table, head_scale):
-        return forward(qkv, table, head_scale, regions, seed, known)
-    out: Tensor = applied(WindowAttentionFunction)(qkv, table, head_scale, regions, seed, known)
+    plans = CallPlans.of(qkv, head_scale, regions, known)
+    if is_plain(qkv, table, head_scale):
+        return forward(qkv, table, head_scale, regions, seed, plans)
+    out: Tensor = applied(WindowAttentionFunction)(qkv, table, head_scale, regions, seed, plans)
     return out
-
-
-def _is_plain(*tensors: Tensor | None) -> bool:
-    """Return whether nothing is to be differentiated, in either direction, and no transform is at work."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return False
-    return forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None
 
 
 # torch.compile and dispatch modes (FLOP counters, fake tensors) see an opaque op. Other eager calls go round it: the
@@ -97,7 +88,8 @@ def _attend_op(
     dropout: float,
 ) -> Tensor:
     known = _unchecked(heads, window, shift, scale, mask_value, dropout)
-    return forward(qkv, table, head_scale, _looked_up(regions, qkv, known.spec), seed, known)
+    regions = _looked_up(regions, qkv, known.spec)
+    return forward(qkv, table, head_scale, regions, seed, CallPlans.of(qkv, head_scale, regions, known))
 
 
 @_attend_op.register_fake
@@ -122,7 +114,8 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     known = _unchecked(heads, window, shift, scale, mask_value, dropout)
     regions = _looked_up(regions, qkv, known.spec)
-    dqkv, dtable, dscale = backward(dout, qkv, table, head_scale, regions, seed, known)
+    plans = CallPlans.of(qkv, head_scale, regions, known)
+    dqkv, dtable, dscale = backward(dout, qkv, table, head_scale, regions, seed, plans)
     return dqkv, dtable, table.new_empty(0) if dscale is None else dscale
 
 
@@ -151,7 +144,7 @@ def _unchecked(
         mask_value=mask_value,
         dropout=dropout,
     )
-    return CheckedCall(spec, False, {})
+    return CheckedCall(spec, False, {}, [])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -12,7 +12,8 @@ _SCRIPT = """
 from benchmarks import launch_cost
 from triton.runtime.jit import JITFunction
 
-launch_cost._BATCHES = launch_cost._CALLS = 3
+launch_cost._BATCHES = launch_cost._MOST_BATCHES = 20
+launch_cost._CALLS = 3
 bound, run = [], JITFunction.run
 with launch_cost.no_op():
     for call in launch_cost.calls():
@@ -21,9 +22,12 @@ with launch_cost.no_op():
         JITFunction.run = lambda *arguments, **more: (bound.append(call.name), run(*arguments, **more))[1]
         call.run()
         JITFunction.run = run
-        print(row["call"])
+        print(row["call"], "|", row["own_p20"])
 assert not bound, bound
 """
+
+_MOST_US = {"simota_assign": 150, "fused sgd": 45, "fused adam": 200, "fused lamb": 60, "fused lars": 60}
+"""What is ours of a call, on a quiet machine, where it is more than 15 µs."""
 
 
 @pytest.mark.slow
@@ -31,8 +35,10 @@ def test_no_repeated_call_of_any_op_is_bound_anew() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    ops = {line.split(",")[0].split(" (")[0] for line in done.stdout.splitlines()}
-    assert ops == {
+    own_us = {line.split(" | ")[0]: float(line.split(" | ")[1]) for line in done.stdout.splitlines()}
+    assert {call.split(",")[0] for call in own_us} == {
         *("window_attention", "gather_rows", "compact", "block_maxima", "at_least", "quantise", "sign_pack"),
-        *("fcos_targets", "simota_assign"),
+        *("fcos_targets", "simota_assign", "fused sgd", "fused adam", "fused lamb", "fused lars"),
     }
+    # A machine that others use is half as fast; Triton's binder alone takes 20 µs a launch.
+    assert {call: us for call, us in own_us.items() if us > 2 * _MOST_US.get(call.split(",")[0], 15)} == {}

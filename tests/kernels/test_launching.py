@@ -36,6 +36,15 @@ def test_interpreted_it_computes(interpreted: None) -> None:
         assert torch.equal(out, expected)
 
 
+def test_a_prepared_launch_is_made_again_with_the_same_tensors(interpreted: None) -> None:
+    x, out = torch.arange(10.0), torch.empty(10)
+    plan, tensors = _scale_kernel.prepared((1,), x, None, out, 10, 3.0, BLOCK=16)
+    for factor in (1.0, 2.0):
+        x.fill_(factor)
+        plan(*tensors)
+        assert torch.equal(out, 3 * x)
+
+
 class Labelled(torch.Tensor):
     """As torchvision has them: a tensor of another class."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -110,6 +112,30 @@ def test_numbers_are_sent_when_they_changed() -> None:
     assert float(table[0, rules.LR]) == 0.5
     launcher.send([Hypers(0.5), Hypers(0.25)])
     assert len(launcher._hypers) == 2
+
+
+def test_launches_are_kept_while_their_tensors_are_the_same(interpreted: None) -> None:
+    update, batch = Updater("adam"), _batch("adam")
+
+    def launches(scaling: Scaling) -> list[object]:
+        with support.interpreted():
+            update([batch], scaling)
+        assert update._launcher is not None
+        return update._launcher._kept
+
+    plain, scale = launches(Scaling()), torch.tensor([2.0])
+    assert launches(Scaling()) is plain
+    scaled = launches(Scaling(scale))
+    assert scaled is not plain and launches(Scaling(scale)) is scaled
+    assert launches(Scaling(torch.tensor([2.0]))) is not scaled
+    batch.params[0], batch.grads[0] = torch.ones(9), torch.ones(9)
+    batch.states = [[torch.zeros(9), *column[1:]] for column in batch.states]
+    other = launches(Scaling())
+    assert other is not plain and launches(Scaling()) is other
+    twin = copy.deepcopy(update)
+    assert twin._launcher is not None and twin._launcher._kept == []
+    with support.interpreted():
+        assert twin([batch]).norm is None
 
 
 def test_a_capture_is_refused_what_it_cannot_do(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:

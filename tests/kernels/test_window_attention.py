@@ -458,19 +458,6 @@ def test_capture_in_a_graph() -> None:
     assert torch.equal(captured, layer.run()["out"])
 
 
-def test_a_layer_too_large_for_the_gpu_says_what_to_do() -> None:
-    from triton.runtime.errors import OutOfResources
-
-    from accel.kernels.window_attention.attention import CheckedCall
-    from accel.kernels.window_attention.launchers import sized
-
-    def launch(qkv: Tensor, known: CheckedCall) -> None:
-        raise OutOfResources(167_936, 166_912, "shared memory")
-
-    with pytest.raises(RuntimeError, match=r"windows of 12 x 12 in torch.float32 .* 167936 of shared memory .* 166912"):
-        sized(launch)(torch.empty(1), CheckedCall(Spec(heads=1, window=(12, 12)), False, {}))
-
-
 def test_compiled_double_precision_is_masked_too(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the reference, which is given the regions that compiled code leaves to the operator."""
     qkv, table = torch.randn(1, 8, 8, 24, dtype=torch.float64), torch.randn(49, 2, dtype=torch.float64)

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel.kernels import support
 from accel.kernels.window_attention import libraries as window_hosts
+from accel.kernels.window_attention import shifted_window_attention
 from accel.kernels.window_attention.libraries import DropIn
 from accel.kernels.window_dropins import fuse_window_attention
 from tests.kernels.hosts import MODELS, MODULES, OfficialWindowAttention, randomised, serve_cpu
@@ -298,3 +299,46 @@ def test_on_a_gpu_a_model_is_validated_compiled_exported_and_trained(name: str) 
     for out in (compiled, exported, found["output"]):
         assert float((out - plain["output"]).norm() / plain["output"].norm()) < 3e-2
     assert found.keys() == plain.keys() and support.runs_triton(x)
+
+
+def test_what_differs_from_a_checked_call_is_checked_again(interpreted: None) -> None:
+    layer = {"heads": 2, "window": (4, 4), "shift": (2, 2)}
+    qkv, table = torch.randn(1, 8, 8, 24), torch.randn(49, 2)
+    expected = shifted_window_attention(qkv, table, **layer)
+    for wrong_qkv, wrong_table, message in (
+        (qkv[:, :6], table, "multiples of"),
+        (qkv.int(), table, "floating point"),
+        (qkv, table[:48], "table must be"),
+        (qkv, table.int(), "table must be floating point"),
+        (qkv, table.to("meta"), "on qkv's device"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            shifted_window_attention(wrong_qkv, wrong_table, **layer)
+    strided = qkv.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(shifted_window_attention(strided, table.t().contiguous().t(), **layer), expected)
+    bigger = shifted_window_attention(torch.cat((qkv, qkv), 2), table, **layer)
+    assert bigger.shape == (1, 8, 16, 8)
+    assert torch.equal(shifted_window_attention(qkv, table, **layer), expected)
+
+
+@pytest.mark.parametrize("passes", ["forward", "windows"])
+def test_a_layer_too_large_for_the_gpu_says_what_to_do(
+    interpreted: None, monkeypatch: pytest.MonkeyPatch, passes: str
+) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    from accel.kernels.launching import LaunchPlan
+
+    qkv, table = torch.randn(1, 6, 6, 48, requires_grad=True), torch.randn(25, 2)
+    launches = LaunchPlan.__call__
+    left = [0 if passes == "forward" else 1]
+
+    def launch(plan: LaunchPlan, *tensors: torch.Tensor | None) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OutOfResources(167_936, 166_912, "shared memory")
+        launches(plan, *tensors)
+
+    monkeypatch.setattr(LaunchPlan, "__call__", launch)
+    with pytest.raises(RuntimeError, match=r"windows of 3 x 3 in torch.float32 .* 167936 of shared memory .* 166912"):
+        shifted_window_attention(qkv, table, heads=2, window=(3, 3)).sum().backward()
