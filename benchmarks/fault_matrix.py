@@ -1,10 +1,13 @@
 """The fault matrix: does `accel profile` name what was done to a script, and predict what undoing it saves?
 
     python -m benchmarks.fault_matrix [CASE …] [--tools accel,traceml,gpuprof] [--no-remedy] [--loaded] [--record]
+    python -m benchmarks.fault_matrix [CASE …] --no-remedy --stability 20 [--record]
 
 Each case of benchmarks/faults/table.py is profiled in a fresh process, as a user would. Then the script runs as it is
 and with its remedy, in turns A B B A of fresh processes, and the saving is compared with the one the report predicted.
 With --loaded every core is kept busy meanwhile, and the right answer to every case is that the host is oversubscribed.
+With --stability N each case is profiled N times on a quiet machine and N times beside processes that keep half of the
+cores busy; the column shows how many of the runs named the same first cause.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from rich.table import Table
 from accel.profiler.diagnose.causes import OVERSUBSCRIBED
 from accel.profiler.report import Saving
 from benchmarks.faults.rivals import RIVALS, RivalAnswer
-from benchmarks.faults.rows import TOLERANCE, Answer, Row, merged, summarise
+from benchmarks.faults.rows import TOLERANCE, Answer, Row, merged, row_of, summarise
 from benchmarks.faults.runs import PAIRS, Plan
 from benchmarks.faults.table import CASES, Case
 from benchmarks.record import header, newest, save
@@ -40,6 +43,9 @@ WIDTH = 200
 @click.option("--steps", default=260, show_default=True, help="Training steps of each run.")
 @click.option("--no-remedy", is_flag=True, help="Do not try the remedies.")
 @click.option("--loaded", is_flag=True, help="Keep every core busy during each profile.")
+@click.option(
+    "--stability", metavar="N", default=0, help="Profile N times more, quiet and half-busy: same first cause?"
+)
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
 def main(
     cases: tuple[str, ...],
@@ -48,12 +54,22 @@ def main(
     steps: int,
     no_remedy: bool,
     loaded: bool,
+    stability: int,
     record: bool,
 ) -> None:
     """Profile CASES (default: all) and compare the answers with what was done to them."""
     asked = tuple(tool.strip() for tool in tools.split(",") if tool.strip())
     _check(cases, asked, rivals_python)
-    plan = Plan(tools=asked, steps=steps, remedy=not no_remedy, loaded=loaded, rivals_python=rivals_python)
+    if stability and loaded:
+        raise click.UsageError("--stability loads half of the cores itself; leave out --loaded")
+    plan = Plan(
+        tools=asked,
+        steps=steps,
+        remedy=not no_remedy,
+        loaded=loaded,
+        rivals_python=rivals_python,
+        repeats=stability,
+    )
     console = Console(highlight=False, soft_wrap=True, width=WIDTH)
     rows = []
     for name in cases or CASES:
@@ -65,7 +81,7 @@ def main(
     console.print(sentence(summary), markup=False)
     if record:
         console.print(f"recorded in {_record(rows, plan, cases).name}")
-    if any(row.right is False for row in rows):
+    if any(row.right is False or not row.is_stable for row in rows):
         sys.exit(1)
 
 
@@ -85,7 +101,8 @@ def one_line(row: Row, *, loaded: bool = False) -> str:
     mark = {None: "-   ", True: "ok  ", False: "FAIL"}[row.right]
     answer = "" if row.answer is None else shown(row.answer)
     rivals = "".join(f"; {name}: {told.verdict or told.failed}" for name, told in row.rivals.items())
-    return f"{mark} {row.case.name:24} expected {expected(row.case, loaded)}, got {answer or 'nothing'}{rivals}"
+    again = f"; again: {agreement(row)}" if row.stability else ""
+    return f"{mark} {row.case.name:24} expected {expected(row.case, loaded)}, got {answer or 'nothing'}{again}{rivals}"
 
 
 def expected(case: Case, loaded: bool) -> str:
@@ -103,13 +120,15 @@ def shown(answer: Answer) -> str:
 def table(rows: Sequence[Row], *, loaded: bool = False) -> Table:
     """Lay the matrix out."""
     rivals = [name for name in RIVALS if any(name in row.rivals for row in rows)]
-    made = Table("case", "expected", "accel", "predicted", "experiment", "remedy saved", "error", *rivals, box=None)
+    columns = ("case", "expected", "accel", "same cause", "predicted", "experiment", "remedy saved", "error")
+    made = Table(*columns, *rivals, box=None)
     for row in rows:
         answer = row.answer
         made.add_row(
             row.case.name,
             expected(row.case, loaded),
             "" if answer is None else f"{'' if row.right else '✗ '}{shown(answer)[:40]}",
+            agreement(row),
             _share(answer.predicted if answer else None),
             _share(answer.measured if answer else None),
             _saved(row),
@@ -117,6 +136,18 @@ def table(rows: Sequence[Row], *, loaded: bool = False) -> Table:
             *(_rival_cell(row.rivals.get(name)) for name in rivals),
         )
     return made
+
+
+def agreement(row: Row) -> str:
+    """Return how many of the repeated runs named the same first cause, quiet and half-busy; '' if there were none."""
+    if row.stability is None:
+        return ""
+    quiet, half_busy = (
+        f"{row.stability.agreeing(causes)} of {len(causes)}"
+        for causes in (row.stability.quiet, row.stability.half_busy)
+    )
+    others = ", ".join(f"{cause} {count}x" for cause, count in row.stability.others().items())
+    return f"{quiet}, half-busy {half_busy}" + (f" ({others})" if others else "") + ("" if row.is_stable else " ✗")
 
 
 def _share(found: Saving | None) -> str:
@@ -145,6 +176,11 @@ def sentence(summary: dict[str, Any]) -> str:
     ]
     if worst is not None:
         parts.append(f"worst {worst['error']:+.2f} ({worst['case']})")
+    if stability := summary.get("stability"):
+        least = stability["worst"]
+        parts.append(
+            f"{stability['stable']} of {stability['cases']} stable, least {least['share']:.0%} ({least['case']})"
+        )
     for name, found in summary["rivals"].items():
         alarms = f"{found['false_alarms']} false alarms on {found['controls']} controls"
         parts.append(f"{name}: {found['right']} of {found['cases']} right, {alarms}, {found['failed']} failed")
@@ -156,6 +192,7 @@ def _record(rows: Sequence[Row], plan: Plan, cases: Sequence[str]) -> Path:
     name = "fault-matrix-loaded" if plan.loaded else "fault-matrix"
     options = [f"--tools {','.join(plan.tools)}", f"--steps {plan.steps}"]
     options += ["--loaded"] if plan.loaded else []
+    options += [f"--stability {plan.repeats}"] if plan.repeats else []
     options += ["--rivals-python PATH"] if plan.rivals_python else []
     command = f"python -m benchmarks.fault_matrix {' '.join(options)}"
     more: dict[str, Any] = {}
@@ -184,9 +221,11 @@ def table_block(result: dict[str, Any]) -> str:
         "right": "{right} of {cases}",
         f"false alarms on {summary['controls']} healthy scripts": "{false_alarms}",
     }
+    repeated = any(case.get("stability") for case in result["cases"])
     cases: dict[str, Cell] = {
         "script": "{case[name]}",
         "accel says": _said,
+        **({"same first cause": _agreement} if repeated else {}),
         "accel: saves": _saves,
         "the remedy saved": _remedy_saved,
         **{name: lambda case, name=name: _rival(case["rivals"][name]) for name in rivals},  # type: ignore[misc]
@@ -197,6 +236,10 @@ def table_block(result: dict[str, Any]) -> str:
 def _said(case: dict[str, Any]) -> str:
     cause = case["answer"]["cause"]
     return (f"`{cause}`" if cause else "no verdict") + ("" if case["right"] else " ✗")
+
+
+def _agreement(case: dict[str, Any]) -> str:
+    return agreement(row_of(case))
 
 
 def _saves(case: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,8 @@ from benchmarks.faults.table import HEALTHY, Case, Compare
 
 TOLERANCE = 0.10
 """How far a predicted saving may lie from the remedy's, as a share of the step."""
+STABLE = 0.95
+"""Share of a script's runs that must have the same first cause, on a quiet machine and on a half-busy one."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,33 @@ class Remedy:
 
 
 @dataclass(frozen=True)
+class Stability:
+    """The first causes of one script that was profiled again and again; '' where there was no verdict."""
+
+    quiet: list[str]
+    half_busy: list[str]
+    """While other processes kept half of the cores busy."""
+
+    @property
+    def cause(self) -> str:
+        """The one that came most often on the quiet machine; of two the earlier."""
+        return Counter(self.quiet).most_common(1)[0][0]
+
+    def agreeing(self, causes: Sequence[str]) -> int:
+        """Return how many of the runs named it."""
+        return sum(cause == self.cause for cause in causes)
+
+    @property
+    def share(self) -> float:
+        """Of the runs that named it: the lesser one of both kinds of run."""
+        return min(self.agreeing(causes) / len(causes) for causes in (self.quiet, self.half_busy))
+
+    def others(self) -> dict[str, int]:
+        """Return what the other runs named, and how often."""
+        return dict(Counter(cause or "no verdict" for cause in (*self.quiet, *self.half_busy) if cause != self.cause))
+
+
+@dataclass(frozen=True)
 class Row:
     """One case of the matrix."""
 
@@ -71,6 +101,13 @@ class Row:
     rivals: dict[str, RivalAnswer]
     remedy_failed: str = ""
     """Why the remedy could not be tried."""
+    stability: Stability | None = None
+    """None if it was profiled once."""
+
+    @property
+    def is_stable(self) -> bool:
+        """False if too many runs named another cause."""
+        return self.stability is None or self.stability.share >= STABLE
 
 
 def answer_of(report: ProfileReport) -> Answer:
@@ -147,6 +184,19 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         "predictions_within": sum(abs(error) <= TOLERANCE for error in errors.values()),
         "worst_prediction": None if worst is None else {"case": worst, "error": errors[worst]},
         "rivals": {name: _rival_figures(name, seen) for name, seen in rivals.items() if seen},
+        "stability": _stability_figures([row for row in rows if row.stability is not None]),
+    }
+
+
+def _stability_figures(rows: Sequence[Row]) -> dict[str, Any] | None:
+    if not rows:
+        return None
+    shares = {row.case.name: row.stability.share for row in rows if row.stability is not None}
+    worst = min(shares, key=lambda name: shares[name])
+    return {
+        "cases": len(rows),
+        "stable": sum(row.is_stable for row in rows),
+        "worst": {"case": worst, "share": shares[worst]},
     }
 
 
@@ -162,17 +212,18 @@ def _rival_figures(name: str, rows: Sequence[Row]) -> dict[str, int]:
 
 
 def merged(recorded: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[Row]:
-    """Return recorded rows with those of the cases that were run again in their places; rivals not asked again stay."""
+    """Return recorded rows with those of the cases that were run again in their places; what was not asked again, of
+    rivals or by repeated runs, stays."""
     new = {row.case.name: row for row in rows}
     result = []
     for held in recorded:
-        old = _row_of(held)
+        old = row_of(held)
         row = new.pop(old.case.name, old)
-        result.append(row if row.rivals else replace(row, rivals=old.rivals))
+        result.append(replace(row, rivals=row.rivals or old.rivals, stability=row.stability or old.stability))
     return [*result, *new.values()]
 
 
-def _row_of(held: dict[str, Any]) -> Row:
+def row_of(held: dict[str, Any]) -> Row:
     """Build a row from its JSON; the error is worked out anew."""
     answer, remedy = held["answer"], held["remedy"]
     if answer is not None:
@@ -183,4 +234,6 @@ def _row_of(held: dict[str, Any]) -> Row:
         remedy = Remedy(**{**remedy, **turns})
     rivals = {name: RivalAnswer(**told) for name, told in held["rivals"].items()}
     error = error_of(answer, remedy, right=held["right"])
-    return Row(Case(**held["case"]), answer, held["right"], remedy, error, rivals, held.get("remedy_failed", ""))
+    stability = Stability(**held["stability"]) if held.get("stability") else None
+    failed = held.get("remedy_failed", "")
+    return Row(Case(**held["case"]), answer, held["right"], remedy, error, rivals, failed, stability)

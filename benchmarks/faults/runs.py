@@ -16,7 +16,7 @@ from pathlib import Path
 from accel.profiler.host import CrowdMeter, usable_cores
 from accel.profiler.report import from_json
 from benchmarks.faults.rivals import RIVALS, RivalAnswer, ask
-from benchmarks.faults.rows import Answer, Remedy, Row, Timing, answer_of, error_of, is_right, remedy_of
+from benchmarks.faults.rows import Answer, Remedy, Row, Stability, Timing, answer_of, error_of, is_right, remedy_of
 from benchmarks.faults.table import Case
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +125,18 @@ def profile(case: Case, steps: int) -> Answer:
             return Answer("", failed=str(error))
 
 
+def repeated(case: Case, steps: int, times: int) -> Stability:
+    """Profile a case again and again, on a quiet machine and on a half-busy one in turns: drifts fall on both."""
+    causes: dict[int, list[str]] = {0: [], max(1, usable_cores() // 2): []}
+    for _ in range(times):
+        for others, named in causes.items():
+            settle()
+            with busy(others):
+                named.append(profile(case, steps).cause)
+    quiet, half_busy = causes.values()
+    return Stability(quiet, half_busy)
+
+
 def consult(rival: str, case: Case, python: str, steps: int) -> RivalAnswer:
     """Return a rival's answer; one that fails is wrong."""
     settle()
@@ -157,6 +169,8 @@ class Plan:
     remedy: bool = True
     loaded: bool = False
     rivals_python: str | None = None
+    repeats: int = 0
+    """Further profiles on a quiet machine, and as many on a half-busy one."""
 
     def examine(self, case: Case) -> Row:
         """Ask the tools about a case, then try its remedy."""
@@ -177,4 +191,5 @@ class Plan:
                 remedy = race(case, self.steps)
             except RunFailed as error:
                 failed = str(error)
-        return Row(case, answer, right, remedy, error_of(answer, remedy, right=right), rivals, failed)
+        stability = repeated(case, self.steps, self.repeats) if self.repeats else None
+        return Row(case, answer, right, remedy, error_of(answer, remedy, right=right), rivals, failed, stability)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -401,3 +403,68 @@ def test_cases_run_again_replace_their_recorded_rows_and_keep_the_rivals() -> No
 
     assert fault_rows.merged(recorded, []) == [old, control]
     assert fault_rows.merged(recorded, [again]) == [dataclasses.replace(again, rivals=rivals), control]
+
+
+# The same cause each time
+
+
+def stability(quiet: list[str], half_busy: list[str]) -> fault_rows.Stability:
+    return fault_rows.Stability(quiet, half_busy)
+
+
+def test_runs_agree_with_the_commonest_cause_of_the_quiet_machine() -> None:
+    seen = stability(["input.cpu"] * 19 + [""], ["input.cpu"] * 17 + ["host.oversubscribed"] * 3)
+    assert seen.cause == "input.cpu"
+    assert [seen.agreeing(causes) for causes in (seen.quiet, seen.half_busy)] == [19, 17]
+    assert seen.share == pytest.approx(0.85)
+    assert seen.others() == {"no verdict": 1, "host.oversubscribed": 3}
+
+
+@pytest.mark.parametrize(("others", "stable"), [(0, True), (1, True), (2, False)])
+def test_nineteen_of_twenty_are_stable(others: int, stable: bool) -> None:
+    seen = stability(["input.storage"] * 20, ["input.storage"] * (20 - others) + ["none"] * others)
+    assert dataclasses.replace(row("input_storage", "input.storage"), stability=seen).is_stable is stable
+
+
+def test_repeated_runs_are_quiet_and_half_busy_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[int] = []
+
+    @contextlib.contextmanager
+    def busy(processes: int) -> Iterator[None]:
+        loads.append(processes)
+        yield
+
+    monkeypatch.setattr(fault_runs, "busy", busy)
+    monkeypatch.setattr(fault_runs, "settle", lambda: None)
+    monkeypatch.setattr(fault_runs, "usable_cores", lambda: 4)
+    monkeypatch.setattr(fault_runs, "profile", lambda case, steps: Answer(f"{loads[-1]} busy"))
+    found = fault_runs.repeated(FAULT, 50, 3)
+    assert loads == [0, 2] * 3
+    assert found == stability(["0 busy"] * 3, ["2 busy"] * 3)
+
+
+def test_agreement_is_a_column_and_too_little_of_it_ends_the_command_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = stability(["input.storage"] * 2, ["input.storage", "none"])
+    found = dataclasses.replace(row("input_storage", "input.storage"), stability=seen)
+    monkeypatch.setattr(Plan, "examine", lambda plan, case: found)
+    done = CliRunner().invoke(fault_matrix.main, ["input_storage", "--no-remedy", "--stability", "2"])
+    assert done.exit_code == 1
+    assert "2 of 2, half-busy 1 of 2 (none 1x) ✗" in done.output
+    assert "0 of 1 stable, least 50% (input_storage)" in done.output
+
+
+def test_agreement_is_recorded_and_stays_beside_cases_that_are_run_again() -> None:
+    seen = stability(["input.storage"] * 2, ["input.storage"] * 2)
+    old = dataclasses.replace(row("input_storage", "input.storage"), stability=seen)
+    (again,) = fault_rows.merged(json.loads(json.dumps([dataclasses.asdict(old)])), [row("input_storage", "none")])
+    assert (again.stability, again.right) == (seen, False)
+    held = {"cases": [dataclasses.asdict(old)], "summary": fault_rows.summarise([old]), "pairs": 2}
+    block = fault_matrix.table_block({"date": "", "command": "", "machine": "", "torch": "", **held})
+    assert "| script | accel says | same first cause |" in block
+    assert "2 of 2, half-busy 2 of 2" in block
+
+
+def test_stability_brings_its_own_load() -> None:
+    done = CliRunner().invoke(fault_matrix.main, ["--stability", "2", "--loaded"])
+    assert done.exit_code == 2
+    assert "leave out --loaded" in " ".join(done.output.replace("│", " ").split())
