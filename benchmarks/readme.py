@@ -21,6 +21,7 @@ from benchmarks import (
     comm_choice,
     comm_hooks,
     compressor_costs,
+    decision_faults,
     demo,
     end_to_end,
     fault_matrix,
@@ -75,6 +76,7 @@ BLOCKS = (
     Block("docs/kernels.md", "simota", "simota", simota.table_block),
     Block("docs/kernels.md", "fcos", "fcos-targets", fcos_targets.table_block),
     Block("docs/kernels.md", "host", "launch-cost", launch_cost.RECORD.block),
+    Block("docs/decisions.md", "decisions", "decision-faults", decision_faults.RECORD.block),
     Block("docs/kernels.md", "bernoulli", "bernoulli", bernoulli.RECORD.block),
 )
 

@@ -73,6 +73,13 @@ def test_a_cost_is_allowed_within_the_time_and_the_share(
     assert allowed == (spent + expected <= budget.seconds and spent + expected <= budget.share * elapsed)
 
 
+@given(budget=shares, elapsed=seconds, saved=positive)
+def test_half_of_what_was_saved_comes_on_top_of_the_share(budget: Budget, elapsed: float, saved: float) -> None:
+    limit = budget.share * elapsed + saved / 2
+    assert budget.allows(spent=0.0, expected=0.999 * limit, elapsed=elapsed, saved=saved)
+    assert not budget.allows(spent=0.0, expected=1.001 * limit, elapsed=elapsed, saved=saved)
+
+
 @given(budget=budgets, spent=seconds, expected=seconds, elapsed=seconds, less=st.floats(0, 1), more=seconds)
 def test_what_is_allowed_stays_allowed_when_it_is_cheaper_or_later(
     budget: Budget, spent: float, expected: float, elapsed: float, less: float, more: float

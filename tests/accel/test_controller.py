@@ -10,7 +10,7 @@ import pytest
 
 from accel.profiler.trial import TrialConfig
 from accel.search.actions import Action, Result
-from tests.accel.simulation import FAST, INPUT, QUIET, Machine, candidate, simulate
+from tests.accel.simulation import FAST, INPUT, QUIET, Machine, candidate, simulate, step_of_first
 
 
 def test_the_known_best_combination_is_found_on_a_noisy_machine() -> None:
@@ -242,9 +242,14 @@ def test_what_needs_no_comparison_comes_first() -> None:
 
 
 def test_a_stall_while_a_switch_settles_is_not_the_candidate_s_cost() -> None:
-    machine = Machine(speed={"good": 1.3})
-    machine.drift = lambda step: 500.0 if step == 15 else 1.0  # 10 s
-    controller = simulate([candidate("good")], machine)
+    good = candidate("good", settling=lambda setting: 2)
+    quiet = Machine(speed={"good": 1.3})
+    simulate([good], quiet)
+    assert next(action for action in quiet.actions if "good" in action.plan).settle == 2
+    first = step_of_first(quiet, lambda plan: "good" in plan)
+
+    stalled = Machine(speed={"good": 1.3}, drift=lambda step: 500.0 if step == first else 1.0)  # 10 s
+    controller = simulate([good], stalled)
     assert controller.rows["good"].status == "kept"
     assert controller.cost_s < 1.0
 
@@ -377,3 +382,12 @@ def test_what_trips_just_after_it_was_kept_is_not_tried_again() -> None:
     assert "its output is not finite" in controller.rows["good"].why
     assert sum("good undone" in event.text for event in controller.events) == 1
     assert not any("good" in action.plan for action in machine.actions[-3:])
+
+
+def test_what_shortens_a_phase_that_takes_next_to_nothing_is_not_tried() -> None:
+    machine = Machine(data_share=0.01)
+    controller = simulate([candidate("workers", treats=INPUT, phase="data"), candidate("other")], machine)
+
+    assert controller.rows["workers"].status == "not tried"
+    assert controller.rows["workers"].why == "data is 1.0% of the step: too little to win"
+    assert all("workers" not in {**action.plan, **(action.check or {})} for action in machine.actions)

@@ -72,6 +72,14 @@ def test_a_spent_budget_ends_the_search() -> None:
     assert "the budget of 0.15s" in controller.rows["d"].why
 
 
+def test_each_candidate_is_charged_what_its_own_trial_has_cost() -> None:
+    controller = simulate([candidate("slow"), candidate("good")], Machine(speed={"slow": 0.9, "good": 2.0}))
+
+    assert controller.rows["good"].cost_s == 0.0
+    assert controller.rows["slow"].cost_s == pytest.approx(controller.cost_s)
+    assert controller.cost_s > 0
+
+
 def test_the_search_pays_for_itself_and_says_when() -> None:
     machine = Machine(speed={"slow": 0.5, "good": 2.0})
 

@@ -105,3 +105,15 @@ def test_a_small_gain_must_show_in_a_trial_against_ddps_own(step_s: float, prove
     assert to_the_end(played.proves(HALF)) == proves
     assert played.tried == [PLAIN, HALF, HALF, PLAIN, PLAIN, HALF, HALF, PLAIN][: 2 * pairs]
     assert played.choice.plain_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "pays", "on_trial"), [(1.2, False, False), (0.99, False, False), (0.9, True, True), (0.5, True, False)]
+)
+def test_a_scheme_pays_by_a_large_gain_or_a_small_one_that_a_trial_has_shown(
+    step_s: float, pays: bool, on_trial: bool
+) -> None:
+    played = Played({HALF: 0.5, PLAIN: 1.0}, {HALF: (step_s, step_s), PLAIN: (1.0, 1.0)})
+    played.choice.measured[HALF] = step_s
+    assert to_the_end(played.pays(HALF)) == pays
+    assert bool(played.tried) == on_trial

@@ -210,6 +210,13 @@ def test_too_few_steps_are_refused() -> None:
     assert found.findings == []
 
 
+@pytest.mark.parametrize(("phase", "cause"), [("outside", "outside.step"), ("host", "host.step_code")])
+@pytest.mark.parametrize(("share", "is_cause"), [(0.085, False), (0.115, True)])
+def test_a_tenth_of_the_step_makes_a_cause(phase: str, cause: str, share: float, is_cause: bool) -> None:
+    rest = sum(ms for name, ms in HEALTHY.items() if name != phase)
+    assert causes(evidence(phases={phase: rest * share / (1 - share)})) == ([cause] if is_cause else [])
+
+
 def test_two_causes_of_one_size_are_refused_and_both_told() -> None:
     both = evidence(phases={"data": 20, "outside": 20}, data_thread=RUNNING)
     both.steps = steps(**{**HEALTHY, "data": 20, "outside": 20.35}, noise=0.05)  # the means drawn are equal

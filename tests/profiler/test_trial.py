@@ -52,6 +52,18 @@ def test_single_stalls_do_not_move_the_verdict() -> None:
     assert trial.outcome().gain == pytest.approx(20 / 15, rel=0.01)
 
 
+def test_bursts_of_another_process_seldom_cost_a_gain() -> None:
+    def kept(seed: int) -> bool:
+        chance, trial = random.Random(seed), Trial()
+        while trial.verdict is None:
+            base = 0.02 if trial.arm == "A" else 0.02 / 1.3
+            bursts = [3.0 if chance.random() < 0.3 else 1.0 for _ in range(5)]
+            trial.record([base * burst * math.exp(chance.gauss(0, 0.05)) for burst in bursts])
+        return trial.verdict == "keep"
+
+    assert sum(map(kept, range(100))) >= 80  # 35 if each pair counted in full
+
+
 def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
     chance = random.Random(7)
     covered = 0

@@ -1,0 +1,138 @@
+"""The faults put into decisions: each place still exists, and by `make slow` each fault is caught by a test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import decision_faults
+from benchmarks.decision_faults import Caught
+from benchmarks.decisions import fault as faults
+from benchmarks.decisions import of_machine, of_numbers, of_search, plugin
+from benchmarks.decisions.fault import Fault
+from benchmarks.decisions.table import FAULTS
+
+EACH_FAULT = pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+
+DECISIONS = {
+    *("trial", "budget", "search", "remembered plans"),
+    *("guard", "batch size", "learning rate", "checkpoints"),
+    *("crowd meter", "verdict", "loader", "scheme"),
+}
+
+
+@EACH_FAULT
+def test_place_and_tests_still_exist(fault: Fault) -> None:
+    right = fault.right()
+    assert fault.change(right) is not right
+    assert fault.tests
+    assert not fault.missing_tests()
+
+
+def test_each_decision_has_faults_and_each_fault_a_name_of_its_own() -> None:
+    assert len(FAULTS) == sum(len(part.FAULTS) for part in (of_search, of_numbers, of_machine))
+    assert {fault.decision for fault in FAULTS.values()} == DECISIONS
+
+
+@pytest.mark.slow
+@EACH_FAULT
+def test_fault_is_caught_by_the_default_run(fault: Fault) -> None:
+    caught = decision_faults.caught_by(fault)
+    assert caught.test, caught.outcome
+
+
+# How a fault is put in
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Return a module with a decision, and one that has imported it by its name."""
+    owner, user = ModuleType("played_owner"), ModuleType("played_user")
+    exec("LIMIT = 0.1\ndef decide(): return 'right'\nclass Judge:\n    def judge(self): return 'right'\n", vars(owner))
+    vars(user).update(decide=vars(owner)["decide"], LIMIT=vars(owner)["LIMIT"], Judge=vars(owner)["Judge"])
+    for module in (owner, user):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return owner, user
+
+
+def played(place: str, change: faults.Change) -> Fault:
+    return Fault("played", "trial", "does it wrong", f"played_owner:{place}", change, ())
+
+
+def test_a_function_is_wrong_wherever_it_was_imported(modules: tuple[Any, Any]) -> None:
+    played("decide", faults.returns("wrong")).put_in()
+    assert [module.decide() for module in modules] == ["wrong", "wrong"]
+
+
+def test_a_constant_is_wrong_wherever_it_was_imported(modules: tuple[Any, Any]) -> None:
+    played("LIMIT", faults.is_now(0.2)).put_in()
+    assert [module.LIMIT for module in modules] == [0.2, 0.2]
+
+
+def test_a_method_is_wrong_for_all_who_have_the_class(modules: tuple[Any, Any]) -> None:
+    played("Judge.judge", faults.result_becomes(lambda verdict: f"not {verdict}")).put_in()
+    assert [module.Judge().judge() for module in modules] == ["not right", "not right"]
+
+
+def test_a_place_that_is_gone_is_an_error(modules: tuple[Any, Any]) -> None:
+    with pytest.raises(AttributeError):
+        played("judge_no_more", faults.returns(None)).right()
+
+
+def test_a_plugin_without_a_known_fault_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(plugin.VARIABLE, "keeps_everything")
+    with pytest.raises(pytest.UsageError, match="must name a fault of"):
+        plugin.pytest_configure(None)  # type: ignore[arg-type]
+
+
+# What the tests said
+
+
+@pytest.mark.parametrize(
+    ("status", "printed", "expected"),
+    [
+        (1, "FAILED tests/a.py::test_b[c d] - assert 1 == 2\n1 failed", Caught("tests/a.py::test_b[c d]")),
+        (1, "FAILED tests/a.py::test_b\n1 failed", Caught("tests/a.py::test_b")),
+        (0, "12 passed", Caught("", "all tests passed")),
+        (1, "ERROR tests/a.py - ImportError\n1 error", Caught("", "exit status 1: 1 error")),
+        (5, "", Caught("", "exit status 5: ")),
+    ],
+    ids=["failed", "without words", "passed", "import", "nothing"],
+)
+def test_only_a_test_that_fails_catches_a_fault(status: int, printed: str, expected: Caught) -> None:
+    assert decision_faults.first_failure(status, printed) == expected
+
+
+def test_tests_that_do_not_end_catch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **options: Any) -> Any:
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", run)
+    fault = FAULTS["keeps_a_loser"]
+    assert decision_faults.caught_by(fault, limit_s=7) == Caught("", "its tests took longer than 7 s")
+
+
+def test_a_fault_that_is_missed_ends_the_command_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decision_faults, "caught_by", lambda fault: Caught("", "all tests passed"))
+    done = CliRunner().invoke(decision_faults.main, ["keeps_a_loser", "budget_never_ends"])
+    assert done.exit_code == 1
+    assert "FAIL keeps_a_loser" in done.output
+    assert "0 of 2 caught" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["keeps_everything"], "no such fault: keeps_everything"),
+        (["keeps_a_loser", "--record"], "a part of the faults is not recorded"),
+    ],
+)
+def test_command_line_says_what_is_wrong(arguments: list[str], words: str) -> None:
+    done = CliRunner().invoke(decision_faults.main, arguments)
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.replace("│", " ").split())
