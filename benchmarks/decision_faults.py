@@ -25,7 +25,7 @@ from benchmarks.decisions.plugin import VARIABLE
 from benchmarks.decisions.table import FAULTS
 from benchmarks.record import Column, Record
 
-LIMIT_S = 300.0
+LIMIT_S = 120.0
 """Tests that run longer are ended; the fault then counts as not caught."""
 DEFAULT_RUN = "not slow and not gpu and not integration"
 """The tests that `make test` runs."""
@@ -39,7 +39,7 @@ RECORD = Record(
         "what": Column("what it does wrong", "fault"),
         "place": Column("module and attribute that it replaces"),
         "caught_by": Column("first test that failed, '' if none did", "caught by", lambda row: short(row["caught_by"])),
-        "outcome": Column("'' if it was caught, else what became of the run"),
+        "outcome": Column("what that test said, else what became of the run"),
         "seconds": Column("how long its tests ran, with their imports"),
     },
     head=lambda result: (
@@ -56,7 +56,7 @@ class Caught:
     test: str
     """The first that failed, '' if none did."""
     outcome: str = ""
-    """Why there is none: they passed, took too long, or could not run."""
+    """What it said; else why there is none: they passed, took too long, or could not run."""
 
 
 @click.command()
@@ -104,7 +104,7 @@ def command(tests: Sequence[str]) -> list[str]:
 
 def caught_by(fault: Fault, limit_s: float = LIMIT_S) -> Caught:
     """Run a fault's tests in a process that has it."""
-    environment = {**os.environ, VARIABLE: fault.name}
+    environment = {**os.environ, VARIABLE: fault.name, "COLUMNS": "300"}
     try:
         done = subprocess.run(
             command(fault.tests),
@@ -122,8 +122,8 @@ def caught_by(fault: Fault, limit_s: float = LIMIT_S) -> Caught:
 
 def first_failure(status: int, printed: str) -> Caught:
     """Read what pytest printed: a test that fails catches the fault, one that can't even be set up does not."""
-    if failed := re.search(r"^FAILED (\S+::.+?)(?: - .*)?$", printed, re.MULTILINE):
-        return Caught(failed[1])
+    if failed := re.search(r"^FAILED (\S+::.+?)(?: - (.*))?$", printed, re.MULTILINE):
+        return Caught(failed[1], (failed[2] or "")[:200])
     if status == 0:
         return Caught("", "all tests passed")
     return Caught("", f"exit status {status}: {(printed.strip().splitlines() or [''])[-1][:200]}")
@@ -137,7 +137,7 @@ def short(test: str) -> str:
 def one_line(row: dict[str, Any]) -> str:
     """Return a fault's outcome as it comes in."""
     mark = "ok  " if row["caught_by"] else "FAIL"
-    return f"{mark} {row['fault']:28} {row['seconds']:5.1f} s  {row['caught_by'] or row['outcome']}"
+    return f"{mark} {row['fault']:28} {row['seconds']:5.1f} s  {row['caught_by']}  {row['outcome']}"
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "profiler_overhead": ("profiler_overhead", "--record"),
     "noise_overhead": ("noise_overhead", "--record"),
     "fault_matrix": ("fault_matrix", "--record"),
+    "decision_faults": ("decision_faults", "--record"),
     "simota": ("simota", "--record"),
     "fcos_targets": ("fcos_targets", "--record"),
     "optimizers": ("optimizers", "--record"),

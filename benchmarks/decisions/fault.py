@@ -46,7 +46,8 @@ class Fault:
         right = inspect.getattr_static(owner, name)
         wrong = self.change(right)
         setattr(owner, name, wrong)
-        if inspect.ismodule(owner):
+        # A private constant is its own module's; another one of that name may be the same small number.
+        if inspect.ismodule(owner) and not (name.startswith("_") and not callable(right)):
             for module in list(sys.modules.values()):
                 if getattr(module, "__dict__", {}).get(name) is right:
                     setattr(module, name, wrong)

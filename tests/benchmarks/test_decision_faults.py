@@ -96,7 +96,11 @@ def test_a_plugin_without_a_known_fault_ends_the_run(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("status", "printed", "expected"),
     [
-        (1, "FAILED tests/a.py::test_b[c d] - assert 1 == 2\n1 failed", Caught("tests/a.py::test_b[c d]")),
+        (
+            1,
+            "FAILED tests/a.py::test_b[c d] - assert 1 == 2\n1 failed",
+            Caught("tests/a.py::test_b[c d]", "assert 1 == 2"),
+        ),
         (1, "FAILED tests/a.py::test_b\n1 failed", Caught("tests/a.py::test_b")),
         (0, "12 passed", Caught("", "all tests passed")),
         (1, "ERROR tests/a.py - ImportError\n1 error", Caught("", "exit status 1: 1 error")),
