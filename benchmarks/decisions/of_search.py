@@ -320,7 +320,7 @@ FAULTS = [
         "remembered plans",
         "takes each run for one of the same kind",
         "accel.cache.conditions:conditions",
-        returns({"model": ""}),
+        result_becomes(lambda conditions: dict.fromkeys(conditions, "")),
         _KEY,
     ),
     Fault(
