@@ -75,8 +75,8 @@ def _copy(destinations: Iterable[Tensor], origins: Iterable[Tensor]) -> None:
         if target.shape != source.shape:
             continue  # it has been resized since: there is nothing to restore
         targets, sources = kinds.setdefault((target.dtype, target.device), ([], []))
-        targets.append(target)
-        sources.append(source)
-    with torch.no_grad():
-        for targets, sources in kinds.values():
-            torch._foreach_copy_(targets, sources)
+        # Detached, for torch's no_grad is lines of Python: Ctrl-C between two of them would leave gradients off.
+        targets.append(target.detach())
+        sources.append(source.detach())
+    for targets, sources in kinds.values():
+        torch._foreach_copy_(targets, sources)

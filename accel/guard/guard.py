@@ -163,9 +163,8 @@ class ModuleState:
         for container, contents in self._contents:
             container.clear()
             (container.extend if isinstance(container, list | deque) else container.update)(contents)
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+        for buffer, value in self._buffers:
+            buffer.detach().copy_(value)
 
 
 def record(model: nn.Module, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:

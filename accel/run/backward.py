@@ -58,10 +58,10 @@ class _Mark:
             if self._inside or not self.listeners:  # a backward pass within one (checkpointing) belongs to it
                 original(*args, **kwargs)
                 return
-            self._inside = True
-            for listener in list(self.listeners):
-                listener.backward_begins()
             try:
+                self._inside = True
+                for listener in list(self.listeners):
+                    listener.backward_begins()
                 original(*args, **kwargs)
             finally:
                 self._inside = False

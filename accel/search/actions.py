@@ -76,6 +76,17 @@ class Result:
         """Seconds of each counted step."""
         return [m.seconds for m in self.measurements]
 
+    @classmethod
+    def merged(cls, results: list[Result]) -> Result:
+        """Merge the ranks' results: rank 0's times, everyone's trips and refusals, the worst finding."""
+        merged = results[0]
+        for rank, other in enumerate(results[1:], 1):
+            merged.refusals.update({name: f"on rank {rank} {why}" for name, why in other.refusals.items()})
+            merged.trips.update({name: why for name, why in other.trips.items() if name not in merged.trips})
+            if other.finding is not None:
+                merged.finding = other.finding if merged.finding is None else merged.finding.merge(other.finding)
+        return merged
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:

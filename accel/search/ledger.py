@@ -10,6 +10,7 @@ from accel.profiler.trial import Outcome
 from accel.report import Event, Status, StrategyRow
 from accel.search.actions import Candidate
 from accel.search.plan import Choices
+from accel.strategies.base import asked
 
 
 class Ledger:
@@ -153,10 +154,7 @@ class Ledger:
 
 def refusal(candidate: Candidate) -> str:
     """Return why a candidate does not apply; '' if it does."""
-    try:
-        return candidate.refusal()
-    except Exception as error:  # a strategy whose own check fails is left out, and the run goes on
-        return f"its check of the run failed: {type(error).__name__}: {error}"
+    return asked(candidate.refusal)
 
 
 def waiting_for(candidate: Candidate) -> str:

@@ -8,6 +8,8 @@ optimizer has stepped, or at each batch if the model has no optimizer.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -160,14 +162,14 @@ class StepEvents:
             return
         if self._epoch_is_new:
             self._epoch_is_new = False
-            self._listener.epoch_begins()
+            _keeping_grad_mode(self._listener.epoch_begins)
             if self._state.mode is _CLOSED:
                 return
         if mode is _RESTING:
             if self._updated or self._batch_is_step():
                 self._updated, self._batches = False, 0
                 self.boundaries += 1
-                self._listener.step_passed()
+                _keeping_grad_mode(self._listener.step_passed)
             return
         self._clock.request()
         if self.observation is not None:
@@ -175,7 +177,7 @@ class StepEvents:
         if self._updated or self._batch_is_step():
             self._updated, self._batches = False, 0
             self.boundaries += 1
-            self._listener.step_ended()
+            _keeping_grad_mode(self._listener.step_ended)
 
     def _batch_is_step(self) -> bool:
         """Return whether the loop has no optimizer, and a batch has been used."""
@@ -233,7 +235,7 @@ class StepEvents:
         self._guard.before_update(optimizer)
         if self.noise is not None:
             with self._state.suspended():  # it may call the model again
-                self.noise.before_update(optimizer)
+                _keeping_grad_mode(partial(self.noise.before_update, optimizer))
 
     def _optimizer_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         mode = self._state.mode
@@ -291,3 +293,16 @@ class StepEvents:
         if self.noise is not None and self.noise.wants_call:
             return self.noise.call(self._run.gate.plain, args, kwargs)
         return self._guard.call(call, args, kwargs)
+
+
+def _keeping_grad_mode(act: Callable[[], None]) -> None:
+    """Act, and leave the gradient mode as it was.
+
+    Torch's `no_grad` sets it in one line of Python and restores it in another. Ctrl-C between the two would leave the
+    loop that goes on without gradients. A call of C right at the beginning of `finally` can't be interrupted.
+    """
+    enabled = torch.is_grad_enabled()
+    try:
+        act()
+    finally:
+        torch._C._set_grad_enabled(enabled)

@@ -20,6 +20,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 
 import torch
 
@@ -38,14 +39,14 @@ from accel.session.switchboard import Switchboard
 from accel.session.training_loader import TrainingLoader
 from accel.session.turns import TURNS, Searcher
 from accel.session.usage import Usage
-from accel.strategies.base import Strategy
+from accel.strategies.base import Strategy, asked
 
 log = logging.getLogger("accel")
 
-# Steps between two checks whether another model's search has ended.
 _SHAPES = 5
 """Steps by whose batches the usual shape is judged, at the least."""
 _PAUSE = 25
+"""Steps between two checks whether another model's search has ended."""
 
 
 class Session:
@@ -97,6 +98,8 @@ class Session:
         self._is_alone = True
         self._action: Action | None = None
         self._result = Result()
+        self._is_deciding = False
+        """The controller or the ranks are between two actions."""
         self._boundary_ended = 0.0
         # Until when the steps of a rest are counted in the time of the run.
         self._counted_until = 0.0
@@ -197,10 +200,7 @@ class Session:
 
     def step_ended(self) -> None:
         """Record the step, and do the work that is due at the boundary."""
-        try:
-            self._boundary()
-        except Exception as error:
-            self._fail(error)
+        self._at_boundary(self._boundary)
 
     def step_passed(self) -> None:
         """Count a step without measuring it: after the search, 150 of 200 steps."""
@@ -219,10 +219,7 @@ class Session:
         if self._action is None or not self._action.whole_epoch or not self._result.measurements:
             return
         began = self._clock.now()
-        try:
-            self._finish_action()
-        except Exception as error:
-            self._fail(error)
+        self._at_boundary(self._finish_action)
         self._result.aside_s += self._clock.now() - began
 
     def fetching_failed(self, error: Exception) -> None:
@@ -231,6 +228,26 @@ class Session:
         self.switchboard.drop_fetching(f"fetching failed: {type(error).__name__}: {first_line}")
 
     # -- the boundary --------------------------------------------------------------------------------------------------
+
+    def _at_boundary(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._fail(error)
+        except BaseException:  # Ctrl-C; the loop may go on, as in the next cell of a notebook
+            self._recover()
+            raise
+
+    def _recover(self) -> None:
+        """Begin the action again after an interruption; stop if it came while the controller chose the next one."""
+        if self._is_deciding:
+            self.failed = "it was interrupted while it decided what to try next"
+            self._stop(together=False)
+            log.info("accel stopped and left the loop as it was: %s", self.failed)
+        elif self._action is not None:
+            self.begin_again()
+            self.switchboard.switch(self._action.plan)
+            self._clock.restart()
 
     def _boundary(self) -> None:
         began = self._clock.last
@@ -375,10 +392,11 @@ class Session:
 
     def _next_action(self, first: bool = False) -> None:
         assert self._ranks is not None
+        self._is_deciding = True
 
         def decision(results: list[Result]) -> Action:
             assert self._decisions is not None
-            merged = _merged(results)
+            merged = Result.merged(results)
             self.run.refused_elsewhere = merged.refusals
             return next(self._decisions) if first else self._decisions.send(merged)
 
@@ -395,6 +413,7 @@ class Session:
         self._quieten(action)
         if search_ends:
             self.switchboard.close_idle()
+        self._is_deciding = False
         if action.settled and not self._is_settled:
             self._settle()
 
@@ -404,8 +423,8 @@ class Session:
         self._result.trips, self._result.finding = self.switchboard.take_trips(), self.guard.take_finding()
         if self._ranks.leads:
             return self._result
-        collective = {name: strategy for name, strategy in self.strategies.items() if strategy.collective}
-        refusals = {name: why for name, strategy in collective.items() if (why := _refusal(strategy, self.run))}
+        collective = [(name, strategy) for name, strategy in self.strategies.items() if strategy.collective]
+        refusals = {name: why for name, each in collective if (why := asked(partial(each.refusal, self.run)))}
         return Result(trips=self._result.trips, finding=self._result.finding, refusals=refusals)
 
     def _settle(self) -> None:
@@ -478,21 +497,3 @@ class Session:
         self.switchboard.close(remaining)
         if was_alive and self._ranks is not None:
             self._ranks.leave(f"has left: {self.failed or 'accel was undone there'}")
-
-
-def _refusal(strategy: Strategy, run: Run) -> str:
-    try:
-        return strategy.refusal(run)
-    except Exception as error:
-        return f"its check of the run failed: {type(error).__name__}: {error}"
-
-
-def _merged(results: list[Result]) -> Result:
-    """Merge the ranks' results: rank 0's times, everyone's trips and refusals, the worst finding."""
-    merged = results[0]
-    for rank, other in enumerate(results[1:], 1):
-        merged.refusals.update({name: f"on rank {rank} {why}" for name, why in other.refusals.items()})
-        merged.trips.update({name: why for name, why in other.trips.items() if name not in merged.trips})
-        if other.finding is not None:
-            merged.finding = other.finding if merged.finding is None else merged.finding.merge(other.finding)
-    return merged

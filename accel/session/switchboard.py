@@ -68,24 +68,25 @@ class Switchboard:
                 self.trips[name] = why
 
     def _on(self, name: str, setting: Any) -> None:
+        self.active[name] = setting  # first: what Ctrl-C leaves half on is switched off like what is on
         try:
             self._strategies[name].enable(self._run, setting)
         except Exception as error:
+            self.active.pop(name, None)
             failed = f"it could not be switched on: {type(error).__name__}: {error}"
             self.trips[name] = str(error) if isinstance(error, NothingHelps) else failed
             with contextlib.suppress(Exception):
                 self._strategies[name].disable(self._run)
             return
-        self.active[name] = setting
         if self._strategies[name].touches & _SUSPECT:
             self._suspected()
 
     def _off(self, name: str) -> None:
-        self.active.pop(name, None)
         try:
             self._strategies[name].disable(self._run)
         except Exception as error:
             self.trips[name] = f"it could not be switched off: {type(error).__name__}: {error}"
+        self.active.pop(name, None)  # last, for the same reason
 
     # -- trips ---------------------------------------------------------------------------------------------------------
 

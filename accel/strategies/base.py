@@ -10,6 +10,7 @@ the checks that cost nothing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -128,3 +129,11 @@ class Strategy(ABC):
     def describe(self, setting: Any) -> str:
         """Return the setting as `key=value` for the report; '' when there is none."""
         return "" if setting is None else f"{self.name}={setting}"
+
+
+def asked(refusal: Callable[[], str]) -> str:
+    """Ask why a strategy does not apply; one whose own check fails is left out, and the run goes on."""
+    try:
+        return refusal()
+    except Exception as error:
+        return f"its check of the run failed: {type(error).__name__}: {error}"

@@ -1,0 +1,64 @@
+"""Ctrl-C at any place of accel's, or of torch's `no_grad` that it is in: the loop can go on, or be undone."""
+
+from __future__ import annotations
+
+import itertools
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+import accel
+from accel.run import backward
+from tests.accel.loops import Quick, advance, advance_until, make, settled, training
+from tests.interruptions import GRAD_MODE, SignalInterrupter
+
+
+def interrupted(folder: str, at: int) -> SignalInterrupter:
+    """Interrupt a run at that place, go on, undo all, and go on again."""
+    model, loader, optimizer = accel.optimize(*make(), budget=60, allow="exact")
+    interrupter = SignalInterrupter(folder, at)
+    try:
+        with interrupter():
+            advance_until(training(model, loader, optimizer), settled(model))
+    except KeyboardInterrupt:
+        pass
+    assert torch.is_grad_enabled(), f"interrupted at {interrupter.place}"
+    assert _get_current_dispatch_mode() is None, f"interrupted at {interrupter.place}"
+    before = model.head.weight.detach().clone()
+    advance(training(model, loader, optimizer), 20)
+    assert model.head.weight.isfinite().all(), f"interrupted at {interrupter.place}"
+    assert not torch.equal(model.head.weight, before), f"interrupted at {interrupter.place}"
+    accel.undo(model)
+    assert not Quick.on, f"interrupted at {interrupter.place}"
+    assert "_compiled_call_impl" not in vars(model), f"interrupted at {interrupter.place}"
+    assert passes_are_heard(), f"interrupted at {interrupter.place}"
+    advance(training(model, loader, optimizer), 3)
+    return interrupter
+
+
+def passes_are_heard() -> bool:
+    """Tell whether a listener is notified of a backward pass."""
+    listener = create_autospec(backward.BackwardListener, instance=True)
+    backward.listen(listener)
+    torch.ones(1, requires_grad=True).sum().backward()
+    backward.forget(listener)
+    return bool(listener.backward_begins.called and listener.backward_ended.called)
+
+
+# A whole search has 62,000 places, and 50 of torch's in it; the strides are primes.
+@pytest.mark.parametrize(
+    ("folder", "stride"),
+    [
+        pytest.param("accel", 6991, id="accel"),
+        pytest.param("accel", 307, id="accel, closely", marks=pytest.mark.slow),
+        pytest.param(GRAD_MODE, 7, id="no_grad"),
+        pytest.param(GRAD_MODE, 1, id="no_grad, each", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_after_an_interruption(only_quick: None, folder: str, stride: int) -> None:
+    for at in itertools.count(0, stride):
+        if not interrupted(folder, at).place:
+            assert at > 0
+            return  # the search ended without coming to that place
