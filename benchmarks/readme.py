@@ -33,6 +33,7 @@ from benchmarks import (
     never_slower,
     pollux,
     public_scripts,
+    repeated_tests,
     scaling,
     simota,
     strategy_table,
@@ -77,6 +78,7 @@ BLOCKS = (
     Block("docs/kernels.md", "fcos", "fcos-targets", fcos_targets.table_block),
     Block("docs/kernels.md", "host", "launch-cost", launch_cost.RECORD.block),
     Block("docs/decisions.md", "decisions", "decision-faults", decision_faults.RECORD.block),
+    Block("docs/tests.md", "runs", "repeated-tests", repeated_tests.table_block),
     Block("docs/kernels.md", "bernoulli", "bernoulli", bernoulli.RECORD.block),
 )
 

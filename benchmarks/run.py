@@ -1,6 +1,6 @@
 """`make bench`: the benchmarks of this machine, one after the other; results go to benchmarks/results/.
 
-python -m benchmarks.run [SUITE …]
+python -m benchmarks.run [SUITE …] [--no-record]
 """
 
 from __future__ import annotations
@@ -51,16 +51,20 @@ SUITES: dict[str, tuple[str, ...]] = {
     "comm_accuracy": ("comm_accuracy", "--record"),
     "readme": ("readme",),
 }
-"""Name → module under benchmarks/, and its arguments; the last one fills the pages from the new results."""
+"""Name → module under benchmarks/, and its arguments: from --record on, what is written. The last one fills the pages
+from the new results."""
 
 
 @click.command()
 @click.argument("suites", nargs=-1, type=click.Choice(list(SUITES)), metavar="[SUITE]…")
-def main(suites: tuple[str, ...]) -> None:
+@click.option("--no-record", is_flag=True, help="Measure, and write nothing.")
+def main(suites: tuple[str, ...], no_record: bool) -> None:
     """Run SUITES (default: all), each in a process of its own, and exit with 1 if one failed."""
     codes = []
     for name in suites or SUITES:
         module, *arguments = SUITES[name]
+        if no_record and "--record" in arguments:
+            arguments = arguments[: arguments.index("--record")]
         command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
         codes.append(subprocess.run(command, check=False).returncode)
     sys.exit(int(any(codes)))

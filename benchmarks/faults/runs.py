@@ -147,9 +147,9 @@ def consult(rival: str, case: Case, python: str, steps: int) -> RivalAnswer:
 
 
 @contextlib.contextmanager
-def busy(processes: int) -> Iterator[None]:
+def busy(processes: int, limit_s: float = LIMIT_S) -> Iterator[None]:
     """Keep this many cores busy with spinning processes, which end by themselves should this one be killed."""
-    spin = f"import time\nend = time.monotonic() + {LIMIT_S}\nwhile time.monotonic() < end: pass"
+    spin = f"import time\nend = time.monotonic() + {limit_s}\nwhile time.monotonic() < end: pass"
     spinning = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(processes)]
     try:
         yield

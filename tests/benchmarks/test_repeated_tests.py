@@ -1,0 +1,111 @@
+"""What is read of repeated runs of the tests, and when one counts as green."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import repeated_tests
+from benchmarks.repeated_tests import CONDITIONS, Outcome, is_green, table_block
+
+_TESTS = """
+import pytest
+
+def test_a(): pass
+def test_b(): assert 0, "no"
+@pytest.mark.skip(reason="no CUDA here")
+def test_c(): pass
+@pytest.fixture
+def broken(): raise RuntimeError
+def test_d(broken): pass
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str]:
+    """What pytest itself prints, so that another version of it is noticed."""
+    folder = tmp_path_factory.mktemp("tests")
+    (folder / "test_these.py").write_text(_TESTS)
+    command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "test_these.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout
+
+
+def test_what_pytest_says_at_its_end_is_read(printed: tuple[int, str]) -> None:
+    outcome = Outcome.of(*printed)
+    assert outcome.counts == {"passed": 1, "failed": 1, "skipped": 1, "error": 1}
+    assert sorted(outcome.failures) == ["test_these.py::test_b", "test_these.py::test_d"]
+    assert outcome.skips == {"no CUDA here": 1}
+    row = outcome.row("quiet", 1, 2.34)
+    assert (row["passed"], row["failed"], row["skipped"], row["seconds"], row["status"]) == (1, 2, 1, 2.3, 1)
+    assert not is_green(row)
+
+
+def green(**changes: Any) -> dict[str, Any]:
+    return {**Outcome(0, {"passed": 5, "skipped": 1}, (), {"needs CUDA": 1}).row("quiet", 1, 1.0), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"failed": 1}, False),
+        ({"status": 2}, False),  # as when the slowest ten have grown
+        ({"status": None}, False),  # it was ended
+        ({"passed": 0}, False),
+        ({"skips": {"the machine is busy": 1}}, False),
+    ],
+    ids=str,
+)
+def test_green_is_a_run_without_failures_and_without_skips_for_load(changes: dict[str, Any], expected: bool) -> None:
+    assert is_green(green(**changes)) is expected
+
+
+def test_parts_are_added_up() -> None:
+    parts = [
+        Outcome(0, {"passed": 3}, (), {"a": 1}),
+        Outcome(5),
+        Outcome(1, {"passed": 1, "failed": 1}, ("x",), {"a": 2}),
+    ]
+    whole = Outcome.merged(parts)
+    assert whole.status == 1
+    assert whole.counts == {"passed": 4, "failed": 1}
+    assert (whole.failures, whole.skips) == (["x"], {"a": 3})
+    assert Outcome.merged(parts[:2]).status == 0
+
+
+def test_the_table_has_a_line_for_each_condition() -> None:
+    rows = [green(), green(number=2, seconds=3.0, failed=1, failures=["tests/a.py::b"]), green(condition="nice")]
+    result = {"command": "c", "date": "2026-11-24", "machine": "m", "cores": 2, "torch": "2", "rows": rows}
+    lines = table_block(result).splitlines()
+    assert lines[-2] == "| a quiet machine | 2 | 1 | 1 to 3 | 5 | 1 | `tests/a.py::b` |"
+    assert lines[-1].startswith("| under `nice -n 19`, beside `make bench` | 1 | 1 |")
+
+
+def test_a_run_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeated_tests, "LIMIT_S", 0.2)
+    assert repeated_tests._run([sys.executable, "-c", "import time; time.sleep(60)"]).status is None
+
+
+def test_the_process_has_the_core_it_was_given(tmp_path: Path) -> None:
+    tests = repeated_tests.make_test(sys.executable, "-c", _WRITES, str(tmp_path / "cores"), core=0)
+    assert tests(1).status == 0
+    assert (tmp_path / "cores").read_text() == "{0}"
+
+
+_WRITES = "import os, sys; open(sys.argv[1], 'w').write(str(os.sched_getaffinity(0)))"
+
+
+def test_conditions_are_those_of_the_manual() -> None:
+    assert {name: condition.times for name, condition in CONDITIONS.items()} == {
+        "quiet": 10,
+        "busy_core": 5,
+        "one_core": 2,
+        "nice": 2,
+        "random_order": 3,
+        "file_alone": 1,
+    }
