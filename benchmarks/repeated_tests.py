@@ -2,7 +2,7 @@
 
     python -m benchmarks.repeated_tests [CONDITION …] [--times N] [--record]
 
-Each run is one row, written as soon as it has ended; what is recorded of a condition stays until the same is run again.
+Each run is one row; what is recorded of a run stays until the same is run again.
 A test that fails under one condition only is a fault of the test or of what it tests, never of the machine.
 """
 
@@ -192,23 +192,31 @@ CONDITIONS = {
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(list(CONDITIONS)), metavar="[CONDITION]…")
 @click.option("--times", type=click.IntRange(1), help="Runs of each; by default what the condition says.")
-@click.option("--record", is_flag=True, help="Write each run to benchmarks/results/.")
+@click.option("--record", is_flag=True, help="Write the runs to benchmarks/results/.")
 def main(names: tuple[str, ...], times: int | None, record: bool) -> None:
     """Run the tests under CONDITIONS (default: all), and exit with 1 if one has failed or was left out."""
     console = Console(highlight=False, soft_wrap=True)
-    rows = []
-    for name in names or CONDITIONS:
+    rows: list[Row] = []
+    try:
+        for row in runs(names or list(CONDITIONS), times):
+            rows.append(row)
+            console.print(one_line(row), markup=False)
+    finally:  # not sooner: tests compare the pages with what is recorded
+        if record and rows:
+            RECORD.write(rows, "python -m benchmarks.repeated_tests")
+    if not all(map(is_green, rows)):
+        sys.exit(1)
+
+
+def runs(names: Sequence[str], times: int | None = None) -> Iterator[Row]:
+    """Yield a row for each run under these conditions."""
+    for name in names:
         condition = CONDITIONS[name]
         for number in range(1, (times or condition.times) + 1):
             began = time.monotonic()
             with condition.beside():
                 outcome = condition.tests(number)
-            rows.append(outcome.row(name, number, time.monotonic() - began))
-            console.print(one_line(rows[-1]), markup=False)
-            if record:
-                RECORD.write(rows[-1:], f"python -m benchmarks.repeated_tests {name}")
-    if not all(map(is_green, rows)):
-        sys.exit(1)
+            yield outcome.row(name, number, time.monotonic() - began)
 
 
 def is_green(row: Row) -> bool:
