@@ -64,7 +64,8 @@ class DynamicLossScale:
         """The scale now, float32 of no dimension, on the model's device."""
         self._good_steps = torch.tensor(0)
         self._overflows_left = torch.tensor(hysteresis)
-        self._noted: list[Tensor] = []
+        # On the device, as all that decides: a captured step notes its overflow where no Python runs.
+        self._noted, self._overflow = torch.tensor(False), torch.tensor(False)
         self._task = -1
         self.came_through = False
         """A gradient has come through it since the last step."""
@@ -77,9 +78,8 @@ class DynamicLossScale:
 
     def to(self, device: torch.device) -> None:
         """Move it to a device."""
-        self.value, self._good_steps, self._overflows_left = (
-            each.to(device) for each in (self.value, self._good_steps, self._overflows_left)
-        )
+        for name in ("value", "_good_steps", "_overflows_left", "_noted", "_overflow"):
+            setattr(self, name, getattr(self, name).to(device))
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return `x`, whose gradient will be multiplied by the scale."""
@@ -93,9 +93,14 @@ class DynamicLossScale:
         divided: Tensor = _Divided.apply(x, self)  # type: ignore[no-untyped-call]
         return divided
 
+    @torch.no_grad()
     def note(self, overflow: Tensor) -> None:
-        """Note whether a step overflowed, != 0 if so; taken into account when the next backward pass begins."""
-        self._noted.append(overflow.detach().to(self.value.device, torch.float32, copy=True).reshape(()))
+        """Note whether a step overflowed, != 0 if so; taken into account when the next backward pass begins.
+
+        Several are taken for one, as those of several optimizers in one step of the loop.
+        """
+        self._overflow.logical_or_(overflow.detach().to(self.value.device).reshape(()) != 0)
+        self._noted.fill_(True)
         self.came_through = False
 
     @torch.no_grad()
@@ -105,21 +110,38 @@ class DynamicLossScale:
         Args:
             overflow: of one element; != 0 if its gradients were not finite.
         """
-        bad = overflow != 0
-        self._overflows_left = torch.where(bad, self._overflows_left - 1, self._hysteresis)
+        self._become(self._after(overflow.to(self.value.device).reshape(()) != 0))
+
+    def _after(self, bad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scale, good steps and overflows left after a step."""
+        left = torch.where(bad, self._overflows_left - 1, self._hysteresis)
         good_steps = torch.where(bad, 0, self._good_steps + 1)
         grows = good_steps >= self._interval
-        falls = bad & (self._overflows_left <= 0)
-        factor = torch.where(falls, self._backoff, torch.where(grows, self._growth, 1.0))
-        # In place: what has to know the scale holds this tensor.
-        self.value.mul_(factor).clamp_(self._least, self._most)
-        self._good_steps = torch.where(grows, 0, good_steps)
+        factor = torch.where(bad & (left <= 0), self._backoff, torch.where(grows, self._growth, 1.0))
+        return (self.value * factor).clamp(self._least, self._most), torch.where(grows, 0, good_steps), left
 
+    def _become(self, values: tuple[Tensor, Tensor, Tensor]) -> None:
+        # In place: optimizers and captured graphs hold these tensors.
+        for own, value in zip((self.value, self._good_steps, self._overflows_left), values, strict=True):
+            own.copy_(value)
+
+    def _settled(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scale, good steps and overflows left with what was noted taken into account."""
+        before = self.value, self._good_steps, self._overflows_left
+        after = self._after(self._overflow)
+        scale, good_steps, left = (torch.where(self._noted, b, a) for a, b in zip(before, after, strict=True))
+        return scale, good_steps, left
+
+    @torch.no_grad()
     def settle(self) -> None:
         """Take the steps into account that were noted, unless scaled gradients still wait for theirs."""
-        if self._noted and not any(holds() for holds in self.holds):
-            self.update(torch.stack(self._noted).amax())
-            self._noted.clear()
+        if not any(holds() for holds in self.holds):
+            self._become(self._settled())
+            self._forget()
+
+    def _forget(self) -> None:
+        self._noted.fill_(False)
+        self._overflow.fill_(False)
 
     def _begin_backward(self) -> None:
         """Be called when a gradient comes through."""
@@ -132,15 +154,9 @@ class DynamicLossScale:
             listener()
 
     def state_dict(self) -> dict[str, float]:
-        """Return what it has learnt, as numbers; this waits for the device."""
-        if self._noted:
-            self.update(torch.stack(self._noted).amax())
-            self._noted.clear()
-        return {
-            "scale": float(self.value),
-            "good_steps": int(self._good_steps),
-            "overflows_left": int(self._overflows_left),
-        }
+        """Return what it has learnt, as numbers; this waits for the device, and changes nothing."""
+        scale, good_steps, left = self._settled()
+        return {"scale": float(scale), "good_steps": int(good_steps), "overflows_left": int(left)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned.
@@ -155,7 +171,7 @@ class DynamicLossScale:
         self.value.fill_(scale)
         self._good_steps.fill_(good)
         self._overflows_left.fill_(left)
-        self._noted.clear()
+        self._forget()
 
 
 class _Passed(torch.autograd.Function):

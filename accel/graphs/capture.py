@@ -73,7 +73,8 @@ def capture(
         most: graphs that are kept, default 8; of more, the one that was replayed longest ago goes.
         modules: for a step, whose mode and parameters count; default those that the step refers to.
         optimizers: for a step, whose numbers count; default those that it refers to. A learning rate that is a tensor
-            on the device follows its scheduler; one that is a number takes a graph for each value.
+            on the device, or that of an optimizer of `accel.optim`, follows its scheduler; any other that is a number
+            takes a graph for each value.
         strict: raise CaptureError where a step can't be captured. By default it goes on eagerly, with a warning.
 
     Raises:
@@ -152,6 +153,7 @@ class CapturedStep:
         if captured := self._graphs.get(key):
             self._graphs.move_to_end(key)
             self.replays += 1
+            self._owners.send()
             return captured.replay(inputs)
         if key in self._eager:
             return _detached(self._step(*args, **kwargs))
@@ -201,6 +203,7 @@ class CapturedStep:
         self._owners.refresh()  # parameters that have come or gone are part of the key
         key = self._key(description, inputs)
         before = self._owners.gradients()
+        self._owners.send()
         recorder.waits()
         outputs: list[Tensor] = []
         try:
@@ -238,7 +241,7 @@ class CapturedStep:
         if len(numbers) == _ANEW:
             self._warn(
                 "a number of an optimizer changes from step to step, and each value takes a graph of its own; give it "
-                "as a tensor on the device: lr=torch.tensor(0.1, device='cuda')"
+                "as a tensor on the device, lr=torch.tensor(0.1, device='cuda'), or take an optimizer of accel.optim"
             )
 
     def _say(self, reason: str) -> None:

@@ -5,13 +5,24 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel.profiler.clocks import callslot
+
+
+@runtime_checkable
+class SendsNumbers(Protocol):
+    """An optimizer whose captured step reads numbers from the device, as those of `accel.optim` do."""
+
+    def refresh(self) -> None:
+        """Send what has changed."""
+
+    def frozen_options(self, group: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Return the options of a group that a captured step does not read from the device; None for all of them."""
 
 
 class Owners:
@@ -78,12 +89,14 @@ class Owners:
         return self._loads
 
     def numbers(self) -> tuple[Hashable, ...]:
-        """Return the optimizers' options that are no tensors: a graph goes on with what they were."""
-        return tuple(
-            tuple((name, _hashable(value)) for name, value in group.items() if name != "params")
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-        )
+        """Return the optimizers' options that a graph has frozen: those that are no tensors, and aren't sent."""
+        return tuple(_options(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups)
+
+    def send(self) -> None:
+        """Let optimizers that keep their numbers on the device send what has changed, for a replay or a capture."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, SendsNumbers):
+                optimizer.refresh()
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients, tensor by tensor."""
@@ -104,6 +117,12 @@ class Owners:
         for tensor, gradient in zip(self.tensors(), gradients, strict=True):
             if tensor.grad is not gradient:
                 tensor.grad = gradient
+
+
+def _options(optimizer: Optimizer, group: dict[str, Any]) -> Hashable:
+    if isinstance(optimizer, SendsNumbers) and (frozen := optimizer.frozen_options(group)) is not None:
+        return tuple(map(_hashable, frozen))
+    return tuple((name, _hashable(value)) for name, value in group.items() if name != "params")
 
 
 class _Same:

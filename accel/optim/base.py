@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from accel.errors import InvalidArgument
 from accel.kernels.optimizers import Batch, Hypers, Kind, Scaling, UpdateOutcome, Updater, work_dtype
+from accel.kernels.support import runs_triton
 from accel.optim import checks, stored
 from accel.optim.apex import ApexStep
 
@@ -153,7 +154,7 @@ class MultiTensorOptimizer(Optimizer):
         """Bring what changed on the host to the device, for the replay of a captured step.
 
         That is learning rates and other numbers, and 16-bit weights that someone else wrote. A step that is not
-        captured does so itself. Tensors on the device need no refresh.
+        captured does so itself, and `accel.graphs.capture` before each replay. Tensors on the device need no refresh.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         if params:
@@ -161,6 +162,19 @@ class MultiTensorOptimizer(Optimizer):
         for group in self.param_groups:
             updated = [p for p in group["params"] if "master" in self.state.get(p, {})]
             self._remember(updated, self._masters(group, updated))
+
+    def frozen_options(self, group: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Return what a captured step of a group does not read from the device; None if that is all.
+
+        Args:
+            group: one of `param_groups`.
+        """
+        if self._apex is not None or not any(map(runs_triton, group["params"])):
+            return None
+        on_device = [number for number in self._row(group) if isinstance(number, Tensor)]  # copied from where they lie
+        options = (group.get(name) for name in ("nesterov", "amsgrad", "master_weights"))
+        clips = group.get("max_grad_norm") is not None
+        return (*on_device, *options, clips, self._state_names(group), self._counts_steps(group))
 
     def _remember(self, params: Sequence[Tensor], masters: Sequence[Tensor | None]) -> None:
         """Note that parameters are what their master weights round to."""

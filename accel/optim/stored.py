@@ -33,6 +33,14 @@ _OPTIONS: dict[Kind, tuple[str, ...]] = {
     "sgd": ("lr", "momentum", "weight_decay"),
     "lars": ("lr", "momentum", "weight_decay"),
 }
+_MARKS: dict[Kind, tuple[frozenset[str], frozenset[str]]] = {
+    "adam": (frozenset({"amsgrad", "bias_correction"}), frozenset({"grad_averaging"})),
+    "lamb": (frozenset({"grad_averaging"}), frozenset()),
+    "sgd": (frozenset({"nesterov"}), frozenset({"trust_coefficient"})),
+    "lars": (frozenset({"trust_coefficient"}), frozenset()),
+}
+"""Options of which a group has one, here, in torch or in apex, and those that it has not: RAdam's state has the names
+of Adam's, and LAMB's too."""
 
 
 class Sealed:
@@ -71,6 +79,11 @@ def checked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, An
             _check(owner, kind, places[key], own)
             own = {name: Sealed(value) for name, value in own.items() if value is not None}
         sealed[key] = own
+    one_of, none_of = _MARKS[kind]
+    for group in saved:
+        if one_of.isdisjoint(group) or not none_of.isdisjoint(group):
+            options = ", ".join(sorted(set(group) - {"params", *_OPTIONS[kind]}))
+            raise InvalidArgument(f"{owner}: the state is of another optimizer: its groups have {options}.")
     return {**state_dict, "state": sealed}
 
 

@@ -139,10 +139,12 @@ class Launcher:
         self._kept: list[PreparedLaunch] = []
         self._spare: tuple[Tensor, Tensor] | None = None
         self._captured: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._read_by_graphs: list[tuple[AddressTable, Tensor]] = []
+        """Tables and numbers that captured steps go on reading, also where others have taken their place."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out launches, which hold compiled kernels."""
-        return {**self.__dict__, "_kept_for": (), "_kept": []}
+        """Leave out launches, which hold compiled kernels, and what graphs read, which a copy has none of."""
+        return {**self.__dict__, "_kept_for": (), "_kept": [], "_captured": {}, "_read_by_graphs": []}
 
     def send(self, rows: Sequence[Hypers]) -> None:
         """Send the numbers of the parameter groups that changed; tensors among them are copied on the device.
@@ -258,6 +260,9 @@ class Launcher:
                 )
             self._captured[key], self._spare = self._spare, None
             self._captured[key][0].copy_(torch.tensor(addresses, dtype=torch.int64).view(_ROWS, -1))
+        assert self._table is not None
+        if not any(table is self._table and numbers is self._hypers for table, numbers in self._read_by_graphs):
+            self._read_by_graphs.append((self._table, self._hypers))
         host, device = self._captured[key]
         device.copy_(host, non_blocking=True)
         return device

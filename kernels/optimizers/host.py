@@ -30,6 +30,7 @@ def update(kind: Kind, batches: Sequence[Batch], scaling: Scaling) -> UpdateOutc
     Returns:
         The norm where a group is clipped or nobody looked for infinity and NaN, and whether the step was skipped.
     """
+    asked = scaling.checks or scaling.found_inf is not None
     if scaling.found_inf is not None and float(scaling.found_inf) != 0:
         return UpdateOutcome(None, torch.ones(()))
     inverse = 1.0 if scaling.grad_scale is None else 1.0 / float(scaling.grad_scale)
@@ -38,9 +39,9 @@ def update(kind: Kind, batches: Sequence[Batch], scaling: Scaling) -> UpdateOutc
         norm = _norm([g for batch in batches for g in batch.grads]) * inverse
         if scaling.checks and not math.isfinite(norm) and not _all_finite(batches):
             return UpdateOutcome(torch.tensor(norm), torch.ones(()))
-        outcome = UpdateOutcome(torch.tensor(norm), torch.zeros(()) if scaling.checks else None)
+        outcome = UpdateOutcome(torch.tensor(norm), torch.zeros(()) if asked else None)
     else:
-        outcome = UpdateOutcome(None, None)
+        outcome = UpdateOutcome(None, torch.zeros(()) if asked else None)
     for batch in batches:
         if batch.params:
             row = batch.row.numbers()

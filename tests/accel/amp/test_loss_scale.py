@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from accel.amp import DynamicLossScale
 from accel.errors import InvalidArgument
+from tests.accel.graphs.tape import TapeRecorder
 
 
 class ByRule:
@@ -71,6 +72,43 @@ def test_it_stays_while_scaled_gradients_wait() -> None:
     waiting[0] = False
     scale.settle()
     assert float(scale.value) == 4.0
+
+
+def test_saving_in_the_middle_of_a_step_changes_nothing() -> None:
+    """Of two optimizers, one has stepped; the other unscales by what its gradients were scaled by."""
+    scale, waiting = DynamicLossScale(initial=8.0, hysteresis=2), [True]
+    scale.holds.append(lambda: waiting[0])
+    scale.note(torch.tensor(float("nan")))
+    saved = scale.state_dict()
+    assert saved == {"scale": 8.0, "good_steps": 0, "overflows_left": 1}
+    scale.note(torch.tensor(0.0))
+    waiting[0] = False
+    scale.settle()
+    scale.settle()  # counts once
+    assert scale.state_dict() == saved
+
+
+def test_a_captured_step_goes_on_noting() -> None:
+    """No Python runs in a replay: what decides lies in memory that stays."""
+    eager, captured = (DynamicLossScale(initial=64.0, interval=3, hysteresis=2, most=256.0) for _ in range(2))
+    overflow = torch.zeros(())
+
+    def step(scale: DynamicLossScale) -> None:
+        scale.settle()
+        scale.note(overflow)
+
+    step(captured)
+    step(eager)
+    graph, _ = TapeRecorder().record(lambda: step(captured))
+    for bad in (0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0):
+        overflow.fill_(bad)
+        step(eager)
+        graph.replay()
+        assert captured.state_dict() == eager.state_dict()
+    assert eager.state_dict()["scale"] != 64.0
+    step(captured)  # an eager step goes on from there
+    step(eager)
+    assert captured.state_dict() == eager.state_dict()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
+from accel.amp import DynamicLossScale, decorate
 from accel.graphs import CapturedStep, capture
 from accel.graphs.capture import CaptureError
 from tests.accel.graphs.tape import TapeRecorder
@@ -416,3 +417,85 @@ def test_any_order_of_changes(events: list[tuple[int, bool, str, float]], warmup
         return outcomes
 
     both(loop, "backward", warmup=warmup, most=3)
+
+
+def test_a_loss_scale_learns_of_overflows_in_replays() -> None:
+    """The scale, what it has counted and the skipped updates are the device's: replays go on with them."""
+
+    def outcome(captured: bool) -> tuple[list[Any], int]:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        scale = DynamicLossScale(initial=2.0**10, interval=5)
+        decorate(model, optimizer, dtype=torch.float16, loss_scale=scale)
+
+        def step(x: Tensor, target: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), target)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run: Any = taped(capture(step)) if captured else step
+        seen: list[Any] = []
+        torch.manual_seed(1)
+        for number in range(30):
+            x, target = batch(8, number)
+            run(x * torch.inf if number in (2, 9, 10, 20) else x, target)
+            seen.append((scale.state_dict(), *map(torch.clone, model.state_dict().values())))
+        return seen, run.replays if captured else 0
+
+    expected, _ = outcome(False)
+    seen, replays = outcome(True)
+    assert replays >= 20
+    assert len({each[0]["scale"] for each in expected}) == 3
+    for one, other in zip(seen, expected, strict=True):
+        assert one[0] == other[0]
+        assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(one[1:], other[1:], strict=True))
+
+
+class _Sends(TensorSGD):
+    """Reads all its numbers on the device, and sends them when it is asked to."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.rate = torch.tensor(lr)
+
+    def refresh(self) -> None:
+        self.rate.fill_(self.param_groups[0]["lr"])
+
+    def frozen_options(self, group: dict[str, Any]) -> tuple[Any, ...] | None:
+        return ()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if not torch.utils._python_dispatch._get_current_dispatch_mode():
+            self.refresh()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(self.rate * parameter.grad)
+
+
+def test_numbers_that_are_sent_take_no_graphs_of_their_own() -> None:
+    def outcome(captured: bool) -> tuple[list[Tensor], Any]:
+        model = network()
+        optimizer = _Sends(model.parameters(), 0.1)
+
+        def step(x: Tensor, target: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), target)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run: Any = taped(capture(step)) if captured else step
+        torch.manual_seed(1)
+        for number in range(16):
+            optimizer.param_groups[0]["lr"] = (0.1, 0.02, 0.3)[number % 3]  # as a cyclic schedule does
+            run(*batch(8, number))
+        return list(map(torch.clone, model.state_dict().values())), run
+
+    expected, _ = outcome(False)
+    seen, run = outcome(True)
+    assert (run.captures, run.why_eager) == (1, [])
+    assert run.replays >= 10
+    for one, other in zip(seen, expected, strict=True):
+        assert torch.equal(one, other)

@@ -212,6 +212,20 @@ def test_weights_that_someone_else_wrote_are_taken_over() -> None:
     torch.testing.assert_close(optimizer.state[params[2]]["master"], kept - 0.125)
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+@BOTH
+def test_a_step_says_whether_it_was_skipped_where_somebody_has_looked(clip: float | None) -> None:
+    params = params_of()
+    optimizer: Any = FusedSGD(params, lr=0.1, max_grad_norm=clip)
+    give_grads(params, 0)
+    optimizer.step()
+    assert optimizer.overflow is None
+    for skipped in (0.0, 1.0, 0.0):
+        optimizer.found_inf = torch.tensor([skipped])
+        optimizer.step()
+        assert float(optimizer.overflow) == skipped
+
+
 @BOTH
 def test_a_saved_graph_hears_of_the_update() -> None:
     param = nn.Parameter(torch.ones(2))

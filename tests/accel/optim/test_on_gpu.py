@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from accel.graphs import capture
 from accel.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 from tests.accel.optim.cases import OPTIONS, SHAPES, Pair, name_of
 
@@ -104,6 +105,48 @@ def test_a_rate_on_the_device_needs_no_refresh() -> None:
         rate.fill_(value)
         graph.replay()
     assert torch.equal(param.detach(), torch.full((4,), -3.0, device="cuda"))
+
+
+@EACH
+def test_rates_that_come_back_are_followed_by_one_graph(kind: Any, options: Any) -> None:
+    def outcome(captures: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(n, device="cuda")) for n in (5, 9000)]
+        optimizer = kind(params, **options)
+
+        def step(x: Tensor) -> None:
+            for p in params:
+                p.grad = (p - x).detach()
+            optimizer.step()
+
+        run: Any = capture(step, strict=True) if captures else step
+        for turn in range(12):
+            optimizer.param_groups[0]["lr"] = (0.1, 0.02)[turn % 2]
+            run(torch.full((), float(turn), device="cuda"))
+        assert not captures or (run.captures == 1 and run.replays > 3)
+        return [p.detach().clone() for p in params]
+
+    for a, b in zip(outcome(True), outcome(False), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_graph_outlives_steps_of_another_kind() -> None:
+    """Steps of other parameters lay out other tables; those that the graph reads must stay."""
+    params = [nn.Parameter(torch.zeros(n, device="cuda")) for n in (5, 9000)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = FusedSGD(params, lr=1.0)
+    graph = _captured(optimizer, params)
+    kept = params[1].grad
+    params[1].grad = None
+    optimizer.step()
+    torch.cuda.empty_cache()
+    fill = [torch.full((1 << 16,), 7, dtype=torch.int64, device="cuda") for _ in range(64)]
+    params[1].grad = kept
+    before = params[1].detach().clone()
+    graph.replay()
+    assert torch.equal(params[1].detach(), before - 1)
+    assert len(fill) == 64
 
 
 def test_what_a_capture_cannot_do_is_said() -> None:

@@ -72,6 +72,7 @@ def _states() -> dict[str, Any]:
     param = nn.Parameter(torch.ones(3, 2))
     param.grad = torch.ones(3, 2)
     others = [torch.optim.RMSprop([param], lr=0.1), torch.optim.Adam([param]), torch.optim.SGD([param], momentum=0.9)]
+    others.append(torch.optim.RAdam([param]))
     for optimizer in others:
         optimizer.step()
     return {type(o).__name__: o.state_dict() for o in others}
@@ -94,6 +95,11 @@ def _uncounted() -> dict[str, Any]:
     [
         (FusedAdam, lambda: _states()["SGD"], "of another optimizer: its groups have no 'betas'"),
         (FusedSGD, lambda: _states()["Adam"], "of another optimizer: its groups have no 'momentum'"),
+        (FusedAdam, lambda: _states()["RAdam"], "of another optimizer: its groups have capturable"),
+        (FusedLAMB, lambda: _states()["Adam"], "of another optimizer: its groups have amsgrad"),
+        (FusedLARS, lambda: _states()["SGD"], "of another optimizer: its groups have dampening"),
+        (FusedAdam, lambda: FusedLAMB([torch.ones(3, 2)]).state_dict(), "its groups have adam_w_mode"),
+        (FusedSGD, lambda: FusedLARS([torch.ones(3, 2)]).state_dict(), "its groups have always_adapt"),
         (FusedSGD, lambda: _states()["RMSprop"], r"a parameter has \['square_avg'\]"),
         (FusedAdam, _other_shape, r"of other parameters: exp_avg is \[7\] for a parameter of \[3, 2\]"),
         (FusedAdam, _uncounted, "must say how many steps were done"),
