@@ -215,7 +215,7 @@ def optimize(
     optimized = _optimized.get(model)
     if optimized is None or optimized.settings != settings:
         if settings.is_elastic:
-            proxy = _elastic(model, proxy, settings)
+            proxy = _elastic(model, proxy)
         optimized = _optimized[model] = _start(model, proxy, optimizer_if_passed, settings, optimized)
     optimized.follow(proxy)
     return model, proxy, *arguments[2:]
@@ -233,11 +233,11 @@ def _proxy_of(loader: Any) -> LoaderProxy:
     return LoaderProxy(loader)
 
 
-def _elastic(model: nn.Module, proxy: LoaderProxy, settings: OptimizeSettings) -> LoaderProxy:
+def _elastic(model: nn.Module, proxy: LoaderProxy) -> LoaderProxy:
     """Return the proxy of a loader whose batches accel deals out."""
     from accel.elastic.run import elastic_proxy
 
-    elastic = elastic_proxy(proxy, settings)
+    elastic = elastic_proxy(proxy)
     loader = elastic._accel_loader
     others = [other for key, other in _optimized.items() if key is not model]
     if any(other.elastic is not None and other.elastic.loader is loader for other in others):

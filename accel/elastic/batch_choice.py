@@ -42,9 +42,10 @@ def candidates(base: int, most: int, multiple: int = 1) -> list[int]:
     """Return the batch sizes that are considered, ascending, from `base` to `most`.
 
     Args:
-        base: the user's batch, samples over all ranks, a multiple of `multiple`.
+        base: the user's batch, samples over all ranks.
         most: the largest allowed, samples, at least `base`.
-        multiple: what all of them are multiples of: the number of ranks.
+        multiple: what all of them are multiples of: the batches of a step, over all ranks. Where the user's is none, as
+            on another number of ranks than it was written for, the first is the next larger one.
 
     Example:
         >>> candidates(32, 200)
@@ -52,7 +53,8 @@ def candidates(base: int, most: int, multiple: int = 1) -> list[int]:
     """
     steps = int(math.log2(most / base) * _PER_DOUBLING)
     spaced = (base * 2 ** (k / _PER_DOUBLING) / multiple for k in range(steps + 1))
-    return sorted({most // multiple * multiple, *(round(size) * multiple for size in spaced)})
+    first, last = -(-base // multiple) * multiple, most // multiple * multiple
+    return sorted({first, *(size for size in (last, *(round(each) * multiple for each in spaced)) if size > first)})
 
 
 def better(now: int, sizes: Sequence[int], base: int, noise: NoiseInterval, seconds: Seconds) -> Better | None:

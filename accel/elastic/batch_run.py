@@ -15,6 +15,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -120,6 +121,8 @@ class BatchRun(Onlooker):
         self._meter: NoiseMeter | None = None
         self._restored: dict[str, Any] = {}
         """The state of a run that this one goes on from."""
+        self._base: int | None = None
+        """Samples of a step as the user wrote it, over the ranks that the training began on; None until known."""
         self._is_metered = False
         """The meter was told of the present step's beginning."""
         self._known_noise: NoiseInterval | None = None
@@ -199,13 +202,13 @@ class BatchRun(Onlooker):
         """Count the batch, and let the learning rate follow the size of the step."""
         self._batches += 1
         self._samples += self._sampler.samples_in_hand
-        if self.controller is None:
+        if self._base is None:
             return
         if self._alive and self._is_metered and self._meter is not None:
             self._meter.begin_batch(self._sampler.fresh)
         # By the batch in hand: steps that a suspended session does not hear of would add up.
         samples = self._sampler.samples_in_hand * self._per_step
-        self._rates.follow(samples, self.controller.base_batch, self._known_noise, self._epoch)
+        self._rates.follow(samples, self._base, self._known_noise, self._epoch)
 
     # -- the backward pass (backward.BackwardListener) -----------------------------------------------------------------
 
@@ -269,9 +272,12 @@ class BatchRun(Onlooker):
         self._ranks.join(since=self._called_at)
         self._per_step = max(1, self._batches)
         replicas = self._sampler.num_replicas
-        base = self._local_base * replicas * self._per_step
+        if self._base is None or self._per_step != self._restored["micro_batches"]:
+            self._base = self._local_base * replicas * self._per_step
         nodes = -(-replicas // int(os.environ.get("LOCAL_WORLD_SIZE", replicas)))
-        self.controller = BatchController(base, self.max_batch_size, replicas=replicas, nodes=nodes)
+        self.controller = BatchController(
+            self._base, self.max_batch_size, replicas=replicas, nodes=nodes, micro_batches=self._per_step
+        )
         gather = partial(self._gathered, "measure the gradient noise") if replicas > 1 else None
         model, optimizers = self._run.model, self._run.optimizers
         noise = NoiseScale(confidence=_CONFIDENCE)
@@ -308,7 +314,7 @@ class BatchRun(Onlooker):
 
     def _take(self, decision: BatchDecision, most_ahead: int) -> None:
         """Let the loader make batches of the size decided."""
-        local = max(self._local_base, decision.batch // (self._sampler.num_replicas * self._per_step))
+        local = decision.batch // (self._sampler.num_replicas * self._per_step)
         if local == self._sampler.batch_sizes[self._sampler.rank]:
             return
         alone = self._sampler.num_replicas == 1
@@ -324,13 +330,41 @@ class BatchRun(Onlooker):
         return {
             "controller": self._restored.get("controller") if controller is None else controller.state_dict(),
             "noise": self._restored.get("noise") if self._meter is None else self._meter.noise.state_dict(),
+            "known_noise": None if self._known_noise is None else list(astuple(self._known_noise)),
             "progress": self.progress,
+            "loader_batch": self._local_base,
+            "micro_batches": self._per_step,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; the batch is set once the loop's own is known, after some steps."""
+        """Go on from a state, also on another number of ranks: rates and gain refer to the batch it began with.
+
+        With another batch of the loader's it is another batch of the user's, which rates and gain refer to from now on.
+        """
         self._restored = dict(state)
         self._rates.progress_before = float(state["progress"])
+        known, controller = state.get("known_noise"), state.get("controller") or {}
+        self._known_noise = None if known is None else NoiseInterval(*known)
+        self._base = controller.get("base") if state.get("loader_batch") == self._local_base else None
+        self._per_step = int(state.get("micro_batches", 1))
+        local = self._local_base
+        if self._base is not None:
+            shares = self._sampler.num_replicas * self._per_step
+            local = max(1, min(round(controller["batch"] / shares), self.max_batch_size // shares))
+        self._sampler.set_batch_size(local)
+
+    def check(self) -> None:
+        """Raise if the largest batch allowed is below the user's.
+
+        Raises:
+            InvalidArgument: in one sentence.
+        """
+        base = sum(self._sampler.batch_sizes) if self._base is None else self._base
+        if self.max_batch_size < base:
+            raise InvalidArgument(
+                f"max_batch_size must be at least the loader's batch over all ranks, {base} samples, got "
+                f"{self.max_batch_size}; raise it, or leave it out to keep the batch"
+            )
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

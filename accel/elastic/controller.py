@@ -65,6 +65,7 @@ class BatchController:
         max_batch_size: the most samples of a step, over all ranks.
         replicas: ranks.
         nodes: hosts.
+        micro_batches: batches of a rank in a step, whose gradients the loop accumulates.
 
     Raises:
         InvalidArgument: if `max_batch_size` is below the user's batch.
@@ -78,19 +79,21 @@ class BatchController:
         64
     """
 
-    def __init__(self, base_batch: int, max_batch_size: int, *, replicas: int = 1, nodes: int = 1) -> None:
+    def __init__(
+        self, base_batch: int, max_batch_size: int, *, replicas: int = 1, nodes: int = 1, micro_batches: int = 1
+    ) -> None:
         if max_batch_size < base_batch:
             raise InvalidArgument(
                 f"max_batch_size must be at least the loader's batch, {base_batch} samples over {replicas} "
                 f"rank{'s'[: replicas > 1]}, got {max_batch_size}; raise it, or leave it out to keep the batch"
             )
-        self.base_batch, self.replicas, self.nodes = base_batch, replicas, nodes
-        self.sizes = candidates(base_batch, max_batch_size, replicas)
+        self.base_batch, self.replicas, self.nodes, self.micro_batches = base_batch, replicas, nodes, micro_batches
+        self.sizes = candidates(base_batch, max_batch_size, replicas * micro_batches)
         self.decisions: list[BatchDecision] = []
         self.times = Observations()
         self.model: ThroughputModel | None = None
-        self._settled = self._now = base_batch
-        self._largest = float("inf")
+        self._settled = self._now = self.sizes[0]
+        self._largest = math.inf
         """The largest batch that fits into memory."""
         self._patience = _PATIENCE[0]
         self._timed: set[int] = set()
@@ -178,7 +181,8 @@ class BatchController:
         return [size for size in self.sizes if size < self._largest] or self.sizes[:1]
 
     def _configuration(self, batch: int) -> Configuration:
-        return Configuration(self.nodes, self.replicas, batch // self.replicas)
+        local = batch // (self.replicas * self.micro_batches)
+        return Configuration(self.nodes, self.replicas, local, self.micro_batches - 1)
 
     def _seconds(self, batch: int) -> float:
         """Return the time of a step: measured; of a batch that was never timed, predicted.
@@ -200,7 +204,8 @@ class BatchController:
 
     def _predicted_s(self, batch: int) -> float:
         assert self.model is not None
-        return float(self.model.step_s(self.nodes, self.replicas, batch / self.replicas))
+        local = batch / (self.replicas * self.micro_batches)
+        return float(self.model.step_s(self.nodes, self.replicas, local, self.micro_batches - 1))
 
     def _goodput(self, batch: int, noise: NoiseInterval | None) -> float:
         # Without a known noise scale a larger batch counts for no more than the user's.
@@ -248,18 +253,19 @@ class BatchController:
         """Return what has been learnt and decided, as values that JSON can hold."""
         return {
             "times": self.times.state_dict(),
+            "base": self.base_batch,
             "batch": self._settled,
+            "largest": None if math.isinf(self._largest) else self._largest,
             "decisions": [asdict(decision) for decision in self.decisions],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, also on another number of ranks: the batch is then the nearest that they can share."""
+        """Go on from a state, also on another number of ranks: the batch is then the nearest that they can share.
+
+        The user's batch is that of this controller: make it with that of the state.
+        """
         self.times.load_state_dict(state["times"])
         self.decisions = [BatchDecision(**each) for each in state["decisions"]]
-        own = (self.nodes, self.replicas)
-        self._timed = {
-            configuration.local_batch * configuration.replicas
-            for configuration in self.times.configurations()
-            if (configuration.nodes, configuration.replicas) == own and self.times.count(configuration) >= TIMED
-        }
+        self._largest = math.inf if state.get("largest") is None else state["largest"]
+        self._timed = {size for size in self.sizes if self.times.count(self._configuration(size)) >= TIMED}
         self._settled = self._now = min(self._fitting(), key=lambda size: abs(size - state["batch"]))

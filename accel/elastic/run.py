@@ -13,7 +13,6 @@ from accel.elastic.batch_run import BatchRun
 from accel.elastic.checkpoint_run import CheckpointRun
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.sample_position import SamplePosition
-from accel.errors import InvalidArgument
 from accel.session.listeners import follow, is_followed, leave
 from accel.session.session import Session
 
@@ -32,6 +31,7 @@ class ElasticRun:
 
     Raises:
         CheckpointError: if there is a checkpoint of another training.
+        InvalidArgument: if `max_batch_size` is below the user's batch.
     """
 
     def __init__(
@@ -51,7 +51,14 @@ class ElasticRun:
             how = wanted if isinstance(wanted, Checkpointing) else Checkpointing(folder=wanted)
             model = session.run.model
             self.checkpoint = CheckpointRun(model, optimizer, sampler, how, batch=self.batch, say=say)
-            self.checkpoint.restore()
+        try:
+            if self.checkpoint is not None:
+                self.checkpoint.restore()
+            if self.batch is not None:
+                self.batch.check()  # only now: on more ranks than the training began on, the user's batch stays
+        except BaseException:
+            self.close()
+            raise
 
     def follow(self, proxy: LoaderProxy, session: Any) -> None:
         """Follow the loader, around the session that follows it: samples are counted and clocks stopped before it."""
@@ -80,17 +87,11 @@ class ElasticRun:
                 leave(proxy, follower)
 
 
-def elastic_proxy(proxy: LoaderProxy, settings: OptimizeSettings) -> LoaderProxy:
+def elastic_proxy(proxy: LoaderProxy) -> LoaderProxy:
     """Return the proxy of a loader as the one of `proxy`, whose batches an `ElasticSampler` deals out.
 
     Raises:
-        InvalidArgument: if that can't be, or its batch is above `max_batch_size`.
+        InvalidArgument: if that can't be.
     """
     loader: Any = elastic_loader(proxy._accel_loader)
-    batch, most = sum(loader.batch_sampler.batch_sizes), settings.max_batch_size
-    if most is not None and most < batch:
-        raise InvalidArgument(
-            f"max_batch_size must be at least the loader's batch over all ranks, {batch} samples, got {most}; raise "
-            "it, or leave it out to keep the batch"
-        )
     return proxy if loader is proxy._accel_loader else LoaderProxy(loader)

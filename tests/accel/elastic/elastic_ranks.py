@@ -137,8 +137,9 @@ def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, 
     weights = numbers(model)
     decisions = run.elastic.batch.controller.decisions if run.elastic.batch and run.elastic.batch.controller else []
     note = run.elastic.batch.note if run.elastic.batch else ""
+    base = run.elastic.batch._base if run.elastic.batch else None
     accel.undo(model)
-    return {"taken": taken, "weights": weights, "batches": [d.batch for d in decisions], "note": note}
+    return {"taken": taken, "weights": weights, "batches": [d.batch for d in decisions], "note": note, "base": base}
 
 
 def optimized_until_terminated(rank: int, world: int, folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import accel
 from accel import entry
+from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.batch_run import BatchRun
 from accel.elastic.scaling_rules import BatchScale, Linear, NoScaling
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.integrations.trackers import metrics
+from accel.run import Run
 from accel.session.session import Session
 
 PLAIN = {"cache": False, "budget": 0.001}
@@ -179,11 +182,12 @@ def test_the_batch_is_decided_by_the_last_known_noise_while_it_is_hidden(
     assert loader.batch_sampler.batch_sizes == (64,)
 
 
+@pytest.mark.parametrize(("most", "reached"), [(64, 64), (99, 99 // 2 * 2), (90, 90)])
 def test_a_loop_that_accumulates_keeps_its_batches_per_step(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, most: int, reached: int
 ) -> None:
     known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=most, **PLAIN)
     seen: list[int] = []
     for number, (x, y, index) in enumerate(loader):
         (nn.functional.mse_loss(model(x), y) / 2).backward()
@@ -196,8 +200,8 @@ def test_a_loop_that_accumulates_keeps_its_batches_per_step(
     controller = batch_run(model).controller
     assert controller is not None
     assert controller.base_batch == 16
-    assert controller.batch == 64
-    assert loader.batch_sampler.batch_sizes == (32,)
+    assert controller.batch == reached
+    assert loader.batch_sampler.batch_sizes == (reached // 2,)
     assert sorted(seen) == list(range(3000))
 
 
@@ -357,6 +361,52 @@ def test_a_rule_of_ones_own_is_asked(job: Any, clock: Clock, monkeypatch: pytest
 def test_wrong_arguments_are_refused(job: Any, arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
         accel.optimize(*job, **arguments)
+
+
+def _batch_run(replicas: int, local: int, most: int) -> BatchRun:
+    sampler = ElasticSampler(1000, batch_size=local, num_replicas=replicas, rank=0)
+    run = BatchRun(create_autospec(Session, instance=True), create_autospec(Run, instance=True), sampler, most)
+    run.close()  # it listens to nothing
+    return run
+
+
+def _saved(batch: int, base: int, **changes: Any) -> dict[str, Any]:
+    controller = {"base": base, "batch": batch, "times": {}, "decisions": [], "largest": None}
+    known = [5000.0, 4000.0, math.inf, 64.0, 0.5]
+    return {
+        "controller": controller,
+        "noise": None,
+        "known_noise": known,
+        "progress": 3.5,
+        "loader_batch": 8,
+        "micro_batches": 2,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("replicas", "most", "local"),
+    [(4, 256, 16), (1, 256, 64), (16, 256, 4), (3, 256, 21), (64, 256, 1), (4, 64, 8)],
+    ids=lambda value: str(value),
+)
+def test_on_another_number_of_ranks_the_users_batch_stays(replicas: int, most: int, local: int) -> None:
+    """Begun on 2 ranks with 2 batches of 8 in a step, 32 samples; 128 when it was saved."""
+    run = _batch_run(replicas, 8, most)
+    run.load_state_dict(_saved(128, 32))
+    run.check()  # 64 ranks of 2 x 8 would be 1,024
+    assert run._sampler.batch_sizes == (local,) * replicas
+    assert (run._base, run._known_noise, run.progress) == (32, NoiseInterval(5000.0, 4000.0, math.inf, 64.0, 0.5), 3.5)
+    again = _batch_run(replicas, 8, most)
+    again.load_state_dict(run.state_dict())
+    assert again.state_dict() == run.state_dict()
+
+
+def test_another_batch_of_the_loader_is_another_batch_of_the_users() -> None:
+    run = _batch_run(2, 16, 256)
+    run.load_state_dict(_saved(128, 32))
+    assert (run._base, run._sampler.batch_sizes) == (None, (16, 16))
+    with pytest.raises(InvalidArgument, match="loader's batch over all ranks, 256 samples, got 200; raise it"):
+        _batch_run(16, 16, 200).check()
 
 
 def test_one_loader_has_one_batch_size(job: Any) -> None:

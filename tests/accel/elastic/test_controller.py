@@ -64,14 +64,23 @@ jobs = st.builds(
 
 
 @settings(max_examples=20)  # each is some ten fits
-@given(job=jobs, base=st.integers(1, 300), growth=st.floats(1.0, 300.0), replicas=st.integers(1, 8))
-def test_it_stays_within_bounds_and_gets_near_the_best(job: Job, base: int, growth: float, replicas: int) -> None:
-    base *= replicas
+@given(
+    job=jobs,
+    base=st.integers(1, 300),
+    growth=st.floats(1.0, 300.0),
+    replicas=st.integers(1, 8),
+    micro_batches=st.integers(1, 4),
+)
+def test_it_stays_within_bounds_and_gets_near_the_best(
+    job: Job, base: int, growth: float, replicas: int, micro_batches: int
+) -> None:
+    multiple = replicas * micro_batches
+    base *= multiple
     most = int(base * growth)
-    controller = BatchController(base, most, replicas=replicas)
+    controller = BatchController(base, most, replicas=replicas, micro_batches=micro_batches)
     job.run(controller, 600)
 
-    assert all(base <= batch <= most and batch % replicas == 0 for batch in job.batches)
+    assert all(base <= batch <= most and batch % multiple == 0 for batch in job.batches)
     best = max(job.goodput(size, base) for size in controller.sizes)
     # A larger batch must be better by the margin at the lower end of the noise scale: at most its width is left.
     assert job.goodput(controller.batch, base) > best / (MARGIN * 1.3 * 1.1)
@@ -201,6 +210,22 @@ def test_a_state_goes_on_with_its_batch_and_on_another_number_of_ranks_with_the_
     assert same.steps_missing() == 0 < other.steps_missing()
 
 
+@pytest.mark.parametrize("limit", [None, 512])
+def test_a_state_keeps_what_memory_has_shown_and_the_user_s_batch(limit: int | None) -> None:
+    controller = BatchController(48, 4096, replicas=2)
+    if limit is not None:
+        controller.limit(limit)
+    state = json.loads(json.dumps(controller.state_dict()))
+    assert state["base"] == 48
+    other = BatchController(state["base"], 4096, replicas=5)  # of which 48 is no multiple
+    other.load_state_dict(state)
+    job = Job(0.01, 1e-6, interval(1e6))
+    job.run(other, 1000)
+    assert job.batches[0] == 50
+    assert all(batch % 5 == 0 for batch in job.batches)
+    assert max(job.batches) < 512 if limit else max(job.batches) > 2000
+
+
 def test_a_cap_below_the_loaders_batch_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="at least the loader's batch, 64 samples over 2 ranks, got 32; raise it"):
         BatchController(64, 32, replicas=2)
@@ -213,6 +238,8 @@ def test_candidates_span_the_range(base: int, growth: float, multiple: int) -> N
     sizes = candidates(base, most, multiple)
 
     assert sizes[0] == base
+    first, *_ = candidates(base + 1, 2 * most + multiple, multiple)
+    assert base < first <= base + multiple
     assert base <= sizes[-1] <= most
     assert most - sizes[-1] < multiple
     assert all(size % multiple == 0 for size in sizes)

@@ -36,6 +36,8 @@ def test_a_growing_batch_on_two_ranks_and_then_on_three_has_each_sample_once_an_
         for steps in zip(*(rank.get(0, []) for rank in sizes), strict=True):
             assert max(steps) - min(steps) <= 1  # all ranks change their batch at the same step
     assert max(len(step) for step in first[0]["taken"][0]) > 4
+    # Learning rates refer to the batch that the training began with, not to one that follows the number of ranks.
+    assert {rank["base"] for rank in (*first, *second)} == {8}
     for epoch in range(elastic_ranks.EPOCHS):
         seen = [index for rank in (*first, *second) for step in rank["taken"].get(epoch, []) for index in step]
         assert sorted(seen) == list(range(elastic_ranks.SAMPLES))
