@@ -71,6 +71,8 @@ class CheckpointRun(Onlooker):
         self._gather: Callable[[Any], list[Any]] | None = None
         """With several ranks: gives each what all of them passed."""
         self._policy: SavePolicy | None = None
+        self._apart_since: int | None = None
+        """The step at which ranks didn't meet, until they do again."""
         self._alive = True
 
     @property
@@ -107,16 +109,38 @@ class CheckpointRun(Onlooker):
         self._updated = False
         self._steps += 1
         try:
-            ends = self._step_ended()
+            ends = not self._is_apart() and self._step_ended()
         except Exception as error:
-            text = f"no checkpoints are saved from step {self.step} on: {type(error).__name__}: {error}"
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
-            self.close()
-            # The signal was held back for a save that won't be: other ranks may have died, say.
-            ends = self._policy is not None and self._policy.terminated
-        if ends:
+            ends = self._failed(error)
+        # The signal was held back for a save that won't be: other ranks may have died, say.
+        if ends or (self._policy is not None and self._policy.terminated and self._apart_since is not None):
             self.close()
             self._terminate()
+
+    def _is_apart(self) -> bool:
+        """Return whether ranks have not met, and some are still missing; asked ever less often, at the same steps."""
+        since = self._apart_since
+        if since is None:
+            return False
+        assert self._ranks is not None
+        steps = self._steps - since
+        if steps & (steps - 1) or not self._ranks.all_came():
+            return True
+        self._apart_since = None
+        self._say(f"all ranks have come: checkpoints are saved again from step {self.step} on")
+        return False
+
+    def _failed(self, error: Exception) -> bool:
+        """Report it: a rank that is only late is met again later. Return whether the process is to end."""
+        if self._ranks is not None and self._ranks.is_late(error):
+            self._apart_since = self._steps
+            ending = "; no checkpoint is saved until it has come"
+            warnings.warn(f"at step {self.step} {error}{ending}", RuntimeWarning, stacklevel=5)
+            return False
+        text = f"no checkpoints are saved from step {self.step} on: {type(error).__name__}: {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=5)
+        self.close()
+        return self._policy is not None and self._policy.terminated
 
     def request(self) -> None:
         """Save at the end of the step under way."""

@@ -115,10 +115,23 @@ class Ranks:
             return Failure(str(error), everywhere=False)
         return Failure(str(error), everywhere=True, reported=error.by not in (None, self.rank))
 
+    def is_late(self, error: Exception) -> bool:
+        """Return whether ranks have come apart although none has left: a missing one may still come."""
+        from accel.comm.ranks.rendezvous import Apart, Left
+
+        return self.distributed and isinstance(error, Apart) and not isinstance(error, Left) and error.by is not None
+
     def check(self) -> None:
         """Raise `Apart` if the others have stopped already; reads the store once."""
         if self._meeting is not None:
             self._meeting.check()
+
+    def all_came(self) -> bool:
+        """Return whether those that were missing have come by now, after `decide` has raised `Apart`.
+
+        Ask at the same steps on all ranks: those that get True meet again at once.
+        """
+        return self._meeting is not None and self._meeting.all_came()
 
     def leave(self, why: str) -> None:
         """Announce to the other ranks that this one has left; they learn it at the next meeting."""

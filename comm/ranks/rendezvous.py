@@ -122,6 +122,11 @@ class Rendezvous:
             outcome = self._read("outcome")
         return outcome is not None and outcome.at < moment
 
+    def all_came(self) -> bool:
+        """Return whether all ranks have come by now to the last meeting, which was given up: they may meet again."""
+        with _reached():
+            return bool(self._store.check([self._key(rank, self._number - 1) for rank in range(self.size)]))
+
     def arrive(self, own: Any) -> None:
         """Come to the next meeting; `look` returns its answer once it is over."""
         self._deadline, self._lost = self._clock() + self.patience_s, False

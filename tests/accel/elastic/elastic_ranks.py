@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.save_policy import SavePolicy
 from accel.elastic.training_state import capture_state, restore_state
 from accel.goodput.efficiency import NoiseInterval
+from accel.run import ranks as accel_ranks
 from accel.run.ranks import Ranks
 
 SIGNAL_AT = 15
@@ -148,3 +150,50 @@ def optimized_until_terminated(rank: int, world: int, folder: Path) -> dict[str,
 
 def optimized_to_the_end(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return optimized(rank, world, folder, signal_at=-1)
+
+
+PAUSE_AT, ASK_AT, LATE_STEPS = 20, 40, 60
+
+
+def late(rank: int, world: int, folder: Path, late_rank: int) -> dict[str, Any]:
+    """Train with a checkpoint; one rank alone is busy in the loop for longer than the others wait, as evaluation is.
+
+    Return what was said and warned, and how long each step took.
+    """
+    accel_ranks.PATIENCE_S = 0.5
+    SavePolicy.__init__.__kwdefaults__["meeting_s"] = 1e-9  # ranks meet after every step
+    model, optimizer = made(rank)
+    data = TensorDataset(torch.randn(4 * world * LATE_STEPS, 3))
+    loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+    model, loader, optimizer = accel.optimize(
+        model, loader, optimizer, checkpoint=folder, allow="exact", cache=False, budget=0.0001
+    )
+    run = entry.optimized(model)
+    assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
+    said: list[str] = []
+    run.elastic.checkpoint._say = said.append
+    seconds = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step, (batch,) in enumerate(loader):
+            began = time.monotonic()
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+            if rank == late_rank and step == PAUSE_AT:
+                time.sleep(2.0)
+            if rank == 1 and step == ASK_AT:
+                run.elastic.checkpoint.request()
+            seconds.append(time.monotonic() - began)
+    saved = run.elastic.checkpoint.checkpoints.load_latest()
+    texts = [str(each.message) for each in caught if "checkpoint" in str(each.message)]
+    accel.undo(model)
+    return {"said": said, "warned": texts, "saved": saved and saved["step"], "steps": len(seconds)}
+
+
+def late_leader(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    return late(rank, world, folder, late_rank=0)
+
+
+def late_follower(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    return late(rank, world, folder, late_rank=1)

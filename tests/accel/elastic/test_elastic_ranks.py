@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.accel.elastic import elastic_ranks
 from tests.comm.ranks import run_ranks
@@ -41,3 +44,15 @@ def test_a_growing_batch_on_two_ranks_and_then_on_three_has_each_sample_once_an_
     for epoch in range(elastic_ranks.EPOCHS):
         seen = [index for rank in (*first, *second) for step in rank["taken"].get(epoch, []) for index in step]
         assert sorted(seen) == list(range(elastic_ranks.SAMPLES))
+
+
+@pytest.mark.parametrize("case", [elastic_ranks.late_leader, elastic_ranks.late_follower], ids=["rank 0", "rank 1"])
+def test_a_rank_that_is_late_once_does_not_end_checkpoints(tmp_path: Path, case: Any) -> None:
+    for rank in run_ranks(case, 2, tmp_path, timeout_s=120):
+        assert rank["steps"] == elastic_ranks.LATE_STEPS
+        (warned,) = rank["warned"]
+        assert f"at step {elastic_ranks.PAUSE_AT + 1} rank " in warned
+        assert warned.endswith("no checkpoint is saved until it has come")
+        (said,) = rank["said"]
+        assert said.startswith("all ranks have come: checkpoints are saved again from step")
+        assert rank["saved"] == elastic_ranks.ASK_AT + 1
