@@ -80,6 +80,15 @@ def usable_cores() -> int:
     return max(1, min(cores, round(quota))) if quota else cores
 
 
+def seconds_since_start(proc: Path = Path("/proc")) -> float:
+    """Return how long this process has been running, s; 0.0 where the system doesn't say when it began."""
+    try:
+        fields = (proc / "self" / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - float(fields[19]) * TICK_S)
+    except (OSError, AttributeError, IndexError, ValueError):
+        return 0.0
+
+
 def cpu_name() -> str:
     """Return the processor's model, e.g. `AMD EPYC 7763`; its architecture where the system doesn't tell."""
     with contextlib.suppress(OSError):

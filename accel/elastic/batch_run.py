@@ -29,8 +29,11 @@ from accel.elastic.scaling_rules import Rule
 from accel.elastic.step_rates import StepRates
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import UNMEASURED_SHARE, NoiseInterval
+from accel.goodput.goodput import BatchLimits
+from accel.goodput.job import JobProfile
 from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.noise_scale import NoiseEstimate, NoiseScale
+from accel.profiler.host import seconds_since_start
 from accel.report.model import BatchRow
 from accel.run import backward
 from accel.run.context import Run
@@ -90,6 +93,7 @@ class BatchRun(Onlooker):
         max_batch_size: the most samples of a step, over all ranks.
         rule: how the learning rate follows; None for that of each optimizer.
         say: prints one line for the user.
+        decided: called after each decision.
         clock: seconds, monotonic.
     """
 
@@ -102,6 +106,7 @@ class BatchRun(Onlooker):
         *,
         rule: Rule | None = None,
         say: Callable[[str], None] = lambda line: None,
+        decided: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
@@ -112,7 +117,7 @@ class BatchRun(Onlooker):
         self.note = ""
         """Why the batch size is not changed, or no more."""
         self._session, self._run, self._sampler = session, run, sampler
-        self._say, self._clock = say, clock
+        self._say, self._clock, self.decided = say, clock, decided
         self._ranks: Ranks | None = None
         self._called_at = time.time()
         self._local_base = sampler.batch_sizes[sampler.rank]
@@ -136,6 +141,10 @@ class BatchRun(Onlooker):
         """As rank 0 has it."""
         self._is_first = True
         self._began = 0.0
+        self._start_s = 0.0
+        """From the start of the process to the end of its first step."""
+        self._most_replicas = sampler.num_replicas
+        """The most ranks that the training has run on."""
         self._alive = True
         backward.listen(self)
         TURNS.join(self)
@@ -187,13 +196,16 @@ class BatchRun(Onlooker):
 
     def batch_requested(self) -> None:
         """End the step, if an optimizer has stepped since the last one."""
-        if self._session.events.boundaries != self._steps:
-            self._steps = self._session.events.boundaries
-            if self._alive:
-                try:
+        has_stepped = self._session.events.boundaries != self._steps
+        self._steps = self._session.events.boundaries
+        if self._alive:
+            try:
+                if has_stepped:
                     self._step_ended()
-                except Exception as error:
-                    self._fail(error)
+                self._rates.adopt(self._run.optimizers)
+            except Exception as error:
+                self._fail(error)
+        if has_stepped:
             self._batches = self._samples = 0
         if not self._batches:
             self._begin_step()
@@ -241,7 +253,7 @@ class BatchRun(Onlooker):
 
     def _step_ended(self) -> None:
         TURNS.step(self)
-        self._rates.adopt(self._run.optimizers)
+        self._start_s = self._start_s or seconds_since_start()
         is_usual = not self._is_first and not self._is_busy
         self._is_first = False
         if self._is_metered and self._meter is not None:
@@ -265,6 +277,7 @@ class BatchRun(Onlooker):
         self._is_settled, self._known_noise = agreed.is_settled, agreed.noise
         self._decision_due = self._steps + agreed.decision.steps
         self._take(agreed.decision, agreed.most_ahead)
+        self.decided()
 
     def _begin(self) -> None:
         """Make the controller, with the batch that the loop has without it."""
@@ -322,6 +335,33 @@ class BatchRun(Onlooker):
         self._session.begin_again()
         self._say(f"batch size {decision.batch}: {decision.why}")
 
+    # -- what a scheduler needs to know ------------------------------------------------------------------------------
+
+    def profile(self, save_s: float = 0.0) -> JobProfile | None:
+        """Return the job's profile; None while step times or noise are not known, and on ranks that don't decide.
+
+        Args:
+            save_s: what a checkpoint takes, which a change of the placement costs beside the start of a process.
+        """
+        controller, noise = self.controller, self._known_noise
+        if controller is None or controller.model is None or noise is None:
+            return None
+        fits = controller.fits
+        limits = BatchLimits(
+            max_batch_size=self.max_batch_size,
+            local_max=None if fits is None else max(1, fits // (controller.replicas * controller.micro_batches)),
+            max_accumulation=controller.micro_batches - 1,
+        )
+        return JobProfile(
+            model=controller.model,
+            noise=noise,
+            base_batch=controller.base_batch,
+            limits=limits,
+            most_replicas=self._most_replicas,
+            restart_s=self._start_s + save_s,
+            progress=self.progress,
+        )
+
     # -- checkpoints (training_state.Stateful) -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -332,6 +372,7 @@ class BatchRun(Onlooker):
             "noise": self._restored.get("noise") if self._meter is None else self._meter.noise.state_dict(),
             "known_noise": None if self._known_noise is None else list(astuple(self._known_noise)),
             "progress": self.progress,
+            "most_replicas": self._most_replicas,
             "loader_batch": self._local_base,
             "micro_batches": self._per_step,
         }
@@ -343,6 +384,7 @@ class BatchRun(Onlooker):
         """
         self._restored = dict(state)
         self._rates.progress_before = float(state["progress"])
+        self._most_replicas = max(self._sampler.num_replicas, int(state.get("most_replicas", 1)))
         known, controller = state.get("known_noise"), state.get("controller") or {}
         self._known_noise = None if known is None else NoiseInterval(*known)
         self._base = controller.get("base") if state.get("loader_batch") == self._local_base else None
@@ -372,11 +414,10 @@ class BatchRun(Onlooker):
         text = str(error) if isinstance(error, InvalidArgument) else f"{type(error).__name__}: {error}"
         stays = "the loop's own" if self._sampler.num_replicas == 1 else "as it is"
         self.note = f"{stays} from step {self._steps} on: {text}"
-        self.close()
+        self._stop()
         warnings.warn(f"the batch size is {self.note}", RuntimeWarning, stacklevel=5)
 
-    def close(self) -> None:
-        """Let the loop go on with the user's batch and learning rate; with several ranks, with the present ones."""
+    def _stop(self) -> None:
         if not self._alive:
             return
         self._alive = False
@@ -387,8 +428,14 @@ class BatchRun(Onlooker):
             self._meter.close()
         # Ranks may end at different steps: with batches or learning rates of their own they would be no replicas.
         if self._sampler.num_replicas == 1:
-            self._rates.close()
+            self._rates.follow_no_more()
             self._sampler.set_batch_size(self._local_base)
+
+    def close(self) -> None:
+        """Let the loop go on with the user's batch and learning rate; with several ranks, with the present ones."""
+        self._stop()
+        if self._sampler.num_replicas == 1:
+            self._rates.close()
 
 
 def _interval(estimate: NoiseEstimate) -> NoiseInterval | None:

@@ -80,6 +80,11 @@ class CheckpointRun(Onlooker):
         """Steps of the training so far, those of the runs before included."""
         return self._steps_before + self._steps
 
+    @property
+    def save_s(self) -> float:
+        """What the last save took, s; 0.0 before the first."""
+        return 0.0 if self._policy is None else self._policy.save_s
+
     def restore(self) -> None:
         """Go on from the newest checkpoint that is whole, if there is one.
 

@@ -107,6 +107,11 @@ class BatchController:
         return self._now
 
     @property
+    def fits(self) -> int | None:
+        """The largest batch that is known to be small enough for memory; None while all of them were."""
+        return None if math.isinf(self._largest) else max(self._fitting())
+
+    @property
     def is_settled(self) -> bool:
         """True once the noise is known, while nothing is being tried and the last decision changed nothing."""
         return self._settled == self._now and self._patience > _PATIENCE[0]

@@ -7,15 +7,22 @@ A step at S > 1 counts for r steps of the base batch (AdaScale's gain, https://a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from accel.elastic.learning_rate import LearningRateScaler
 from accel.errors import InvalidArgument
 
 # Ten gains of 1.1 sum up to 10.999999999999998: that is 11.
 _ROUNDING = 1e-6
+
+
+class CountsProgress(Protocol):
+    """A `LearningRateScaler`, or `accel.elastic.running.progress_of` a model."""
+
+    @property
+    def progress(self) -> float:
+        """Steps of the user's batch that the steps so far were worth."""
 
 
 class ProgressSchedule:
@@ -30,13 +37,14 @@ class ProgressSchedule:
 
     Args:
         scheduler: of torch, stepped by nobody else.
-        scaler: counts the progress.
+        scaler: counts the progress: a `LearningRateScaler`, or `progress_of(model)` under `optimize(max_batch_size=)`.
 
     Raises:
         InvalidArgument: if the scheduler waits for a metric (ReduceLROnPlateau), not for steps.
 
     Example:
         >>> import torch
+        >>> from accel.elastic.learning_rate import LearningRateScaler
         >>> from accel.elastic.scaling_rules import BatchScale
         >>> w = torch.nn.Parameter(torch.zeros(1))
         >>> optimizer = torch.optim.SGD([w], lr=1.0)
@@ -50,7 +58,7 @@ class ProgressSchedule:
         True
     """
 
-    def __init__(self, scheduler: LRScheduler, scaler: LearningRateScaler) -> None:
+    def __init__(self, scheduler: LRScheduler, scaler: CountsProgress) -> None:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise InvalidArgument(
                 "a schedule by progress must be one by steps, got ReduceLROnPlateau; call its step(metric) yourself"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,18 @@ from accel.elastic.batch_run import BatchRun
 from accel.elastic.checkpoint_run import CheckpointRun
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.sample_position import SamplePosition
+from accel.goodput.job import JobProfile
 from accel.session.listeners import follow, is_followed, leave
 from accel.session.session import Session
 
 if TYPE_CHECKING:
     from accel.settings import OptimizeSettings
+
+
+PROFILE = "job.json"
+"""The job's profile, in the folder of its checkpoints."""
+_NOTEWORTHY = 0.1
+"""Change of the noise scale that a scheduler should hear of."""
 
 
 class ElasticRun:
@@ -42,9 +50,13 @@ class ElasticRun:
         self.batch: BatchRun | None = None
         self.checkpoint: CheckpointRun | None = None
         self._position = SamplePosition(sampler)
+        self._written = 0, 0.0
+        """Batch and noise scale of the profile that was written last."""
         if settings.max_batch_size is not None:
             rule = settings.scaling_rule
-            self.batch = BatchRun(session, session.run, sampler, settings.max_batch_size, rule=rule, say=say)
+            self.batch = BatchRun(
+                session, session.run, sampler, settings.max_batch_size, rule=rule, say=say, decided=self._write_profile
+            )
         if settings.checkpoint is not None:
             assert optimizer is not None
             wanted = settings.checkpoint
@@ -59,6 +71,26 @@ class ElasticRun:
         except BaseException:
             self.close()
             raise
+
+    def profile(self) -> JobProfile | None:
+        """Return what a scheduler needs to know of the job; None while it is not known, and on other ranks than 0."""
+        if self.batch is None:
+            return None
+        return self.batch.profile(save_s=0.0 if self.checkpoint is None else self.checkpoint.save_s)
+
+    def _write_profile(self) -> None:
+        """Write the profile beside the checkpoints where the batch, or the noise by a tenth, has changed."""
+        if self.checkpoint is None or self.batch is None or (profile := self.profile()) is None:
+            return
+        assert self.batch.controller is not None
+        batch, phi = self.batch.controller.batch, profile.noise.phi
+        if batch == self._written[0] and abs(phi - self._written[1]) <= _NOTEWORTHY * phi:
+            return
+        self._written = batch, phi
+        try:
+            profile.save(self.checkpoint.checkpoints.folder / PROFILE)
+        except OSError as error:
+            warnings.warn(f"the job's profile can't be written: {error}", RuntimeWarning, stacklevel=6)
 
     def follow(self, proxy: LoaderProxy, session: Any) -> None:
         """Follow the loader, around the session that follows it: samples are counted and clocks stopped before it."""

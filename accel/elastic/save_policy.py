@@ -110,6 +110,11 @@ class SavePolicy:
         """True once this process was sent SIGTERM, whether the other ranks know it or not."""
         return self._termination is not None and self._termination.requested
 
+    @property
+    def save_s(self) -> float:
+        """What the last save took, s; 0.0 before the first."""
+        return self._save_s
+
     def request(self) -> None:
         """Save after the next step; with several ranks one of them is enough, and it waits for their meeting."""
         self._asked = True

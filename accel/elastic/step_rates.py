@@ -37,6 +37,9 @@ class StepRates:
         Raises:
             InvalidArgument: if the step of one can't be scaled.
         """
+        optimizers = list(optimizers)
+        if len(optimizers) == len(self._scalers):
+            return
         known = {id(optimizer) for optimizer, _ in self._scalers}
         for optimizer in optimizers:
             if id(optimizer) in known:
@@ -71,6 +74,13 @@ class StepRates:
         self._scale = scale
         for _, scaler in self._scalers:
             scaler.update(scale)
+
+    def follow_no_more(self) -> None:
+        """Let steps be the optimizers' own from now on; each counts as one of the user's."""
+        if self._scale is not None:
+            base = self._scale.base_batch_size
+            for _, scaler in self._scalers:
+                scaler.update(BatchScale(base, base))
 
     def close(self) -> None:
         """Leave the optimizers as they were."""

@@ -205,3 +205,10 @@ def test_the_machines_available_memory_is_no_more_than_the_control_group_leaves(
     (group / "memory.current").write_text("2500\n")
     (group / "memory.stat").write_text("inactive_file 100\n")
     assert host.available_memory(tmp_path) == 600
+
+
+def test_how_long_this_process_has_been_running(tmp_path: Path) -> None:
+    first = host.seconds_since_start()
+    assert 0 < first < time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert host.seconds_since_start() >= first
+    assert host.seconds_since_start(tmp_path) == 0.0

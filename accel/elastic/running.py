@@ -1,0 +1,99 @@
+"""What a script, or whoever schedules it, may ask of a training under `accel.optimize(max_batch_size=, checkpoint=)`.
+
+request_checkpoint(model)    a checkpoint at the end of the step under way
+progress_of(model)           steps of the user's batch that the steps so far were worth, for a `ProgressSchedule`
+job_profile(model)           what a cluster scheduler needs to know of the job
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from accel.elastic.batch_run import BatchRun
+from accel.elastic.progress import CountsProgress
+from accel.elastic.run import ElasticRun
+from accel.errors import InvalidArgument
+from accel.goodput.job import JobProfile
+
+
+def request_checkpoint(model: nn.Module) -> None:
+    """Save a checkpoint at the end of the step under way; of several ranks, when they meet next, within a second or so.
+
+    Args:
+        model: that was passed to `accel.optimize` with `checkpoint`. With several ranks one of them is enough.
+
+    Raises:
+        InvalidArgument: if it was not.
+
+    Example:
+        >>> if time.monotonic() > deadline:
+        ...     request_checkpoint(model)
+    """
+    run = _elastic(model)
+    if run is None or run.checkpoint is None:
+        raise InvalidArgument(
+            "request_checkpoint needs a model that is optimized with checkpoint=. Found: a "
+            f"{type(model).__name__} that is not; pass checkpoint=FOLDER to accel.optimize"
+        )
+    run.checkpoint.request()
+
+
+def progress_of(model: nn.Module) -> CountsProgress:
+    """Return what counts the progress of a training: its `progress` grows by each step's gain.
+
+    Args:
+        model: that was passed to `accel.optimize` with `max_batch_size`.
+
+    Raises:
+        InvalidArgument: if it was not.
+
+    Example:
+        >>> cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10_000)
+        >>> schedule = ProgressSchedule(cosine, progress_of(model))  # 10,000 steps of the user's batch
+    """
+    return _batch(model, "progress_of")
+
+
+def job_profile(model: nn.Module) -> JobProfile:
+    """Return what a cluster scheduler needs to know of a job: step times, noise, bounds, what a restart costs.
+
+    With `checkpoint` it is written to `job.json` in that folder too, whenever the batch or the noise scale changes.
+
+    Args:
+        model: that was passed to `accel.optimize` with `max_batch_size`.
+
+    Raises:
+        InvalidArgument: if it was not, or nothing is known yet, or on another rank than 0.
+
+    Example:
+        >>> job_profile(model).speedup(nodes=2, replicas=8)
+        5.1
+
+    Source: Qiao et al. 2021, https://www.usenix.org/conference/osdi21/presentation/qiao, section 4.2.
+    """
+    _batch(model, "job_profile")
+    run = _elastic(model)
+    assert run is not None
+    if (profile := run.profile()) is None:
+        raise InvalidArgument(
+            "a job's profile needs step times and a noise scale. Found: not known yet on this rank; ask on rank 0, "
+            "after the first decision about the batch (some hundreds of steps)"
+        )
+    return profile
+
+
+def _elastic(model: nn.Module) -> ElasticRun | None:
+    from accel.entry import optimized
+
+    found = optimized(model)
+    return None if found is None else found.elastic
+
+
+def _batch(model: nn.Module, asked: str) -> BatchRun:
+    run = _elastic(model)
+    if run is None or run.batch is None:
+        raise InvalidArgument(
+            f"{asked} needs a model that is optimized with max_batch_size=. Found: a {type(model).__name__} that is "
+            "not; pass max_batch_size=N to accel.optimize"
+        )
+    return run.batch

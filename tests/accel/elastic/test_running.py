@@ -1,0 +1,139 @@
+"""What a script may ask of a training whose batch size changes, or that is saved."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel
+from accel import entry
+from accel.elastic.progress import ProgressSchedule
+from accel.elastic.run import PROFILE
+from accel.elastic.running import job_profile, progress_of, request_checkpoint
+from accel.errors import InvalidArgument
+from accel.goodput.efficiency import NoiseInterval
+from accel.goodput.job import JobProfile
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Training:
+    """Steps of 1 ms whatever the batch, so that it grows as far as it may."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, phi: float = 1e6, **arguments: Any) -> None:
+        self.clock = Clock()
+        monkeypatch.setattr("accel.elastic.batch_run.BatchRun.__init__", _timed_by(self.clock))
+        monkeypatch.setattr("accel.session.session.Session.searching", property(lambda session: False))
+        noise = NoiseInterval(phi, 0.9 * phi, 1.1 * phi)
+        monkeypatch.setattr("accel.elastic.batch_run._interval", lambda estimate: noise)
+        torch.manual_seed(0)
+        self.model: nn.Module = nn.Linear(4, 1)
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), 0.01)
+        loader = DataLoader(TensorDataset(torch.randn(4000, 4), torch.randn(4000, 1)), batch_size=8, shuffle=True)
+        options = {"cache": False, "budget": 0.001, "allow": "exact", **arguments}
+        self.model, self.loader, self.optimizer = accel.optimize(self.model, loader, self.optimizer, **options)
+        self._batches = itertools.chain.from_iterable(itertools.repeat(self.loader))
+
+    def steps(self, count: int) -> None:
+        for x, y in itertools.islice(self._batches, count):
+            self.optimizer.zero_grad()
+            nn.functional.mse_loss(self.model(x), y).backward()
+            self.optimizer.step()
+            self.clock.now += 1e-3
+
+
+def _timed_by(clock: Clock) -> Any:
+    from accel.elastic.batch_run import BatchRun
+
+    plain = BatchRun.__init__
+
+    def init(run: BatchRun, *args: Any, **kwargs: Any) -> None:
+        plain(run, *args, **{**kwargs, "clock": clock})
+
+    return init
+
+
+def test_a_checkpoint_is_saved_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch, checkpoint=tmp_path)
+    training.steps(3)
+    assert not list(tmp_path.iterdir())
+    request_checkpoint(training.model)
+    training.steps(2)
+    run = entry.optimized(training.model)
+    assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
+    saved = run.elastic.checkpoint.checkpoints.load_latest()
+    assert saved is not None and saved["step"] == 3  # which is under way until the next batch is asked for
+    accel.undo(training.model)
+
+
+def test_a_schedule_goes_by_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch, max_batch_size=64)
+    progress = progress_of(training.model)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(training.optimizer, T_max=1000)
+    schedule = ProgressSchedule(cosine, progress)
+    taken = 0
+    while cosine.last_epoch < 1000:
+        training.steps(1)
+        schedule.step()
+        taken += 1
+        assert cosine.last_epoch == int(progress.progress + 1e-6)
+    assert taken < 500  # up to eight steps of the user's in one
+    assert training.optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-5)
+    accel.undo(training.model)
+
+
+def test_progress_goes_on_step_by_step_where_the_controller_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch, max_batch_size=64)
+    training.steps(300)
+    progress = progress_of(training.model)
+    run = entry.optimized(training.model)
+    assert run is not None and run.elastic is not None and run.elastic.batch is not None
+    with pytest.warns(RuntimeWarning, match="the batch size is the loop's own from step"):
+        run.elastic.batch._fail(RuntimeError("played"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = progress.progress
+        training.steps(10)
+    assert progress.progress - before == pytest.approx(10, abs=8)  # the batch dealt ahead is still a large one
+    assert training.optimizer.param_groups[0]["lr"] == 0.01
+    accel.undo(training.model)
+
+
+def test_a_scheduler_reads_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch, max_batch_size=64, checkpoint=tmp_path)
+    training.steps(1)
+    with pytest.raises(InvalidArgument, match="not known yet on this rank; ask on rank 0, after the first decision"):
+        job_profile(training.model)
+    training.steps(300)
+    profile = job_profile(training.model)
+    assert (profile.base_batch, profile.most_replicas, profile.limits.max_batch_size) == (8, 1, 64)
+    assert profile.noise.phi == 1e6
+    assert 0 < profile.restart_s < 3600
+    assert profile.progress > 300
+    written = JobProfile.load(tmp_path / PROFILE)
+    assert (written.base_batch, written.limits, written.noise) == (8, profile.limits, profile.noise)
+    assert profile.speedup(1, 2) >= 1.0
+    (tmp_path / PROFILE).unlink()
+    training.steps(600)  # nothing has changed
+    assert not (tmp_path / PROFILE).exists()
+    accel.undo(training.model)
+
+
+@pytest.mark.parametrize("ask", [request_checkpoint, progress_of, job_profile], ids=lambda ask: ask.__name__)
+def test_a_model_that_is_not_elastic_is_refused(ask: Any) -> None:
+    with pytest.raises(
+        InvalidArgument, match=rf"{ask.__name__} needs a model that is optimized with .*a Linear that is"
+    ):
+        ask(nn.Linear(2, 1))
