@@ -69,6 +69,7 @@ def _prepare(patience_s: float = PATIENCE_S) -> None:
     accel.run.ranks.PATIENCE_S = patience_s
     strategies.REGISTRY[:] = [Quick]
     loops.WAIT_S = 0.001
+    Quick.on = False  # a case before may have ended while it was
     loops.play_clock()  # what a busy machine does to the times of steps decides nothing
 
 
