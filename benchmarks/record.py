@@ -89,7 +89,7 @@ class Record:
         command = command or command_line()
         if self.key:
             rows = replaced(self.rows(), [{**row, "command": command} for row in rows], self.key)
-            command = command.partition(" --")[0]
+            command = " ".join(command.partition(" --")[0].split()[:3])  # each row has its own, with what it names
         save(self.name, {**header(self.what, command), **figures, **({self.rows_name: rows} if rows else {})})
 
     def block(self, result: Row) -> str:

@@ -55,6 +55,7 @@ SECTIONS: dict[str, Callable[[], Figures]] = {
     "assignment": partial(_of, "assignment"),
     "optimizers": partial(_of, "optimizers"),
     "graphs": partial(_of, "gpu.graphs"),
+    "mixed_precision": partial(_of, "gpu.mixed_precision"),
     "training": partial(_of, "swin_training"),
     "copy_overlap": partial(_of, "copy_overlap"),
     "gradient_kernels": partial(_of, "gradient_kernels"),

@@ -41,6 +41,7 @@ BUDGETS_S = {
     "assignment": 90,
     "optimizers": 60,
     "graphs": 60,
+    "mixed_precision": 60,
     "training": 210,
     "copy_overlap": 60,
     "gradient_kernels": 60,

@@ -52,6 +52,9 @@ def _lines(figures: Figures) -> Iterator[tuple[str, str, float, str, Found]]:
     graphs = figures.get("graphs", {}).get("rows", [])
     yield "captured steps over eager, MLP and transformer", ">=", 2.0, "x", _least(graphs, "eager")
     yield "captured steps over compile's own graphs", ">=", 1.05, "x", _least(graphs, "reduce-overhead")
+    mixed = figures.get("mixed_precision", {}).get("rows", [])
+    yield "BERT-base at O2 over autocast, both dtypes", ">=", 1.15, "x", _worst(mixed, "speedup", min)
+    yield "BERT-base at O2: memory of autocast's", "<=", 1.0, "x", _worst(mixed, "memory", max)
     training = figures.get("training", {})
     speedup = training.get("speedup", {})
     yield "Swin-T training, fused over eager", ">=", 1.2, "x", _first(speedup.get("fused over eager"))
@@ -114,6 +117,13 @@ def _least(rows: list[Figures], rival: str) -> Found:
     if not rows or any("failed" in row for row in rows):
         return None
     return min((row["speedup"][rival] for row in rows if rival in row["speedup"]), default=None)
+
+
+def _worst(rows: list[Figures], figure: str, of: Callable[[list[float]], float]) -> Found:
+    """Return the worst of all rows; None if one failed."""
+    if not rows or any("failed" in row for row in rows):
+        return None
+    return of([row[figure] for row in rows])
 
 
 def _first(ratios: list[float] | None) -> Found:

@@ -2,8 +2,8 @@
 
 | from | to |
 |---|---|
-| an object | its attributes and slots, and its class |
-| a class of the user's | its attributes and methods, and its base classes |
+| an object | its attributes and slots, and what its class has for it: all but how one is made |
+| a class of the user's that code names | its attributes and methods, and its base classes |
 | a function of the user's | closure, defaults, and the globals that its code names; of the user's own modules too |
 | a container | its entries, of a long one the first 64 |
 | `functools`: partial, lru_cache | the function, its arguments, what is cached |
@@ -20,12 +20,13 @@ import logging
 import sys
 import sysconfig
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import PurePath
 from types import MemberDescriptorType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -56,8 +57,46 @@ def reachable(*roots: _Named) -> Iterator[_Named]:
         if id(thing) in seen:
             continue
         seen[id(thing)] = thing  # kept, so that no other thing gets its id meanwhile
-        yield name, thing
+        if not isinstance(thing, ClassOf):
+            yield name, thing
         waiting.extend(_parts(name, thing, followed))
+
+
+class ClassOf:
+    """The class of an object that is there already: nobody makes another one when a batch is fetched.
+
+    What a constructor names (where files lie, how they are unpacked) is of no account then. There is one of each class.
+    """
+
+    __slots__ = ("__weakref__", "_kind")
+    _all: ClassVar[weakref.WeakKeyDictionary[type, ClassOf]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, kind: type) -> None:
+        self._kind = weakref.ref(kind)
+
+    @classmethod
+    def object(cls, thing: Any) -> ClassOf:
+        """Return that of an object."""
+        kind = type(thing)
+        own = cls._all.get(kind)
+        if own is None:
+            own = cls._all[kind] = cls(kind)
+        return own
+
+    def parts(self, followed: set[str]) -> Iterator[_Named]:
+        """Yield attributes and methods, those of the base classes too."""
+        kind = self._kind()
+        for base in () if kind is None else kind.__mro__:
+            if _is_followed(base.__module__, followed):
+                yield from ((name, value) for name, value in _own_parts(base) if name.rpartition(".")[2] not in _MAKING)
+
+
+_MAKING = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__class_getitem__"})
+
+
+def _own_parts(kind: type) -> list[_Named]:
+    own = [(key, value) for key, value in vars(kind).items() if is_code(value) or not key.startswith("__")]
+    return [(f"{kind.__qualname__}.{key}", value) for key, value in own]
 
 
 def _parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
@@ -75,9 +114,11 @@ def _parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
         yield from ((f"what {name} has cached", value) for value in gc.get_referents(thing))
     elif is_code(thing):
         yield from code_parts(name, thing, followed)
+    elif isinstance(thing, ClassOf):
+        yield from thing.parts(followed)
     else:
         yield from ((f"{name}.{key}", value) for key, value in attributes(thing))
-        yield type(thing).__qualname__, type(thing)
+        yield type(thing).__qualname__, ClassOf.object(thing)
 
 
 _CODE = (types.FunctionType, types.MethodType, staticmethod, classmethod, property, functools.partial, type)
@@ -125,8 +166,7 @@ def code_parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
     elif isinstance(thing, functools.partial):
         yield from ((name, part) for part in (thing.func, *thing.args, *thing.keywords.values()))
     elif isinstance(thing, type) and _is_followed(thing.__module__, followed):
-        own = [(key, value) for key, value in vars(thing).items() if is_code(value) or not key.startswith("__")]
-        yield from ((f"{thing.__qualname__}.{key}", value) for key, value in own)
+        yield from _own_parts(thing)
         yield from ((base.__qualname__, base) for base in thing.__bases__)
 
 

@@ -4,7 +4,8 @@ A worker has the dataset as it was when the worker started. When the loop change
 (`dataset.set_epoch(3)`, `dataset.transform.strength = 0.2`), workers that live on would never see it. So its state is
 compared when an epoch begins, up to eight levels deep. Numbers and texts that changed are sent to the workers by their
 path. A change of anything else (another list, a generator, a tensor or an array written in place, an entry of a
-long list, a global that the dataset's or the collate function's code names) can't be sent: they start anew.
+long list, a global that the dataset's or the collate function's code names) can't be sent: they start anew. What only
+constructors name is left out, since fetching calls none, and so is what functions name more than eight levels away.
 
 What can't be looked into whether it has changed (objects of C code, more than 64 MiB of arrays, more than a million
 entries of long containers or 10,000 other values) may have: `DatasetSnapshot.whole` is False then.
@@ -38,6 +39,7 @@ from accel.dataio.dataset.content import Content
 from accel.dataio.dataset.dataset_epoch import at_epoch, dataset_epoch
 from accel.dataio.dataset.handles import is_handle
 from accel.dataio.dataset.reach import (
+    ClassOf,
     attributes,
     code_parts,
     is_code,
@@ -128,11 +130,17 @@ def take_snapshot(dataset: Any, share: float = 1.0) -> DatasetSnapshot:
             continue
         seen.add(id(thing))
         for step, value in _parts(thing, followed):
+            if len(path) == _DEPTH and _is_code_path(path):
+                break  # what functions name that other ones name is taken to stay as it is
             if len(path) == _DEPTH or len(seen) + len(waiting) + len(leaves) >= _MOST:
                 content.unseen()
                 break
             waiting.append((value, (*path, step)))
     return DatasetSnapshot(leaves, rest, content.whole)
+
+
+def _is_code_path(path: Path) -> bool:
+    return sum(kind == "code" for kind, _ in path) >= _DEPTH // 2
 
 
 def _fingerprint(thing: Any, content: Content | None) -> tuple[Any, ...]:
@@ -167,7 +175,7 @@ def _fingerprint(thing: Any, content: Content | None) -> tuple[Any, ...]:
 
 def _looked_into(thing: Any) -> bool:
     """Return whether there is nothing to a thing but what its parts show; or nothing that can change."""
-    if is_code(thing) or isinstance(thing, _UNCHANGING):
+    if is_code(thing) or isinstance(thing, (*_UNCHANGING, ClassOf)):
         return True
     kind = type(thing)
     if isinstance(thing, memoryview | Iterator):
@@ -200,9 +208,11 @@ def _parts(thing: Any, followed: set[str]) -> Iterator[tuple[tuple[str, Any], An
             yield from ((("attribute", name), value) for name, value in attributes(thing))
     elif is_code(thing):
         yield from ((("code", name), value) for name, value in code_parts("", thing, followed))
+    elif isinstance(thing, ClassOf):
+        yield from ((("code", name), value) for name, value in thing.parts(followed))
     elif not isinstance(thing, Tensor | random.Random | types.ModuleType | logging.Logger):
         yield from ((("attribute", name), value) for name, value in attributes(thing))
-        yield ("code", "class"), type(thing)
+        yield ("code", "class"), ClassOf.object(thing)
 
 
 class QuickCheck:

@@ -10,6 +10,7 @@ import tempfile
 import time
 import weakref
 from collections import deque, namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,9 +18,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from accel.dataio.dataset import content
 from accel.dataio.dataset.snapshot import Forecast, apply_leaves, compare, take_snapshot
+from accel.dataio.loader import ContinuousLoader
 
 Span = namedtuple("Span", "low high")
 
@@ -395,3 +399,97 @@ def test_frozen_and_slotted_dataclasses() -> None:
     apply_leaves(replica, difference.leaves)
 
     assert replica.options.strength == 0.2
+
+
+# What a dataset's constructor names is of no account: fetching calls none.
+
+SETTINGS: dict[str, Any] = {"scale": 1.0, "folders": [{"deep": [{"deeper": [{"deepest": {"end": [1]}}]}]}]}
+
+
+def _unpacked(folder: Path) -> list[Any]:
+    return _found_in(folder) or _made_for(folder)
+
+
+def _found_in(folder: Path) -> list[Any]:
+    return [_read(folder / str(entry)) for entry in SETTINGS["folders"]]
+
+
+def _made_for(folder: Path) -> list[Any]:
+    return _found_in(folder.parent)
+
+
+def _read(path: Path) -> Any:
+    return Parser(path).parsed()
+
+
+class Parser:
+    """Made by whatever is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.scale = SETTINGS["scale"]
+
+    def parsed(self) -> float:
+        return float(self.scale)
+
+
+class FromFiles:
+    """A dataset as most are: a constructor that finds, unpacks and parses, and tensors."""
+
+    def __init__(self) -> None:
+        self.x = torch.zeros(4)
+        if len(self.x) > 4:
+            _unpacked(Path("here"))
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.x[index]
+
+    def __len__(self) -> int:
+        return 4
+
+
+class ParsesEach(FromFiles):
+    """Makes another object for each sample, so that what that one's constructor names counts."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.x[index] * Parser(Path("there")).parsed()
+
+
+@pytest.fixture
+def other_scale(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    return lambda: monkeypatch.setitem(SETTINGS, "scale", 2.0)
+
+
+def test_what_a_constructor_names_may_be_as_deep_as_it_likes(other_scale: Callable[[], None]) -> None:
+    dataset = FromFiles()
+    old = take_snapshot(dataset)
+    assert old.whole
+    other_scale()
+    assert not compare(old, take_snapshot(dataset))
+
+
+def test_what_the_constructor_of_an_object_made_for_a_sample_names_counts(other_scale: Callable[[], None]) -> None:
+    dataset = ParsesEach()
+    old = take_snapshot(dataset)
+    other_scale()
+    assert not compare(old, take_snapshot(dataset)).sendable
+
+
+def test_attributes_and_methods_of_the_class_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = ParsesEach()
+    old = take_snapshot(dataset)
+    monkeypatch.setattr(FromFiles, "__getitem__", lambda self, index: self.x[index] + 1)
+    assert compare(old, take_snapshot(dataset)).sendable is False
+    dataset.__class__ = FromFiles
+    assert compare(old, take_snapshot(dataset)).sendable is False
+
+
+def test_workers_of_such_a_dataset_go_on_across_epochs() -> None:
+    loader = ContinuousLoader(DataLoader(FromFiles(), batch_size=2), mode="fork", workers=1)  # type: ignore[arg-type]
+    try:
+        workers = set()
+        for _ in range(3):
+            list(loader)
+            workers |= {process.pid for process in loader._core.worker_processes()}
+        assert len(workers) == 1
+    finally:
+        loader.close()

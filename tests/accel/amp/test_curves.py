@@ -70,7 +70,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"cnn": cnn, "transformer": Transfo
 def curve(data: tuple[Tensor, Tensor], name: str, make: Any, **options: Any) -> Tensor:
     images, labels = data
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = MODELS[name]().to(images.device)
     model, optimizer = decorate(model, make(model.parameters()), **options)
     losses = []
     for step in range(STEPS):
@@ -88,8 +88,21 @@ def curve(data: tuple[Tensor, Tensor], name: str, make: Any, **options: Any) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_curve_is_that_of_float32(digits: tuple[Tensor, Tensor], name: str, dtype: torch.dtype, make: Any) -> None:
-    plain = curve(digits, name, lambda params: make(params, lr=0.01), level="O0")
-    own = curve(digits, name, lambda params: make(params, lr=0.01), dtype=dtype)
+    check(digits, name, dtype, make)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdamW])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_curve_on_a_gpu(digits: tuple[Tensor, Tensor], name: str, dtype: torch.dtype, make: Any) -> None:
+    images, labels = digits
+    check((images.cuda(), labels.cuda()), name, dtype, make)
+
+
+def check(data: tuple[Tensor, Tensor], name: str, dtype: torch.dtype, make: Any) -> None:
+    plain = curve(data, name, lambda params: make(params, lr=0.01), level="O0")
+    own = curve(data, name, lambda params: make(params, lr=0.01), dtype=dtype)
     # The band: a twentieth of the first loss at each step, smoothed over ten.
     smooth, expected = (each.unfold(0, 10, 1).mean(1) for each in (own, plain))
     assert float((smooth - expected).abs().max()) < 0.05 * float(plain[0])
