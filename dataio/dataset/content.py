@@ -6,6 +6,7 @@ import marshal
 import zlib
 from collections.abc import Iterable
 from itertools import islice
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from torch import Tensor
 MOST_BYTES = 64 << 20
 MOST_ENTRIES = 1 << 20
 _CHUNK = 4096
+_PATHS = 8
+"""Entries that a path counts for."""
 
 
 class Content:
@@ -37,7 +40,7 @@ class Content:
         self.whole = False
 
     def of_entries(self, entries: Iterable[Any], count: int) -> int:
-        """Return a digest of numbers, texts, and lists, tuples and dicts of such; 0 of anything else."""
+        """Return a digest of numbers, texts, paths, and lists, tuples and dicts of such; 0 of anything else."""
         self._entries -= count
         if self._entries < 0:
             self.unseen()
@@ -45,11 +48,21 @@ class Content:
         digest, left = 0, iter(entries)
         try:
             while chunk := list(islice(left, _CHUNK)):
-                # Version 2 writes equal things equally, whatever else refers to them.
-                digest = zlib.crc32(marshal.dumps(chunk, 2), digest)
+                digest = zlib.crc32(self._written(chunk), digest)
         except ValueError:
             self.unseen()
         return digest
+
+    def _written(self, chunk: list[Any]) -> bytes:
+        """Write entries as bytes; version 2 writes equal things equally, whatever else refers to them."""
+        try:
+            return marshal.dumps(chunk, 2)
+        except ValueError:
+            # Texts of paths take eight times as long.
+            self._entries -= (_PATHS - 1) * len(chunk)
+            if self._entries < 0:
+                raise
+            return marshal.dumps(_texts_of_paths(chunk), 2)
 
     def of_array(self, array: np.ndarray[Any, Any]) -> int:
         """Return a digest of an array; 0 of one that can't be written, or that lies in a file."""
@@ -97,3 +110,14 @@ def _writeable(array: np.ndarray[Any, Any]) -> bool:
             return True
         owner = owner.base
     return owner is not None and not isinstance(owner, bytes)
+
+
+def _texts_of_paths(value: Any) -> Any:
+    """Return a value with its paths as texts, which can't be taken for those of texts."""
+    if isinstance(value, PurePath):
+        return b"path", str(value)
+    if type(value) in (list, tuple):
+        return type(value)(map(_texts_of_paths, value))
+    if type(value) is dict:
+        return {_texts_of_paths(key): _texts_of_paths(each) for key, each in value.items()}
+    return value

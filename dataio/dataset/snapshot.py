@@ -28,6 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from operator import is_not
+from pathlib import PurePath
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ _DEPTH = 8
 _WIDTH = 256
 _MOST = 10_000
 _HOLDERS = 64
-_SCALARS = (int, float, bool, str, bytes, complex, type(None), np.number, np.bool_)
+_SCALARS = (int, float, bool, str, bytes, complex, type(None), np.number, np.bool_, PurePath)
 
 
 class DatasetSnapshot(NamedTuple):

@@ -493,3 +493,35 @@ def test_workers_of_such_a_dataset_go_on_across_epochs() -> None:
         assert len(workers) == 1
     finally:
         loader.close()
+
+
+# Lists of paths, as most datasets of files have them.
+
+
+@pytest.mark.parametrize(
+    "entry", [lambda path: path, lambda path: (path, 3), lambda path: {"file": path, "label": [1]}]
+)
+@pytest.mark.parametrize("count", [5, 3000])
+def test_lists_of_paths_are_looked_into(count: int, entry: Callable[[Path], Any]) -> None:
+    dataset = Holder(files=[entry(Path("a") / str(number)) for number in range(count)], root=Path("a"))
+    old = take_snapshot(dataset)
+    assert old.whole
+    assert not compare(old, take_snapshot(dataset))
+    dataset.files[-1] = entry(Path("b"))
+    assert compare(old, take_snapshot(dataset))
+    dataset.files[-1] = entry(Path("a") / str(count - 1))
+    dataset.root = Path("b")
+    difference = compare(old, take_snapshot(dataset))
+    assert difference.leaves == {(("attribute", "root"),): Path("b")}
+
+
+def test_a_path_is_no_text() -> None:
+    old = take_snapshot(Holder(files=[Path(str(number)) for number in range(300)]))
+    assert compare(old, take_snapshot(Holder(files=[str(number) for number in range(300)]))).sendable is False
+
+
+def test_too_many_paths_are_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content, "MOST_ENTRIES", 3000)
+    assert take_snapshot(Holder(files=[Path("a")] * 300)).whole
+    assert not take_snapshot(Holder(files=[Path("a")] * 400)).whole
+    assert take_snapshot(Holder(files=["a"] * 400)).whole
