@@ -116,6 +116,8 @@ class NoiseMeter:
         self._batches = 0
         self._accumulates = False
         """The last step had several batches."""
+        self._is_timed = False
+        """The present step's time counts among the usual ones."""
         self._samples_passed = 0.0
         self._fruitless = 0
         self._was_preconditioned: bool | None = None
@@ -125,6 +127,9 @@ class NoiseMeter:
     def begin_step(self) -> None:
         """A step begins: to be called at the boundary, before its first batch is requested."""
         self._batches = 0
+        self._is_timed = self._schedule.wants_time
+        if not self._is_timed:
+            return
         self._began_s = self._clock()
         if self._schedule.is_due() and not self.refusal:
             self._begin_measuring()
@@ -186,6 +191,8 @@ class NoiseMeter:
         self._accumulates = self._batches > 1
         if self._measured is not None:
             self._end_measuring(self._measured)
+        elif not self._is_timed:
+            self._schedule.skip_step()
         else:
             self._schedule.note_step(self._clock() - self._began_s)
 

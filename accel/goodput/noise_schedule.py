@@ -60,8 +60,10 @@ class NoiseSchedule:
         self._overhead = overhead
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._paid = self._steps = 0
+        self._passed = 0
+        """Steps since the last measurement."""
         self._debt_s = 0.0
-        """What measuring has taken beyond its share."""
+        """What measuring has taken beyond its share, as of then."""
         self.steps_left = _FIRST_STEP
         """Unmeasured steps before the next measurement."""
 
@@ -69,18 +71,20 @@ class NoiseSchedule:
         """Return whether the coming step is to be measured."""
         return self.steps_left <= 0
 
+    @property
+    def wants_time(self) -> bool:
+        """False while the next measurement is so far away that the time of the coming step will not count."""
+        return self.steps_left <= _RECENT
+
     def skip_step(self) -> None:
-        """Take a step in that could be neither measured nor timed."""
+        """Take a step in that was not timed."""
         self.steps_left -= 1
-        self._steps += 1
-        self._debt_s = max(0.0, self._debt_s - self._overhead * self.usual_s)
+        self._passed += 1
 
     def note_step(self, seconds: float) -> None:
         """Take an unmeasured step in."""
-        self.steps_left -= 1
-        self._steps += 1
+        self.skip_step()
         self._recent.append(seconds)
-        self._debt_s = max(0.0, self._debt_s - self._overhead * seconds)
 
     @property
     def usual_s(self) -> float:
@@ -95,8 +99,10 @@ class NoiseSchedule:
             usual_s: an unmeasured step's time; the same on all ranks, as the cost.
         """
         self._paid += 1
-        self._steps += 1
-        self._debt_s += cost_s
+        self._steps += self._passed + 1
+        # By what the ranks have agreed on: by their own times they would measure at different steps.
+        self._debt_s = max(0.0, self._debt_s - self._overhead * usual_s * self._passed) + cost_s
+        self._passed = 0
         factor = _REPAYING if self._debt_s > 1.5 * cost_s else 1.0
         steps = factor * cost_s / (self._overhead * usual_s) if usual_s > 0 else _MOST_STEPS
         apart = max(1, min(math.ceil(steps), _MOST_STEPS)) if math.isfinite(steps) else _MOST_STEPS

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -432,6 +434,19 @@ def test_the_first_measurements_are_made_up_for() -> None:
         schedule.pay(2e-3, schedule.usual_s)
         measured_s += 2e-3
     assert 0.9 * 0.03 < measured_s / (steps * 1e-3) < 1.01 * 0.03
+
+
+@given(st.lists(st.tuples(st.floats(1e-5, 1e-2), st.floats(0.1, 10), st.booleans()), min_size=30, max_size=300))
+def test_ranks_measure_at_the_same_steps_however_long_their_own_take(steps: list[tuple[float, float, bool]]) -> None:
+    ours, theirs = NoiseSchedule(0.03), NoiseSchedule(0.03)
+    for seconds, factor, is_skipped in steps:
+        assert ours.is_due() == theirs.is_due()
+        if ours.is_due():
+            ours.pay(2e-3, 1e-3), theirs.pay(2e-3, 1e-3)  # as they have agreed
+        elif is_skipped:
+            ours.skip_step(), theirs.skip_step()
+        else:
+            ours.note_step(seconds), theirs.note_step(factor * seconds)
 
 
 @pytest.mark.parametrize("replicas", [0, -1])
