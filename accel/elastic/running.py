@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from accel.elastic.batch_run import BatchRun
+from accel.elastic.checkpoint_run import CheckpointRun
 from accel.elastic.progress import CountsProgress
 from accel.elastic.run import ElasticRun
 from accel.errors import InvalidArgument
@@ -29,13 +30,25 @@ def request_checkpoint(model: nn.Module) -> None:
         >>> if time.monotonic() > deadline:
         ...     request_checkpoint(model)
     """
-    run = _elastic(model)
-    if run is None or run.checkpoint is None:
-        raise InvalidArgument(
-            "request_checkpoint needs a model that is optimized with checkpoint=. Found: a "
-            f"{type(model).__name__} that is not; pass checkpoint=FOLDER to accel.optimize"
-        )
-    run.checkpoint.request()
+    _checkpoint(model, "request_checkpoint").request()
+
+
+def save_checkpoint(model: nn.Module) -> None:
+    """Save a checkpoint now, between two steps: after the last epoch, say, which no further step follows.
+
+    Args:
+        model: that was passed to `accel.optimize` with `checkpoint`. With several ranks all of them call it, at the
+            same place.
+
+    Raises:
+        InvalidArgument: if it was not.
+
+    Example:
+        >>> for epoch in remaining_epochs(loader, 30):
+        ...     train(model, loader)
+        >>> save_checkpoint(model)
+    """
+    _checkpoint(model, "save_checkpoint").save()
 
 
 def progress_of(model: nn.Module) -> CountsProgress:
@@ -85,8 +98,18 @@ def job_profile(model: nn.Module) -> JobProfile:
 def _elastic(model: nn.Module) -> ElasticRun | None:
     from accel.entry import optimized
 
-    found = optimized(model)
-    return None if found is None else found.elastic
+    run = optimized(model)
+    return None if run is None else run.elastic
+
+
+def _checkpoint(model: nn.Module, asked: str) -> CheckpointRun:
+    run = _elastic(model)
+    if run is None or run.checkpoint is None:
+        raise InvalidArgument(
+            f"{asked} needs a model that is optimized with checkpoint=. Found: a {type(model).__name__} that is not; "
+            "pass checkpoint=FOLDER to accel.optimize"
+        )
+    return run.checkpoint
 
 
 def _batch(model: nn.Module, asked: str) -> BatchRun:

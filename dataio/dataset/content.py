@@ -17,8 +17,8 @@ from torch import Tensor
 MOST_BYTES = 64 << 20
 MOST_ENTRIES = 1 << 20
 _CHUNK = 4096
-_PATHS = 8
-"""Entries that a path counts for."""
+_SLOW = 8
+"""Entries that a path or a tensor counts for."""
 
 
 class Content:
@@ -40,7 +40,7 @@ class Content:
         self.whole = False
 
     def of_entries(self, entries: Iterable[Any], count: int) -> int:
-        """Return a digest of numbers, texts, paths, and lists, tuples and dicts of such; 0 of anything else."""
+        """Return a digest of numbers, texts, paths, tensors, lists, tuples and dicts of such; 0 of anything else."""
         self._entries -= count
         if self._entries < 0:
             self.unseen()
@@ -58,11 +58,26 @@ class Content:
         try:
             return marshal.dumps(chunk, 2)
         except ValueError:
-            # Texts of paths take eight times as long.
-            self._entries -= (_PATHS - 1) * len(chunk)
+            # Paths and tensors take eight times as long.
+            self._entries -= (_SLOW - 1) * len(chunk)
             if self._entries < 0:
                 raise
-            return marshal.dumps(_texts_of_paths(chunk), 2)
+            return marshal.dumps(self._plain(chunk), 2)
+
+    def _plain(self, value: Any) -> Any:
+        """Return a value with its paths as texts and its tensors as bytes, in a form that no other value has."""
+        if isinstance(value, PurePath):
+            return b"path", str(value)
+        if type(value) in (list, tuple):
+            return type(value)(map(self._plain, value))
+        if type(value) is dict:
+            return {self._plain(key): self._plain(each) for key, each in value.items()}
+        if type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu":
+            if not self._afford(value.numel() * value.element_size()):
+                raise ValueError("too many bytes")
+            flat = value.detach().contiguous().view(-1).view(torch.uint8)
+            return b"tensor", str(value.dtype), tuple(value.shape), flat.numpy().tobytes()
+        return value
 
     def of_array(self, array: np.ndarray[Any, Any]) -> int:
         """Return a digest of an array; 0 of one that can't be written, or that lies in a file."""
@@ -110,14 +125,3 @@ def _writeable(array: np.ndarray[Any, Any]) -> bool:
             return True
         owner = owner.base
     return owner is not None and not isinstance(owner, bytes)
-
-
-def _texts_of_paths(value: Any) -> Any:
-    """Return a value with its paths as texts, which can't be taken for those of texts."""
-    if isinstance(value, PurePath):
-        return b"path", str(value)
-    if type(value) in (list, tuple):
-        return type(value)(map(_texts_of_paths, value))
-    if type(value) is dict:
-        return {_texts_of_paths(key): _texts_of_paths(each) for key, each in value.items()}
-    return value

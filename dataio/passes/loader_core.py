@@ -165,8 +165,9 @@ class LoaderCore(Maker):
         if not self._asked and self.moved_file:
             raise HandleShared(f"fetching reads from a file that was open before: {self.moved_file}")
         if setting.mode == "threads":
-            reason = "" if self._asked or self._declared_safe else shared_handle(self.loader)
-            if reason:
+            # Who asked for worker processes did not ask for threads; and a dataset may have opened its file since.
+            asked = self.options.mode == "threads" or self._declared_safe
+            if not asked and (reason := shared_handle(self.loader) or unsafe(self.loader.dataset)):
                 raise HandleShared(reason)
             return ThreadEngine(self.loader, setting.workers, prefetch=prefetch)
         # On trial the loop must not stand still for long: nobody asked for processes.

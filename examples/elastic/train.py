@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import accel
 from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.running import save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
 
 SAMPLES = 4096
@@ -67,6 +68,8 @@ def train(folder: str | None, epochs: int, pause_s: float) -> None:
         if leads:
             per_step = workers * loader.batch_sampler.batch_sizes[0]
             print(f"epoch {epoch + 1}: loss {total / max(steps, 1):.3f}, {per_step} samples a step", flush=True)
+    if folder is not None:
+        save_checkpoint(model)  # so that the next call has nothing left to do
 
 
 @click.command()

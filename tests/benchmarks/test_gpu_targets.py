@@ -46,6 +46,12 @@ GOOD: dict[str, Any] = {
             {"model": "transformer", "speedup": {"eager": 2.5}},
         ]
     },
+    "mixed_precision": {
+        "rows": [
+            {"dtype": "float16", "speedup": 1.2, "memory": 0.8},
+            {"dtype": "bfloat16", "speedup": 1.3, "memory": 0.7},
+        ]
+    },
     "training": {
         "speedup": {"fused over eager": [1.3, 1.2, 1.4], "fused over compile": [1.1, 1, 2], "both over compile": [1.2]},
         "last_loss": {"eager": 3.0, "eager again": 3.01, "fused": 2.985},
@@ -71,7 +77,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 def test_good_figures_meet_every_line() -> None:
     rows = bench.judged(GOOD)
-    assert len(rows) == 17
+    assert len(rows) == 19
     assert all(row["met"] for row in rows), rows
     assert set(rows[0]) == {"line", "asked", "found", "met"}
 
@@ -110,7 +116,7 @@ def test_small_batches_are_not_asked_for_speed() -> None:
 
 def test_nothing_measured_is_nothing_met() -> None:
     rows = bench.judged({"tests": {"green": True}, "training": {"failed": "took longer than 9 s"}})
-    assert len(rows) == 17
+    assert len(rows) == 19
     assert all(row["found"] is None and row["met"] is None for row in rows)
 
 
@@ -132,5 +138,5 @@ def test_equal_losses_without_noise() -> None:
 
 def test_the_table_says_what_was_missed() -> None:
     lines = bench.table(bench.judged(changed("assignment/simota/0/device_ms", {"median": 2.5}))).splitlines()
-    assert len(lines) == 17
+    assert len(lines) == 19
     assert next(line for line in lines if line.startswith("MISSED")).split()[-2:] == ["found", "2.5"]

@@ -525,3 +525,24 @@ def test_too_many_paths_are_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> 
     assert take_snapshot(Holder(files=[Path("a")] * 300)).whole
     assert not take_snapshot(Holder(files=[Path("a")] * 400)).whole
     assert take_snapshot(Holder(files=["a"] * 400)).whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_long_lists_of_tensors_are_looked_into(dtype: torch.dtype) -> None:
+    dataset = Holder(samples=[(torch.zeros(3, 2).to(dtype), number) for number in range(1000)])
+    old = take_snapshot(dataset)
+    assert old.whole
+    assert not compare(old, take_snapshot(dataset))
+    dataset.samples[700][0][1, 1] = 1
+    assert compare(old, take_snapshot(dataset)).sendable is False
+    dataset.samples[700] = (torch.zeros(2, 3).to(dtype), 700)
+    assert compare(old, take_snapshot(dataset)).sendable is False
+    dataset.samples[700] = (torch.zeros(3, 2).to(dtype), 700)
+    assert not compare(old, take_snapshot(dataset))
+
+
+def test_long_lists_of_what_can_t_be_looked_into_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not take_snapshot(Holder(samples=[object() for _ in range(300)])).whole
+    assert not take_snapshot(Holder(samples=[torch.eye(2).to_sparse() for _ in range(300)])).whole
+    monkeypatch.setattr(content, "MOST_BYTES", 1000)
+    assert not take_snapshot(Holder(samples=[torch.zeros(3) for _ in range(300)])).whole

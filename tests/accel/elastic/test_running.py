@@ -16,7 +16,7 @@ import accel
 from accel import entry
 from accel.elastic.progress import ProgressSchedule
 from accel.elastic.run import PROFILE
-from accel.elastic.running import job_profile, progress_of, request_checkpoint
+from accel.elastic.running import job_profile, progress_of, request_checkpoint, save_checkpoint
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.job import JobProfile
@@ -131,7 +131,20 @@ def test_a_scheduler_reads_the_profile(tmp_path: Path, monkeypatch: pytest.Monke
     accel.undo(training.model)
 
 
-@pytest.mark.parametrize("ask", [request_checkpoint, progress_of, job_profile], ids=lambda ask: ask.__name__)
+def test_a_checkpoint_is_saved_at_once_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch, checkpoint=tmp_path)
+    save_checkpoint(training.model)
+    run = entry.optimized(training.model)
+    assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
+    saved = run.elastic.checkpoint.checkpoints.load_latest()
+    assert saved is not None and saved["step"] == 0
+    accel.undo(training.model)
+
+
+ASKS = [request_checkpoint, save_checkpoint, progress_of, job_profile]
+
+
+@pytest.mark.parametrize("ask", ASKS, ids=lambda ask: ask.__name__)
 def test_a_model_that_is_not_elastic_is_refused(ask: Any) -> None:
     with pytest.raises(
         InvalidArgument, match=rf"{ask.__name__} needs a model that is optimized with .*a Linear that is"
