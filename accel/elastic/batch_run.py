@@ -19,6 +19,7 @@ from dataclasses import astuple
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from accel.dataio.elastic_sampler import ElasticSampler
@@ -92,6 +93,7 @@ class BatchRun(Onlooker):
         sampler: of the training loader.
         max_batch_size: the most samples of a step, over all ranks.
         rule: how the learning rate follows; None for that of each optimizer.
+        scaler: of the loop, if it has one and it is known: its scale is divided out of the gradients' noise.
         say: prints one line for the user.
         decided: called after each decision.
         clock: seconds, monotonic.
@@ -105,6 +107,7 @@ class BatchRun(Onlooker):
         max_batch_size: int,
         *,
         rule: Rule | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         say: Callable[[str], None] = lambda line: None,
         decided: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
@@ -116,7 +119,7 @@ class BatchRun(Onlooker):
         self.max_batch_size = max_batch_size
         self.note = ""
         """Why the batch size is not changed, or no more."""
-        self._session, self._run, self._sampler = session, run, sampler
+        self._session, self._run, self._sampler, self._scaler = session, run, sampler, scaler
         self._say, self._clock, self.decided = say, clock, decided
         self._ranks: Ranks | None = None
         self._called_at = time.time()
@@ -294,7 +297,15 @@ class BatchRun(Onlooker):
         gather = partial(self._gathered, "measure the gradient noise") if replicas > 1 else None
         model, optimizers = self._run.model, self._run.optimizers
         noise = NoiseScale(confidence=_CONFIDENCE)
-        self._meter = NoiseMeter(model, optimizers, noise=noise, replicas=replicas, gather=gather, clock=self._clock)
+        self._meter = NoiseMeter(
+            model,
+            optimizers,
+            noise=noise,
+            replicas=replicas,
+            gather=gather,
+            scaler=self._scaler,
+            clock=self._clock,
+        )
         self._session.events.noise = self._meter
         if self._restored.get("controller") is not None:
             self.controller.load_state_dict(self._restored["controller"])

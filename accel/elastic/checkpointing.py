@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from accel.elastic.training_state import Stateful
 from accel.errors import InvalidArgument
 
@@ -33,6 +35,11 @@ class Checkpointing:
     """Seconds between two of them, at least; longer where saving would take more than 1 % of the time."""
     keep: int = 3
     """How many are kept."""
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loop's GradScaler, if it is named in `more`."""
+        return next((each for each in self.more.values() if isinstance(each, torch.amp.GradScaler)), None)
 
     def __post_init__(self) -> None:
         if not self.interval_s > 0:

@@ -52,15 +52,21 @@ class ElasticRun:
         self._position = SamplePosition(sampler)
         self._written = 0, 0.0
         """Batch and noise scale of the profile that was written last."""
+        wanted = settings.checkpoint
+        how = wanted if wanted is None or isinstance(wanted, Checkpointing) else Checkpointing(folder=wanted)
         if settings.max_batch_size is not None:
-            rule = settings.scaling_rule
             self.batch = BatchRun(
-                session, session.run, sampler, settings.max_batch_size, rule=rule, say=say, decided=self._write_profile
+                session,
+                session.run,
+                sampler,
+                settings.max_batch_size,
+                rule=settings.scaling_rule,
+                scaler=None if how is None else how.scaler,
+                say=say,
+                decided=self._write_profile,
             )
-        if settings.checkpoint is not None:
+        if how is not None:
             assert optimizer is not None
-            wanted = settings.checkpoint
-            how = wanted if isinstance(wanted, Checkpointing) else Checkpointing(folder=wanted)
             model = session.run.model
             self.checkpoint = CheckpointRun(model, optimizer, sampler, how, batch=self.batch, say=say)
         try:

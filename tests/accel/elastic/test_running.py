@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry
+from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.progress import ProgressSchedule
 from accel.elastic.run import PROFILE
 from accel.elastic.running import job_profile, progress_of, request_checkpoint, save_checkpoint
@@ -150,3 +151,18 @@ def test_a_model_that_is_not_elastic_is_refused(ask: Any) -> None:
         InvalidArgument, match=rf"{ask.__name__} needs a model that is optimized with .*a Linear that is"
     ):
         ask(nn.Linear(2, 1))
+
+
+def test_a_grad_scaler_that_is_saved_is_divided_out_of_the_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    checkpoint = Checkpointing(folder=tmp_path, more={"scaler": scaler})
+    training = Training(monkeypatch, max_batch_size=64, checkpoint=checkpoint)
+    training.steps(20)
+    run = entry.optimized(training.model)
+    assert run is not None and run.elastic is not None and run.elastic.batch is not None
+    meter = run.elastic.batch._meter
+    assert meter is not None and meter._scales.of_loss() == 2.0**12
+    accel.undo(training.model)
+    assert Checkpointing(folder=tmp_path).scaler is None
