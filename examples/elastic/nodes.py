@@ -52,14 +52,22 @@ class Node:
             print(f"  {self._name}: {line.strip()}", flush=True)
 
     def kill(self) -> None:
-        """End it and its worker without a word, as when a machine fails."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """End it and its worker, which has a session of its own, without a word: as when a machine fails."""
+        for process in (*children(self._process.pid), self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         self._process.wait()
 
     def wait(self) -> int:
         """Return its exit status."""
         return self._process.wait(LIMIT_S)
+
+
+def children(process: int) -> list[int]:
+    """Return the processes that a process has started."""
+    with contextlib.suppress(FileNotFoundError):
+        return [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return []
 
 
 @contextlib.contextmanager
