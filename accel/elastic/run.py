@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -90,7 +91,7 @@ class ElasticRun:
             return
         assert self.batch.controller is not None
         batch, phi = self.batch.controller.batch, profile.noise.phi
-        if batch == self._written[0] and abs(phi - self._written[1]) <= _NOTEWORTHY * phi:
+        if batch == self._written[0] and math.isclose(phi, self._written[1], rel_tol=_NOTEWORTHY):
             return
         self._written = batch, phi
         try:

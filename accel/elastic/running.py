@@ -1,8 +1,11 @@
 """What a script, or whoever schedules it, may ask of a training under `accel.optimize(max_batch_size=, checkpoint=)`.
 
-request_checkpoint(model)    a checkpoint at the end of the step under way
-progress_of(model)           steps of the user's batch that the steps so far were worth, for a `ProgressSchedule`
-job_profile(model)           what a cluster scheduler needs to know of the job
+    request_checkpoint(model)    a checkpoint at the end of the step under way
+    save_checkpoint(model)       one now, between two steps
+    progress_of(model)           steps of the user's batch that the steps so far were worth, for a `ProgressSchedule`
+    job_profile(model)           what a cluster scheduler needs to know of the job
+
+Each takes the model that was passed to `accel.optimize`.
 """
 
 from __future__ import annotations

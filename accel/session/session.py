@@ -448,7 +448,7 @@ class Session:
         if failure.reported:
             log.info("accel stopped and left the loop as it was: %s", failure.text)
             return
-        warnings.warn(f"accel stopped and left the loop as it was: {failure.text}", RuntimeWarning, stacklevel=5)
+        warnings.warn(f"accel stopped and left the loop as it was: {failure.text}", RuntimeWarning, stacklevel=8)
 
     def _failure(self, error: Exception) -> Failure:
         if self._ranks is None:

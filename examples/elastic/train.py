@@ -30,7 +30,7 @@ def samples() -> TensorDataset:
     """Return points of two noisy classes, the same in every run."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, 16, generator=generator)
-    noise = 2 * torch.randn(SAMPLES, generator=generator)
+    noise = 0.5 * torch.randn(SAMPLES, generator=generator)
     return TensorDataset(x, (x[:, :4].sum(1) + noise > 0).long())
 
 
