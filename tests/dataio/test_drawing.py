@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -70,12 +71,18 @@ class Background:
                 drawn.append(DRAWS[name]())
 
     def __enter__(self) -> Background:
+        # On a fast machine all is over before the interpreter switches threads for the second time, 5 ms apart.
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)
         self._thread.start()
+        while min(map(len, self.drawn.values())) <= 20:
+            time.sleep(1e-3)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        sys.setswitchinterval(self._interval)
 
     def assert_undisturbed(self, seed: int) -> None:
         """The draws must be those of a program in which nobody else draws: none lost, none repeated, in order."""
