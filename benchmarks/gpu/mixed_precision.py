@@ -56,9 +56,8 @@ class Job:
         return self.loss(self.model(self.x), self.target)
 
 
-def in_float32(job: Job, dtype: torch.dtype) -> Step:
-    """Train as the loop does."""
-    optimizer = job.optimizer()
+def plainly(job: Job, optimizer: torch.optim.Optimizer) -> Step:
+    """Train as a loop does that knows nothing of precision."""
 
     def step() -> Tensor:
         optimizer.zero_grad()
@@ -68,6 +67,11 @@ def in_float32(job: Job, dtype: torch.dtype) -> Step:
         return loss.detach()
 
     return step
+
+
+def in_float32(job: Job, dtype: torch.dtype) -> Step:
+    """Train in float32."""
+    return plainly(job, job.optimizer())
 
 
 def under_autocast(job: Job, dtype: torch.dtype) -> Step:
@@ -91,15 +95,7 @@ def at_o2(job: Job, dtype: torch.dtype) -> Step:
     """Train at O2, with the optimizer that does it in one pass."""
     optimizer = FusedAdamW(job.model.parameters(), lr=1e-4)
     decorate(job.model, optimizer, level="O2", dtype=dtype)
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        loss = job.loss_now()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        return loss.detach()
-
-    return step
+    return plainly(job, optimizer)
 
 
 WAYS: dict[str, Callable[[Job, torch.dtype], Step]] = {"autocast": under_autocast, "O2": at_o2}

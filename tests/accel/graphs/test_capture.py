@@ -419,6 +419,17 @@ def test_any_order_of_changes(events: list[tuple[int, bool, str, float]], warmup
     both(loop, "backward", warmup=warmup, most=3)
 
 
+def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
+    def step(x: Tensor, target: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), target)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
 def test_a_loss_scale_learns_of_overflows_in_replays() -> None:
     """The scale, what it has counted and the skipped updates are the device's: replays go on with them."""
 
@@ -428,13 +439,7 @@ def test_a_loss_scale_learns_of_overflows_in_replays() -> None:
         scale = DynamicLossScale(initial=2.0**10, interval=5)
         decorate(model, optimizer, dtype=torch.float16, loss_scale=scale)
 
-        def step(x: Tensor, target: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), target)
-            loss.backward()
-            optimizer.step()
-            return loss
-
+        step = whole_step(model, optimizer)
         run: Any = taped(capture(step)) if captured else step
         seen: list[Any] = []
         torch.manual_seed(1)
@@ -479,13 +484,7 @@ def test_numbers_that_are_sent_take_no_graphs_of_their_own() -> None:
         model = network()
         optimizer = _Sends(model.parameters(), 0.1)
 
-        def step(x: Tensor, target: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), target)
-            loss.backward()
-            optimizer.step()
-            return loss
-
+        step = whole_step(model, optimizer)
         run: Any = taped(capture(step)) if captured else step
         torch.manual_seed(1)
         for number in range(16):
