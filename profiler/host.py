@@ -12,6 +12,7 @@ import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from accel.profiler import cgroup
 from accel.profiler.evidence import ThreadShare
@@ -122,6 +123,29 @@ def available_memory(root: Path = cgroup.ROOT) -> int | None:
             if (use := cgroup.memory_use(folder)) is not None:
                 bounds.append(max(0, use.limit - use.used))
     return min(bounds, default=None)
+
+
+class ResidentMemory(NamedTuple):
+    """Memory of this process that is in RAM, bytes."""
+
+    now: int
+    most: int
+    """Since it began."""
+
+
+def resident_memory(root: Path = cgroup.ROOT) -> ResidentMemory | None:
+    """Return how much memory this process has in RAM, or None if the system doesn't tell.
+
+    Args:
+        root: used in place of `/`.
+    """
+    try:
+        lines = (root / "proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        fields = dict(line.split(":", 1) for line in lines if line.startswith(("VmRSS:", "VmHWM:")))
+        now, most = (1024 * int(fields[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    return ResidentMemory(now, max(now, most))  # the kernel updates the latter late
 
 
 @dataclass(frozen=True)

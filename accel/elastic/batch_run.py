@@ -26,7 +26,9 @@ from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.controller import BatchController, BatchDecision
 from accel.elastic.loss_trend import LossTrend
+from accel.elastic.rehearsal import BatchRehearsal
 from accel.elastic.scaling_rules import Rule
+from accel.elastic.step_end import StepEnd
 from accel.elastic.step_rates import StepRates
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import UNMEASURED_SHARE, NoiseInterval
@@ -52,25 +54,10 @@ _FIRST_STEPS = 300
 _CONFIDENCE = 0.3
 """Of the noise scale's interval, by whose ends decisions are made: each end is right in 65 % of cases. A batch of
 half the best size costs as much as one of twice that, so that being surer than that costs more than it saves."""
+_HEARD = 2
+"""Steps in which a call is recorded before a larger batch is rehearsed: one of them may measure the noise."""
 _AHEAD = 8
 """Batches by which a rank's loader may run further ahead than another's between two decisions."""
-
-
-class StepEnd(Onlooker):
-    """Stops the clock of a step before anything else hears that it has ended.
-
-    Args:
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__()
-        self.at = 0.0
-        self._clock = clock
-
-    def batch_requested(self) -> None:
-        """Note the time."""
-        self.at = self._clock()
 
 
 class _Agreed(NamedTuple):
@@ -124,6 +111,11 @@ class BatchRun(Onlooker):
         self._ranks: Ranks | None = None
         self._called_at = time.time()
         self._local_base = sampler.batch_sizes[sampler.rank]
+        self._fits = self._local_base
+        """The largest batch of this rank that fits into memory, as far as is known."""
+        self._rehearsal = BatchRehearsal(run.model, lambda *args, **kwargs: run.gate.plain(*args, **kwargs), run.device)
+        self._planned: BatchDecision | None = None
+        """A larger batch than any before, until it has been rehearsed."""
         self._rates = StepRates(rule, say)
         self._trend = LossTrend()
         self._meter: NoiseMeter | None = None
@@ -267,7 +259,7 @@ class BatchRun(Onlooker):
         if is_usual and self.controller is not None:
             self.controller.timed(self._samples, self.end.at - self._began)
         if self._steps >= self._decision_due and not self._is_busy:
-            self._decide()
+            self._decide() if self._planned is None else self._rehearse(self._planned)
 
     def _decide(self) -> None:
         if self.controller is None:
@@ -281,6 +273,31 @@ class BatchRun(Onlooker):
         self._decision_due = self._steps + agreed.decision.steps
         self._take(agreed.decision, agreed.most_ahead)
         self.decided()
+
+    def _rehearse(self, planned: BatchDecision) -> None:
+        """Take a larger batch if all ranks have the memory for it."""
+        self._planned, self._session.events.heard = None, None
+        self._session.leave_out_step()
+        local = self._local(planned)
+        problem = self._rehearsal.problem(local)
+        mine = problem, self._sampler.dealt_ahead
+        decision, ahead = self._met("rehearse a larger batch", mine, partial(self._rehearsed, planned))
+        self._decision_due = self._steps + decision.steps
+        if decision.batch == planned.batch:
+            self._fits = local
+        else:
+            self._say(f"batch size {decision.batch}: {decision.why}")
+        self._take(decision, ahead)
+        self.decided()
+
+    def _rehearsed(self, planned: BatchDecision, brought: list[tuple[str, int]]) -> tuple[BatchDecision, int]:
+        """Return the batch planned, or another one if a rank has brought a problem; and the most batches dealt ahead."""
+        assert self.controller is not None
+        decision, problem = planned, next((problem for problem, _ in brought if problem), "")
+        if problem:
+            why = f"{planned.batch} samples are too many: {problem}"
+            decision = self.controller.refuse(planned.batch, self._steps, self._known_noise, why)
+        return decision, max(ahead for _, ahead in brought)
 
     def _begin(self) -> None:
         """Make the controller, with the batch that the loop has without it."""
@@ -338,13 +355,22 @@ class BatchRun(Onlooker):
 
     def _take(self, decision: BatchDecision, most_ahead: int) -> None:
         """Let the loader make batches of the size decided."""
-        local = decision.batch // (self._sampler.num_replicas * self._per_step)
-        if local == self._sampler.batch_sizes[self._sampler.rank]:
+        local, now = self._local(decision), self._sampler.batch_sizes[self._sampler.rank]
+        if local == now:
+            return
+        if local > self._fits:
+            self._planned, self._decision_due = decision, self._steps + _HEARD
+            self._rehearsal.prepare(now)
+            self._session.events.heard = self._rehearsal.hear
             return
         alone = self._sampler.num_replicas == 1
         self._sampler.set_batch_size(local, delay=None if alone else most_ahead + _AHEAD)
         self._session.begin_again()
         self._say(f"batch size {decision.batch}: {decision.why}")
+
+    def _local(self, decision: BatchDecision) -> int:
+        """Return the samples of one of this rank's batches."""
+        return decision.batch // (self._sampler.num_replicas * self._per_step)
 
     # -- what a scheduler needs to know ------------------------------------------------------------------------------
 
@@ -386,6 +412,7 @@ class BatchRun(Onlooker):
             "most_replicas": self._most_replicas,
             "loader_batch": self._local_base,
             "micro_batches": self._per_step,
+            "fits": self._fits,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -403,7 +430,10 @@ class BatchRun(Onlooker):
         local = self._local_base
         if self._base is not None:
             shares = self._sampler.num_replicas * self._per_step
-            local = max(1, min(round(controller["batch"] / shares), self.max_batch_size // shares))
+            # Fewer ranks have more of it each: what has not been there before is rehearsed first.
+            known = max(int(state.get("fits", 1)), -(-self._base // shares))
+            local = max(1, min(round(controller["batch"] / shares), self.max_batch_size // shares, known))
+            self._fits = max(self._fits, local)
         self._sampler.set_batch_size(local)
 
     def check(self) -> None:
@@ -435,7 +465,7 @@ class BatchRun(Onlooker):
         TURNS.leave(self)
         backward.forget(self)
         if self._meter is not None:
-            self._session.events.noise = None
+            self._session.events.noise = self._session.events.heard = None
             self._meter.close()
         # Ranks may end at different steps: with batches or learning rates of their own they would be no replicas.
         if self._sampler.num_replicas == 1:

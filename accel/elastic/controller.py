@@ -88,7 +88,7 @@ class BatchController:
                 f"rank{'s'[: replicas > 1]}, got {max_batch_size}; raise it, or leave it out to keep the batch"
             )
         self.base_batch, self.replicas, self.nodes, self.micro_batches = base_batch, replicas, nodes, micro_batches
-        self.sizes = candidates(base_batch, max_batch_size, replicas * micro_batches)
+        self.sizes = candidates(base_batch, max_batch_size, self._shares)
         self.decisions: list[BatchDecision] = []
         self.times = Observations()
         self.model: ThroughputModel | None = None
@@ -105,6 +105,11 @@ class BatchController:
     def batch(self) -> int:
         """Samples of a step now, over all ranks."""
         return self._now
+
+    @property
+    def _shares(self) -> int:
+        """Batches that a step's samples are dealt to."""
+        return self.replicas * self.micro_batches
 
     @property
     def fits(self) -> int | None:
@@ -134,11 +139,25 @@ class BatchController:
         """Return how many steps of the present batch have still to be timed before the next decision."""
         return max(0, self._judged_after(self._now) - self.times.count(self._configuration(self._now)))
 
-    def limit(self, batch: int) -> None:
-        """Take no batch of so many samples or more from now on: it did not fit into memory."""
+    def refuse(self, batch: int, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
+        """Take no batch of so many samples or more from now on, and return what to do instead.
+
+        Args:
+            batch: samples over all ranks that don't fit into memory.
+            step: steps that have ended.
+            noise: the noise scale; None while it is not known.
+            why: said in the report.
+        """
         self._largest = min(self._largest, batch)
-        if self._now >= self._largest:
-            self._now = self._settled = max(self._fitting())
+        fitting = self._fitting()
+        if self._settled not in fitting:
+            self._settled = max((size for size in fitting if size in self._timed), default=fitting[-1])
+        self._now, self._patience = self._settled, _PATIENCE[0]
+        if noise is not None and noise.is_known and self._timed:
+            timed = [size for size in fitting if size in self._timed]
+            choice = better(self._settled, timed, self.base_batch, noise, self._seconds)
+            self._now = self._settled = self._settled if choice is None else choice.batch
+        return self._decided(step, noise, why, self.steps_missing() or self._patience)
 
     def decide(self, step: int, noise: NoiseInterval | None) -> BatchDecision:
         """Return what to do from here, and do it.
@@ -186,7 +205,7 @@ class BatchController:
         return [size for size in self.sizes if size < self._largest] or self.sizes[:1]
 
     def _configuration(self, batch: int) -> Configuration:
-        local = batch // (self.replicas * self.micro_batches)
+        local = batch // self._shares
         return Configuration(self.nodes, self.replicas, local, self.micro_batches - 1)
 
     def _seconds(self, batch: int) -> float:
@@ -209,7 +228,7 @@ class BatchController:
 
     def _predicted_s(self, batch: int) -> float:
         assert self.model is not None
-        local = batch / (self.replicas * self.micro_batches)
+        local = batch / self._shares
         return float(self.model.step_s(self.nodes, self.replicas, local, self.micro_batches - 1))
 
     def _goodput(self, batch: int, noise: NoiseInterval | None) -> float:
@@ -260,7 +279,7 @@ class BatchController:
             "times": self.times.state_dict(),
             "base": self.base_batch,
             "batch": self._settled,
-            "largest": None if math.isinf(self._largest) else self._largest,
+            "largest_local": None if math.isinf(self._largest) else self._largest / self._shares,
             "decisions": [asdict(decision) for decision in self.decisions],
         }
 
@@ -271,6 +290,7 @@ class BatchController:
         """
         self.times.load_state_dict(state["times"])
         self.decisions = [BatchDecision(**each) for each in state["decisions"]]
-        self._largest = math.inf if state.get("largest") is None else state["largest"]
+        largest = state.get("largest_local")
+        self._largest = math.inf if largest is None else largest * self._shares
         self._timed = {size for size in self.sizes if self.times.count(self._configuration(size)) >= TIMED}
         self._settled = self._now = min(self._fitting(), key=lambda size: abs(size - state["batch"]))

@@ -223,14 +223,21 @@ def replay(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDra
     args, kwargs = map_tensors(_copied, recording.args), map_tensors(_copied, recording.kwargs)
     named: list[tuple[str, Tensor]] = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     named += [(f"input {i}", t) for i, t in enumerate(tensors((args, kwargs))) if t.requires_grad]
-    enabled, dtype = recording.autocast
-    no_sync: Any = getattr(model, "no_sync", contextlib.nullcontext)  # DDP: other ranks take no part in a replay
     with draws or contextlib.nullcontext():
-        with torch.enable_grad(), no_sync(), torch.autocast(recording.device, dtype=dtype, enabled=enabled):
-            outputs = tensors(call(*args, **kwargs))
+        outputs = called(model, call, recording, args, kwargs)
         gradients = _sent_back(recording, outputs, [tensor for _, tensor in named])
     names, noted = [name for name, _ in named], [] if draws is None else draws.noted
     return Replayed([t.detach() for t in outputs], gradients, names, noted, draws is not None and draws.other_order)
+
+
+def called(
+    model: nn.Module, call: Any, recording: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """Return the outputs of a call with gradients, under the autocast that was recorded, on this rank alone."""
+    enabled, dtype = recording.autocast
+    no_sync: Any = getattr(model, "no_sync", contextlib.nullcontext)  # DDP: other ranks take no part in a replay
+    with torch.enable_grad(), no_sync(), torch.autocast(recording.device, dtype=dtype, enabled=enabled):
+        return tensors(call(*args, **kwargs))
 
 
 def _sent_back(recording: Recording, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor | None]:

@@ -112,6 +112,8 @@ class StepEvents:
         """The profiler's view of the present steps, if they are observed."""
         self.noise: NoiseSource | None = None
         """What measures the gradient noise, if something does."""
+        self.heard: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+        """Told of the calls of a loop whose noise is measured, before they are made."""
         self._parameters = {id(p) for p in run.model.parameters()}
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._epoch_is_new = False
@@ -290,6 +292,8 @@ class StepEvents:
 
     def _called(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call and check its outputs; one that is recorded for the noise is made plainly."""
+        if self.heard is not None:
+            self.heard(args, kwargs)
         if self.noise is not None and self.noise.wants_call:
             return self.noise.call(self._run.gate.plain, args, kwargs)
         return self._guard.call(call, args, kwargs)

@@ -152,6 +152,45 @@ def optimized_to_the_end(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return optimized(rank, world, folder, signal_at=-1)
 
 
+class _Bounded(nn.Module):
+    """Runs out of memory with more than `most` samples."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.linear, self.most = nn.Linear(3, 1), most
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        y: torch.Tensor = self.linear(x)
+        return y
+
+
+def one_rank_has_less_memory(rank: int, world: int) -> dict[str, Any]:
+    """Train under a growing batch of which rank 1 takes at most 4 samples, the others any; return each step's."""
+    noise = NoiseInterval(5000.0, 4000.0, 6000.0)
+    batch_run._interval = lambda estimate: noise  # type: ignore[assignment]
+    model = DistributedDataParallel(_Bounded(4 if rank == 1 else 10**6))
+    data = TensorDataset(torch.randn(SAMPLES, 3))
+    loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    settings: dict[str, Any] = {"max_batch_size": 256, "allow": "exact", "cache": False, "budget": 0.0001}
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
+    taken = []
+    for _ in range(2):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            taken.append(len(x))
+    run = entry.optimized(model)
+    assert run is not None and run.elastic is not None and run.elastic.batch is not None
+    weights, note = numbers(model), run.elastic.batch.note
+    why = [row.why for row in run.elastic.batch.rows()]
+    accel.undo(model)
+    return {"taken": taken, "weights": weights, "note": note, "why": why}
+
+
 PAUSE_AT, ASK_AT, LATE_STEPS = 20, 40, 60
 
 

@@ -258,7 +258,9 @@ def test_the_batch_is_decided_during_a_search_in_steps_without_a_candidate(
     train(model, loader, optimizer, clock, each)
     assert changed and measured
     assert all(step // 10 % 2 == 0 for step in measured)
-    assert left_out[: len(measured)] == measured  # and perhaps the step after the last one
+    others = set(left_out) - set(measured)  # after a rehearsal, and perhaps the step after the last one
+    assert set(measured) <= set(left_out)
+    assert len(others) <= len(changed) + 1
     assert len(begun_again) == len(changed)
     assert all(step // 10 % 2 == 0 for step in begun_again)
 
@@ -285,11 +287,11 @@ def test_undo_goes_back_to_the_loops_batch_and_each_epoch_is_whole(
 ) -> None:
     known_noise(monkeypatch, 5000.0)
     model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
-    first = train(model, loader, optimizer, clock, lambda step: accel.undo(model) if step == 70 else None)
+    first = train(model, loader, optimizer, clock, lambda step: accel.undo(model) if step == 80 else None)
     second = train(model, loader, optimizer, clock, nothing)
     third = train(model, loader, optimizer, clock, nothing)
 
-    assert len(first[70]) == 64
+    assert len(first[80]) == 64
     assert {len(batch) for batch in second} == {8}
     assert [sorted(itertools.chain(*epoch)) for epoch in (first, second, third)] == [list(range(3000))] * 3
     assert second != third
@@ -365,13 +367,14 @@ def test_wrong_arguments_are_refused(job: Any, arguments: dict[str, Any], text: 
 
 def _batch_run(replicas: int, local: int, most: int) -> BatchRun:
     sampler = ElasticSampler(1000, batch_size=local, num_replicas=replicas, rank=0)
-    run = BatchRun(create_autospec(Session, instance=True), create_autospec(Run, instance=True), sampler, most)
+    users = create_autospec(Run, instance=True, model=nn.Linear(8, 1))
+    run = BatchRun(create_autospec(Session, instance=True), users, sampler, most)
     run.close()  # it listens to nothing
     return run
 
 
 def _saved(batch: int, base: int, **changes: Any) -> dict[str, Any]:
-    controller = {"base": base, "batch": batch, "times": {}, "decisions": [], "largest": None}
+    controller = {"base": base, "batch": batch, "times": {}, "decisions": [], "largest_local": None}
     known = [5000.0, 4000.0, math.inf, 64.0, 0.5]
     return {
         "controller": controller,
@@ -380,17 +383,21 @@ def _saved(batch: int, base: int, **changes: Any) -> dict[str, Any]:
         "progress": 3.5,
         "loader_batch": 8,
         "micro_batches": 2,
+        "fits": 32,
         **changes,
     }
 
 
 @pytest.mark.parametrize(
     ("replicas", "most", "local"),
-    [(4, 256, 16), (1, 256, 64), (16, 256, 4), (3, 256, 21), (64, 256, 1), (4, 64, 8)],
+    [(4, 256, 16), (1, 256, 32), (16, 256, 4), (3, 256, 21), (64, 256, 1), (4, 64, 8)],
     ids=lambda value: str(value),
 )
 def test_on_another_number_of_ranks_the_users_batch_stays(replicas: int, most: int, local: int) -> None:
-    """Begun on 2 ranks with 2 batches of 8 in a step, 32 samples; 128 when it was saved."""
+    """Begun on 2 ranks with 2 batches of 8 in a step, 32 samples; 128 when it was saved.
+
+    One rank has not had the memory of two: it begins with the largest batch that it has had.
+    """
     run = _batch_run(replicas, 8, most)
     run.load_state_dict(_saved(128, 32))
     run.check()  # 64 ranks of 2 x 8 would be 1,024

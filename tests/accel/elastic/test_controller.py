@@ -187,8 +187,10 @@ def test_what_does_not_fit_into_memory_is_not_taken_again() -> None:
     controller = BatchController(32, 4096)
     while controller.batch < 512:
         job.run(controller, 1)
-    controller.limit(512)
-    assert controller.batch < 512
+    before = controller.decisions[-2].batch
+    decision = controller.refuse(512, job.step, job.noise, "512 samples are too many")
+    assert (decision.batch, controller.batch) == (before, before)
+    assert controller.decisions[-1] is decision
     job.run(controller, 1000)
 
     assert max(job.batches[-1000:]) < 512
@@ -214,7 +216,7 @@ def test_a_state_goes_on_with_its_batch_and_on_another_number_of_ranks_with_the_
 def test_a_state_keeps_what_memory_has_shown_and_the_user_s_batch(limit: int | None) -> None:
     controller = BatchController(48, 4096, replicas=2)
     if limit is not None:
-        controller.limit(limit)
+        controller.refuse(limit, 0, None, "too many")
     state = json.loads(json.dumps(controller.state_dict()))
     assert state["base"] == 48
     other = BatchController(state["base"], 4096, replicas=5)  # of which 48 is no multiple
@@ -223,7 +225,19 @@ def test_a_state_keeps_what_memory_has_shown_and_the_user_s_batch(limit: int | N
     job.run(other, 1000)
     assert job.batches[0] == 50
     assert all(batch % 5 == 0 for batch in job.batches)
-    assert max(job.batches) < 512 if limit else max(job.batches) > 2000
+    # Memory is each rank's own: five of them have that of two, two and a half times.
+    assert 1000 < max(job.batches) < 1280 if limit else max(job.batches) > 2000
+
+
+def test_the_batch_goes_back_to_one_that_fits_also_from_a_settled_one() -> None:
+    """As on fewer ranks than the state was saved on."""
+    job = Job(0.01, 1e-6, interval(1e6))
+    controller = BatchController(32, 4096)
+    job.run(controller, 600)
+    assert controller.batch == 4096
+    assert controller.refuse(300, job.step, job.noise, "too many").batch == 256
+    job.run(controller, 300)
+    assert max(job.batches[-300:]) == 256
 
 
 def test_a_cap_below_the_loaders_batch_is_refused() -> None:

@@ -1,0 +1,137 @@
+"""Whether a larger batch fits into memory, found out before the loop takes one.
+
+    a call of the model in the loop ──its inputs repeated to the larger batch──▶ forward, backward ──▶ all undone
+
+A loop that runs out of memory in the midst of a step can't be helped: the exception is its own. So the model is called
+once with the larger batch between two steps, and a gradient sent back through it. Beside that, memory for the loss is
+held: twice that of the outputs, as log-softmax and its gradient take.
+
+On a CPU nothing fails when memory runs out: the system kills the process. There a batch is refused first if in
+proportion to it the process would need more than is available.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel.dataio.batches import map_tensors, tensors
+from accel.guard import guard
+from accel.guard.guard import Recording
+from accel.profiler.host import available_memory, resident_memory
+
+Call = Callable[..., Any]
+
+_LOSS = 2
+"""Times the outputs' memory that a loss may take."""
+_MOST = 0.9
+"""Share of the available memory that a batch may need."""
+_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+"""Of errors that have no class of their own: those of torch's CPU allocator, cuDNN and cuBLAS."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory has run out.
+
+    Example:
+        >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("other"))
+        (True, False)
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
+
+
+class BatchRehearsal:
+    """Rehearse a step of a larger batch, with the inputs of a call that the loop has made.
+
+    Args:
+        model: of the loop.
+        call: makes a plain call of it.
+        device: that the model is on.
+    """
+
+    def __init__(self, model: nn.Module, call: Call, device: torch.device) -> None:
+        self._model, self._call, self._device = model, call, device
+        self._samples = 0
+        self._recording: Recording | None = None
+        self._resident_before = resident_memory()
+
+    def prepare(self, samples: int) -> None:
+        """Record the next call of so many samples."""
+        self._samples, self._recording = samples, None
+
+    def hear(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record a call that is about to be made, if it is the first of as many samples as were named."""
+        if self._recording is not None or not torch.is_grad_enabled():
+            return
+        if any(self._samples in tensor.shape for tensor in tensors((args, kwargs))):
+            self._recording = guard.record(self._model, self._device, args, kwargs)
+
+    def problem(self, samples: int) -> str:
+        """Return why the loop can't take a batch of so many samples, '' if nothing speaks against it; record no more.
+
+        Nothing does where no call was recorded, such as of a model whose inputs don't have a dimension of the samples.
+
+        Args:
+            samples: of the larger batch, on this rank.
+        """
+        recording, self._recording = self._recording, None
+        if reason := self._exhausted(samples):
+            return reason
+        if recording is None:
+            return ""
+        with guard.untouched(self._model, self._device):
+            reason = self._rehearsed(recording, samples)
+        if reason and self._device.type == "cuda":
+            torch.cuda.empty_cache()  # only now: the exception held the frames, and they the tensors
+        return reason
+
+    def _rehearsed(self, recording: Recording, samples: int) -> str:
+        try:
+            self._step(recording, samples)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return "they do not fit into memory"
+            return f"the model does not take them: {type(error).__name__}: {error}"
+        return ""
+
+    def _step(self, recording: Recording, samples: int) -> None:
+        def larger(tensor: Tensor) -> Tensor:
+            return _repeated(tensor, self._samples, samples).requires_grad_(tensor.requires_grad)
+
+        args, kwargs = map_tensors(larger, recording.args), map_tensors(larger, recording.kwargs)
+        outputs = guard.called(self._model, self._call, recording, args, kwargs)
+        for_loss = [torch.zeros_like(output) + 1 for output in outputs for _ in range(_LOSS)]
+        roots = [output for output in outputs if output.requires_grad]
+        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        if roots and parameters:
+            gradients = [torch.ones_like(root) for root in roots]
+            torch.autograd.grad(roots, parameters, gradients, allow_unused=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        del for_loss
+
+    def _exhausted(self, samples: int) -> str:
+        """Return '' unless a CPU's memory would not do, by what the process took more since it began to train."""
+        available = available_memory() if self._device.type == "cpu" else None
+        now, before = resident_memory(), self._resident_before
+        if available is None or now is None or before is None:
+            return ""
+        needed = before.now + (now.most - before.now) * samples / self._samples - now.now
+        if needed <= _MOST * available:
+            return ""
+        return (
+            f"they may take {needed / 2**20:,.0f} MB more of memory, of which {available / 2**20:,.0f} MB are available"
+        )
+
+
+def _repeated(tensor: Tensor, samples: int, larger: int) -> Tensor:
+    """Return a tensor with its samples repeated to a larger batch: along the first dimension that has their number."""
+    if samples not in tensor.shape:
+        return tensor.detach().clone()
+    index = torch.arange(larger, device=tensor.device) % samples
+    return tensor.detach().index_select(tensor.shape.index(samples), index)

@@ -1,0 +1,195 @@
+"""A larger batch is rehearsed before the loop takes one: what does not fit into memory never reaches the loop."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import accel
+from accel.elastic.rehearsal import BatchRehearsal, is_out_of_memory
+from accel.profiler.host import ResidentMemory, resident_memory
+from tests.accel.elastic.test_batch_run import PLAIN, Clock, Numbered, batch_run, clock, known_noise, nothing, train
+
+__all__ = ["clock"]
+
+CPU = torch.device("cpu")
+GIB = 2**30
+CALLS: list[int] = []
+"""Samples of each call; a list of the model's own would be restored after a rehearsal."""
+
+
+class _FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+class Bounded(nn.Module):
+    """Takes up to `most` samples; with more, its forward or its backward pass runs out of memory."""
+
+    def __init__(self, most: int, where: str = "forward") -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1)
+        self.head = nn.Linear(8, 1)
+        self.most, self.where = most, where
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.append(len(x))
+        if len(x) > self.most:
+            if self.where == "backward":
+                x = _FailsBackward.apply(self.linear(x))  # type: ignore[no-untyped-call]
+            elif self.where == "allocator":
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+            elif self.where == "shape":
+                raise ValueError("expected a batch of 16")
+            else:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        y: Tensor = self.head(self.drop(self.norm(self.linear(x))))
+        return y
+
+
+def job(model: nn.Module) -> tuple[nn.Module, DataLoader[Any], torch.optim.Optimizer]:
+    return model, DataLoader(Numbered(3000), batch_size=8, shuffle=True), torch.optim.SGD(model.parameters(), 0.001)
+
+
+@pytest.fixture
+def models() -> Iterator[list[nn.Module]]:
+    torch.manual_seed(0)
+    CALLS.clear()
+    made: list[nn.Module] = []
+    yield made
+    for model in made:
+        accel.undo(model)
+
+
+@pytest.mark.parametrize(
+    ("most", "where"),
+    [(8, "forward"), (23, "forward"), (100, "forward"), (23, "backward"), (23, "allocator"), (23, "shape")],
+)
+def test_the_loop_never_gets_a_batch_that_does_not_fit(
+    models: list[nn.Module], clock: Clock, monkeypatch: pytest.MonkeyPatch, most: int, where: str
+) -> None:
+    known_noise(monkeypatch, 5000.0)
+    model = Bounded(most, where)
+    models.append(model)
+    model, loader, optimizer = accel.optimize(*job(model), max_batch_size=256, **PLAIN)  # type: ignore[assignment]
+    epochs = [train(model, loader, optimizer, clock, nothing) for _ in range(4)]
+
+    taken = [len(batch) for batch in itertools.chain(*epochs)]
+    sizes = batch_run(model).controller.sizes  # type: ignore[union-attr]
+    assert max(taken) == max(size for size in sizes if size <= most)
+    for epoch in epochs:
+        assert sorted(itertools.chain(*epoch)) == list(range(3000))
+    rows = accel.explain(model).batch_rows
+    assert any("samples are too many" in row.why for row in rows)
+    assert batch_run(model).note == ""
+    assert batch_run(model).controller.fits == max(taken)  # type: ignore[union-attr]
+
+
+def test_a_rehearsal_leaves_everything_as_it_was(
+    models: list[nn.Module], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random numbers, batch normalisation and gradients: those of a loop whose batch grows without rehearsals."""
+    ends = []
+    for rehearsed in (True, False):
+        torch.manual_seed(0)
+        known_noise(monkeypatch, 5000.0)
+        if not rehearsed:
+            monkeypatch.setattr(BatchRehearsal, "hear", lambda self, args, kwargs: None)
+        model = Bounded(10_000)
+        models.append(model)
+        model, loader, optimizer = accel.optimize(*job(model), max_batch_size=256, **PLAIN)  # type: ignore[assignment]
+        clock.now = 0.0
+        for _ in range(3):
+            train(model, loader, optimizer, clock, nothing)
+        assert len(loader) == -(-3000 // 256)
+        ends.append([*model.state_dict().values(), torch.rand(3), torch.rand(1)])
+
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
+
+
+def rehearsal(model: nn.Module, samples: int, *args: Any, **kwargs: Any) -> BatchRehearsal:
+    made = BatchRehearsal(model, model, CPU)
+    made.prepare(samples)
+    made.hear(args, kwargs)
+    return made
+
+
+def test_the_samples_may_stand_in_any_dimension_of_any_input() -> None:
+    seen: list[Any] = []
+
+    class Sequences(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, words: Tensor, *, state: dict[str, Tensor], scale: Tensor) -> Tensor:
+            seen.append((words.shape, state["hidden"].shape, scale.shape))
+            return (words @ self.weight + state["hidden"].sum(-1)) * scale
+
+    words, hidden = torch.randn(5, 7, 3), torch.randn(5, 7, 4)
+    made = rehearsal(Sequences(), 7, words, state={"hidden": hidden}, scale=torch.tensor(2.0))
+    assert made.problem(20) == ""
+    assert seen == [((5, 20, 3), (5, 20, 4), ())]
+
+
+def test_a_call_without_the_samples_is_not_rehearsed() -> None:
+    CALLS.clear()
+    assert rehearsal(Bounded(1), 9, torch.randn(8, 8)).problem(18) == ""
+    assert CALLS == []
+
+
+def test_a_call_without_gradients_is_not_rehearsed() -> None:
+    CALLS.clear()
+    with torch.no_grad():
+        made = rehearsal(Bounded(1), 8, torch.randn(8, 8))
+    assert made.problem(16) == ""
+    assert CALLS == []
+
+
+@pytest.mark.parametrize(
+    ("available", "reason"),
+    [(3 * GIB, ""), (GIB, "they may take 2,048 MB more of memory, of which 1,024 MB are available")],
+)
+def test_a_cpu_is_asked_for_its_memory_first(monkeypatch: pytest.MonkeyPatch, available: int, reason: str) -> None:
+    """One GiB before, two while training on 8 samples: 4 GiB with 24, of which 2 are there."""
+    readings = iter([ResidentMemory(GIB, GIB), ResidentMemory(2 * GIB, 2 * GIB)])
+    monkeypatch.setattr("accel.elastic.rehearsal.resident_memory", lambda: next(readings))
+    monkeypatch.setattr("accel.elastic.rehearsal.available_memory", lambda: available)
+    CALLS.clear()
+    assert rehearsal(Bounded(100), 8, torch.randn(8, 8)).problem(24) == reason
+    assert len(CALLS) == (not reason)
+
+
+def test_memory_that_ran_out_is_told_from_other_errors() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_resident_memory_grows_with_what_is_used(tmp_path: Path) -> None:
+    before = resident_memory()
+    if before is None:
+        pytest.skip("the system does not tell the resident memory")
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    after = resident_memory()
+    assert after is not None
+    assert after.now - before.now > 48 << 20
+    assert after.most >= after.now
+    del block
+    assert resident_memory(tmp_path) is None
