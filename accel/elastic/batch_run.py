@@ -291,7 +291,7 @@ class BatchRun(Onlooker):
         self.decided()
 
     def _rehearsed(self, planned: BatchDecision, brought: list[tuple[str, int]]) -> tuple[BatchDecision, int]:
-        """Return the batch planned, or another one if a rank has brought a problem; and the most batches dealt ahead."""
+        """Return the batch planned, or another if a rank has brought a problem; and the most batches dealt ahead."""
         assert self.controller is not None
         decision, problem = planned, next((problem for problem, _ in brought if problem), "")
         if problem:

@@ -52,6 +52,11 @@ class GradientTap:
         """Take the hooks off, and let go of what has arrived."""
         for handle in self._handles:
             handle.remove()
+        if self._handles:
+            for parameter in self._parameters:
+                if not parameter._backward_hooks:
+                    # Else every backward pass goes on asking each parameter's empty table: 0.5 µs apiece.
+                    parameter._backward_hooks = None
         self._handles = []
         self._arrived.clear()
 

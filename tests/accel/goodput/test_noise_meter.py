@@ -25,8 +25,9 @@ from accel.goodput import (
     noise_replay,
     noise_schedule,
 )
+from accel.goodput.gradient_tap import GradientTap
 from accel.goodput.noise_meter import NoiseMeter
-from accel.goodput.noise_schedule import NoiseSchedule
+from accel.goodput.noise_schedule import _AFTERWARDS, _EVENTS_S, NoiseSchedule
 from tests.accel.goodput.noise_loops import (
     Kept,
     Regression,
@@ -433,7 +434,32 @@ def test_the_first_measurements_are_made_up_for() -> None:
             steps += 1
         schedule.pay(2e-3, schedule.usual_s)
         measured_s += 2e-3
-    assert 0.9 * 0.03 < measured_s / (steps * 1e-3) < 1.01 * 0.03
+    took_s = _AFTERWARDS * measured_s + _EVENTS_S * steps
+    assert 0.9 * 0.03 < took_s / (steps * 1e-3) < 1.01 * 0.03
+
+
+def test_steps_as_short_as_their_events_are_measured_at_half_the_share() -> None:
+    schedule = NoiseSchedule(0.02)
+    for _ in range(20):
+        schedule.note_step(1e-5)
+    for _ in range(60):
+        schedule.pay(1e-4, schedule.usual_s)
+    assert schedule.steps_left == math.ceil(1.25 * _AFTERWARDS * 1e-4 / (0.01 * 1e-5))
+
+
+def test_nothing_is_left_at_the_parameters_but_the_users_own_hooks() -> None:
+    """An empty table of hooks once stayed at each parameter: every backward pass asked it, 1 % of a short step."""
+    weights = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    asked: list[Tensor] = []
+    handle = weights[0].register_hook(asked.append)  # type: ignore[no-untyped-call]
+    tap = GradientTap(weights)
+    tap.install()
+    sum(weight.sum() for weight in weights).backward()  # type: ignore[union-attr]
+    tap.remove()
+    assert [weight._backward_hooks is None for weight in weights] == [False, True, True]
+    sum(weight.sum() for weight in weights).backward()  # type: ignore[union-attr]
+    assert len(asked) == 2
+    handle.remove()
 
 
 @given(st.lists(st.tuples(st.floats(1e-5, 1e-2), st.floats(0.1, 10), st.booleans()), min_size=30, max_size=300))
