@@ -16,6 +16,7 @@ from accel.amp.border import Border, border_of
 from accel.amp.bypass import BypassCheck
 from accel.amp.checkpoint import Float32Checkpoint
 from accel.amp.loss_scale import DynamicLossScale
+from accel.amp.master_option import MasterOption
 from accel.amp.masters import MasterWeights, masters_of
 from accel.errors import InvalidArgument
 
@@ -131,6 +132,7 @@ def _decorate(
     masters: list[MasterWeights] = []
     if what.keeps_masters or scale is not None:
         masters += [MasterWeights(each, values, scale, keeps=what.keeps_masters) for each in optimizers]
+    options = [MasterOption(each, what.keeps_masters) for each in optimizers]
     handles: list[RemovableHandle] = []
     borders = [Border(dtype, scale if optimizers else None, what.autocasts) for _ in plain]
     for model, border in zip(plain, borders, strict=True):
@@ -140,7 +142,7 @@ def _decorate(
     for each in casts.values():
         each.values.clear()  # those of an optimizer are kept in its state, and those of none are let go
     for border in borders:
-        border.decoration = undecorate.Decoration(handles, casts, masters, given != plain)
+        border.decoration = undecorate.Decoration(handles, casts, masters, options, given != plain)
     if scale is not None and optimizers:
         first = next((p for model in plain for p in model.parameters()), None)
         scale.to(torch.device("cpu") if first is None else first.device)

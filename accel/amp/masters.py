@@ -210,7 +210,7 @@ class MasterWeights:
         optimizer = self._optimizer()
         assert optimizer is not None
         if self._scale is not None:
-            if not self._versions:  # no backward pass since the last step
+            if not self._versions and not self._scale.came_through:  # no backward pass since the last step
                 return self._updated()
             value = self._scale.value
         if self._ready is None or self._ready_for != self._seen_of_halves():

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel.amp import weights
 from accel.amp.border import border_of
+from accel.amp.master_option import MasterOption
 from accel.amp.masters import MasterWeights
 from accel.errors import InvalidArgument
 
@@ -23,6 +24,7 @@ class Decoration:
     handles: list[RemovableHandle]
     casts: dict[nn.Module, weights.Casts]
     masters: list[MasterWeights]
+    options: list[MasterOption]
     is_distributed: bool
     """A model was in `DistributedDataParallel` then, whose buckets are of 16 bits."""
 
@@ -81,5 +83,7 @@ def _undo(model: nn.Module) -> None:
     latest = {p: value for masters in decoration.masters for p, value in masters.remove().items()}
     for handle in decoration.handles:
         handle.remove()
+    for option in decoration.options:
+        option.remove()
     for other, casts in decoration.casts.items():
         weights.uncast(other, casts, latest)

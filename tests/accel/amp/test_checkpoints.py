@@ -90,6 +90,39 @@ def test_between_levels_nothing_is_lost(here: str, there: str) -> None:
         assert torch.equal(again[name], expected), name
 
 
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("there", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("here", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_s_state_is_that_of_the_level_it_is_loaded_at(
+    name: str, here: str, there: str, dtype: torch.dtype
+) -> None:
+    """Master weights of O2 once stayed at O1 and O3, where they were taken for those of 16-bit weights."""
+    model, optimizer = made(name, here, dtype)
+    data = batches(4, 3, 8, 8)
+    train(model, optimizer, data[:2])
+    saved = reloaded((model.state_dict(), optimizer.state_dict()))
+    for order in (0, 1):
+        other, others = made(name, there, dtype, seed=1)
+        parts = [(other, saved[0]), (others, saved[1])]
+        for what, state in parts if order else reversed(parts):
+            what.load_state_dict(copy.deepcopy(state))
+        again = others.state_dict()["state"]
+        for key, own in saved[1]["state"].items():
+            for entry, value in own.items():
+                if entry != "master" and isinstance(value, Tensor):
+                    taken = again[key][entry]
+                    rounded = value.to(taken.dtype) if there == "O3" else value.float()
+                    assert torch.equal(taken.float(), rounded.float()), (key, entry)
+        assert any("master" in own for own in again.values()) == (there == "O2")
+        if "O3" not in (here, there):
+            after = other.state_dict()
+            assert all(torch.equal(after[name], value) for name, value in saved[0].items())
+        train(other, others, data[2:])
+        assert any("master" in own for own in others.state_dict()["state"].values()) == (there == "O2")
+
+
 def test_a_float32_run_goes_on_at_o2_with_its_state() -> None:
     data = batches(4, 3, 8, 8)
     plain = cnn()

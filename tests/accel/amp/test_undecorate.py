@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from accel.amp import decorate, master_params, undecorate
 from accel.errors import InvalidArgument
+from accel.optim import FusedAdamW
 from tests.accel.amp.amp_models import OPTIMIZERS, batches, cnn, loss_of, mlp
 from tests.sampling import examples
 
@@ -211,3 +212,20 @@ def test_a_copy_is_no_longer_decorated_by_anyone() -> None:
     assert model[0].weight.dtype == torch.bfloat16
     undecorate(model)
     assert model[0].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("level", "keeps"), [("O2", True), ("O3", False)])
+@pytest.mark.parametrize("own", [True, False])
+def test_the_optimizer_s_own_option_is_its_own_again(level: str, keeps: bool, own: bool) -> None:
+    model = nn.Linear(4, 2)
+    extra = nn.Parameter(torch.zeros(3))
+    optimizer = FusedAdamW(model.parameters(), 0.01, master_weights=own)
+    decorate(model, optimizer, level=level, dtype=torch.bfloat16)
+    assert optimizer.param_groups[0]["master_weights"] == keeps
+    other = FusedAdamW(model.parameters(), 0.01, master_weights=not keeps)
+    optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0]["master_weights"] == keeps
+    optimizer.add_param_group({"params": [extra]})
+    undecorate(model)
+    assert [group["master_weights"] for group in optimizer.param_groups] == [own, own]
+    assert optimizer.defaults["master_weights"] == own
