@@ -1,12 +1,20 @@
-"""The path an optimizer's step takes: parameter by parameter, foreach or fused; and switching it between two steps."""
+"""The path an optimizer's step takes: parameter by parameter, foreach or fused; and switching it between two steps.
+
+On a CPU torch's fused path takes the elements of parameter, gradient and state in the order of memory, as if all were
+laid out alike: the update of a parameter with gaps between its elements, or of one whose gradient has other strides, is
+wrong without a word (torch 2.13). On CUDA it raises. So it is not offered for such parameters, and gradients that a
+loop has assigned itself are laid out as their parameters first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
@@ -44,8 +52,25 @@ def updates_at_once(optimizer: Optimizer) -> bool:
 def has_fused(optimizer: Optimizer) -> bool:
     """Return whether torch has a fused path for this optimizer and all its parameters."""
     return type(optimizer).__name__ in _FUSED and all(
-        p.is_floating_point() and p.device.type in _FUSED_DEVICES for g in optimizer.param_groups for p in g["params"]
+        p.is_floating_point() and p.device.type in _FUSED_DEVICES and _is_regular(p, optimizer.state.get(p, {}))
+        for group in optimizer.param_groups
+        for p in group["params"]
     )
+
+
+def _is_regular(parameter: Tensor, state: dict[str, Any]) -> bool:
+    """Return whether a parameter has no gaps, and its state is laid out as it is."""
+    like = [value for value in state.values() if isinstance(value, Tensor) and value.shape == parameter.shape]
+    like.append(torch.empty_like(parameter, device="meta"))  # of other strides if there are gaps, or elements overlap
+    return all(value.stride() == parameter.stride() for value in like)
+
+
+def _lay_out_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            grad = p.grad
+            if grad is not None and grad.stride() != p.stride():  # 0.2 µs each
+                p.grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
 
 
 class Paths:
@@ -58,6 +83,7 @@ class Paths:
     def __init__(self) -> None:
         self.saved: dict[int, tuple[Any, Any]] = {}
         self._switched: list[Optimizer] = []
+        self._hooks: list[RemovableHandle] = []
 
     def switch(self, optimizers: Iterable[Optimizer], *, fused: bool) -> None:
         """Take the fused path, or foreach."""
@@ -68,6 +94,7 @@ class Paths:
                 _set(group, not fused, fused)
             if fused:
                 _move_step_counters(optimizer, on_device=True)
+                self._hooks.append(optimizer.register_step_pre_hook(_lay_out_gradients))
 
     def restore(self) -> None:
         """Restore the original paths."""
@@ -76,6 +103,9 @@ class Paths:
                 if id(group) in self.saved:
                     _set(group, *self.saved[id(group)])
             _move_step_counters(optimizer, on_device=False)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         self._switched.clear()
         self.saved.clear()
 

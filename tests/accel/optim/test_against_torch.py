@@ -31,11 +31,16 @@ DTYPES = [torch.float32, torch.float64]
 Params = list[torch.nn.Parameter]
 
 
-def plain(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options as torch's loop over parameters takes them: it is the oracle."""
+FORMS = ["forloop", "foreach", "fused"]
+
+
+def plain(options: dict[str, Any], form: str = "forloop") -> dict[str, Any]:
+    """Return options as one of torch's own forms takes them; its loop over parameters is the oracle."""
     betas = options.get("betas")
     changed = {"betas": tuple(float(b) for b in betas)} if betas else {}
-    return {**copy.deepcopy(options), **changed, "foreach": False, "fused": False}
+    if form == "foreach" and isinstance(options.get("lr"), Tensor):
+        changed["lr"] = float(options["lr"])  # torch wants it captured then
+    return {**copy.deepcopy(options), **changed, "foreach": form == "foreach", "fused": form == "fused"}
 
 
 def rounded(options: dict[str, Any]) -> torch.dtype:
@@ -43,11 +48,13 @@ def rounded(options: dict[str, Any]) -> torch.dtype:
     return torch.float32 if isinstance(options.get("lr"), Tensor) else torch.float64
 
 
-def params_of(dtype: torch.dtype) -> Params:
+def params_of(dtype: torch.dtype, form: str = "forloop") -> Params:
     torch.manual_seed(3)
     gaps = torch.randn(10, 8, dtype=dtype)[:, ::2]
     shapes = [(10, 5), (10,), (), (0,), (3, 4, 5)]
     own = [torch.randn(shape, dtype=dtype) for shape in shapes]
+    if form == "fused":  # on a CPU torch's takes the elements in the gaps for those of the parameter
+        gaps = gaps.contiguous()
     return [torch.nn.Parameter(x) for x in (*own, own[0].clone().T, gaps)]
 
 
@@ -77,9 +84,10 @@ def compare(ours: Params, theirs: Params, steps: int, least: torch.dtype = torch
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp64"])
 @pytest.mark.parametrize(("info", "words", "options"), INPUTS, ids=NAMES)
-def test_weights_are_torchs(info: Any, words: str, options: dict[str, Any], dtype: torch.dtype) -> None:
-    theirs, ours = params_of(dtype), params_of(dtype)
-    stepped(info.optim_cls(theirs, **plain(options)), theirs, 8)
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_are_torchs(info: Any, words: str, options: dict[str, Any], dtype: torch.dtype, form: str) -> None:
+    theirs, ours = params_of(dtype, form), params_of(dtype, form)
+    stepped(info.optim_cls(theirs, **plain(options, form)), theirs, 8)
     stepped(OURS[info.name](ours, **copy.deepcopy(options)), ours, 8)
     compare(ours, theirs, 8, rounded(options))
 
@@ -106,10 +114,11 @@ def test_all_weights_are_torchs_by_kernels(
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("info", "words", "options"), INPUTS, ids=NAMES)
-def test_states_go_both_ways(info: Any, words: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_states_go_both_ways(info: Any, words: str, options: dict[str, Any], form: str) -> None:
     """Train in one, go on in the other, by a file."""
-    theirs, ours = params_of(torch.float32), params_of(torch.float32)
-    torchs, own = info.optim_cls(theirs, **plain(options)), OURS[info.name](ours, **copy.deepcopy(options))
+    theirs, ours = params_of(torch.float32, form), params_of(torch.float32, form)
+    torchs, own = info.optim_cls(theirs, **plain(options, form)), OURS[info.name](ours, **copy.deepcopy(options))
     stepped(torchs, theirs, 3)
     stepped(own, ours, 3)
     from_torch, from_ours = saved(torchs), saved(own)

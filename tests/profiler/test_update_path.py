@@ -1,0 +1,101 @@
+"""Switching an optimizer's path: the fused one makes the same update, however parameters and gradients are laid out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from accel.profiler.experiments.update_path import Paths, has_fused
+
+KINDS = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
+PERMUTATIONS = [(0, 1, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0), (1, 0, 3, 2)]
+
+
+def laid_out(shape: tuple[int, ...], permutation: tuple[int, ...], gaps: bool) -> Tensor:
+    """Return random numbers whose memory has another order of dimensions, and perhaps gaps."""
+    memory = [shape[dimension] for dimension in permutation]
+    own = torch.randn(*memory[:-1], memory[-1] * (1 + gaps))[..., :: 1 + gaps]
+    back = [permutation.index(dimension) for dimension in range(4)]
+    return own.permute(back)
+
+
+def trained(kind: Any, weights: list[Tensor], gradients: list[list[Tensor]], fused: bool) -> list[Tensor]:
+    """Take a plain step, then some on the fused path where there is one, then a plain one."""
+    params = [nn.Parameter(torch.empty_strided(w.shape, w.stride()).copy_(w)) for w in weights]
+    optimizer = kind(params, 0.1, weight_decay=0.01)
+    paths = Paths()
+    for number, step in enumerate(gradients):
+        if fused and number == 1 and has_fused(optimizer):
+            paths.switch([optimizer], fused=True)
+        if number == len(gradients) - 1:
+            paths.restore()
+        for p, gradient in zip(params, step, strict=True):
+            p.grad = gradient.expand(p.shape)
+        optimizer.step()
+    assert not optimizer._optimizer_step_pre_hooks
+    return [p.detach() for p in params]
+
+
+layouts = st.tuples(st.sampled_from(PERMUTATIONS), st.booleans())
+
+
+@given(st.sampled_from(KINDS), st.tuples(*[st.integers(1, 4)] * 4), layouts, st.lists(layouts, min_size=4, max_size=4))
+def test_the_fused_path_makes_the_same_update_of_any_layout(
+    kind: Any, shape: tuple[int, ...], weight: Any, steps: list[Any]
+) -> None:
+    """A CPU's takes memory as it comes: an update was once off by all of itself, without a word."""
+    torch.manual_seed(0)
+    weights = [laid_out(shape, *weight), torch.randn(3)]
+    gradients = [[laid_out(shape, *each), torch.randn(3)] for each in steps]
+    gradients[2][1] = torch.randn(1)  # expanded: one element for all
+    plain, fused = (trained(kind, weights, gradients, fused) for fused in (False, True))
+    for expected, actual in zip(plain, fused, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_parameter_with_gaps_has_no_fused_path() -> None:
+    gaps, overlapping = torch.randn(4, 6)[:, ::2], torch.randn(4, 1).expand(4, 3)
+    for weight in (gaps, overlapping):
+        assert not has_fused(torch.optim.SGD([nn.Parameter(weight)], 0.1))
+    assert has_fused(torch.optim.SGD([nn.Parameter(torch.randn(4, 6).T)], 0.1))
+
+
+def test_a_parameter_laid_out_anew_has_none_while_its_state_is_not() -> None:
+    parameter = nn.Parameter(torch.randn(2, 3, 4, 4))
+    optimizer = torch.optim.Adam([parameter], 0.1)
+    parameter.grad = torch.randn(2, 3, 4, 4)
+    optimizer.step()
+    assert has_fused(optimizer)
+    parameter.data = parameter.data.to(memory_format=torch.channels_last)
+    assert not has_fused(optimizer)
+
+
+def test_gradients_as_autograd_makes_them_stay_the_same_objects() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.randn(4, 3)).sum().backward()
+    before = [p.grad for p in model.parameters()]
+    paths = Paths()
+    paths.switch([optimizer], fused=True)
+    optimizer.step()
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), before, strict=True))
+    paths.restore()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_path_and_its_hook_are_put_back(kind: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), 0.1)
+    before = [dict(group) for group in optimizer.param_groups]
+    paths = Paths()
+    paths.switch([optimizer], fused=True)
+    assert optimizer.param_groups[0]["fused"] and not optimizer.param_groups[0]["foreach"]
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    paths.restore()
+    assert [dict(group) for group in optimizer.param_groups] == before
+    assert not optimizer._optimizer_step_pre_hooks
