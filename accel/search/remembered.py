@@ -1,14 +1,15 @@
 """What an earlier run found: a suggestion for this one, and what is told of it.
 
-Its plan is tried first and as a whole. Strategies that gave nothing then wait until the run is long enough. What was
-measured of one-off work stands in for the guess. After `MOST_DAYS` or `MOST_RUNS` only that last part holds.
+Its plan is tried first and as a whole. Strategies that gave nothing then wait until the run is long enough; those of
+which noise let nothing be said are tried as if for the first time. What was measured of one-off work stands in for the
+guess. After `MOST_DAYS` or `MOST_RUNS` only that last part holds.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, Protocol
@@ -38,6 +39,8 @@ class RememberedTrial:
     """Speed-up in its own trial, as a ratio."""
     trial_s: float = 0.0
     """Seconds from the first step of its trials to the last."""
+    open: bool = False
+    """Noise may have hidden a gain: it says nothing of the next run."""
 
 
 @dataclass(kw_only=True)
@@ -145,7 +148,8 @@ class Recollection:
             return
         self._holds = True
         trials = earlier.trials.items()
-        self._losers = {n: trial for n, trial in trials if trial.status != "kept" and n in self._candidates}
+        settled = {n: trial for n, trial in trials if not trial.open and n in self._candidates}
+        self._losers = {n: trial for n, trial in settled.items() if trial.status != "kept"}
         self.text = f"from {_date(earlier.searched)}: {self._outcome(earlier)}"
 
     def _outcome(self, earlier: RememberedSearch) -> str:
@@ -290,7 +294,14 @@ class Recollection:
     # -- for the next run ----------------------------------------------------------------------------------------------
 
     def store(
-        self, plan: Choices, rows: Mapping[str, StrategyRow], speedup: float | None, run_s: float, *, ended: bool
+        self,
+        plan: Choices,
+        rows: Mapping[str, StrategyRow],
+        speedup: float | None,
+        run_s: float,
+        *,
+        open_rows: Collection[str] = (),
+        ended: bool,
     ) -> None:
         """Remember what is known by now.
 
@@ -299,6 +310,7 @@ class Recollection:
             rows: the report's rows.
             speedup: of the plan, None if it is not known.
             run_s: seconds that this run's steps have taken.
+            open_rows: names of those in which noise may have hidden a gain.
             ended: the run is over.
         """
         if self._memory is None:
@@ -311,7 +323,9 @@ class Recollection:
         now = datetime.fromtimestamp(self._now()).astimezone().isoformat(timespec="seconds")
         relied_on = earlier if self._holds else None
         trials = {} if relied_on is None else dict(relied_on.trials)
-        trials |= {row.name: trial for row in rows.values() if (trial := self._trial(row, trials, now)) is not None}
+        for row in rows.values():
+            if (trial := self._trial(row, trials, now)) is not None:
+                trials[row.name] = dataclasses.replace(trial, open=row.name in open_rows)
         one_off_s = {} if earlier is None else dict(earlier.one_off_s)
         for name, seconds in self._one_off_s.items():
             is_first = earlier is None or name not in earlier.one_off_s  # what is kept on disk was not there yet

@@ -119,4 +119,5 @@ class TakeOver(Experiments):
             ended: the run is over.
         """
         speedup = self.closing.gain if self.closing is not None and self.plan == self._closed else None
-        self.recollection.store(self.plan, self.rows, speedup, self.elapsed_s, ended=ended)
+        open_rows = [name for name in self.rows if self._ledger.is_open(name)]
+        self.recollection.store(self.plan, self.rows, speedup, self.elapsed_s, open_rows=open_rows, ended=ended)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from accel.report import StrategyRow
 from accel.search.actions import Candidate
 from accel.search.controller import Controller
-from accel.search.remembered import MOST_DAYS, MOST_RUNS, RememberedSearch
+from accel.search.remembered import MOST_DAYS, MOST_RUNS, Recollection, RememberedSearch
 from accel.strategies import Exactness
 from tests.accel.memory import NOW, FakeMemory, day, lost, remembered
 from tests.accel.simulation import CROWDED, FAST, Machine, candidate, simulate, step_of_first
@@ -223,6 +224,35 @@ def test_what_gave_nothing_is_not_tried_again_in_a_short_run_and_says_when_it_wa
     assert controller.rows["none"].why.startswith("tried 3 days ago: 1.00x, too noisy; ")
     assert memory.search is not None
     assert memory.search.trials["bad"] == trials["bad"]
+
+
+def test_what_noise_may_have_hidden_is_tried_as_if_for_the_first_time() -> None:
+    """One noisy first run once kept all later ones from trying anything."""
+    trials = {"bad": lost(0.8), "good": replace(lost(0.72), open=True)}
+    memory = FakeMemory(remembered(plan={}, trials=trials))
+    controller = simulate(candidates(), machine(), memory=memory, budget="10%")
+    assert controller.rows["good"].status == "kept"
+    assert controller.rows["bad"].status == "not tried"
+    assert memory.search is not None
+    assert {name: trial.open for name, trial in memory.search.trials.items() if name in trials} == {
+        "bad": False,
+        "good": False,
+    }
+
+
+def test_a_trial_that_noise_may_have_decided_is_remembered_as_open() -> None:
+    rows = {
+        name: StrategyRow(name=name, summary="", treats=[], exactness="exact", status=status, gain=gain, gain_high=high)
+        for name, status, gain, high in (("bad", "undone", 0.8, 0.9), ("good", "undone", 0.72, 1.3))
+    }
+    memory = FakeMemory(None)
+    recollection = Recollection(memory, candidates())
+    recollection.recall()
+    for name in rows:
+        recollection.tried(name, 1.0)
+    recollection.store({}, rows, None, 10.0, open_rows=["good"], ended=True)
+    assert memory.search is not None
+    assert {name: trial.open for name, trial in memory.search.trials.items()} == {"bad": False, "good": True}
 
 
 def test_what_gave_nothing_is_tried_again_together_once_the_run_is_long_enough() -> None:
