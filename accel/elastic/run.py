@@ -15,6 +15,7 @@ from accel.elastic.batch_run import BatchRun
 from accel.elastic.checkpoint_run import CheckpointRun
 from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.sample_position import SamplePosition
+from accel.elastic.torchrun_nodes import remedy
 from accel.goodput.job import JobProfile
 from accel.session.listeners import follow, is_followed, leave
 from accel.session.session import Session
@@ -68,6 +69,8 @@ class ElasticRun:
             )
         if how is not None:
             assert optimizer is not None
+            if advice := remedy():
+                say(advice)
             model = session.run.model
             self.checkpoint = CheckpointRun(model, optimizer, sampler, how, batch=self.batch, say=say)
         try:

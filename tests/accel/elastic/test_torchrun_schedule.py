@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from accel.elastic.torchrun_nodes import VARIABLE, remedy
 from tests import warm
 from tests.accel.elastic.schedules import check_samples, lines, newest_step
 
@@ -21,8 +22,9 @@ TIMEOUT_S = 150.0
 class Nodes:
     """Nodes of one job, each a torchrun with one worker, that meet at a store which outlives them all."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, shares: bool = False) -> None:
+        """Let torchrun share its store with the workers, as it does by default, or not."""
+        self.folder, self._shares = folder, shares
         (folder / "logs").mkdir()
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._agents: list[warm.Running] = []
@@ -32,8 +34,8 @@ class Nodes:
         where = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{self._store.port} --rdzv-id=job"
         how = "--nnodes=1:3 --nproc-per-node=1 --max-restarts=20 --rdzv-conf=last_call_timeout=2"
         job = ["-m", "tests.accel.elastic.torchrun_job", str(self.folder)]
-        # torch's own way loses the job when a node joins later: docs/kubernetes.md.
-        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        # torch's own way loses the job when a node joins later: accel/elastic/torchrun_nodes.py.
+        variables = {VARIABLE: "0" if self._shares else "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         arguments = ["-m", "torch.distributed.run", *where.split(), *how.split(), "--local-addr=127.0.0.1", *job]
         self._agents.append(warm.Running(arguments, cwd=self.folder, environment=variables))
         return self._agents[-1]
@@ -119,3 +121,39 @@ def test_a_node_joins_and_one_is_lost_and_one_leaves(nodes: Nodes) -> None:
     begins = [next(line["begins"] for line in ranks[0] if "begins" in line) for ranks in runs]
     assert begins == sorted(set(begins)), "a run began again where the one before had"
     assert newest_step(nodes.folder / "checkpoints") > begins[-1]
+
+
+@pytest.mark.slow
+def test_torch_s_own_way_ends_the_job_when_a_node_joins_and_it_is_said_before(tmp_path: Path) -> None:
+    """Should this fail, torch has mended it: the advice and the variable can go then."""
+    nodes = Nodes(tmp_path, shares=True)
+    try:
+        first = nodes.join()
+        nodes.wait_for_steps(1, 6)
+        nodes.join()
+        ended = first.wait(TIMEOUT_S)
+    finally:
+        nodes.end()
+    assert ended.returncode != 0
+    assert len(nodes.runs()) == 1, "the workers met again"
+    assert f"a node that joins this job later would end it, by a fault of torch; set {VARIABLE}=1" in ended.stderr
+
+
+SHARED = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "command", "said"),
+    [
+        (SHARED, ["torchrun", "--nnodes=1:3", "train.py"], True),
+        (SHARED, ["torchrun", "--nnodes", "2:4", "train.py"], True),
+        ({**SHARED, "PET_NNODES": "1:2"}, ["torchrun", "train.py"], True),
+        (SHARED, ["torchrun", "--nnodes=2", "train.py", "--ratio=1:3"], False),
+        (SHARED, ["torchrun", "--nnodes=2:2", "train.py"], False),
+        (SHARED, ["torchrun", "--standalone", "--nproc-per-node=2", "train.py"], False),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, ["torchrun", "--nnodes=1:3", "train.py"], False),
+        ({}, ["python", "train.py", "--nnodes=1:3"], False),
+    ],
+)
+def test_the_advice_is_given_where_nodes_may_join(environment: dict[str, str], command: list[str], said: bool) -> None:
+    assert bool(remedy(environment, command)) == said
