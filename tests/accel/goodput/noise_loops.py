@@ -16,6 +16,13 @@ from accel.goodput.noise_scale import NoiseScale, NoiseSums
 Loss = Callable[[Tensor, Tensor], Tensor]
 Batches = Callable[[int], tuple[Tensor, Tensor]]
 
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, 3e-4),
+    "momentum": lambda p: torch.optim.SGD(p, 3e-4, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, 1e-4),
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-4, betas=(0.9, 0.95), amsgrad=True),
+}
+
 
 class Kept(NoiseScale):
     """Statistics that keep all sums."""

@@ -29,6 +29,7 @@ from accel.goodput.gradient_tap import GradientTap
 from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.noise_schedule import _AFTERWARDS, _EVENTS_S, NoiseSchedule
 from tests.accel.goodput.noise_loops import (
+    OPTIMIZERS,
     Kept,
     Regression,
     finish,
@@ -37,13 +38,6 @@ from tests.accel.goodput.noise_loops import (
     per_sample_truth,
     train,
 )
-
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, 3e-4),
-    "momentum": lambda p: torch.optim.SGD(p, 3e-4, momentum=0.9),
-    "adam": lambda p: torch.optim.Adam(p, 1e-4),
-    "adamw": lambda p: torch.optim.AdamW(p, 1e-4, betas=(0.9, 0.95), amsgrad=True),
-}
 
 
 @pytest.mark.parametrize(

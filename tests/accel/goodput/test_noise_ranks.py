@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.goodput import gradient_vector
 from accel.goodput.gradient_sketch import GradientSketch
 from accel.goodput.noise_parts import PartSums
 from accel.goodput.noise_scale import NoiseScale, NoiseSums
-from tests.accel.goodput.noise_loops import Kept, Regression, meter_for
+from tests.accel.goodput.noise_loops import OPTIMIZERS, Kept, Regression, meter_for
 from tests.comm.ranks import run_ranks
 
 STEPS, SIZE = 24, 8
@@ -148,6 +149,48 @@ def test_replicas_have_the_closed_form_of_a_regression(parts: int) -> None:
     assert noise.variance == pytest.approx(variance, rel=0.1)
     assert noise.squared_norm == pytest.approx(mean, rel=0.1)
     assert noise.phi == pytest.approx(variance / mean, rel=0.1)
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("accumulation", [1, 2, 4, 8])
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer_on_replicas_that_accumulate_is_within_ten_percent(
+    name: str, replicas: int, accumulation: int
+) -> None:
+    """The truth moves with the weights, so sums are compared: mean measured ÷ mean true, over all steps."""
+    parts, size = replicas * accumulation, 8
+    problem = Regression(dimensions=40, noise=1.0, seed=parts)
+    model = problem.model(3.0)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    measured, true = [], []
+    for _ in range(30):  # until Adam's coordinates are those of more than a few gradients
+        x, y = problem.batch(size * parts)
+        model.weight.grad = (x.T @ (x @ model.weight.detach()[0] - y) / len(x))[None]
+        optimizer.step()
+    for _ in range(max(60, 2400 // parts)):
+        weights = model.weight.detach()[0].clone()
+        scales = gradient_vector.denominators([model.weight], [optimizer])
+        scales = None if scales is None else scales.clone()
+        sums, total = PartSums(None), torch.zeros(40)
+        for _ in range(parts):
+            x, y = problem.batch(size)
+            own = x.T @ (x @ weights - y) / size / parts
+            sums.add(own if scales is None else own / scales, size)
+            total += own
+        step = sums.sums()
+        if step is not None:
+            measured.append((step.squared_norm, step.variance))
+            true.append(problem.truth(weights, scales))
+        model.weight.grad = total[None]
+        optimizer.step()
+    if parts == 1:
+        assert not measured  # one gradient has no variance: a replay of its half has (test_noise_meter)
+        return
+    squared_norm, variance = (sum(row[i] for row in measured) / sum(row[i] for row in true) for i in (0, 1))
+    assert variance == pytest.approx(1, rel=0.1)
+    assert squared_norm == pytest.approx(1, rel=0.1)
+    assert variance / squared_norm == pytest.approx(1, rel=0.1)
 
 
 @pytest.mark.parametrize("sizes", [(1, 15), (4, 8, 20)])
