@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from accel.errors import InvalidArgument
@@ -29,7 +31,7 @@ def metrics(report: Report) -> dict[str, float]:
         last = report.batch_rows[-1]
         figures["accel/batch_size"], figures["accel/goodput"] = last.batch, last.measured or last.goodput
         figures["accel/noise_scale"], figures["accel/progress"] = last.noise, report.progress
-    return {name: float(value) for name, value in figures.items() if value is not None}
+    return _known(figures)
 
 
 def log_report(report: Report, to: Any, step: int | None = None) -> None:
@@ -47,16 +49,49 @@ def log_report(report: Report, to: Any, step: int | None = None) -> None:
     Example:
         >>> log_report(accel.explain(model), SummaryWriter())
     """
-    step = report.steps if step is None else step
+    _log(to, metrics(report), "accel/verdict", report.verdict(), report.steps if step is None else step)
+
+
+def log_batches(report: Report, to: Any) -> None:
+    """Log every change of the batch size at the step at which it was decided: for the end of a training.
+
+    `accel/batch_size`, `accel/goodput` and `accel/noise_scale`, and why, where the tracker takes text. Trackers whose
+    steps may only grow, such as Weights & Biases, want this before anything of a later step.
+
+    Args:
+        report: of `accel.explain`, of a training with `max_batch_size`.
+        to: as for `log_report`.
+
+    Raises:
+        InvalidArgument: if `to` has none of the methods that `log_report` names.
+
+    Example:
+        >>> log_batches(accel.explain(model), SummaryWriter())
+    """
+    for row in report.batch_rows:
+        figures = {
+            "accel/batch_size": row.batch,
+            "accel/goodput": row.measured or row.goodput,
+            "accel/noise_scale": row.noise,
+        }
+        _log(to, _known(figures), "accel/batch_size/why", row.why, row.step)
+
+
+def _known(figures: Mapping[str, float | None]) -> dict[str, float]:
+    """Leave out what is not known, or infinite as the noise scale of pure noise: not every tracker takes that."""
+    return {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)}
+
+
+def _log(to: Any, figures: dict[str, float], title: str, text: str, step: int) -> None:
     if hasattr(to, "add_scalar"):
-        for name, value in metrics(report).items():
+        for name, value in figures.items():
             to.add_scalar(name, value, step)
         if hasattr(to, "add_text"):
-            to.add_text("accel/verdict", report.verdict(), step)
+            to.add_text(title, text, step)
     elif hasattr(to, "log_metrics"):
-        to.log_metrics(metrics(report), step=step)
+        to.log_metrics(figures, step=step)
     elif hasattr(to, "log"):
-        to.log({**metrics(report), "accel/verdict": report.verdict()}, step=step)
+        to.log({**figures, title: text}, step=step)
     else:
         raise InvalidArgument(
             "to must have add_scalar (TensorBoard), log_metrics (MLflow, Lightning) or log (W&B), "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel.errors import InvalidArgument
 from accel.integrations.following import Following
-from accel.integrations.trackers import log_report, metrics
+from accel.integrations.trackers import log_batches, log_report, metrics
 from accel.report import Report, StrategyRow
+from accel.report.model import BatchRow
 from tests import warm
 from tests.accel.frameworks import LET_TORCHVISION_IMPORT, need
 
@@ -68,6 +71,24 @@ def test_each_tracker_is_called_as_it_wants() -> None:
     assert logged["accel/verdict"].startswith("1.20x")
     with pytest.raises(InvalidArgument, match=r"add_scalar .* got object"):
         log_report(report(), object())
+
+
+def test_every_change_of_the_batch_is_logged_at_its_step() -> None:
+    rows = [BatchRow(step=16, batch=32, why="as it was"), BatchRow(step=40, batch=64, goodput=9.0, noise=math.inf)]
+    board, mlflow, wandb = Calls("add_scalar", "add_text"), Calls("log_metrics"), Calls("log")
+    for tracker in (board, mlflow, wandb):
+        log_batches(replace(report(), batch_rows=rows), tracker)
+    assert [(name, *arguments) for name, arguments, _ in board.made] == [
+        ("add_scalar", "accel/batch_size", 32.0, 16),
+        ("add_text", "accel/batch_size/why", "as it was", 16),
+        ("add_scalar", "accel/batch_size", 64.0, 40),
+        ("add_scalar", "accel/goodput", 9.0, 40),
+        ("add_text", "accel/batch_size/why", "", 40),
+    ]
+    assert [step for _, _, step in mlflow.made] == [16, 40]
+    assert wandb.made[0] == ("log", ({"accel/batch_size": 32.0, "accel/batch_size/why": "as it was"},), 16)
+    with pytest.raises(InvalidArgument, match=r"add_scalar .* got object"):
+        log_batches(replace(report(), batch_rows=rows), object())
 
 
 def test_a_notebook_shows_the_page_in_a_frame() -> None:
