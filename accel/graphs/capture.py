@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel.graphs.inputs import described, rebuilt
+from accel.graphs.inputs import described, difference, rebuilt
 from accel.graphs.model_calls import MANY, MANY_KINDS, CaptureError, ModelCalls
 from accel.graphs.models import capture_model
 from accel.graphs.modes import modes, without_cached_casts
@@ -47,6 +47,7 @@ def capture(
     modules: Iterable[nn.Module] | None = ...,
     optimizers: Iterable[Optimizer] | None = ...,
     strict: bool = ...,
+    fixed: bool = ...,
 ) -> CapturedStep: ...
 def capture(
     step: Any,
@@ -56,6 +57,7 @@ def capture(
     modules: Iterable[nn.Module] | None = None,
     optimizers: Iterable[Optimizer] | None = None,
     strict: bool = False,
+    fixed: bool = False,
 ) -> Any:
     """Return a training step, or a model, whose calls are captured as CUDA graphs and replayed.
 
@@ -76,9 +78,12 @@ def capture(
             on the device, or that of an optimizer of `accel.optim`, follows its scheduler; any other that is a number
             takes a graph for each value.
         strict: raise CaptureError where a step can't be captured. By default it goes on eagerly, with a warning.
+        fixed: for a step, raise ValueError where arguments are not of the form of the first call's. By default another
+            form takes a graph of its own.
 
     Raises:
-        ValueError: if `warmup` or `most` is out of range, or `modules` or `optimizers` are given for a model.
+        ValueError: if `warmup` or `most` is out of range, or `modules`, `optimizers` or `fixed` are given for a model;
+            in a call of a step, with `fixed`.
         TypeError: if the model is wrapped for data parallelism; in a call of a step, if an argument or a result is of
             another kind, or an input requires gradients.
         CaptureError: in a call, with `strict`.
@@ -92,12 +97,12 @@ def capture(
     if warmup < 0 or most < 1:
         raise ValueError(f"capture: warmup must be 0 or more and most 1 or more. Found: {warmup} and {most}")
     if isinstance(step, nn.Module):
-        if modules is not None or optimizers is not None:
-            raise ValueError("capture: modules and optimizers are for a step. Found: a model")
+        if modules is not None or optimizers is not None or fixed:
+            raise ValueError("capture: modules, optimizers and fixed are for a step. Found: a model")
         return capture_model(step, ModelCalls(step, warmup=warmup, most=most, strict=strict))
     by_itself = found(step)
     owners = Owners(by_itself[0] if modules is None else modules, by_itself[1] if optimizers is None else optimizers)
-    return CapturedStep(step, owners, warmup=warmup, most=most, strict=strict)
+    return CapturedStep(step, owners, warmup=warmup, most=most, strict=strict, fixed=fixed)
 
 
 @dataclass
@@ -131,7 +136,9 @@ class CapturedStep:
         why_eager: why steps run eagerly, one sentence for each kind.
     """
 
-    def __init__(self, step: Callable[..., Any], owners: Owners, *, warmup: int, most: int, strict: bool) -> None:
+    def __init__(
+        self, step: Callable[..., Any], owners: Owners, *, warmup: int, most: int, strict: bool, fixed: bool = False
+    ) -> None:
         self.captures = self.replays = 0
         self.why_eager: list[str] = []
         self._step, self._owners = step, owners
@@ -139,6 +146,9 @@ class CapturedStep:
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
         self._calls: Counter[Hashable] = Counter()
         self._eager: set[Hashable] = set()
+        self._fixed = fixed
+        self._first: Hashable = None
+        """Form of the first call's arguments, which `fixed` holds all others to."""
         self._numbers: dict[Hashable, set[Hashable]] = {}
         self._recorder: GraphRecorder | None = None
 
@@ -146,6 +156,11 @@ class CapturedStep:
         """Do a step: eagerly, or by a graph."""
         inputs: list[Tensor] = []
         description = described((args, kwargs), inputs, "arguments")
+        if self._first is None:
+            self._first = description
+        elif self._fixed and description != self._first:
+            other = _difference(self._first, description)
+            raise ValueError(f"capture: arguments must be of the form of the first call's. Found at {other}")
         recorder = self._recorder or self._made(inputs)
         if recorder is None:
             return _detached(self._step(*args, **kwargs))
@@ -218,11 +233,11 @@ class CapturedStep:
             self._eager.add(key)
             return _detached(self._step(*args, **kwargs))
         shape = described(_detached(result), outputs, "what a step returns")
-        self._keep(key, _Captured(graph, own, shape, outputs, self._owners.made(before)))
+        self._keep(key, description, _Captured(graph, own, shape, outputs, self._owners.made(before)))
         self._count(description)
         return self._graphs[key].replay(inputs)
 
-    def _keep(self, key: Hashable, captured: _Captured) -> None:
+    def _keep(self, key: Hashable, description: Hashable, captured: _Captured) -> None:
         if len(self._graphs) >= self._most:
             _, oldest = self._graphs.popitem(last=False)
             oldest.graph.reset()
@@ -230,9 +245,10 @@ class CapturedStep:
         self._calls.pop(key, None)
         self.captures += 1
         if self.captures == 4 * self._most:
+            other = _difference(self._first, description)
             self._warn(
-                f"{self.captures} graphs were captured, and {self._most} are kept: inputs differ too much for that. "
-                "Pad them to few sizes (accel.graphs.Buckets), or raise most="
+                f"{self.captures} graphs were captured, and {self._most} are kept: inputs differ too much for that"
+                f"{other and f', as at {other}'}. Pad them to few sizes (accel.graphs.Buckets), or raise most="
             )
 
     def _count(self, description: Hashable) -> None:
@@ -251,6 +267,12 @@ class CapturedStep:
 
     def _warn(self, text: str) -> None:
         warnings.warn(f"accel.graphs.capture: {text}", RuntimeWarning, stacklevel=4)
+
+
+def _difference(known: Any, new: Any) -> str:
+    """Say where the arguments of two calls differ first, such as `args[0]: float32 [8] on cpu → float32 [4] on cpu`."""
+    (args, kwargs), (new_args, new_kwargs) = known.items, new.items
+    return difference(args, new_args, "args") or difference(kwargs, new_kwargs, "kwargs")
 
 
 def _detached(value: Any) -> Any:
