@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.dataio.batches import map_tensors, tensors
+from accel.goodput.gradient_scales import GradientScales
 from accel.guard import guard
 from accel.guard.guard import Recording
 from accel.profiler.host import available_memory, resident_memory
@@ -84,7 +85,7 @@ class BatchRehearsal:
             return reason
         if recording is None:
             return ""
-        with guard.untouched(self._model, self._device):
+        with guard.untouched(self._model, self._device), GradientScales(self._model).unnoticed():
             reason = self._rehearsed(recording, samples)
         if reason and self._device.type == "cuda":
             torch.cuda.empty_cache()  # only now: the exception held the frames, and they the tensors

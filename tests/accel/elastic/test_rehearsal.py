@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import accel
+from accel.amp import DynamicLossScale, decorate
 from accel.elastic.rehearsal import BatchRehearsal, is_out_of_memory
 from accel.profiler.host import ResidentMemory, resident_memory
 from tests.accel.elastic.test_batch_run import PLAIN, Clock, Numbered, batch_run, clock, known_noise, nothing, train
@@ -97,10 +99,12 @@ def test_the_loop_never_gets_a_batch_that_does_not_fit(
     assert batch_run(model).controller.fits == max(taken)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("keeps_zeros", [False, True])
+@pytest.mark.parametrize("half", [False, True])
 def test_a_rehearsal_leaves_everything_as_it_was(
-    models: list[nn.Module], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    models: list[nn.Module], clock: Clock, monkeypatch: pytest.MonkeyPatch, half: bool, keeps_zeros: bool
 ) -> None:
-    """Random numbers, batch normalisation and gradients: those of a loop whose batch grows without rehearsals."""
+    """Random numbers, batch normalisation, gradients, loss scale: those of a loop that grows without rehearsals."""
     ends = []
     for rehearsed in (True, False):
         torch.manual_seed(0)
@@ -109,12 +113,19 @@ def test_a_rehearsal_leaves_everything_as_it_was(
             monkeypatch.setattr(BatchRehearsal, "hear", lambda self, args, kwargs: None)
         model = Bounded(10_000)
         models.append(model)
-        model, loader, optimizer = accel.optimize(*job(model), max_batch_size=256, **PLAIN)  # type: ignore[assignment]
+        plain = job(model)
+        if half:
+            scale = DynamicLossScale(initial=2.0**18, interval=20)
+            decorate(model, plain[2], dtype=torch.float16, loss_scale=scale)
+        if keeps_zeros:
+            monkeypatch.setattr(plain[2], "zero_grad", partial(plain[2].zero_grad, set_to_none=False))
+        model, loader, optimizer = accel.optimize(*plain, max_batch_size=256, **PLAIN)  # type: ignore[assignment]
         clock.now = 0.0
         for _ in range(3):
             train(model, loader, optimizer, clock, nothing)
         assert len(loader) == -(-3000 // 256)
-        ends.append([*model.state_dict().values(), torch.rand(3), torch.rand(1)])
+        learnt = scale.state_dict() if half else {}
+        ends.append([*model.state_dict().values(), torch.rand(3), torch.tensor([*learnt.values()])])
 
     for one, other in zip(*ends, strict=True):
         assert torch.equal(one, other)
