@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accel.dataio.batches import map_tensors, tensors
 from accel.goodput.gradient_scales import GradientScales
@@ -50,13 +51,15 @@ class BatchRehearsal:
     """Rehearse a step of a larger batch, with the inputs of a call that the loop has made.
 
     Args:
-        model: of the loop.
+        model: of the loop. One in DistributedDataParallel is called within it: that would exchange buffers with ranks
+            that may have refused the batch already.
         call: makes a plain call of it.
         device: that the model is on.
     """
 
     def __init__(self, model: nn.Module, call: Call, device: torch.device) -> None:
-        self._model, self._call, self._device = model, call, device
+        self._model, self._device = model, device
+        self._call: Call = model.module if isinstance(model, DistributedDataParallel) else call
         self._samples = 0
         self._recording: Recording | None = None
         self._resident_before = resident_memory()

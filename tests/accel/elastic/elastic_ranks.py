@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import accel
 from accel import entry
-from accel.elastic import batch_run
+from accel.elastic import batch_run, rehearsal
 from accel.elastic.bucket_order import BucketOrder
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.sample_position import remaining_epochs
@@ -157,17 +157,22 @@ class _Bounded(nn.Module):
 
     def __init__(self, most: int) -> None:
         super().__init__()
-        self.linear, self.most = nn.Linear(3, 1), most
+        self.linear, self.norm, self.most = nn.Linear(3, 1), nn.BatchNorm1d(1), most
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        y: torch.Tensor = self.linear(x)
+        y: torch.Tensor = self.norm(self.linear(x))
         return y
 
 
-def one_rank_has_less_memory(rank: int, world: int) -> dict[str, Any]:
-    """Train under a growing batch of which rank 1 takes at most 4 samples, the others any; return each step's."""
+def one_rank_has_less_memory(rank: int, world: int, *, is_asked: bool = False) -> dict[str, Any]:
+    """Train under a growing batch of which rank 1 takes at most 4 samples, the others any; return each step's.
+
+    Where it is asked, it knows before it makes a call.
+    """
+    if is_asked and rank == 1:
+        rehearsal.BatchRehearsal._exhausted = lambda self, samples: "too much"  # type: ignore[method-assign]
     noise = NoiseInterval(5000.0, 4000.0, 6000.0)
     batch_run._interval = lambda estimate: noise  # type: ignore[assignment]
     model = DistributedDataParallel(_Bounded(4 if rank == 1 else 10**6))
@@ -189,6 +194,10 @@ def one_rank_has_less_memory(rank: int, world: int) -> dict[str, Any]:
     why = [row.why for row in run.elastic.batch.rows()]
     accel.undo(model)
     return {"taken": taken, "weights": weights, "note": note, "why": why}
+
+
+def one_rank_knows_that_it_has_less_memory(rank: int, world: int) -> dict[str, Any]:
+    return one_rank_has_less_memory(rank, world, is_asked=True)
 
 
 PAUSE_AT, ASK_AT, LATE_STEPS = 20, 40, 60

@@ -46,12 +46,20 @@ def test_a_growing_batch_on_two_ranks_and_then_on_three_has_each_sample_once_an_
         assert sorted(seen) == list(range(elastic_ranks.SAMPLES))
 
 
-def test_no_rank_takes_a_batch_that_one_of_them_has_no_memory_for() -> None:
-    ranks = run_ranks(elastic_ranks.one_rank_has_less_memory, 2, timeout_s=120)
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        (elastic_ranks.one_rank_has_less_memory, "they do not fit into memory"),
+        (elastic_ranks.one_rank_knows_that_it_has_less_memory, "too much"),
+    ],
+    ids=["in a call", "before"],
+)
+def test_no_rank_takes_a_batch_that_one_of_them_has_no_memory_for(case: Any, why: str) -> None:
+    ranks = run_ranks(case, 2, timeout_s=120)
     assert [rank["note"] for rank in ranks] == ["", ""]
     assert ranks[0]["weights"] == ranks[1]["weights"]
     assert [max(rank["taken"]) for rank in ranks] == [4, 4]
-    assert "samples are too many: they do not fit into memory" in " ".join(ranks[0]["why"])
+    assert f"samples are too many: {why}" in " ".join(ranks[0]["why"])
 
 
 @pytest.mark.parametrize("case", [elastic_ranks.late_leader, elastic_ranks.late_follower], ids=["rank 0", "rank 1"])
