@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -61,10 +63,11 @@ def test_it_trains_as_eager_steps_do(kind: str, sizes: tuple[int, ...]) -> None:
     assert step.replays > 0
 
 
-def test_a_step_with_a_scaler_skips_on_the_device() -> None:
+@pytest.mark.parametrize("kind", ["adamw, fused", "ours"])
+def test_a_step_with_a_scaler_skips_on_the_device(kind: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 2).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2, device="cuda"), fused=True)
+    optimizer = OPTIMIZERS[kind](model.parameters())
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
 
     def step(x: Tensor) -> Tensor:
@@ -158,3 +161,42 @@ def test_the_strategy_in_a_run() -> None:
     accel.undo(model)
     assert not row.why.startswith(("wrong", "failed")), row
     assert row.gain is not None
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def train_parallel(kind: str, captured: bool) -> tuple[list[Tensor], Any]:
+    torch.manual_seed(0)
+    stream = torch.cuda.Stream()  # as torch asks of a wrapper whose steps are captured
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        inner = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).cuda()
+        model = DistributedDataParallel(inner, device_ids=[0])
+    torch.cuda.current_stream().wait_stream(stream)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss
+
+    run: Any = capture(step, warmup=11, strict=True) if captured else step
+    generator = torch.Generator().manual_seed(1)
+    losses = [run(torch.randn(16, 16, generator=generator).cuda()).detach() for _ in range(30)]
+    return [*losses, *inner.state_dict().values()], run
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_whole_step_under_distributed_data_parallel(kind: str, one_rank: None) -> None:
+    expected, _ = train_parallel(kind, captured=False)
+    outcome, step = train_parallel(kind, captured=True)
+    for one, other in zip(outcome, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert step.replays > 0
