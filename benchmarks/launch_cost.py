@@ -22,6 +22,7 @@ import click
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.record import Column, Record
 from benchmarks.render import SOURCE, Row
@@ -171,9 +172,11 @@ class _Empty(torch.autograd.Function):
     """What autograd asks of a function of Python: saves, allocates, returns."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor, shape: Sequence[int], sums: Sequence[int] = ()) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, other: Tensor, shape: Sequence[int], sums: Sequence[int] = (), added: Sequence[int] = ()
+    ) -> Tensor:
         ctx.save_for_backward(x, other)
-        ctx.sums = sums
+        ctx.sums, ctx.added = sums, added
         return x.new_empty(shape)
 
     @staticmethod
@@ -181,7 +184,29 @@ class _Empty(torch.autograd.Function):
         x, other = ctx.saved_tensors
         if ctx.sums:  # what one launch hands to the next
             x.new_empty(ctx.sums, dtype=torch.float32)
-        return torch.empty_like(x), torch.empty_like(other) if ctx.needs_input_grad[1] else None, None, None
+        for shape in ctx.added:  # by torch, whose sums take their time on a CPU
+            x.new_empty(shape, dtype=torch.float32).sum(0, keepdim=True)
+        return torch.empty_like(x), torch.empty_like(other) if ctx.needs_input_grad[1] else None, None, None, None
+
+
+class _Sums(TorchDispatchMode):
+    """Notes the shapes of what torch sums."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.sum.dim_IntList:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def _summed(call: Callable[[], Any]) -> list[tuple[int, ...]]:
+    with _Sums() as noted:
+        call()
+    shapes: list[tuple[int, ...]] = noted.shapes
+    return shapes
 
 
 class _Operators(TorchFunctionMode):
@@ -220,16 +245,26 @@ def _backward_of(out: Tensor, inputs: Sequence[Tensor]) -> Callable[[], Any]:
 
 
 def _window_attention() -> Iterator[Call]:
+    yield from _windows("window_attention", 7, 56)
+    yield from _windows("window_attention 16x16", 16, 64)
+    yield from _windows("window_attention 16x16 by cosines", 16, 64, head_scale=torch.ones(3))
+    yield from _windows("window_attention with dropout", 7, 56, dropout=0.1)
+
+
+def _windows(name: str, side: int, size: int, **options: Any) -> Iterator[Call]:
     from accel.kernels.window_attention import shifted_window_attention
 
-    qkv, table = torch.randn(1, 56, 56, 3 * 96).half(), torch.randn(13 * 13, 3).half()
-    trained, shape = (qkv.clone().requires_grad_(), table.clone().requires_grad_()), (1, 56, 56, 96)
-    sums = (2, 3, 49, 49)  # of the bias gradient
-    attend = partial(shifted_window_attention, heads=3, window=(7, 7), shift=(3, 3))
-    empty = partial(_Empty.apply, *trained, shape, sums)
-    yield Call("window_attention, no gradient", partial(attend, qkv, table), partial(qkv.new_empty, shape))
-    yield Call("window_attention, forward", partial(attend, *trained), empty)
-    yield Call("window_attention, backward", _backward_of(attend(*trained), trained), _backward_of(empty(), trained))
+    qkv, table = torch.randn(1, size, size, 3 * 96).half(), torch.randn((2 * side - 1) ** 2, 3).half()
+    trained, shape = (qkv.clone().requires_grad_(), table.clone().requires_grad_()), (1, size, size, 96)
+    sums = (2, 3, side**2, side**2)  # of the bias gradient
+    attend: Callable[..., Tensor] = partial(
+        shifted_window_attention, heads=3, window=(side, side), shift=(side // 2, side // 2), **options
+    )
+    backward = _backward_of(attend(*trained), trained)
+    empty = partial(_Empty.apply, *trained, shape, sums, _summed(backward))
+    yield Call(f"{name}, no gradient", partial(attend, qkv, table), partial(qkv.new_empty, shape))
+    yield Call(f"{name}, forward", partial(attend, *trained), empty)
+    yield Call(f"{name}, backward", backward, _backward_of(empty(), trained))
 
 
 def _rows() -> Iterator[Call]:
@@ -255,6 +290,16 @@ def _rows() -> Iterator[Call]:
         rows.new_full((), 0.0)
 
     yield Call("compact, no gradient", lambda: compact(rows, mask, 1024), compacted)
+    source = rows.clone().requires_grad_()
+
+    def taken() -> Tensor:
+        mask.new_empty(1024, dtype=torch.int64), mask.cumsum(0)[-1].clone(), rows.new_full((), 0.0)
+        out: Tensor = _Empty.apply(source, mask, (1024, 8))  # type: ignore[no-untyped-call]
+        return out
+
+    yield Call("compact, forward", lambda: compact(source, mask, 1024), taken)
+    backward = _backward_of(compact(source, mask, 1024).rows, [source])
+    yield Call("compact, backward", backward, _backward_of(taken(), [source]))
     values, least = torch.randn(1 << 20), torch.tensor(2.0)
     yield Call("block_maxima", lambda: block_maxima(values), lambda: values.new_empty(2048))
 
@@ -277,7 +322,14 @@ def _codes() -> Iterator[Call]:
 
 
 def _targets() -> Iterator[Call]:
-    from accel.kernels.fcos_targets import FcosConfig, FcosGts, FcosPoints, fcos_targets
+    from accel.kernels.fcos_targets import (
+        Fcos3dGts,
+        FcosConfig,
+        FcosGts,
+        FcosPoints,
+        fcos3d_targets,
+        fcos_targets,
+    )
     from accel.kernels.simota import simota_assign
 
     points = FcosPoints.regular([(32, 32), (16, 16)], [8, 16], [(-1.0, 64.0), (64.0, 1e8)], torch.device("cpu"))
@@ -289,6 +341,14 @@ def _targets() -> Iterator[Call]:
         gts.labels.new_empty(2, total), gts.boxes.new_empty(2, total, 4), gts.boxes.new_empty(2, total)
 
     yield Call("fcos_targets", lambda: fcos_targets(points, gts, config), outputs)
+    solid = Fcos3dGts(
+        gts.boxes, gts.labels, gts.valid, torch.rand(2, 10, 9), torch.rand(2, 10, 2), torch.rand(2, 10), gts.labels
+    )
+    yield Call(
+        "fcos3d_targets",
+        lambda: fcos3d_targets(points, solid, config),
+        again(lambda: fcos3d_targets(points, solid, config)),
+    )
     boxes, cls, obj = torch.rand(2, 1024, 4), torch.randn(2, 1024, 80), torch.randn(2, 1024)
     cells, strides = torch.rand(1024, 2), torch.full((1024,), 8.0)
     truths, labels = torch.rand(2, 10, 4), torch.zeros(2, 10, dtype=torch.int64)
