@@ -31,6 +31,7 @@ _LOSS = 2
 """Times the outputs' memory that a loss may take."""
 _MOST = 0.9
 """Share of the available memory that a batch may need."""
+_TOO_MANY = "they do not fit into memory"
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
 """Of errors that have no class of their own: those of torch's CPU allocator, cuDNN and cuBLAS."""
 
@@ -96,18 +97,32 @@ class BatchRehearsal:
 
     def _rehearsed(self, recording: Recording, samples: int) -> str:
         try:
-            self._step(recording, samples)
+            arguments = self._repeated(recording, samples)
         except Exception as error:
             if is_out_of_memory(error):
-                return "they do not fit into memory"
+                return _TOO_MANY
+            return ""  # sparse or nested tensors, say, which can't be repeated
+        try:
+            self._step(recording, *arguments)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return _TOO_MANY
             return f"the model does not take them: {type(error).__name__}: {error}"
         return ""
 
-    def _step(self, recording: Recording, samples: int) -> None:
-        def larger(tensor: Tensor) -> Tensor:
-            return _repeated(tensor, self._samples, samples).requires_grad_(tensor.requires_grad)
+    def _repeated(self, recording: Recording, samples: int) -> tuple[Any, Any]:
+        """Return the arguments with their samples repeated, along the first dimension that has their number."""
 
-        args, kwargs = map_tensors(larger, recording.args), map_tensors(larger, recording.kwargs)
+        def larger(tensor: Tensor) -> Tensor:
+            if self._samples not in tensor.shape:
+                return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            index = torch.arange(samples, device=tensor.device) % self._samples
+            repeated = tensor.detach().index_select(tensor.shape.index(self._samples), index)
+            return repeated.requires_grad_(tensor.requires_grad)
+
+        return map_tensors(larger, recording.args), map_tensors(larger, recording.kwargs)
+
+    def _step(self, recording: Recording, args: Any, kwargs: Any) -> None:
         outputs = guard.called(self._model, self._call, recording, args, kwargs)
         for_loss = [torch.zeros_like(output) + 1 for output in outputs for _ in range(_LOSS)]
         roots = [output for output in outputs if output.requires_grad]
@@ -131,11 +146,3 @@ class BatchRehearsal:
         return (
             f"they may take {needed / 2**20:,.0f} MB more of memory, of which {available / 2**20:,.0f} MB are available"
         )
-
-
-def _repeated(tensor: Tensor, samples: int, larger: int) -> Tensor:
-    """Return a tensor with its samples repeated to a larger batch: along the first dimension that has their number."""
-    if samples not in tensor.shape:
-        return tensor.detach().clone()
-    index = torch.arange(larger, device=tensor.device) % samples
-    return tensor.detach().index_select(tensor.shape.index(samples), index)

@@ -162,6 +162,19 @@ def test_a_call_without_the_samples_is_not_rehearsed() -> None:
     assert CALLS == []
 
 
+def test_inputs_that_can_not_be_repeated_are_not_rehearsed() -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, words: Tensor) -> Tensor:
+            raise AssertionError("it was called")
+
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    assert rehearsal(Takes(), 2, nested).problem(4) == ""
+
+
 def test_a_call_without_gradients_is_not_rehearsed() -> None:
     CALLS.clear()
     with torch.no_grad():
