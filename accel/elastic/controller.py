@@ -35,6 +35,9 @@ _PATIENCE = 16, 256
 _RETRY = 256
 """Steps until a batch that was tried in vain may be tried again; doubled each time."""
 
+_ASKED_AGAIN = 2048
+"""Steps until a batch that did not fit into memory is tried again: others may have used it. Doubled each time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchDecision:
@@ -95,6 +98,8 @@ class BatchController:
         self._settled = self._now = self.sizes[0]
         self._largest = math.inf
         """The largest batch that fits into memory."""
+        self._asked_again, self._refusals = math.inf, 0
+        """The step from which on it is not known any more, and how often one did not fit."""
         self._patience = _PATIENCE[0]
         self._timed: set[int] = set()
         self._failures: dict[int, tuple[int, float]] = {}
@@ -140,7 +145,7 @@ class BatchController:
         return max(0, self._judged_after(self._now) - self.times.count(self._configuration(self._now)))
 
     def refuse(self, batch: int, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
-        """Take no batch of so many samples or more from now on, and return what to do instead.
+        """Take no batch of so many samples or more for long, and return what to do instead.
 
         Args:
             batch: samples over all ranks that don't fit into memory.
@@ -149,6 +154,8 @@ class BatchController:
             why: said in the report.
         """
         self._largest = min(self._largest, batch)
+        if math.isinf(self._asked_again):
+            self._asked_again, self._refusals = step + _ASKED_AGAIN * 2**self._refusals, self._refusals + 1
         fitting = self._fitting()
         if self._settled not in fitting:
             self._settled = max((size for size in fitting if size in self._timed), default=fitting[-1])
@@ -175,6 +182,8 @@ class BatchController:
         if noise is None or not noise.is_known:
             return self._decided(step, noise, "the noise scale is not known yet", _PATIENCE[0])
         self._forget_old_failures(step)
+        if step >= self._asked_again:
+            self._largest = self._asked_again = math.inf
         choice = better(settled, self._reachable(), self.base_batch, noise, self._seconds)
         self._now = settled if choice is None else choice.batch
         if self._now in self._timed:
@@ -292,5 +301,6 @@ class BatchController:
         self.decisions = [BatchDecision(**each) for each in state["decisions"]]
         largest = state.get("largest_local")
         self._largest = math.inf if largest is None else largest * self._shares
+        self._asked_again = math.inf if largest is None else _ASKED_AGAIN  # steps are this process's
         self._timed = {size for size in self.sizes if self.times.count(self._configuration(size)) >= TIMED}
         self._settled = self._now = min(self._fitting(), key=lambda size: abs(size - state["batch"]))

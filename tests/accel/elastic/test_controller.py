@@ -229,6 +229,29 @@ def test_a_state_keeps_what_memory_has_shown_and_the_user_s_batch(limit: int | N
     assert 1000 < max(job.batches) < 1280 if limit else max(job.batches) > 2000
 
 
+def test_what_did_not_fit_is_tried_again_ever_less_often() -> None:
+    """Others may have used the memory; where it never fits, asking costs a step each time."""
+    job = Job(0.01, 1e-6, interval(1e6))
+    controller = BatchController(32, 4096)
+    asked: list[int] = []
+    for _ in range(40_000):
+        job.run(controller, 1)
+        if controller.batch >= 512:
+            asked.append(job.step)
+            job.due = job.step + controller.refuse(controller.batch, job.step, job.noise, "too many").steps
+    rounds = [step for earlier, step in itertools.pairwise([-1000, *asked]) if step - earlier > 500]
+    apart = [later - earlier for earlier, later in itertools.pairwise(rounds)]
+    assert len(asked) <= 2 * len(rounds) <= 12  # a round begins with up to twice what fits
+    assert all(2 * earlier <= later + 600 for earlier, later in itertools.pairwise(apart))
+    assert controller.fits is not None and controller.fits < 512
+
+    for _ in range(300_000 // 256):  # there is memory now
+        job.run(controller, 256)
+        if controller.batch > 512:
+            break
+    assert controller.batch > 512
+
+
 def test_the_batch_goes_back_to_one_that_fits_also_from_a_settled_one() -> None:
     """As on fewer ranks than the state was saved on."""
     job = Job(0.01, 1e-6, interval(1e6))
