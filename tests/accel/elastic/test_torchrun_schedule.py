@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,10 +34,11 @@ class Nodes:
     def join(self) -> warm.Running:
         """Start one."""
         where = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{self._store.port} --rdzv-id=job"
-        how = "--nnodes=1:3 --nproc-per-node=1 --max-restarts=20 --rdzv-conf=last_call_timeout=2"
+        how = "--nproc-per-node=1 --max-restarts=20 --rdzv-conf=last_call_timeout=2"
         job = ["-m", "tests.accel.elastic.torchrun_job", str(self.folder)]
         # torch's own way loses the job when a node joins later: accel/elastic/torchrun_nodes.py.
         variables = {VARIABLE: "0" if self._shares else "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        variables["PET_NNODES"] = "1:3"  # as --nnodes, which workers can't read of a torchrun that was forked
         arguments = ["-m", "torch.distributed.run", *where.split(), *how.split(), "--local-addr=127.0.0.1", *job]
         self._agents.append(warm.Running(arguments, cwd=self.folder, environment=variables))
         return self._agents[-1]
@@ -140,6 +143,7 @@ def test_torch_s_own_way_ends_the_job_when_a_node_joins_and_it_is_said_before(tm
 
 
 SHARED = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+SLEEPS = "import time; time.sleep(60)"
 
 
 @pytest.mark.parametrize(
@@ -157,3 +161,17 @@ SHARED = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 )
 def test_the_advice_is_given_where_nodes_may_join(environment: dict[str, str], command: list[str], said: bool) -> None:
     assert bool(remedy(environment, command)) == said
+
+
+def test_the_command_is_that_of_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", SLEEPS, "--nnodes=1:3"], stdin=subprocess.PIPE) as torchrun:
+        monkeypatch.setattr("os.getppid", lambda: torchrun.pid)
+        try:
+            deadline = time.monotonic() + 30
+            while not remedy(SHARED) and time.monotonic() < deadline:
+                time.sleep(0.01)  # until it has its own command line
+            assert remedy(SHARED)
+        finally:
+            torchrun.kill()
+    monkeypatch.setattr("os.getppid", lambda: 2**30)
+    assert not remedy(SHARED)
