@@ -1,0 +1,31 @@
+"""A process of the end-to-end comparison: what it notes must not change what it measures."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from benchmarks.whole_process import Losses
+
+
+def test_losses_are_numbers_in_their_order_and_none_is_kept_alive() -> None:
+    """Tensors that were kept, one of each step, once let the heap grow to twenty times what the steps needed."""
+    losses = Losses(torch.device("cpu"))
+    count = (1 << 14) + 5
+    for step in range(count):
+        losses.add(torch.tensor(float(step), requires_grad=True).detach())
+    numbers = losses.numbers()
+    assert numbers == [float(step) for step in range(count)]
+    gc.collect()
+    scalars = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.dim() == 0]
+    assert len(scalars) < 100
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_few_losses(count: int) -> None:
+    losses = Losses(torch.device("cpu"))
+    for _ in range(count):
+        losses.add(torch.tensor(2.0))
+    assert losses.numbers() == [2.0] * count
