@@ -172,10 +172,18 @@ FAULTS = [
     Fault(
         "forgets_the_memory_limit",
         "batch size",
-        "tries again what did not fit into memory",
-        "accel.elastic.controller:BatchController.limit",
-        returns(None),
+        "tries again at once what did not fit into memory",
+        "accel.elastic.controller:_ASKED_AGAIN",
+        is_now(0),
         _BATCH,
+    ),
+    Fault(
+        "rehearses_nothing",
+        "batch size",
+        "lets the loop run out of memory with a larger batch",
+        "accel.elastic.rehearsal:BatchRehearsal.problem",
+        returns(""),
+        ("tests/accel/elastic/test_rehearsal.py",),
     ),
     Fault(
         "leaps",
