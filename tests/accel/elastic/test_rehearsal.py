@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -210,10 +211,11 @@ def test_resident_memory_grows_with_what_is_used(tmp_path: Path) -> None:
     before = resident_memory()
     if before is None:
         pytest.skip("the system does not tell the resident memory")
-    block = torch.ones(64 << 20, dtype=torch.uint8)
+    block = mmap.mmap(-1, 64 << 20)  # of its own: the heap may hold as much already
+    block.write(bytes(64 << 20))
     after = resident_memory()
     assert after is not None
     assert after.now - before.now > 48 << 20
     assert after.most >= after.now
-    del block
+    block.close()
     assert resident_memory(tmp_path) is None
