@@ -6,6 +6,7 @@ level, neither may decide.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch.optim import Optimizer
@@ -24,14 +25,15 @@ class MasterOption:
     """
 
     def __init__(self, optimizer: Optimizer, keeps: bool) -> None:
-        self._optimizer, self._keeps = optimizer, keeps
+        # Weakly: a model that is kept for evaluation must not keep the moments of its optimizer.
+        self._optimizer, self._keeps = weakref.ref(optimizer), keeps
         self._before = [options[_OPTION] for options in self._options()]
         self._handle = optimizer.register_load_state_dict_post_hook(self._hold)
         self._hold(optimizer)
 
     def _options(self) -> list[dict[str, Any]]:
         """Return the defaults and the groups, of an optimizer that has the option."""
-        optimizer = self._optimizer
+        optimizer = self._optimizer()
         return [optimizer.defaults, *optimizer.param_groups] if isinstance(optimizer, MultiTensorOptimizer) else []
 
     def _hold(self, optimizer: Optimizer) -> None:

@@ -2,8 +2,8 @@
 
 On a CPU torch's fused path takes the elements of parameter, gradient and state in the order of memory, as if all were
 laid out alike: the update of a parameter with gaps between its elements, or of one whose gradient has other strides, is
-wrong without a word (torch 2.13). On CUDA it raises. So it is not offered for such parameters, and gradients that a
-loop has assigned itself are laid out as their parameters first.
+wrong without a word (torch 2.13). On CUDA, by its source, it raises; that was not run. So it is not offered for such
+parameters, and gradients that a loop has assigned itself are laid out as their parameters first.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def _lay_out_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             grad = p.grad
-            if grad is not None and grad.stride() != p.stride():  # 0.2 µs each
+            if grad is None or grad.layout is not torch.strided:
+                continue
+            if grad.stride() != p.stride():  # 0.2 µs each
                 p.grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
 
 

@@ -229,3 +229,15 @@ def test_the_optimizer_s_own_option_is_its_own_again(level: str, keeps: bool, ow
     undecorate(model)
     assert [group["master_weights"] for group in optimizer.param_groups] == [own, own]
     assert optimizer.defaults["master_weights"] == own
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdamW])
+def test_a_model_does_not_keep_its_optimizer(make: Any, level: str) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = make(model.parameters())
+    decorate(model, optimizer, level=level, dtype=torch.bfloat16)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
