@@ -69,9 +69,11 @@ def _lay_out_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             grad = p.grad
-            if grad is None or grad.layout is not torch.strided:
+            if grad is None:
                 continue
-            if grad.stride() != p.stride():  # 0.2 µs each
+            if grad.layout is not torch.strided:  # it had none when the path was switched; a fused step would raise
+                _set(group, foreach=False, fused=False)
+            elif grad.stride() != p.stride():  # 0.2 µs each
                 p.grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
 
 

@@ -99,3 +99,22 @@ def test_the_path_and_its_hook_are_put_back(kind: Any) -> None:
     paths.restore()
     assert [dict(group) for group in optimizer.param_groups] == before
     assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_sparse_gradients_that_come_later_are_updated_as_ever() -> None:
+    """Between two steps of a loop that has zeroed its gradients nothing shows that they will be sparse."""
+    ends = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        table = nn.Embedding(5, 3, sparse=True)
+        optimizer = torch.optim.SGD(table.parameters(), 0.1)
+        paths = Paths()
+        if fused:
+            paths.switch([optimizer], fused=has_fused(optimizer))
+        for _ in range(3):
+            table(torch.tensor([0, 2, 2])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        paths.restore()
+        ends.append(table.weight.detach())
+    assert torch.equal(*ends)
