@@ -8,9 +8,11 @@ larger tensors are what checkpoints are made of.
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -21,6 +23,10 @@ from accel.profiler.clocks.probes import Patches
 READS = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__", "__index__")
 _TRUE_READ_EVERY = 64
 _TENSOR_FILE = Tensor.__format__.__code__.co_filename
+
+_PRECALL = dis.opmap.get("PRECALL")
+_TO_CALL = 4
+"""Bytes from PRECALL to its CALL: the instruction and its cache."""
 
 _Site = tuple[Any, ...]
 
@@ -70,7 +76,8 @@ class StaleReads:
             frame: Any = sys._getframe(1)
             while frame.f_code.co_filename == _TENSOR_FILE:  # an f-string reads through Tensor.__format__
                 frame = frame.f_back
-            value = self._value_at((name, frame.f_code, frame.f_lasti, tensor.dtype, tensor.shape), tensor)
+            site = (name, frame.f_code, _call_at(frame.f_code, frame.f_lasti), tensor.dtype, tensor.shape)
+            value = self._value_at(site, tensor)
             return value.clone() if name == "cpu" else original(value, *args, **kwargs)
 
         return read
@@ -85,6 +92,12 @@ class StaleReads:
             uses += 1
         self._values[site] = value, uses
         return value
+
+
+@functools.lru_cache(4096)
+def _call_at(code: CodeType, at: int) -> int:
+    """Return the place of the call that a frame is at: in Python 3.11 a warm one may be done an instruction before."""
+    return at + _TO_CALL if _PRECALL is not None and code.co_code[at] == _PRECALL else at
 
 
 def _is_plain_value(tensor: Tensor) -> bool:

@@ -57,6 +57,15 @@ def test_a_place_reads_what_it_read_before(read: Callable[[Tensor], Any]) -> Non
     assert switch.answered == 2
 
 
+@pytest.mark.parametrize("read", ["float(t)", "int(t)", "bool(t)", "t.item()", "t.tolist()"])
+def test_a_place_stays_one_while_python_specialises_its_code(read: str, switch: StaleReads) -> None:
+    names: dict[str, Any] = {}
+    exec(f"def at_one_place(t):\n    return {read}", names)
+    for _ in range(60):
+        names["at_one_place"](value(1.0))
+    assert switch.answered == 59
+
+
 def test_two_reads_on_one_line_are_two_places(switch: StaleReads) -> None:
     def both(a: float, b: float) -> tuple[Any, ...]:
         return value(a).item(), value(b).item(), f"{value(a):.0f} {value(b):.0f}"
