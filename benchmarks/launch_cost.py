@@ -357,6 +357,13 @@ def _targets() -> Iterator[Call]:
         simota_assign(boxes, cls, obj, cells, strides, truths, labels, check=False)
 
     yield Call("simota_assign", assign, again(assign))
+    output, table = torch.randn(2, 1024, 85), torch.rand(2, 10, 5)  # as a head hands them over
+
+    def assign_slices() -> None:
+        parts = output[..., :4], output[..., 5:], output[..., 4]
+        simota_assign(*parts, cells, strides, table[..., 1:], labels, check=False)
+
+    yield Call("simota_assign, slices of an output", assign_slices, again(assign_slices))
 
 
 def _optimizers() -> Iterator[Call]:

@@ -12,14 +12,15 @@ map. Here dtypes and values are the key of a compiled kernel that was bound befo
     plan = _gather_kernel.plan((programs,), rows, columns, BLOCK=128)     # a fourth of that, to be kept for a shape
     plan(x, index, out)
 
-What is not met before, or can't be told from that key, takes Triton's own path: another dtype, an address that is no
-multiple of 16, hooks of a profiler, the interpreter.
+What is not met before, or can't be told from that key, takes Triton's own path: another dtype, the first address that
+is no multiple of 16, hooks of a profiler, the interpreter.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ _MOST = 1024
 """Plans that a kernel keeps: a loop with other shapes in each step must not fill the memory."""
 PLANS = 512
 """Shapes whose plans an op keeps."""
+_DTYPE = attrgetter("dtype")
 _ALIGNMENT = 16
 """Bytes; Triton compiles a kernel of its own for tensors that are not aligned so."""
 
@@ -42,6 +44,10 @@ def ceil_div(size: int, block: int) -> int:
 def next_power_of_2(size: int) -> int:
     """Return the least power of 2 that is no less than a size of at least 1."""
     return 1 << (size - 1).bit_length()
+
+
+def _alignments(tensors: tuple[Tensor | None, ...]) -> list[bool]:
+    return [tensor is not None and tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors]
 
 
 class _Bound:
@@ -67,7 +73,7 @@ class LaunchPlan:
         TypeError: if a tensor comes after a number.
     """
 
-    __slots__ = ("_bound", "_compiles", "_constants", "_grid", "_kernel", "_last", "_launched", "_numbers")
+    __slots__ = ("_bound", "_compiles", "_constants", "_grid", "_kernel", "_lacks", "_last", "_launched", "_numbers")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any]) -> None:
         self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
@@ -76,6 +82,8 @@ class LaunchPlan:
         self._launched = (*grid, 1, 1)[:3]
         self._compiles = isinstance(kernel, triton.runtime.JITFunction)  # not so in the interpreter
         self._bound: dict[Hashable, _Bound] = {}
+        self._lacks = False
+        """Whether it has been launched without some of its tensors."""
         self._last: _Bound | None = None
         """Nearly every launch is like the one before: its dtypes are compared, and not hashed."""
 
@@ -92,21 +100,34 @@ class LaunchPlan:
             return
         addresses = 0
         dtypes: list[torch.dtype | None] = []
-        for tensor in tensors:
-            if tensor is None:
-                dtypes.append(None)
-            else:
-                addresses |= tensor.data_ptr()
-                dtypes.append(tensor.dtype)
-        bound = self._last
-        if bound is None or bound.dtypes != dtypes or bound.device != device:
-            bound = self._bound.get((device, *dtypes))
-        if bound is None or addresses % _ALIGNMENT or self._is_observed():
+        if self._lacks:
+            for tensor in tensors:
+                if tensor is None:
+                    dtypes.append(None)
+                else:
+                    addresses |= tensor.data_ptr()
+                    dtypes.append(tensor.dtype)
+        else:
+            try:
+                dtypes = list(map(_DTYPE, tensors))  # 0.03 µs less for each than a step of the loop
+            except AttributeError:
+                self._lacks = True
+                self(*tensors)
+                return
+            for tensor in tensors:
+                addresses |= tensor.data_ptr()  # type: ignore[union-attr]
+        bound, key = self._last, None
+        if addresses % _ALIGNMENT or bound is None or bound.dtypes != dtypes or bound.device != device:
+            # A slice of an output begins anywhere: it has a kernel of its own, and a launch as short.
+            key = (device, *dtypes, *(_alignments(tensors) if addresses % _ALIGNMENT else ()))
+            bound = self._bound.get(key)
+        if bound is None or self._is_observed():
             compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
-            if compiled is not None and addresses % _ALIGNMENT == 0:  # None where a hook of Triton's forbids it
-                self._bound[(device, *dtypes)] = _Bound(device, dtypes, compiled, self._rest(tensors))
+            if compiled is not None and key is not None:  # None where a hook of Triton's forbids it
+                self._bound[key] = _Bound(device, dtypes, compiled, self._rest(tensors))
             return
-        self._last = bound
+        if addresses % _ALIGNMENT == 0:
+            self._last = bound
         x, y, z = self._launched
         stream = driver.get_current_stream(device)
         bound.run(x, y, z, stream, bound.function, bound.packed, None, None, None, *tensors, *bound.rest)

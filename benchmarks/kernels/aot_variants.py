@@ -68,30 +68,43 @@ def _simota() -> Iterator[Variant]:
     from accel.kernels.simota import triton as kernels
 
     weights = dict.fromkeys(("cls_weight", "iou_weight", "log_eps", "union_eps"), "fp32")
+    truths = {"gts_ptr": "fp32", "labels_ptr": "i64", "mask_ptr": "i1"}
+    listed = {"ints_ptr": "i32"}
+    places = {"points_ptr": "fp32", "strides_ptr": "fp32"}
     for data, scored in product(("fp16", "bf16", "fp32"), (True, False)):
         name = data if scored else f"{data} without objectness"
-        shared = {"boxes_ptr": "fp32", "cls_ptr": data, "obj_ptr": data, "absent_ptr": "fp32", "cells_ptr": "fp32"}
-        shared |= {"gts_ptr": "fp32", "labels_ptr": "i64", "takers_ptr": "i32", "taker_ptr": "i32"}
-        lists = {"list_ptr": "i32", "length_ptr": "i32"}
-        results = {"fg_ptr": "i1", "matched_ptr": "i64", "iou_ptr": "fp32", "class_ptr": "i64"}
+        predicted = {"boxes_ptr": data, "cls_ptr": data, "obj_ptr": data}
+        match = {"cls_ptr": data, "planes_ptr": "fp32", **truths, **listed}
+        results = {"fg_ptr": "i1", "matched_ptr": "i64", "iou_ptr": "fp32", "class_ptr": "i64", "count_ptr": "i64"}
+        resolve = {**match, **results}
         for region, number in kernels._REGIONS.items():
-            form = {"C": 80, "HAS_OBJ": scored, "REGION": number, "BLOCK": 256}
-            match = {**form, "TOPK": 10}
+            form = {"C": 80, "HAS_OBJ": scored, "HAS_MASK": True, "XYXY": False, "REGION": number, "BLOCK": 256}
+            topk = {**form, "TOPK": 10}
+            yield Variant(f"simota match {name} {region}", kernels._match_kernel, match, topk, _EXACT, weights)
+            yield Variant(f"simota resolve {name} {region}", kernels._resolve_kernel, resolve, form, _EXACT, weights)
+            kept = {"C": 80, "HAS_OBJ": scored, "XYXY": False, "REGION": number, "ROWS": 16, "BLOCK_C": 128}
+            absent: dict[str, Any] = {} if scored else {"obj_ptr": None}
+            absent |= dict.fromkeys(places) if region == "given" else {}
+            given = {**predicted, **places, **listed, "planes_ptr": "fp32"}
             yield Variant(
-                f"simota match {name} {region}", kernels._match_kernel, {**shared, **lists}, match, _EXACT, weights
+                f"simota candidate {name} {region}",
+                kernels._candidate_kernel,
+                given,
+                {**kept, **absent},
+                _EXACT,
+                {"radius": "fp32"},
             )
-            yield Variant(
-                f"simota resolve {name} {region}", kernels._resolve_kernel, {**shared, **results}, form, _EXACT, weights
-            )
-        absent = {"cls_ptr": data, "obj_ptr": data, "absent_ptr": "fp32", **lists}
-        constants = {"C": 80, "HAS_OBJ": scored, "ROWS": 16, "BLOCK_C": 128}
-        yield Variant(f"simota absent {name}", kernels._absent_kernel, absent, constants, _EXACT)
-    near = {"cells_ptr": "fp32", "gts_ptr": "fp32", "near_ptr": "i8"}
-    for region in ("center", "box"):
-        form = {"REGION": kernels._REGIONS[region], "BLOCK": 256}
-        yield Variant(f"simota near {region}", kernels._near_kernel, near, form)
-    listed = {"near_ptr": "i8", "list_ptr": "i32", "length_ptr": "i32"}
-    yield Variant("simota list", kernels._list_kernel, listed, {"BLOCK": 1024})
+    near = {**places, "gts_ptr": "fp32", "near_ptr": "i1"}
+    for region, masked in product(("center", "box"), (True, False)):
+        near["mask_ptr"] = "i1" if masked else "i64"  # the classes, not read
+        fixed = {"HAS_MASK": masked, "XYXY": False, "REGION": kernels._REGIONS[region], "BLOCK": 256}
+        words = "" if masked else " unmasked"
+        yield Variant(
+            f"simota near {region}{words}", kernels._near_kernel, dict(near), fixed, _EXACT, {"radius": "fp32"}
+        )
+    yield Variant(
+        "simota list", kernels._list_kernel, {"near_ptr": "i1", "count_ptr": "i64", **listed}, {"BLOCK": 1024}
+    )
 
 
 def _fcos() -> Iterator[Variant]:

@@ -50,7 +50,6 @@ _FEW = 4
 """Images up to which a CPU takes one at a time."""
 
 
-@torch.no_grad()
 def simota_assign(
     boxes: Tensor,
     cls: Tensor,
@@ -121,34 +120,55 @@ def simota_assign(
         tensors = (boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates)
         return Assignment(*simota_op.assign(*tensors, *simota_op.flat(rules), xyxy, chunk, check))
     validate(boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates, rules, chunk)
-    check = boxes.device.type == "cpu" if check is None else check
+    check = boxes.is_cpu if check is None else check
+    if support.runs_triton(boxes) and not check and 0 not in boxes.shape and 0 not in gt_boxes.shape:
+        from accel.kernels.simota import triton as simota_triton
+
+        truths = (gt_boxes, gt_classes, gt_mask)
+        return simota_triton.assign(boxes, cls, obj, points, strides, *truths, candidates, rules, xyxy)
+    return _assign(
+        (boxes, cls, obj), (points, strides), (gt_boxes, gt_classes, gt_mask), candidates, rules, xyxy, chunk, check
+    )
+
+
+@torch.no_grad()
+def _assign(
+    predicted: tuple[Tensor, Tensor, Tensor | None],
+    grid: tuple[Tensor | None, Tensor | None],
+    own: tuple[Tensor, Tensor, Tensor | None],
+    candidates: Tensor | None,
+    rules: Rules,
+    xyxy: bool,
+    chunk: int | None,
+    check: bool,
+) -> Assignment:
+    """Assign what needs a look at the values, or torch's operators."""
+    (boxes, cls, obj), (gt_boxes, gt_classes, gt_mask) = predicted, own
     if check:
         check_truths(gt_boxes, gt_classes, gt_mask, cls.shape[2], xyxy)
     if 0 in (*boxes.shape[:2], gt_boxes.shape[1]):
         return _background(boxes)
-    pairs = boxes.shape[1] * gt_boxes.shape[1]
-    if boxes.is_cpu and len(boxes) <= _FEW and pairs <= _PAIRS_CPU and chunk is None and not support.runs_triton(boxes):
+    cells = cells_of(*grid, rules.radius, boxes)
+    runs_triton, pairs = support.runs_triton(boxes), boxes.shape[1] * gt_boxes.shape[1]
+    if boxes.is_cpu and len(boxes) <= _FEW and pairs <= _PAIRS_CPU and chunk is None and not runs_triton:
         from accel.kernels.simota import small_batch as simota_few
 
-        cells, own = cells_of(points, strides, rules.radius, boxes), (gt_boxes, gt_classes, gt_mask)
         return simota_few.assign_few(
-            (boxes, cls, obj), cells, candidates, own, rules, _background(boxes), xyxy=xyxy, check=check
+            predicted, cells, candidates, own, rules, _background(boxes), xyxy=xyxy, check=check
         )
-    if gt_mask is None:
-        gt_mask = torch.ones_like(gt_classes, dtype=torch.bool)
-    truths = truths_of(gt_boxes, gt_classes, gt_mask, cls.shape[2], xyxy)
-    cells = cells_of(points, strides, rules.radius, boxes)
-    if boxes.is_cpu and not support.runs_triton(boxes):
+    mask = torch.ones_like(gt_classes, dtype=torch.bool) if gt_mask is None else gt_mask
+    truths = truths_of(gt_boxes, gt_classes, mask, cls.shape[2], xyxy)
+    if boxes.is_cpu and not runs_triton:
         valid = _grid_candidates(cells, truths, rules, chunk) if candidates is None else candidates
-        return _assign_compact((boxes, cls, obj), cells, valid, truths, rules, xyxy=xyxy, chunk=chunk, check=check)
+        return _assign_compact(predicted, cells, valid, truths, rules, xyxy=xyxy, chunk=chunk, check=check)
     valid = torch.ones_like(boxes[..., 0], dtype=torch.bool) if candidates is None else candidates
     anchors = anchors_of(boxes, cls, obj, cells, valid, xyxy)
     if check:
         check_anchors(anchors, truths)
-    if support.runs_triton(boxes):
+    if runs_triton:
         from accel.kernels.simota import triton as simota_triton
 
-        return simota_triton.assign(anchors, truths, rules, candidates_given=candidates is not None)
+        return simota_triton.assign(boxes, cls, obj, *grid, gt_boxes, gt_classes, gt_mask, candidates, rules, xyxy)
     if candidates is None:
         anchors = anchors._replace(valid=_candidates(cells, truths, rules, chunk))
     return assign_fixed(anchors, truths, rules, chunk)

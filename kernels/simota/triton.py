@@ -1,12 +1,12 @@
 """SimOTA on a GPU: five kernels from the predictions to the assignment, in fixed shapes, without a [B, G, A] tensor.
 
-What they compute stands in simota.py. Shapes: B images, A anchors, G ground truths, C classes, K = 16 places for the
-cheapest anchors of a ground truth, of which the rules use `topk`.
+What they compute stands in assign.py. Shapes: B images, A anchors, G ground truths, C classes. The inputs are read as
+they are, slices of a head's output too; torch makes no tensor from them before.
 
     near       [B, A]     is an anchor near any ground truth (not run where the caller gives the candidates)
-    list       [B, A]     the candidates, in order; [B] how many
-    absent     [B, A]     sum_c log(1 - p_c) of the candidates
-    match      [B, G]     one program per ground truth: its cheapest k candidates -> takers [B, A], counted atomically
+    list       [B, A]     the candidates, in order; [B] how many. The place of one in the list is its rank.
+    candidate  [B, A]     boxes, cells, sigmoid(obj) and sum_c log(1 - p_c) of the candidates, by rank
+    match      [B, G]     one program per ground truth: its cheapest k candidates -> takers by rank, counted atomically
     resolve    [B, A]     who was taken by several goes to the cheapest of all
 
 The lists are read up to lengths that stay on the device. Atomics add and take the largest of integers: every run gives
@@ -18,17 +18,23 @@ the same bits. Costs of a pair are computed where they are needed, twice at most
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from accel.kernels.launching import PlannedKernel, ceil_div, next_power_of_2
-from accel.kernels.simota.inputs import INF_BITS, Anchors, Assignment, Rules, Truths
+from accel.kernels.launching import PLANS, LaunchPlan, PlannedKernel, ceil_div, next_power_of_2
+from accel.kernels.simota.inputs import INF_BITS, Assignment, Rules
 
 _BLOCK = 256
 _REGIONS = {"center": 0, "box": 1, "given": 2}
+_INTS, _PLANES = 4, 10
+"""Arrays [B, A] between the kernels: integers (the list, the ranks, how many took a candidate, and the last of them;
+behind them the lengths of the lists), and what is known of each candidate (box and area, cell and reach, sigmoid(obj),
+the sum of log(1 - p))."""
 _INF_BITS = tl.constexpr(INF_BITS)
 _LEAST = tl.constexpr(-(2**63))
 _MOST = tl.constexpr(2**63 - 1)
@@ -55,9 +61,10 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _probability(cls, obj, HAS_OBJ: tl.constexpr):
+def _probability(cls, scored, HAS_OBJ: tl.constexpr):
+    # `scored` is sigmoid(obj).
     if HAS_OBJ:
-        p = tl.math.sqrt_rn(_sigmoid(cls) * _sigmoid(obj))
+        p = tl.math.sqrt_rn(_sigmoid(cls) * scored)
     else:
         p = cls.to(tl.float32)
     return p
@@ -76,12 +83,60 @@ def _region(x, y, reach, gl, gt, gr, gb, gx, gy, REGION: tl.constexpr):
 
 
 @triton.jit
-def _iou(boxes_ptr, at, stride, ok, gl, gt, gr, gb, garea, union_eps):
-    left = tl.load(boxes_ptr + at, mask=ok, other=0.0)
-    top = tl.load(boxes_ptr + stride + at, mask=ok, other=0.0)
-    right = tl.load(boxes_ptr + 2 * stride + at, mask=ok, other=0.0)
-    bottom = tl.load(boxes_ptr + 3 * stride + at, mask=ok, other=0.0)
-    area = tl.load(boxes_ptr + 4 * stride + at, mask=ok, other=0.0)
+def _corners(boxes_ptr, ok, XYXY: tl.constexpr):
+    # left, top, right, bottom, area, x, y of the boxes at some addresses.
+    a = tl.load(boxes_ptr, mask=ok, other=0).to(tl.float32)
+    b = tl.load(boxes_ptr + 1, mask=ok, other=0).to(tl.float32)
+    c = tl.load(boxes_ptr + 2, mask=ok, other=0).to(tl.float32)
+    d = tl.load(boxes_ptr + 3, mask=ok, other=0).to(tl.float32)
+    if XYXY:
+        left, top, right, bottom, area = a, b, c, d, (c - a) * (d - b)
+        x, y = (a + c) * 0.5, (b + d) * 0.5
+    else:
+        half_width, half_height = c * 0.5, d * 0.5
+        left, top, right, bottom, area = a - half_width, b - half_height, a + half_width, b + half_height, c * d
+        x, y = a, b
+    return left, top, right, bottom, area, x, y
+
+
+@triton.jit
+def _truths(gts_ptr, mask_ptr, at, row, ok, HAS_MASK: tl.constexpr, XYXY: tl.constexpr):
+    # left, top, right, bottom, area, x, y of ground truths; hidden ones have no area, and their middle at infinity.
+    left, top, right, bottom, area, x, y = _corners(gts_ptr + at * row, ok, XYXY)
+    if HAS_MASK:
+        real = tl.load(mask_ptr + at, mask=ok, other=0).to(tl.int32) != 0
+        left, top = tl.where(real, left, 0.0), tl.where(real, top, 0.0)
+        right, bottom = tl.where(real, right, 0.0), tl.where(real, bottom, 0.0)
+        area = tl.where(real, area, 0.0)
+        x, y = tl.where(real, x, float("inf")), tl.where(real, y, float("inf"))
+    return left, top, right, bottom, area, x, y
+
+
+@triton.jit
+def _labels(labels_ptr, mask_ptr, at, ok, C: tl.constexpr, HAS_MASK: tl.constexpr):
+    # The classes of ground truths, C of hidden ones. Out of range they would read past the classes; `check` raises.
+    label = tl.load(labels_ptr + at, mask=ok, other=0).to(tl.int64)
+    label = tl.minimum(tl.maximum(label, 0), C - 1)
+    if HAS_MASK:
+        label = tl.where(tl.load(mask_ptr + at, mask=ok, other=0).to(tl.int32) != 0, label, C)
+    return label
+
+
+@triton.jit
+def _cells(points_ptr, strides_ptr, at_point, at_stride, radius, ok):
+    # x, y and reach of anchors.
+    x = tl.load(points_ptr + at_point * 2, mask=ok, other=0).to(tl.float32)
+    y = tl.load(points_ptr + at_point * 2 + 1, mask=ok, other=0).to(tl.float32)
+    return x, y, tl.load(strides_ptr + at_stride, mask=ok, other=0).to(tl.float32) * radius
+
+
+@triton.jit
+def _iou(planes_ptr, at, stride, ok, gl, gt, gr, gb, garea, union_eps):
+    left = tl.load(planes_ptr + at, mask=ok, other=0.0)
+    top = tl.load(planes_ptr + stride + at, mask=ok, other=0.0)
+    right = tl.load(planes_ptr + 2 * stride + at, mask=ok, other=0.0)
+    bottom = tl.load(planes_ptr + 3 * stride + at, mask=ok, other=0.0)
+    area = tl.load(planes_ptr + 4 * stride + at, mask=ok, other=0.0)
     width = tl.maximum(tl.minimum(gr, right) - tl.maximum(gl, left), 0.0)
     height = tl.maximum(tl.minimum(gb, bottom) - tl.maximum(gt, top), 0.0)
     both = width * height
@@ -90,110 +145,125 @@ def _iou(boxes_ptr, at, stride, ok, gl, gt, gr, gb, garea, union_eps):
 
 @triton.jit
 def _keys(
-    cls_ptr, obj_ptr, absent_ptr, cells_ptr, at, row, stride, ok, iou, label, gl, gt, gr, gb, gx, gy,
+    cls_ptr, planes_ptr, at_class, at, stride, ok, iou, gl, gt, gr, gb, gx, gy,
     cls_weight, iou_weight, log_eps,
-    C: tl.constexpr, HAS_OBJ: tl.constexpr, REGION: tl.constexpr,
+    HAS_OBJ: tl.constexpr, REGION: tl.constexpr,
 ):  # fmt: skip
     # The costs as integers of the same order, negative in the region.
-    obj = iou
-    if HAS_OBJ:
-        obj = tl.load(obj_ptr + at, mask=ok, other=0.0)
-    p = _probability(tl.load(cls_ptr + at * row + label, mask=ok, other=0.0), obj, HAS_OBJ)
+    scored = tl.load(planes_ptr + 8 * stride + at, mask=ok, other=0.0)
+    p = _probability(tl.load(cls_ptr + at_class, mask=ok, other=0.0), scored, HAS_OBJ)
     # 0 - log p, and no IoU above 1 makes a cost negative: its sign bit is the region's.
     own = 0.0 - tl.maximum(_log(p), -100.0)
-    others = tl.maximum(tl.maximum(_log1p(-p), -100.0) - tl.load(absent_ptr + at, mask=ok, other=0.0), 0.0)
+    absent = tl.load(planes_ptr + 9 * stride + at, mask=ok, other=0.0)
+    others = tl.maximum(tl.maximum(_log1p(-p), -100.0) - absent, 0.0)
     price = tl.maximum((own + others) * cls_weight - iou_weight * _log(iou + log_eps), 0.0)
     keys = price.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if REGION != 2:
-        x = tl.load(cells_ptr + at, mask=ok, other=0.0)
-        y = tl.load(cells_ptr + stride + at, mask=ok, other=0.0)
-        reach = tl.load(cells_ptr + 2 * stride + at, mask=ok, other=0.0)
+        x = tl.load(planes_ptr + 5 * stride + at, mask=ok, other=0.0)
+        y = tl.load(planes_ptr + 6 * stride + at, mask=ok, other=0.0)
+        reach = tl.load(planes_ptr + 7 * stride + at, mask=ok, other=0.0)
         _, inside = _region(x, y, reach, gl, gt, gr, gb, gx, gy, REGION)
         keys = tl.where(inside, keys | -0x80000000, keys)
     return tl.where(ok, keys, 0x7FFFFFFF)
 
 
-@triton.jit
-def _truth(gts_ptr, at, stride):
-    # left, top, right, bottom, area, x, y of one ground truth.
-    return (
-        tl.load(gts_ptr + at), tl.load(gts_ptr + stride + at), tl.load(gts_ptr + 2 * stride + at),
-        tl.load(gts_ptr + 3 * stride + at), tl.load(gts_ptr + 4 * stride + at), tl.load(gts_ptr + 5 * stride + at),
-        tl.load(gts_ptr + 6 * stride + at),
-    )  # fmt: skip
-
-
 @PlannedKernel
 @triton.jit
 def _near_kernel(
-    cells_ptr,  # [3, B, A] fp32: x, y, reach
-    gts_ptr,  # [7, B, G] fp32
-    near_ptr,  # [B, A] int8, written
-    B, A, G,
-    REGION: tl.constexpr, BLOCK: tl.constexpr,
+    points_ptr,  # [., A, 2]
+    strides_ptr,  # [., A]
+    gts_ptr,  # [B, G, 4], `gt_row` from one to the next
+    mask_ptr,  # [B, G] bool
+    near_ptr,  # [B, A] bool, written
+    A, G, gt_row, points_step, strides_step, radius,
+    HAS_MASK: tl.constexpr, XYXY: tl.constexpr, REGION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = cols < A
-    at = image * A + cols
-    x = tl.load(cells_ptr + at, mask=ok, other=float("inf"))
-    y = tl.load(cells_ptr + B * A + at, mask=ok, other=float("inf"))
-    reach = tl.load(cells_ptr + 2 * B * A + at, mask=ok, other=0.0)
+    at_point, at_stride = image * points_step + cols, image * strides_step + cols
+    x, y, reach = _cells(points_ptr, strides_ptr, at_point, at_stride, radius, ok)
     is_candidate = tl.zeros([BLOCK], tl.int32)
     for g in range(G):
-        gl, gt, gr, gb, _, gx, gy = _truth(gts_ptr, image * G + g, B * G)
+        gl, gt, gr, gb, _, gx, gy = _truths(gts_ptr, mask_ptr, image * G + g, gt_row, True, HAS_MASK, XYXY)
         near, _ = _region(x, y, reach, gl, gt, gr, gb, gx, gy, REGION)
         is_candidate = is_candidate | near.to(tl.int32)
-    tl.store(near_ptr + at, is_candidate.to(tl.int8), mask=ok)
+    tl.store(near_ptr + image * A + cols, is_candidate != 0, mask=ok)
 
 
 @PlannedKernel
 @triton.jit
 def _list_kernel(
-    near_ptr,  # [B, A] int8
-    list_ptr,  # [B, A] int32, written up to the length
-    length_ptr,  # [B] int32, written
+    near_ptr,  # [B, A] bool
+    ints_ptr,  # [4, B, A] int32, written: the list up to its length, the ranks (-1: none), no takers; [B] the length
+    count_ptr,  # [B] int64, written: no foreground
     A,
     BLOCK: tl.constexpr,
 ):
     image = tl.program_id(0).to(tl.int64)
+    stride = tl.num_programs(0).to(tl.int64) * A
     count = tl.zeros([], tl.int32)
     for start in range(0, A, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        near = tl.load(near_ptr + image * A + cols, mask=cols < A, other=0).to(tl.int32)
+        ok = cols < A
+        at = ints_ptr + image * A
+        near = tl.load(near_ptr + image * A + cols, mask=ok, other=0).to(tl.int32)
         place = count + tl.cumsum(near, 0) - 1
-        tl.store(list_ptr + image * A + place, cols, mask=near > 0)
+        tl.store(at + place, cols, mask=near > 0)
+        tl.store(at + stride + cols, tl.where(near > 0, place, -1), mask=ok)
+        tl.store(at + 2 * stride + cols, tl.zeros_like(cols), mask=ok)
+        tl.store(at + 3 * stride + cols, tl.zeros_like(cols) - 1, mask=ok)
         count += tl.sum(near, 0)
-    tl.store(length_ptr + image, count)
+    tl.store(ints_ptr + 4 * stride + image, count)
+    tl.store(count_ptr + image, tl.zeros([], tl.int64))
 
 
 @PlannedKernel
 @triton.jit
-def _absent_kernel(
+def _candidate_kernel(
+    boxes_ptr,  # [B, A, 4], `box_row` from anchor to anchor
     cls_ptr,  # [B, A, C], `row` from anchor to anchor
-    obj_ptr,  # [B, A]
-    list_ptr,  # [B, A] int32
-    length_ptr,  # [B] int32
-    absent_ptr,  # [B, A] fp32, written for the candidates
-    A, row,
-    C: tl.constexpr, HAS_OBJ: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    obj_ptr,  # [B, A], `obj_row` from anchor to anchor
+    points_ptr,  # [., A, 2]
+    strides_ptr,  # [., A]
+    ints_ptr,  # [4, B, A] and [B] int32
+    planes_ptr,  # [10, B, A] fp32, written up to the length
+    A, box_row, row, obj_row, points_step, strides_step, radius,
+    C: tl.constexpr, HAS_OBJ: tl.constexpr, XYXY: tl.constexpr, REGION: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(0).to(tl.int64)
+    stride = tl.num_programs(0).to(tl.int64) * A
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    ok = rows < tl.load(length_ptr + image)
-    at = image * A + tl.load(list_ptr + image * A + rows, mask=ok, other=0)
-    obj = tl.zeros([ROWS], tl.float32)
+    ok = rows < tl.load(ints_ptr + 4 * stride + image)
+    anchors = tl.load(ints_ptr + image * A + rows, mask=ok, other=0)
+    at = image * A + anchors
+    planes = planes_ptr + image * A + rows
+    left, top, right, bottom, area, _, _ = _corners(boxes_ptr + at * box_row, ok, XYXY)
+    tl.store(planes, left, mask=ok)
+    tl.store(planes + stride, top, mask=ok)
+    tl.store(planes + 2 * stride, right, mask=ok)
+    tl.store(planes + 3 * stride, bottom, mask=ok)
+    tl.store(planes + 4 * stride, area, mask=ok)
+    if REGION != 2:
+        at_point, at_stride = image * points_step + anchors, image * strides_step + anchors
+        x, y, reach = _cells(points_ptr, strides_ptr, at_point, at_stride, radius, ok)
+        tl.store(planes + 5 * stride, x, mask=ok)
+        tl.store(planes + 6 * stride, y, mask=ok)
+        tl.store(planes + 7 * stride, reach, mask=ok)
+    scored = tl.zeros([ROWS], tl.float32)
     if HAS_OBJ:
-        obj = tl.load(obj_ptr + at, mask=ok, other=0.0)
+        scored = _sigmoid(tl.load(obj_ptr + at * obj_row, mask=ok, other=0.0))
+    tl.store(planes + 8 * stride, scored, mask=ok)
     total = tl.zeros([ROWS], tl.float32)
     for start in range(0, C, BLOCK_C):
         classes = start + tl.arange(0, BLOCK_C)
         in_range = ok[:, None] & (classes < C)[None, :]
         p = _probability(
-            tl.load(cls_ptr + at[:, None] * row + classes[None, :], mask=in_range, other=0.0), obj[:, None], HAS_OBJ
+            tl.load(cls_ptr + at[:, None] * row + classes[None, :], mask=in_range, other=0.0), scored[:, None], HAS_OBJ
         )
         total += tl.sum(tl.where(in_range, tl.maximum(_log1p(-p), -100.0), 0.0), 1)
-    tl.store(absent_ptr + at, total, mask=ok)
+    tl.store(planes + 9 * stride, total, mask=ok)
 
 
 @triton.jit
@@ -213,147 +283,215 @@ def _smallest(best, keys, TOPK: tl.constexpr, LARGEST_FILL: tl.constexpr):
 @PlannedKernel
 @triton.jit
 def _match_kernel(
-    boxes_ptr,  # [5, B, A] fp32: left, top, right, bottom, area
     cls_ptr,  # [B, A, C], `row` from anchor to anchor
-    obj_ptr,  # [B, A]
-    absent_ptr,  # [B, A] fp32
-    cells_ptr,  # [3, B, A] fp32
-    gts_ptr,  # [7, B, G] fp32
-    labels_ptr,  # [B, G] int64, C where padded
-    list_ptr,  # [B, A] int32
-    length_ptr,  # [B] int32
-    takers_ptr,  # [B, A] int32, added to
-    taker_ptr,  # [B, A] int32, the largest taker is kept
-    B, A, G, row, cls_weight, iou_weight, log_eps, union_eps,
-    C: tl.constexpr, HAS_OBJ: tl.constexpr, REGION: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr,
+    planes_ptr,  # [10, B, A] fp32
+    gts_ptr,  # [B, G, 4], `gt_row` from one to the next
+    labels_ptr,  # [B, G]
+    mask_ptr,  # [B, G] bool
+    ints_ptr,  # [4, B, A] and [B] int32: how many took a candidate is added to, and the largest taker kept
+    A, G, row, gt_row, cls_weight, iou_weight, log_eps, union_eps,
+    C: tl.constexpr, HAS_OBJ: tl.constexpr, HAS_MASK: tl.constexpr, XYXY: tl.constexpr, REGION: tl.constexpr,
+    TOPK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(0).to(tl.int64)
+    stride = tl.num_programs(0).to(tl.int64) * A
     g = tl.program_id(1)
-    label = tl.load(labels_ptr + image * G + g)
-    length = tl.where(label < C, tl.load(length_ptr + image), 0)
-    gl, gt, gr, gb, garea, gx, gy = _truth(gts_ptr, image * G + g, B * G)
+    label = _labels(labels_ptr, mask_ptr, image * G + g, True, C, HAS_MASK)
+    length = tl.where(label < C, tl.load(ints_ptr + 4 * stride + image), 0)
+    gl, gt, gr, gb, garea, gx, gy = _truths(gts_ptr, mask_ptr, image * G + g, gt_row, True, HAS_MASK, XYXY)
     best = tl.full([16], _MOST, tl.int64)
     most = tl.full([16], _MOST, tl.int64)
     for start in range(0, length, BLOCK):
-        rows = start + tl.arange(0, BLOCK)
-        ok = rows < length
-        anchors = tl.load(list_ptr + image * A + rows, mask=ok, other=0)
-        at = image * A + anchors
-        iou = _iou(boxes_ptr, at, B * A, ok, gl, gt, gr, gb, garea, union_eps)
+        ranks = start + tl.arange(0, BLOCK)
+        ok = ranks < length
+        at = image * A + ranks
+        iou = _iou(planes_ptr, at, stride, ok, gl, gt, gr, gb, garea, union_eps)
+        at_class = (image * A + tl.load(ints_ptr + at, mask=ok, other=0)) * row + label
         keys = _keys(
-            cls_ptr, obj_ptr, absent_ptr, cells_ptr, at, row, B * A, ok, iou, label, gl, gt, gr, gb, gx, gy,
-            cls_weight, iou_weight, log_eps, C, HAS_OBJ, REGION,
+            cls_ptr, planes_ptr, at_class, at, stride, ok, iou, gl, gt, gr, gb, gx, gy,
+            cls_weight, iou_weight, log_eps, HAS_OBJ, REGION,
         )  # fmt: skip
-        best = _smallest(best, tl.where(ok, (keys.to(tl.int64) << 32) | anchors.to(tl.int64), _MOST), TOPK, _MOST)
+        # Ranks are in the order of anchors: of equals the first is taken.
+        best = _smallest(best, tl.where(ok, (keys.to(tl.int64) << 32) | ranks.to(tl.int64), _MOST), TOPK, _MOST)
         # The largest IoUs are the smallest of the negated bits.
         bits = -(iou.to(tl.int32, bitcast=True).to(tl.int64))
-        most = _smallest(most, tl.where(ok, (bits << 32) | anchors.to(tl.int64), _MOST), TOPK, _MOST)
+        most = _smallest(most, tl.where(ok, (bits << 32) | ranks.to(tl.int64), _MOST), TOPK, _MOST)
     ious = (-(most >> 32)).to(tl.int32).to(tl.float32, bitcast=True)
     total = tl.sum(tl.where(most < _MOST, ious, 0.0), 0)
     k = tl.minimum(tl.maximum(total.to(tl.int32), 1), TOPK)
-    # A key's rank: how many are smaller.
-    rank = tl.sum((best[None, :] < best[:, None]).to(tl.int32), 1)
-    is_taken = (rank < k) & ((best >> 32) < _INF_BITS)
+    # The place of a key: how many are smaller.
+    place = tl.sum((best[None, :] < best[:, None]).to(tl.int32), 1)
+    is_taken = (place < k) & ((best >> 32) < _INF_BITS)
     at = image * A + tl.where(is_taken, best & 0xFFFFFFFF, 0)
-    tl.atomic_add(takers_ptr + at, 1, mask=is_taken)
-    tl.atomic_max(taker_ptr + at, g, mask=is_taken)
+    tl.atomic_add(ints_ptr + 2 * stride + at, 1, mask=is_taken)
+    tl.atomic_max(ints_ptr + 3 * stride + at, g, mask=is_taken)
 
 
 @PlannedKernel
 @triton.jit
 def _resolve_kernel(
-    boxes_ptr,  # [5, B, A] fp32
     cls_ptr,  # [B, A, C], `row` from anchor to anchor
-    obj_ptr,  # [B, A]
-    absent_ptr,  # [B, A] fp32
-    cells_ptr,  # [3, B, A] fp32
-    gts_ptr,  # [7, B, G] fp32
-    labels_ptr,  # [B, G] int64
-    takers_ptr,  # [B, A] int32
-    taker_ptr,  # [B, A] int32
+    planes_ptr,  # [10, B, A] fp32
+    gts_ptr,  # [B, G, 4], `gt_row` from one to the next
+    labels_ptr,  # [B, G]
+    mask_ptr,  # [B, G] bool
+    ints_ptr,  # [4, B, A] and [B] int32
     fg_ptr,  # [B, A] bool, written
     matched_ptr,  # [B, A] int64, written
     iou_ptr,  # [B, A] fp32, written
     class_ptr,  # [B, A] int64, written
-    B, A, G, row, cls_weight, iou_weight, log_eps, union_eps,
-    C: tl.constexpr, HAS_OBJ: tl.constexpr, REGION: tl.constexpr, BLOCK: tl.constexpr,
+    count_ptr,  # [B] int64, added to
+    A, G, row, gt_row, cls_weight, iou_weight, log_eps, union_eps,
+    C: tl.constexpr, HAS_OBJ: tl.constexpr, HAS_MASK: tl.constexpr, XYXY: tl.constexpr, REGION: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(0).to(tl.int64)
+    stride = tl.num_programs(0).to(tl.int64) * A
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = cols < A
-    at = image * A + cols
-    takers = tl.load(takers_ptr + at, mask=ok, other=0)
-    matched = tl.load(taker_ptr + at, mask=ok, other=-1)
+    anchor = image * A + cols
+    rank = tl.load(ints_ptr + stride + anchor, mask=ok, other=-1)
+    at = image * A + tl.maximum(rank, 0)
+    takers = tl.load(ints_ptr + 2 * stride + at, mask=rank >= 0, other=0)
+    matched = tl.load(ints_ptr + 3 * stride + at, mask=rank >= 0, other=-1)
     several = takers > 1
     best = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
     for g in range(tl.where(tl.max(takers, 0) > 1, G, 0)):
-        label = tl.load(labels_ptr + image * G + g)
-        gl, gt, gr, gb, garea, gx, gy = _truth(gts_ptr, image * G + g, B * G)
+        label = _labels(labels_ptr, mask_ptr, image * G + g, True, C, HAS_MASK)
+        gl, gt, gr, gb, garea, gx, gy = _truths(gts_ptr, mask_ptr, image * G + g, gt_row, True, HAS_MASK, XYXY)
         real = several & (label < C + tl.zeros_like(cols))
-        iou = _iou(boxes_ptr, at, B * A, real, gl, gt, gr, gb, garea, union_eps)
+        iou = _iou(planes_ptr, at, stride, real, gl, gt, gr, gb, garea, union_eps)
         keys = _keys(
-            cls_ptr, obj_ptr, absent_ptr, cells_ptr, at, row, B * A, real, iou, label, gl, gt, gr, gb, gx, gy,
-            cls_weight, iou_weight, log_eps, C, HAS_OBJ, REGION,
+            cls_ptr, planes_ptr, anchor * row + label, at, stride, real, iou, gl, gt, gr, gb, gx, gy,
+            cls_weight, iou_weight, log_eps, HAS_OBJ, REGION,
         )  # fmt: skip
         matched = tl.where(several & (keys < best), g, matched)
         best = tl.minimum(best, keys)
     fg = takers > 0
     own = image * G + tl.where(fg, matched, 0)
-    left = tl.load(gts_ptr + own, mask=fg, other=0.0)
-    top = tl.load(gts_ptr + B * G + own, mask=fg, other=0.0)
-    right = tl.load(gts_ptr + 2 * B * G + own, mask=fg, other=0.0)
-    bottom = tl.load(gts_ptr + 3 * B * G + own, mask=fg, other=0.0)
-    area = tl.load(gts_ptr + 4 * B * G + own, mask=fg, other=0.0)
-    iou = _iou(boxes_ptr, at, B * A, fg, left, top, right, bottom, area, union_eps)
-    tl.store(fg_ptr + at, fg, mask=ok)
-    tl.store(matched_ptr + at, tl.where(fg, matched, -1).to(tl.int64), mask=ok)
-    tl.store(iou_ptr + at, tl.where(fg, iou, 0.0), mask=ok)
-    tl.store(class_ptr + at, tl.load(labels_ptr + own, mask=fg, other=-1), mask=ok)
+    gl, gt, gr, gb, garea, _, _ = _truths(gts_ptr, mask_ptr, own, gt_row, fg, HAS_MASK, XYXY)
+    iou = _iou(planes_ptr, at, stride, fg, gl, gt, gr, gb, garea, union_eps)
+    label = _labels(labels_ptr, mask_ptr, own, fg, C, HAS_MASK)
+    tl.store(fg_ptr + anchor, fg, mask=ok)
+    tl.store(matched_ptr + anchor, tl.where(fg, matched, -1).to(tl.int64), mask=ok)
+    tl.store(iou_ptr + anchor, tl.where(fg, iou, 0.0), mask=ok)
+    tl.store(class_ptr + anchor, tl.where(fg, label, -1), mask=ok)
+    tl.atomic_add(count_ptr + image, tl.sum(fg.to(tl.int64), 0))
 
 
-def assign(anchors: Anchors, truths: Truths, rules: Rules, *, candidates_given: bool) -> Assignment:
-    """Assign with Triton kernels; `given`: anchors.valid holds the candidates."""
-    batch, count = anchors.valid.shape
-    gts, region = truths.mask.shape[1], _REGIONS[rules.region]
-    cls = anchors.cls
-    if cls.stride(2) != 1 or cls.stride(0) != count * cls.stride(1):
-        cls = cls.contiguous()
-    row, obj = cls.stride(1), cls if anchors.obj is None else anchors.obj.contiguous()
-    boxes = torch.stack(anchors.boxes[:5])
-    cells = torch.stack([cell.expand(batch, count) for cell in anchors.cells])
-    table, labels = torch.stack(tuple(truths.boxes)), truths.classes.contiguous()
-    near = anchors.valid.to(torch.int8) if candidates_given else torch.empty_like(anchors.valid, dtype=torch.int8)
-    listed = torch.empty(batch, count, dtype=torch.int32, device=cls.device)
-    length = torch.empty(batch, dtype=torch.int32, device=cls.device)
-    absent = torch.empty(batch, count, dtype=torch.float32, device=cls.device)
-    takers, taker = torch.zeros_like(listed), torch.full_like(listed, -1)
-    grid = (batch, ceil_div(count, _BLOCK))
-    if not candidates_given:
-        _near_kernel[grid](cells, table, near, batch, count, gts, REGION=region, BLOCK=_BLOCK)
-    _list_kernel[(batch,)](near, listed, length, count, BLOCK=1024)
+class _Sizes(NamedTuple):
+    """What the launches of an assignment depend on, beside its tensors."""
+
+    images: int
+    anchors: int
+    gts: int
+    classes: int
+    box_row: int
+    row: int
+    obj_row: int
+    gt_row: int
+    points_step: int
+    strides_step: int
+    has_obj: bool
+    has_mask: bool
+    xyxy: bool
+    rules: Rules
+
+
+class _Plans(NamedTuple):
+    """The launches of an assignment."""
+
+    near: LaunchPlan
+    list: LaunchPlan
+    candidate: LaunchPlan
+    match: LaunchPlan
+    resolve: LaunchPlan
+
+
+@functools.lru_cache(PLANS)
+def _plans(sizes: _Sizes) -> _Plans:
+    images, count, gts, rules = sizes.images, sizes.anchors, sizes.gts, sizes.rules
+    grid = (images, ceil_div(count, _BLOCK))
     # Products are not fused with sums, so that an IoU has the bits of the published one.
-    form: dict[str, Any] = {"C": cls.shape[2], "HAS_OBJ": anchors.obj is not None, "enable_fp_fusion": False}
-    _absent_kernel[(batch, ceil_div(count, 16))](
-        cls,
-        obj,
-        listed,
-        length,
-        absent,
-        count,
-        row,
-        **form,
-        ROWS=16,
-        BLOCK_C=min(128, next_power_of_2(cls.shape[2])),
+    form: dict[str, Any] = {"XYXY": sizes.xyxy, "REGION": _REGIONS[rules.region], "enable_fp_fusion": False}
+    truths: dict[str, Any] = {"HAS_MASK": sizes.has_mask, **form}
+    classes: dict[str, Any] = {"C": sizes.classes, "HAS_OBJ": sizes.has_obj}
+    places = (sizes.points_step, sizes.strides_step, rules.radius)
+    prices = (rules.cls_weight, rules.iou_weight, rules.log_eps, rules.union_eps)
+    numbers = (count, gts, sizes.row, sizes.gt_row, *prices)
+    return _Plans(
+        _near_kernel.plan(grid, count, gts, sizes.gt_row, *places, **truths, BLOCK=_BLOCK),
+        _list_kernel.plan((images,), count, BLOCK=1024),
+        _candidate_kernel.plan(
+            (images, ceil_div(count, 16)),
+            *(count, sizes.box_row, sizes.row, sizes.obj_row, *places),
+            **{**classes, **form},
+            ROWS=16,
+            BLOCK_C=min(128, next_power_of_2(sizes.classes)),
+        ),
+        _match_kernel.plan((images, gts), *numbers, **{**classes, **truths}, TOPK=rules.topk, BLOCK=_BLOCK),
+        _resolve_kernel.plan(grid, *numbers, **{**classes, **truths}, BLOCK=_BLOCK),
     )
-    read = (boxes, cls, obj, absent, cells, table, labels)
-    sizes = (batch, count, gts, row, rules.cls_weight, rules.iou_weight, rules.log_eps, rules.union_eps)
-    form["REGION"] = region
-    _match_kernel[(batch, gts)](*read, listed, length, takers, taker, *sizes, **form, TOPK=rules.topk, BLOCK=_BLOCK)
-    result = (
-        torch.empty_like(anchors.valid),
-        torch.empty_like(listed, dtype=torch.int64),
-        torch.empty_like(absent),
-        torch.empty_like(listed, dtype=torch.int64),
-    )
-    _resolve_kernel[grid](*read, takers, taker, *result, *sizes, **form, BLOCK=_BLOCK)
-    return Assignment(*result, result[0].sum(1))
+
+
+def _in_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return [B, N, X] with its values side by side, and the distance of its rows: a slice of an output has one too."""
+    if not tensor.is_contiguous():
+        image, row, value = tensor.stride()
+        if value == 1 and image == tensor.shape[1] * row:
+            return tensor, row
+        tensor = tensor.contiguous()
+    return tensor, tensor.shape[2]
+
+
+def _shared(tensor: Tensor | None, dims: int) -> tuple[Tensor | None, int]:
+    """Return points or strides, and the anchors from one image's to the next: none where all share them."""
+    if tensor is None:
+        return None, 0
+    return tensor.contiguous(), tensor.shape[1] if tensor.dim() > dims else 0
+
+
+def assign(
+    boxes: Tensor,
+    cls: Tensor,
+    obj: Tensor | None,
+    points: Tensor | None,
+    strides: Tensor | None,
+    gt_boxes: Tensor,
+    gt_classes: Tensor,
+    gt_mask: Tensor | None,
+    candidates: Tensor | None,
+    rules: Rules,
+    xyxy: bool,
+) -> Assignment:
+    """Assign with Triton kernels; the arguments are those of `simota_assign`, checked."""
+    batch, count, classes = cls.shape
+    (boxes, box_row), (cls, row), (gt_boxes, gt_row) = _in_rows(boxes), _in_rows(cls), _in_rows(gt_boxes)
+    obj_row = 0 if obj is None else obj.stride(1)
+    if obj is not None and obj.stride(0) != count * obj_row:
+        obj, obj_row = obj.contiguous(), 1
+    points, points_step = _shared(points, 2)
+    strides, strides_step = _shared(strides, 1)
+    gt_classes = gt_classes.contiguous()
+    # What is not read is not left out: a launch with all its tensors takes less of the host's time.
+    mask = gt_classes if gt_mask is None else gt_mask.contiguous()
+    rows = (box_row, row, obj_row, gt_row, points_step, strides_step)
+    given = (obj is not None, gt_mask is not None)
+    sizes = _Sizes(batch, count, gt_boxes.shape[1], classes, *rows, *given, xyxy, rules)
+    near, listing, candidate, match, resolve = _plans(sizes)
+    fg = boxes.new_empty(batch, count, dtype=torch.bool)
+    ints = boxes.new_empty((_INTS * count + 1) * batch, dtype=torch.int32)
+    num_fg = boxes.new_empty(batch, dtype=torch.int64)
+    planes = boxes.new_empty(_PLANES, batch, count, dtype=torch.float32)
+    if candidates is None:
+        # Until the foreground is known, its place holds the candidates.
+        near(points, strides, gt_boxes, mask, fg)
+    listing(fg if candidates is None else candidates.contiguous(), ints, num_fg)
+    candidate(boxes, cls, obj, points, strides, ints, planes)
+    truths = (gt_boxes, gt_classes, mask)
+    match(cls, planes, *truths, ints)
+    matched = boxes.new_empty(batch, count, dtype=torch.int64)
+    iou = boxes.new_empty(batch, count, dtype=torch.float32)
+    label = boxes.new_empty(batch, count, dtype=torch.int64)
+    resolve(cls, planes, *truths, ints, fg, matched, iou, label, num_fg)
+    return Assignment(fg, matched, iou, label, num_fg)

@@ -140,9 +140,11 @@ check(lambda kernel: kernel[(7,)](half, None, out, 1, 2.0, BLOCK=16, ADD=1), pla
 check(lambda kernel: kernel[(7,)](weight, None, out, True, 2.0, BLOCK=16, ADD=1), planned=True)
 for each in range(3):  # numbers of floating point are no part of what is compiled
     check(lambda kernel: kernel[(7,)](x, None, out, 100, each / 7, BLOCK=16, ADD=1), planned=True)
-shifted = torch.ones(101)[1:]
-check(lambda kernel: kernel[(7,)](shifted, None, out, 100, 2.0, BLOCK=16, ADD=1), planned=False)
-check(plain, planned=True)
+shifted, moved = torch.ones(101)[1:], torch.ones(102)[2:]
+for _ in range(2):  # slices: what is compiled depends on which of the tensors are aligned to 16 bytes
+    for a, b, c in ((shifted, None, out), (x, None, shifted), (moved, None, shifted), (x, moved[:1], out)):
+        check(lambda kernel: kernel[(7,)](a, b, c, 100, 2.0, BLOCK=16, ADD=1), planned=True)
+    check(plain, planned=True)
 hook = lambda *arguments: None
 triton.knobs.runtime.launch_enter_hook.add(hook)
 check(plain, planned=False)

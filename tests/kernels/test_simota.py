@@ -6,6 +6,7 @@ the two may differ. Such an image must show it in fp64 (`Found.margin`), and the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.kernels import simota_oracle as oracle
 from tests.kernels.simota_scenes import (
     CLASSES,
     FAMILIES,
+    Batch,
     equal,
     excused,
     fixed,
@@ -392,17 +394,73 @@ def test_kernels_read_half_precision_and_rows_of_an_output(interpreted: None, mo
     assert equal(found, probabilities.assign("mmdet", xyxy=True))
 
 
-@pytest.mark.parametrize("name", ["_absent_kernel", "_match_kernel", "_resolve_kernel"])
-def test_kernels_round_each_product(interpreted: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_slices(batch: Batch) -> Batch:
+    """Ground truths as rows of a label table, padded predictions as parts of a longer output."""
+    table = torch.cat([batch.gt_classes[..., None].float(), batch.gt_boxes], -1)
+    output = torch.cat([batch.boxes, batch.obj[..., None], batch.cls], -1)  # type: ignore[index]
+    longer = torch.cat([output, output], 1)[:, : output.shape[1]]
+    return replace(batch, gt_boxes=table[..., 1:], boxes=longer[..., :4], obj=longer[..., 4], cls=longer[..., 5:])
+
+
+def _turned(batch: Batch) -> Batch:
+    """Every tensor with its first two dimensions turned in memory."""
+    return batch.change(lambda t: t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 1 else t)
+
+
+LAYOUTS: dict[str, Callable[[Batch], Batch]] = {
+    "slices": _in_slices,
+    "turned": _turned,
+    "whole numbers": lambda b: replace(
+        b, points=b.points.int(), strides=b.strides.long(), gt_classes=b.gt_classes.int()
+    ),
+    "doubles": lambda b: b.change(lambda t: t.double() if t.is_floating_point() else t),
+    "cells of each image": lambda b: replace(
+        b, points=torch.stack([b.points, b.points + 4]), strides=torch.stack([b.strides, b.strides * 2])
+    ),
+    "points of each image": lambda b: replace(b, points=torch.stack([b.points, b.points + 4])),
+    "shared objectness": lambda b: replace(b, obj=b.obj[:, :1].expand_as(b.obj)),  # type: ignore[index]
+    "no mask": lambda b: replace(b, gt_mask=None),  # type: ignore[arg-type]
+    "one image": lambda b: b.change(lambda t: t[:1] if len(t) == 2 and t.dim() > 1 else t),
+    "one anchor": lambda b: replace(
+        b,
+        boxes=b.boxes[:, :1],
+        cls=b.cls[:, :1],
+        obj=b.obj[:, :1],
+        points=b.points[:1],
+        strides=b.strides[:1] * 9,  # type: ignore[index]
+    ),
+    "classes out of range": lambda b: replace(b, gt_classes=b.gt_classes * 3 - 4),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("variant", "xyxy", "given"), [("yolox", False, False), ("yolox-2021", True, False), ("mmdet", False, True)]
+)
+def test_kernels_read_inputs_as_they_lie(
+    interpreted: None, layout: str, variant: str, xyxy: bool, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = LAYOUTS[layout](scene(11, 4, size=32, strides=(8, 16)))
+    if given:
+        batch = replace(batch, candidates=torch.rand(batch.boxes.shape[:2]) < 0.7)
+    found = batch.assign(variant, xyxy=xyxy, check=False)
+    monkeypatch.setattr(support, "_interpreted", False)
+    assert equal(found, batch.assign(variant, xyxy=xyxy, check=False))
+
+
+def test_kernels_leave_no_graph(interpreted: None) -> None:
+    batch = scene(3, 2, size=32)
+    batch.boxes.requires_grad_()
+    assert not any(t.requires_grad for t in batch.assign(check=False))
+
+
+def test_kernels_round_each_product(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler for GPUs fuses products with sums: the IoU would have other bits than the published one."""
     from accel.kernels.simota import triton as simota_triton
 
-    kernel, heard = getattr(simota_triton, name), []
-
-    class Heard:
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *args, **options: (heard.append(options), kernel[grid](*args, **options))
-
-    monkeypatch.setattr(simota_triton, name, Heard())
+    made, plans = [], simota_triton._plans
+    monkeypatch.setattr(simota_triton, "_plans", lambda sizes: made.append(plans(sizes)) or made[-1])
     scene(7, 1, size=24).assign()
-    assert [options.get("enable_fp_fusion") for options in heard] == [False]
+    (launched,) = made
+    computing = [plan for plan in launched if plan is not launched.list]
+    assert [plan._constants.get("enable_fp_fusion") for plan in computing] == [False] * 4
