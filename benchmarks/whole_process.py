@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import click
 import torch
-from torch import Tensor
 
+from benchmarks.losses import Losses
 from benchmarks.suite import MODELS, Size, Workload, train_step
 from benchmarks.suite.files import from_files
 from benchmarks.turns import Command, take_turns
@@ -116,33 +116,6 @@ class Stop:
     def held_s(self, now_s: float) -> float:
         """Return how long ago the third step ended, 0 if it hasn't."""
         return 0.0 if self._warm_s is None else now_s - self._warm_s
-
-
-class Losses:
-    """The losses of all steps, in one tensor, without a wait for the device.
-
-    A tensor kept of each step would lie between the blocks that the step frees, so that the heap grew by some of them
-    at each: to 12.9 GB in 90 s of the language model, which needs 0.6.
-
-    Args:
-        device: of the losses.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._values = torch.empty(1 << 14, device=device)
-        self._count = 0
-
-    def add(self, loss: Tensor) -> None:
-        """Take in the loss of a step."""
-        if self._count == len(self._values):
-            self._values = torch.cat([self._values, torch.empty_like(self._values)])
-        self._values[self._count] = loss
-        self._count += 1
-
-    def numbers(self) -> list[float]:
-        """Return them."""
-        values: list[float] = self._values[: self._count].tolist()
-        return values
 
 
 def train(

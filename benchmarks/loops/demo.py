@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from benchmarks.loading.data import load
+from benchmarks.losses import Losses
 
 
 def network(classes: int, width: int = 32) -> nn.Module:
@@ -64,7 +65,7 @@ def train(
         model, loader, optimizer = accel.optimize(model, loader, optimizer, cache=False, **accelerate)
         report = lambda: accel.explain(model).state  # noqa: E731
 
-    losses: list[Tensor] = []
+    losses = Losses(torch.device("cpu"))
     for _ in range(epochs):
         for images, labels in loader:
             loss = functional.cross_entropy(model(images), labels)
@@ -72,11 +73,11 @@ def train(
             loss.backward()
             optimizer.step()
             scheduler.step()
-            losses.append(loss.detach())
+            losses.add(loss)
             on_step(len(losses), report)
 
     test = DataLoader(data.test, batch_size=1000)
-    outcome: dict[str, Any] = {"accuracy": accuracy(model, test), "losses": torch.stack(losses).tolist()}
+    outcome: dict[str, Any] = {"accuracy": accuracy(model, test), "losses": losses.numbers()}
     if accelerate is not None:
         outcome["report"] = accel.explain(model).to_json()
     return outcome

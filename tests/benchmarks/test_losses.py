@@ -1,4 +1,4 @@
-"""A process of the end-to-end comparison: what it notes must not change what it measures."""
+"""Losses that a loop notes must not change what is measured of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from benchmarks.whole_process import Losses
+from benchmarks.losses import Losses
 
 
 def test_losses_are_numbers_in_their_order_and_none_is_kept_alive() -> None:
@@ -16,7 +16,7 @@ def test_losses_are_numbers_in_their_order_and_none_is_kept_alive() -> None:
     losses = Losses(torch.device("cpu"))
     count = (1 << 14) + 5
     for step in range(count):
-        losses.add(torch.tensor(float(step), requires_grad=True).detach())
+        losses.add(torch.tensor(float(step), requires_grad=True))
     numbers = losses.numbers()
     assert numbers == [float(step) for step in range(count)]
     assert _scalars() < before + 100
