@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, Protocol
 
+from accel.profiler.trial import Outcome
 from accel.profiler.typed_json import UnreadableJson
 from accel.report import StrategyRow
 from accel.search.actions import Candidate
@@ -212,6 +213,13 @@ class Recollection:
             return False
 
     # -- the check of the plan -----------------------------------------------------------------------------------------
+
+    def bears_out(self, name: str, outcome: Outcome) -> bool:
+        """Tell whether a trial that shows nothing by itself agrees with the gain that an earlier run has shown."""
+        trial = None if self._earlier is None else self._earlier.trials.get(name)
+        if trial is None or trial.status != "kept" or trial.gain is None:
+            return False
+        return outcome.gain >= 1.0 and trial.gain <= outcome.high
 
     def confirm(self, undone: Sequence[str] = ()) -> None:
         """The plan passed the guard and its closing trial, without what was undone before that."""

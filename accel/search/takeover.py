@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from accel.search.experiments import Decisions, Experiments
 from accel.search.ledger import refusal
@@ -88,7 +89,10 @@ class TakeOver(Experiments):
                 if not self._regime_changed:
                     self.recollection.reject(row.why)
                 return
-            if outcome.verdict != "keep":
+            if outcome.verdict != "keep" and self.recollection.bears_out(name, outcome):
+                # Before and after can't be taken in turns, and the noise of one comparison would undo what was shown.
+                self._lasting[name] = replace(outcome, verdict="keep")
+            elif outcome.verdict != "keep":
                 self._ledger.judge(candidate, setting, outcome, {})
                 self._ledger.settle(name)
                 self._pending.remove(name)
