@@ -345,11 +345,16 @@ class Experiments:
 
     # -- closing trial -----------------------------------------------------------------------------------------------
 
-    def _close(self, what: str = "the plan as a whole") -> Decisions:
+    def _close(
+        self,
+        what: str = "the plan as a whole",
+        agrees: Callable[[Collection[str], Outcome], bool] = lambda plan, outcome: False,
+    ) -> Decisions:
         """Try the whole plan against the plain loop; unless it is shown to be faster, it is undone.
 
         Args:
             what: the plan, in the reason for undoing it.
+            agrees: whether an outcome that shows nothing by itself does so together with an earlier run's.
         """
         if not self.plan:
             return
@@ -364,13 +369,13 @@ class Experiments:
         self.search_steps += self.steps - steps
         if outcome is None:
             if self.plan and not self._regime_changed:
-                yield from self._close(what)  # a strategy tripped and is gone: close with the rest
+                yield from self._close(what, agrees)  # a strategy tripped and is gone: close with the rest
             return
         self.closing, self._closed = outcome, plan
-        if outcome.verdict != "keep":
+        if outcome.verdict != "keep" and not agrees(plan.keys(), outcome):
             others = [name for name in plan if not self._candidates[name].lasting]
             for name in others or plan:
                 self._remove(name, f"{what} was not shown to be faster than plain in the closing trial")
-            yield from self._close(what)  # what has a lasting effect has had its trial
+            yield from self._close(what, agrees)  # what has a lasting effect has had its trial
             return
         yield from self._measure_anatomy()

@@ -20,6 +20,7 @@ from accel.report import StrategyRow
 from accel.search.actions import Candidate
 from accel.search.ledger import refusal
 from accel.search.plan import Choices
+from accel.search.trials import bears_out, pooled
 
 MOST_DAYS, MOST_RUNS = 30, 20
 _RETRY = 10.0
@@ -38,6 +39,8 @@ class RememberedTrial:
     why: str = ""
     gain: float | None = None
     """Speed-up in its own trial, as a ratio."""
+    low: float | None = None
+    """Lower end of its 95 % interval."""
     trial_s: float = 0.0
     """Seconds from the first step of its trials to the last."""
     open: bool = False
@@ -53,7 +56,9 @@ class RememberedSearch:
     plan: Choices = field(default_factory=dict)
     """Strategy name → setting, in the order in which they are switched on."""
     speedup: float | None = None
-    """Of the plan, in the last closing trial; None if there was none."""
+    """Of the plan, by the closing trials of the runs that had it; None if there was none."""
+    speedup_low: float | None = None
+    """Lower end of its 95 % interval."""
     trials: dict[str, RememberedTrial] = field(default_factory=dict)
     one_off_s: dict[str, float] = field(default_factory=dict)
     """Strategy → seconds that its one-off work, such as compiling, is expected to take the next time, as measured. The
@@ -67,8 +72,8 @@ class RememberedSearch:
         """Raise `UnreadableJson` unless each time and number is one."""
         for moment in (self.searched, *(trial.on for trial in self.trials.values())):
             seconds_of(moment)
-        numbers = [self.speedup, self.run_s, self.runs]
-        numbers += [*self.one_off_s.values(), *(n for t in self.trials.values() for n in (t.gain, t.trial_s))]
+        numbers = [self.speedup, self.speedup_low, self.run_s, self.runs, *self.one_off_s.values()]
+        numbers += [n for t in self.trials.values() for n in (t.gain, t.low, t.trial_s)]
         if not all(number is None or 0 <= number < _LARGEST for number in numbers):
             raise UnreadableJson(f"its numbers must lie in [0, {_LARGEST:g})")
 
@@ -214,17 +219,30 @@ class Recollection:
 
     # -- the check of the plan -----------------------------------------------------------------------------------------
 
-    def bears_out(self, name: str, outcome: Outcome) -> bool:
-        """Tell whether a trial that shows nothing by itself agrees with the gain that an earlier run has shown."""
+    def agrees(self, name: str, outcome: Outcome) -> bool:
+        """Tell whether a trial of a strategy agrees with the one that has kept it, and both together show a gain."""
         trial = None if self._earlier is None else self._earlier.trials.get(name)
-        if trial is None or trial.status != "kept" or trial.gain is None:
+        if trial is None or trial.status != "kept" or trial.gain is None or trial.low is None:
             return False
-        return outcome.gain >= 1.0 and trial.gain <= outcome.high
+        return bears_out(outcome, trial.gain, trial.low)
 
-    def confirm(self, undone: Sequence[str] = ()) -> None:
-        """The plan passed the guard and its closing trial, without what was undone before that."""
+    def agrees_on_plan(self, plan: Collection[str], outcome: Outcome) -> bool:
+        """Tell the same of a closing trial, if the plan is what the earlier one was of."""
+        earlier = self._earlier
+        if earlier is None or plan != earlier.plan.keys() or earlier.speedup is None or earlier.speedup_low is None:
+            return False
+        return outcome.verdict != "drop" and bears_out(outcome, earlier.speedup, earlier.speedup_low)
+
+    def confirm(self, undone: Sequence[str] = (), *, is_open: bool = False) -> None:
+        """The plan passed the guard and its closing trial, without what was undone before that.
+
+        Args:
+            undone: strategies.
+            is_open: noise has left the trial open, and earlier runs have decided.
+        """
         self._is_checking = False
         self.text = f"{self._suggestion}; checked again: kept" + (f", but for {', '.join(undone)}" if undone else "")
+        self.text += ", by what was shown then, since noise leaves it open in this run" if is_open else ""
 
     def reject(self, why: str) -> None:
         """The plan did not pass: forget it, and the verdicts that were made beside it."""
@@ -305,7 +323,7 @@ class Recollection:
         self,
         plan: Choices,
         rows: Mapping[str, StrategyRow],
-        speedup: float | None,
+        closing: Outcome | None,
         run_s: float,
         *,
         open_rows: Collection[str] = (),
@@ -316,7 +334,7 @@ class Recollection:
         Args:
             plan: what is on.
             rows: the report's rows.
-            speedup: of the plan, None if it is not known.
+            closing: the closing trial of that plan, None if there was none.
             run_s: seconds that this run's steps have taken.
             open_rows: names of those in which noise may have hidden a gain.
             ended: the run is over.
@@ -341,10 +359,12 @@ class Recollection:
         if not plan and not trials and not one_off_s:
             return
         known_run_s = 0.0 if ended or earlier is None else earlier.run_s
+        speedup, low = self._shown(plan, closing)
         search = RememberedSearch(
             searched=now if relied_on is None else relied_on.searched,
             plan={**plan, **self._waiting},
             speedup=speedup,
+            speedup_low=low,
             trials=trials,
             one_off_s=one_off_s,
             runs=0 if relied_on is None else relied_on.runs + 1,
@@ -353,6 +373,17 @@ class Recollection:
         if self._stored is None or ended or not _same(search, self._stored):
             self._stored = search
             self._memory.store(search)
+
+    def _shown(self, plan: Choices, closing: Outcome | None) -> tuple[float | None, float | None]:
+        """Return the speed-up of a plan and the lower end of its interval, by the runs that had it."""
+        earlier = self._earlier
+        if earlier is not None and earlier.speedup is not None and plan == earlier.plan:
+            if closing is None:
+                return earlier.speedup, earlier.speedup_low
+            both = None if earlier.speedup_low is None else pooled(closing, earlier.speedup, earlier.speedup_low)
+            if both is not None:
+                return round(both[0], 4), round(both[1], 4)
+        return (None, None) if closing is None else (round(closing.gain, 4), round(closing.low, 4))
 
     def _trial(self, row: StrategyRow, earlier: Mapping[str, RememberedTrial], now: str) -> RememberedTrial | None:
         """Return the result that this run has for a strategy, None if it has none."""
@@ -366,6 +397,7 @@ class Recollection:
             on=now,
             why=row.why[:200],
             gain=None if row.gain is None else round(row.gain, 4),
+            low=None if row.gain_low is None else round(row.gain_low, 4),
             trial_s=round(self._trial_s.get(row.name, 0.0 if before is None else before.trial_s), 2),
         )
 

@@ -31,6 +31,8 @@ class TakeOver(Experiments):
     def _recall(self, observed: Sequence[float]) -> Decisions:
         """Try what an earlier run found, as a whole; unless it is shown to be faster once more, it is undone.
 
+        What was shown then counts too: where noise leaves this run's trial open, both together decide.
+
         Args:
             observed: seconds of the plain steps just before.
         """
@@ -62,7 +64,7 @@ class TakeOver(Experiments):
         self._pending = [name for name in self._pending if name not in plan]
         self.plan = plan
         yield from self._measure_anatomy()
-        yield from self._close("the remembered plan")
+        yield from self._close("the remembered plan", self.recollection.agrees_on_plan)
         if self._regime_changed:
             return
         missing = [name for name in plan if name not in self.plan and name not in self._tripped]
@@ -89,7 +91,7 @@ class TakeOver(Experiments):
                 if not self._regime_changed:
                     self.recollection.reject(row.why)
                 return
-            if outcome.verdict != "keep" and self.recollection.bears_out(name, outcome):
+            if outcome.verdict != "keep" and self.recollection.agrees(name, outcome):
                 # Before and after can't be taken in turns, and the noise of one comparison would undo what was shown.
                 self._lasting[name] = replace(outcome, verdict="keep")
             elif outcome.verdict != "keep":
@@ -102,9 +104,10 @@ class TakeOver(Experiments):
 
     def _confirm(self, plan: Choices, undone: Sequence[str]) -> None:
         """Record that the closing trial has shown the remembered plan, but for what was undone, to be faster."""
-        self.recollection.confirm(undone)
+        is_open = self.closing is not None and self.closing.verdict != "keep"
+        self.recollection.confirm(undone, is_open=is_open)
         for name in self.plan:
-            if len(plan) == 1 and self.closing is not None:
+            if len(plan) == 1 and self.closing is not None and self.closing.verdict == "keep":
                 self._ledger.judge(self._candidates[name], plan[name], self.closing, self.plan)
             self._ledger.take_over(name, self.recollection.reason(name))
         self.remember()
@@ -122,6 +125,6 @@ class TakeOver(Experiments):
         Args:
             ended: the run is over.
         """
-        speedup = self.closing.gain if self.closing is not None and self.plan == self._closed else None
+        closing = self.closing if self.plan == self._closed else None
         open_rows = [name for name in self.rows if self._ledger.is_open(name)]
-        self.recollection.store(self.plan, self.rows, speedup, self.elapsed_s, open_rows=open_rows, ended=ended)
+        self.recollection.store(self.plan, self.rows, closing, self.elapsed_s, open_rows=open_rows, ended=ended)

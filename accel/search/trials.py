@@ -190,6 +190,40 @@ def together(first: Outcome, second: Outcome) -> Outcome:
     )
 
 
+def pooled(outcome: Outcome, gain: float, low: float) -> tuple[float, float] | None:
+    """Return what this trial and an earlier one show together: the gain, and the lower end of its 95 % interval.
+
+    The mean of both logarithms, each weighted by the inverse of its variance, as a meta-analysis pools studies of one
+    effect. None where they are not of one effect: their intervals don't meet, or the earlier one has shown no gain.
+
+    Args:
+        outcome: of this run's trial.
+        gain: of the earlier one, as a ratio.
+        low: lower end of its 95 % interval.
+    """
+    if not 1.0 < low <= gain or not 0.0 < outcome.low <= outcome.gain <= outcome.high < math.inf:
+        return None
+    if outcome.high < low or outcome.low > gain * gain / low:
+        return None
+    logs = math.log(gain), math.log(outcome.gain)
+    errors = max(logs[0] - math.log(low), 1e-3), max(math.log(outcome.high / outcome.low) / 2, 1e-3)
+    weights = [error**-2 for error in errors]
+    mean = sum(weight * each for weight, each in zip(weights, logs, strict=True)) / sum(weights)
+    return math.exp(mean), math.exp(mean - sum(weights) ** -0.5)
+
+
+def bears_out(outcome: Outcome, gain: float, low: float) -> bool:
+    """Tell whether a trial that noise has left open shows no loss by itself, and a gain together with an earlier one.
+
+    Args:
+        outcome: of this run's trial.
+        gain: of the earlier one, as a ratio.
+        low: lower end of its 95 % interval.
+    """
+    both = pooled(outcome, gain, low)
+    return outcome.gain >= 1.0 and both is not None and both[1] > 1.0
+
+
 def by_epochs(
     act: Act, a: Choices, b: Choices, *, config: TrialConfig
 ) -> Generator[Action, Result, TrialResult | None]:

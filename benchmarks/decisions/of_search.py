@@ -348,6 +348,22 @@ FAULTS = [
         _REMEMBERED,
     ),
     Fault(
+        "remembered_beyond_doubt",
+        "remembered plans",
+        "lets what an earlier run has shown outweigh whatever this one shows",
+        "accel.search.remembered:bears_out",
+        returns(True),
+        (*_REMEMBERED, "tests/accel/test_lasting.py"),
+    ),
+    Fault(
+        "remembered_alone",
+        "remembered plans",
+        "undoes a remembered plan that noise leaves open in this run",
+        "accel.search.remembered:bears_out",
+        returns(False),
+        (*_REMEMBERED, "tests/accel/test_lasting.py"),
+    ),
+    Fault(
         "never_too_old",
         "remembered plans",
         "relies on a result of last year",

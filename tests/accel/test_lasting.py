@@ -92,7 +92,7 @@ def kept_again(gain: float, noise: float) -> int:
     """In how many of 20 runs a lasting effect, of 1.2 in an earlier run, stays."""
     found = 0
     for seed in range(20):
-        trials = {"heap": RememberedTrial(status="kept", on=day(3), gain=1.2)}
+        trials = {"heap": RememberedTrial(status="kept", on=day(3), gain=1.2, low=1.15)}
         memory = FakeMemory(remembered(plan={"heap": None, "good": None}, trials=trials))
         machine = Grown(speed={"heap": gain, "good": 1.5}, noise=noise, seed=seed)
         controller = simulate([heap(), candidate("good")], machine, memory=memory)
