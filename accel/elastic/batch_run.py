@@ -10,7 +10,6 @@ then on the noise is measured, and the batch changes, only in steps in which no 
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import warnings
@@ -26,16 +25,17 @@ from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.controller import BatchController, BatchDecision
 from accel.elastic.loss_trend import LossTrend
+from accel.elastic.noise_interval import interval_of
 from accel.elastic.rehearsal import BatchRehearsal
 from accel.elastic.scaling_rules import Rule
 from accel.elastic.step_end import StepEnd
 from accel.elastic.step_rates import StepRates
 from accel.errors import InvalidArgument
-from accel.goodput.efficiency import UNMEASURED_SHARE, NoiseInterval
+from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.goodput import BatchLimits
 from accel.goodput.job import JobProfile
 from accel.goodput.noise_meter import NoiseMeter
-from accel.goodput.noise_scale import NoiseEstimate, NoiseScale
+from accel.goodput.noise_scale import NoiseScale
 from accel.profiler.host import seconds_since_start
 from accel.report.model import BatchRow
 from accel.run import backward
@@ -54,6 +54,8 @@ _FIRST_STEPS = 300
 _CONFIDENCE = 0.3
 """Of the noise scale's interval, by whose ends decisions are made: each end is right in 65 % of cases. A batch of
 half the best size costs as much as one of twice that, so that being surer than that costs more than it saves."""
+_LEAST_STEPS = 4
+"""Of an epoch: the first of them is not timed, and the last one may be smaller, so that two are left to judge by."""
 _HEARD = 2
 """Steps in which a call is recorded before a larger batch is rehearsed: one of them may measure the noise."""
 _AHEAD = 8
@@ -215,7 +217,10 @@ class BatchRun(Onlooker):
             self._meter.begin_batch(self._sampler.fresh)
         # By the batch in hand: steps that a suspended session does not hear of would add up.
         samples = self._sampler.samples_in_hand * self._per_step
-        self._rates.follow(samples, self._base, self._known_noise, self._epoch)
+        try:
+            self._rates.follow(samples, self._base, self._known_noise, self._epoch)
+        except Exception as error:  # of a rule of the user's, say
+            self._fail(error)
 
     # -- the backward pass (backward.BackwardListener) -----------------------------------------------------------------
 
@@ -223,8 +228,13 @@ class BatchRun(Onlooker):
         """Nothing: what the pass begins at is the same at its end."""
 
     def backward_ended(self, roots: list[Tensor]) -> None:
-        """Take the loss."""
-        self._trend.add(roots)
+        """Take the loss, without the factor of a GradScaler."""
+        try:
+            if self._scaler is not None and self._scaler.is_enabled():
+                roots = [root.detach() / self._scaler.scale(torch.ones_like(root)) for root in roots[:1]]
+            self._trend.add(roots)
+        except Exception as error:
+            self._fail(error)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -307,9 +317,14 @@ class BatchRun(Onlooker):
         replicas = self._sampler.num_replicas
         if self._base is None or self._per_step != self._restored["micro_batches"]:
             self._base = self._local_base * replicas * self._per_step
+        most = min(self.max_batch_size, max(self._base, self._sampler.length // _LEAST_STEPS))
+        if most < self.max_batch_size:
+            self._say(
+                f"batches of more than {most} samples are not tried: an epoch would have less than {_LEAST_STEPS}"
+            )
         nodes = -(-replicas // int(os.environ.get("LOCAL_WORLD_SIZE", replicas)))
         self.controller = BatchController(
-            self._base, self.max_batch_size, replicas=replicas, nodes=nodes, micro_batches=self._per_step
+            self._base, most, replicas=replicas, nodes=nodes, micro_batches=self._per_step
         )
         gather = partial(self._gathered, "measure the gradient noise") if replicas > 1 else None
         model, optimizers = self._run.model, self._run.optimizers
@@ -332,7 +347,7 @@ class BatchRun(Onlooker):
     def _decision(self, ahead: list[int]) -> _Agreed:
         assert self.controller is not None and self._meter is not None
         # The losses are each rank's own: by them the noise might be known on one rank and not on another.
-        noise = _interval(self._meter.noise.estimate(learns=self._trend.falls()))
+        noise = interval_of(self._meter.noise.estimate(learns=self._trend.falls()))
         if noise is None or not noise.is_known:
             # Few measurements may hide the signal for a while. What was known before holds: φ grows in most trainings.
             noise = self._known_noise
@@ -442,7 +457,13 @@ class BatchRun(Onlooker):
         Raises:
             InvalidArgument: in one sentence.
         """
-        base = sum(self._sampler.batch_sizes) if self._base is None else self._base
+        sizes = self._sampler.batch_sizes
+        if len(set(sizes)) > 1:
+            raise InvalidArgument(
+                f"max_batch_size= needs batches of one size on all ranks, got {list(sizes)} samples; give each rank as "
+                "many, or leave it out to keep the batch"
+            )
+        base = sum(sizes) if self._base is None else self._base
         if self.max_batch_size < base:
             raise InvalidArgument(
                 f"max_batch_size must be at least the loader's batch over all ranks, {base} samples, got "
@@ -477,13 +498,3 @@ class BatchRun(Onlooker):
         self._stop()
         if self._sampler.num_replicas == 1:
             self._rates.close()
-
-
-def _interval(estimate: NoiseEstimate) -> NoiseInterval | None:
-    """Return the noise scale as the controller takes it; None before it was measured."""
-    if math.isnan(estimate.phi):
-        return None
-    # Few measurements may put the variance below 0.
-    phi = max(estimate.phi, estimate.low, 0.0)
-    high = max(estimate.high, phi)
-    return NoiseInterval(phi, estimate.low, high, batch=max(estimate.batch, 1.0), share=UNMEASURED_SHARE)

@@ -304,3 +304,5 @@ class BatchController:
         self._asked_again = math.inf if largest is None else _ASKED_AGAIN  # steps are this process's
         self._timed = {size for size in self.sizes if self.times.count(self._configuration(size)) >= TIMED}
         self._settled = self._now = min(self._fitting(), key=lambda size: abs(size - state["batch"]))
+        if len(self._timed) > 1:
+            self.model = fit(self.times)  # of a batch that was not timed on so many ranks, the time is predicted

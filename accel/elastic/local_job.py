@@ -11,6 +11,7 @@ the start of a process and the step under way, which the profile's `restart_s` t
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from accel.elastic.run import PROFILE
 from accel.errors import InvalidArgument
 from accel.goodput.job import JobProfile
 
+_LONGER_S = 5.0
+"""Than torchrun waits for its workers it is waited for."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
@@ -88,19 +91,22 @@ class LocalJob:
         if self._process is not None and self._stopped() == 0:  # it has ended meanwhile
             self.ranks = 0
             return
-        self._process, self.ranks = None, ranks
+        self._process, self.ranks = None, 0
         if ranks:
             command = [*self._launcher, f"--nproc-per-node={ranks}", *self._arguments]
-            self._process = subprocess.Popen(command, start_new_session=True)
+            # By itself torchrun kills its workers 30 s after it has told them to end.
+            environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(self._save_s))}
+            self._process = subprocess.Popen(command, start_new_session=True, env=environment)
+            self.ranks = ranks
 
     def _stopped(self) -> int:
         """Have the ranks save and end; return the launcher's exit status."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         try:
-            return self._process.wait(self._save_s)
+            return self._process.wait(self._save_s + _LONGER_S)
         except subprocess.TimeoutExpired:
-            self.kill()
+            _kill(self._process)
             return self._process.returncode
 
     def wait(self, timeout_s: float | None = None) -> int:
@@ -123,15 +129,10 @@ class LocalJob:
         return status
 
     def kill(self) -> None:
-        """End the launcher and its ranks without a checkpoint."""
-        if self._process is None or self._process.poll() is not None:
-            return
-        for process in (*_descendants(self._process.pid), self._process.pid):
-            try:
-                os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        self._process.wait()
+        """End the launcher and its ranks without a checkpoint; a later `resize` starts them again."""
+        if self._process is not None and self._process.poll() is None:
+            _kill(self._process)
+            self._process, self.ranks = None, 0
 
     def profile(self) -> JobProfile | None:
         """Return what the job has measured of itself; None before its first decision about the batch.
@@ -140,6 +141,16 @@ class LocalJob:
             InvalidArgument: if the file is no profile.
         """
         return JobProfile.load(self._profile) if self._profile.exists() else None
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and those that it has started."""
+    for each in (*_descendants(process.pid), process.pid):
+        try:
+            os.kill(each, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.wait()
 
 
 def _descendants(process: int) -> list[int]:

@@ -12,7 +12,10 @@ proportion to it the process would need more than is available.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from accel.goodput.gradient_scales import GradientScales
 from accel.guard import guard
 from accel.guard.guard import Recording
 from accel.profiler.host import available_memory, resident_memory
+from accel.run import backward
 
 Call = Callable[..., Any]
 
@@ -74,7 +78,8 @@ class BatchRehearsal:
         if self._recording is not None or not torch.is_grad_enabled():
             return
         if any(self._samples in tensor.shape for tensor in tensors((args, kwargs))):
-            self._recording = guard.record(self._model, self._device, args, kwargs)
+            with contextlib.suppress(Exception):  # inputs that can't be copied: then nothing is rehearsed
+                self._recording = guard.record(self._model, self._device, args, kwargs)
 
     def problem(self, samples: int) -> str:
         """Return why the loop can't take a batch of so many samples, '' if nothing speaks against it; record no more.
@@ -96,25 +101,49 @@ class BatchRehearsal:
         return reason
 
     def _rehearsed(self, recording: Recording, samples: int) -> str:
-        try:
-            arguments = self._repeated(recording, samples)
-        except Exception as error:
-            if is_out_of_memory(error):
-                return _TOO_MANY
-            return ""  # sparse or nested tensors, say, which can't be repeated
-        try:
-            self._step(recording, *arguments)
-        except Exception as error:
-            if is_out_of_memory(error):
-                return _TOO_MANY
-            return f"the model does not take them: {type(error).__name__}: {error}"
-        return ""
+        problem = ""
+        for left_alone in self._by_chance(recording):
+            try:
+                arguments = self._repeated(recording, samples, left_alone)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    return _TOO_MANY
+                return ""  # sparse or nested tensors, say, which can't be repeated
+            try:
+                self._step(recording, *arguments)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    return _TOO_MANY
+                problem = problem or f"the model does not take them: {type(error).__name__}: {error}"
+            else:
+                return ""
+        return problem
 
-    def _repeated(self, recording: Recording, samples: int) -> tuple[Any, Any]:
-        """Return the arguments with their samples repeated, along the first dimension that has their number."""
+    def _by_chance(self, recording: Recording) -> list[Collection[int]]:
+        """Return which inputs may have the number of samples by chance, by their place; the likeliest case first.
+
+        A mask (T, T) or positions (1, T) have it where a text has as many words as the batch has texts. A model that
+        refuses them larger is asked again without.
+        """
+        shapes = [tuple(tensor.shape) for tensor in tensors((recording.args, recording.kwargs))]
+        having = [i for i, shape in enumerate(shapes) if self._samples in shape]
+        later = [i for i in having if shapes[i][0] != self._samples]
+        square = [i for i in having if shapes[i].count(self._samples) > 1]
+        cases: list[Collection[int]] = [(), later, sorted({*later, *square}), having[1:]]
+        return [case for number, case in enumerate(cases) if case not in cases[:number] and len(case) < len(having)]
+
+    def _repeated(self, recording: Recording, samples: int, left_alone: Collection[int]) -> tuple[Any, Any]:
+        """Return the arguments with their samples repeated, along the first dimension that has their number.
+
+        Args:
+            recording: of the call.
+            samples: of the larger batch.
+            left_alone: inputs that stay as they are, by their place.
+        """
+        places = itertools.count()
 
         def larger(tensor: Tensor) -> Tensor:
-            if self._samples not in tensor.shape:
+            if next(places) in left_alone or self._samples not in tensor.shape:
                 return tensor.detach().clone().requires_grad_(tensor.requires_grad)
             index = torch.arange(samples, device=tensor.device) % self._samples
             repeated = tensor.detach().index_select(tensor.shape.index(self._samples), index)
@@ -123,16 +152,50 @@ class BatchRehearsal:
         return map_tensors(larger, recording.args), map_tensors(larger, recording.kwargs)
 
     def _step(self, recording: Recording, args: Any, kwargs: Any) -> None:
+        try:
+            self._forward_and_backward(recording, args, kwargs, self._gradients)
+        except RuntimeError as error:
+            # Reentrant activation checkpointing wants a backward pass, to which others may listen at the parameters.
+            if "use_reentrant" not in str(error) or self._is_listened_to():
+                raise
+            self._forward_and_backward(recording, args, kwargs, self._accumulated)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _forward_and_backward(
+        self, recording: Recording, args: Any, kwargs: Any, send: Callable[[list[Tensor], list[Tensor]], None]
+    ) -> None:
         outputs = guard.called(self._model, self._call, recording, args, kwargs)
         for_loss = [torch.zeros_like(output) + 1 for output in outputs for _ in range(_LOSS)]
         roots = [output for output in outputs if output.requires_grad]
-        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        if roots and parameters:
-            gradients = [torch.ones_like(root) for root in roots]
-            torch.autograd.grad(roots, parameters, gradients, allow_unused=True)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if roots and self._trained():
+            send(roots, [torch.ones_like(root) for root in roots])
         del for_loss
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+
+    def _gradients(self, roots: list[Tensor], ones: list[Tensor]) -> None:
+        torch.autograd.grad(roots, self._trained(), ones, allow_unused=True)
+
+    def _accumulated(self, roots: list[Tensor], ones: list[Tensor]) -> None:
+        """Send ones back to the parameters, and put their gradients back."""
+        parameters = self._trained()
+        before = [parameter.grad for parameter in parameters]
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            with backward.unheard():
+                torch.autograd.backward(roots, ones)
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+
+    def _is_listened_to(self) -> bool:
+        if isinstance(self._model, DistributedDataParallel):
+            return True
+        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        return any(getattr(parameter, name, None) for parameter in self._trained() for name in hooks)
 
     def _exhausted(self, samples: int) -> str:
         """Return '' unless a CPU's memory would not do, by what the process took more since it began to train."""
@@ -140,7 +203,10 @@ class BatchRehearsal:
         now, before = resident_memory(), self._resident_before
         if available is None or now is None or before is None:
             return ""
-        needed = before.now + (now.most - before.now) * samples / self._samples - now.now
+        # What a script took most before it trained, while it loaded its data, says nothing of a step.
+        most = now.most if now.most > before.most else max(now.now, before.now)
+        needed = before.now + (most - before.now) * samples / self._samples - now.now
+        available //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of a host rehearse together
         if needed <= _MOST * available:
             return ""
         return (

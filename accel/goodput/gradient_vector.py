@@ -64,7 +64,7 @@ def denominators(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) 
             coordinates have no norm in common.
 
     Raises:
-        Unmeasurable: if an Adam has taken no step yet, or does not update one of the parameters.
+        Unmeasurable: if no Adam has taken a step yet.
     """
     rows = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     if not rows or not all(_is_adam(optimizer, group) for optimizer, group in rows):
@@ -74,15 +74,14 @@ def denominators(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) 
     corrections: list[float] = []
     epsilons: list[float] = []
     for p in parameters:
-        if id(p) not in owner:
-            raise Unmeasurable("a parameter that requires a gradient is in no optimizer")
-        optimizer, group = owner[id(p)]
+        optimizer, group = owner.get(id(p), rows[0])
         state = optimizer.state.get(p, {})
-        if "exp_avg_sq" not in state:
-            raise Unmeasurable("the optimizer has no average of squared gradients for one of the parameters yet")
-        squares.append(_square(p, state))
+        # One that has had no gradient, or that nobody updates, has no square, and is left out as those of 0 are.
+        squares.append(_square(p, state) if "exp_avg_sq" in state else torch.zeros_like(p, dtype=torch.float32))
         corrections.append(_correction(state, group))
         epsilons.append(float(group["eps"]))
+    if not any("exp_avg_sq" in owner[id(p)][0].state.get(p, {}) for p in parameters if id(p) in owner):
+        raise Unmeasurable("the optimizer has no averages of squared gradients yet")
     return _joined(_denominators(squares, corrections, epsilons))
 
 

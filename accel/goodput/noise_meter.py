@@ -24,7 +24,7 @@ from accel.goodput.gradient_scales import GradientScales
 from accel.goodput.gradient_sketch import GradientSketch
 from accel.goodput.gradient_tap import trained_parameters
 from accel.goodput.noise_parts import Gather, exchange
-from accel.goodput.noise_refusal import Unmeasurable
+from accel.goodput.noise_refusal import Unmeasurable, reason_of
 from accel.goodput.noise_replay import Call, ReplayedParts
 from accel.goodput.noise_scale import NoiseScale, NoiseSums
 from accel.goodput.noise_schedule import NoiseSchedule
@@ -125,7 +125,12 @@ class NoiseMeter:
     # -- the loop's events ---------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """A step begins: to be called at the boundary, before its first batch is requested."""
+        """A step begins: to be called at the boundary, before its first batch is requested.
+
+        One that has begun without an end is left out: an epoch's last request begins a step that the next epoch's first
+        one begins again.
+        """
+        self._leave_out()
         self._batches = 0
         self._is_timed = self._schedule.wants_time
         if not self._is_timed:
@@ -175,7 +180,7 @@ class NoiseMeter:
         step.prepare(call, args, kwargs)
         self._own_s += self._clock() - began
         outputs = call(*args, **kwargs)
-        step.listen(outputs)
+        self._attempt(lambda step: step.listen(outputs))
         return outputs
 
     def before_update(self, optimizer: Optimizer) -> None:
@@ -198,15 +203,20 @@ class NoiseMeter:
 
     def skip_step(self, samples: int) -> None:
         """A step has ended that was not passed otherwise, of so many samples on this rank: it pays for measurements."""
+        self._leave_out()
         self._samples_passed += samples
         self._schedule.skip_step()
 
     def close(self) -> None:
         """Leave nothing behind, and measure no more; ranks must close between the same two steps."""
+        self._leave_out()
+        self.refusal = self.refusal or "the meter is closed"
+
+    def _leave_out(self) -> None:
+        """Take the hooks off if a measured step is under way, and forget it."""
         if self._measured is not None:
             self._measured.close()
         self._measured, self._sums = None, None
-        self.refusal = self.refusal or "the meter is closed"
 
     # -- a measured step -----------------------------------------------------------------------------------------------
 
@@ -221,11 +231,12 @@ class NoiseMeter:
         self._own_s = self._clock() - self._began_s
 
     def _attempt(self, act: Callable[[MeasuredStep], None]) -> None:
+        """Do a part of the measurement: what fails in it is none of the loop's errors."""
         assert self._measured is not None
         try:
             act(self._measured)
-        except Unmeasurable as refusal:
-            self._measured.reason = self._measured.reason or str(refusal)
+        except Exception as error:
+            self._measured.reason = self._measured.reason or reason_of(error)
 
     def _end_measuring(self, step: MeasuredStep) -> None:
         began = self._clock()

@@ -160,7 +160,8 @@ class ReplayedParts:
     def _drawn(self, count: int, parts: int) -> tuple[Tensor, Tensor]:
         """Draw the part's samples, without touching the loop's random state."""
         order = torch.randperm(count, generator=torch.Generator().manual_seed(self._measured))
-        size = max(1, count // parts)
+        # Batch normalisation takes no single sample, and a dimension of one may be squeezed away.
+        size = min(max(2, count // parts), max(1, count - 1))
         return order[:size], order[size:]
 
     def _find_mode(self, modes: list[Mode], batch: _Batch, total: Tensor) -> Mode:

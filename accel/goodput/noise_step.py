@@ -14,7 +14,7 @@ from accel.goodput.gradient_scales import GradientScales
 from accel.goodput.gradient_sketch import GradientSketch
 from accel.goodput.gradient_tap import GradientTap
 from accel.goodput.noise_parts import PartSums
-from accel.goodput.noise_refusal import Unmeasurable
+from accel.goodput.noise_refusal import Unmeasurable, reason_of
 from accel.goodput.noise_replay import Call, ReplayedParts
 from accel.goodput.noise_scale import NoiseSums
 from accel.guard import guard
@@ -105,8 +105,10 @@ class MeasuredStep:
             return None
         try:
             return measure()
-        except Unmeasurable as refusal:
-            self.reason = str(refusal)
+        except Exception as error:  # out of memory in a replay, say: the loop goes on, and says nothing of it
+            self.reason = reason_of(error)
+        if self._parameters[0].is_cuda:
+            torch.cuda.empty_cache()  # only now: the exception held the frames, and they the tensors
         return None
 
     def _replayed(self, replay: ReplayedParts) -> NoiseSums:

@@ -219,6 +219,8 @@ class StepEvents:
         for own in self._run.optimizers:  # no any(): it takes 0.5 µs more, twice a step
             if optimizer is own:
                 return True
+        if any(optimizer.__dict__ is own.__dict__ for own in self._run.optimizers):
+            return True  # it stands in for one in a scaled step, whose class calls its base's step
         if self._strangers.get(optimizer) == len(optimizer.param_groups):
             return False  # searched once: a cross validation leaves many sessions, and each sees every optimizer's step
         mine = any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])

@@ -107,7 +107,7 @@ def optimized(rank: int, world: int, folder: Path, signal_at: int) -> dict[str, 
     """
     phi = 5000.0 * (1 + rank)  # each rank's own: all must scale their rates by rank 0's
     noise = NoiseInterval(phi, 0.8 * phi, 1.2 * phi)
-    batch_run._interval = lambda estimate: noise  # type: ignore[assignment]
+    batch_run.interval_of = lambda estimate: noise  # type: ignore[assignment]
     model, optimizer = made(rank)
     x = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, torch.arange(SAMPLES))
@@ -174,7 +174,7 @@ def one_rank_has_less_memory(rank: int, world: int, *, is_asked: bool = False) -
     if is_asked and rank == 1:
         rehearsal.BatchRehearsal._exhausted = lambda self, samples: "too much"  # type: ignore[method-assign]
     noise = NoiseInterval(5000.0, 4000.0, 6000.0)
-    batch_run._interval = lambda estimate: noise  # type: ignore[assignment]
+    batch_run.interval_of = lambda estimate: noise  # type: ignore[assignment]
     model = DistributedDataParallel(_Bounded(4 if rank == 1 else 10**6))
     data = TensorDataset(torch.randn(SAMPLES, 3))
     loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))

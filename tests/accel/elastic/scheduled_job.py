@@ -157,7 +157,7 @@ def _in_a_hurry(interrupted: Interrupted) -> None:
     """Save and meet every few steps, and let the noise be such that batches grow."""
     noise = NoiseInterval(5000.0, 4000.0, 6000.0)
     patched: Any = (batch_run, checkpoint, checkpoint_run)
-    patched[0]._interval = lambda estimate: noise
+    patched[0].interval_of = lambda estimate: noise
     patched[1].Disk = partial(InterruptedDisk, interrupted)
     patched[2].SavePolicy = partial(SavePolicy, share=0.5, meeting_s=0.01)
 

@@ -297,3 +297,21 @@ def test_a_change_is_for_the_better_at_each_noise_scale_of_the_interval(
         ratio = choice.batch / seconds(choice.batch) * efficiency(choice.batch, 32, scale)
         ratio /= now / seconds(now) * efficiency(now, 32, scale)
         assert ratio > MARGIN * 0.999
+
+
+def test_a_state_goes_on_where_the_batch_was_not_timed() -> None:
+    """With another cap, or on other ranks, the nearest batch is one that only the model knows."""
+    noise, controller, step = NoiseInterval(1e6, 9e5, 1.1e6), BatchController(32, 500), 0
+    for _ in range(20):
+        for _ in range(12):
+            controller.timed(controller.batch, 0.01)
+            step += 1
+        controller.decide(step, noise)
+    assert controller.batch == 500
+    other = BatchController(32, 1000)
+    other.load_state_dict(controller.state_dict())
+    decision = other.decide(4, noise)
+    assert decision.tried and decision.goodput > 0
+    again = BatchController(32, 1000)
+    again.load_state_dict(controller.state_dict())
+    assert again.refuse(1000, 4, noise, "too much").batch < 1000

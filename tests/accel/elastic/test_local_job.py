@@ -172,3 +172,32 @@ def test_under_torchrun_no_sample_is_lost_when_it_is_resized(tmp_path: Path, mon
     assert [len(ranks) for ranks in runs()] == [2, 1, 3]
     begins = [next(line["begins"] for line in ranks[0] if "begins" in line) for ranks in runs()]
     assert begins == sorted(set(begins))  # type: ignore[type-var]
+
+
+def test_the_launcher_is_told_how_long_saving_may_take(tmp_path: Path) -> None:
+    """By itself torchrun kills its workers after thirty seconds."""
+    script = tmp_path / "launcher.py"
+    script.write_text(
+        "import os, sys, pathlib\n"
+        "pathlib.Path(sys.argv[2], 'told').write_text(os.environ.get('TORCH_ELASTIC_SHUTDOWN_TIMEOUT', ''))\n"
+    )
+    job = LocalJob([str(tmp_path)], tmp_path, save_s=299.5, launcher=[sys.executable, str(script)])
+    job.resize(1)
+    assert job.wait(30) == 0
+    assert (tmp_path / "told").read_text() == "300"
+
+
+def test_a_job_that_was_killed_can_be_started_again(stand_in: StandIn) -> None:
+    stand_in.resize(1)
+    stand_in.job.kill()
+    assert (stand_in.job.status, stand_in.job.ranks) == (None, 0)
+    stand_in.resize(2)
+    assert stand_in.job.ranks == 2
+    assert stand_in.job.status is None
+
+
+def test_a_launcher_that_can_not_be_started_leaves_the_job_stopped(tmp_path: Path) -> None:
+    job = LocalJob(["train.py"], tmp_path, launcher=[str(tmp_path / "none")])
+    with pytest.raises(FileNotFoundError):
+        job.resize(2)
+    assert job.ranks == 0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import accel
@@ -219,3 +220,71 @@ def test_resident_memory_grows_with_what_is_used(tmp_path: Path) -> None:
     assert after.most >= after.now
     block.close()
     assert resident_memory(tmp_path) is None
+
+
+def test_what_a_script_took_before_it_trained_says_nothing_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had 6 GiB while it loaded its data; a step of 8 samples takes one."""
+    readings = iter([ResidentMemory(GIB, 6 * GIB), ResidentMemory(2 * GIB, 6 * GIB)])
+    monkeypatch.setattr("accel.elastic.rehearsal.resident_memory", lambda: next(readings))
+    monkeypatch.setattr("accel.elastic.rehearsal.available_memory", lambda: 3 * GIB)
+    assert rehearsal(Bounded(100), 8, torch.randn(8, 8)).problem(16) == ""
+
+
+def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    readings = iter([ResidentMemory(GIB, GIB), ResidentMemory(2 * GIB, 2 * GIB)])
+    monkeypatch.setattr("accel.elastic.rehearsal.resident_memory", lambda: next(readings))
+    monkeypatch.setattr("accel.elastic.rehearsal.available_memory", lambda: 2 * GIB)
+    assert "1,024 MB more of memory, of which 512 MB" in rehearsal(Bounded(100), 8, torch.randn(8, 8)).problem(16)
+
+
+class Checkpointed(nn.Module):
+    """Computes a layer once more in the backward pass, in a pass of its own."""
+
+    def __init__(self, most: int = 100) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), Bounded(most)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.second, self.first(x), use_reentrant=True)
+        return y
+
+
+def test_reentrant_checkpoints_are_rehearsed() -> None:
+    model = Checkpointed()
+    model(torch.randn(8, 8)).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    assert rehearsal(model, 8, torch.randn(8, 8)).problem(16) == ""
+    assert all(p.grad is before for p, before in zip(model.parameters(), gradients, strict=True))
+    assert rehearsal(Checkpointed(8), 8, torch.randn(8, 8)).problem(16) == "they do not fit into memory"
+
+
+def test_reentrant_checkpoints_whose_gradients_someone_hears_are_left_alone() -> None:
+    model, heard = Checkpointed(), []
+    model.first.weight.register_hook(heard.append)
+    assert "use_reentrant" in rehearsal(model, 8, torch.randn(8, 8)).problem(16)
+    assert not heard
+
+
+class Masked(nn.Module):
+    """Takes texts of eight words, and what does not depend on their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+        return (x * self.weight + places) @ mask
+
+
+def test_a_mask_of_as_many_words_as_samples() -> None:
+    given = torch.randn(8, 8), torch.ones(8, 8), torch.zeros(1, 8)
+    assert rehearsal(Masked(), 8, *given).problem(16) == ""
+
+
+def test_inputs_that_can_not_be_copied_are_no_error_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any) -> Any:
+        raise TypeError("a list of another kind")
+
+    monkeypatch.setattr("accel.elastic.rehearsal.guard.record", failing)
+    assert rehearsal(Bounded(1), 8, torch.randn(8, 8)).problem(16) == ""

@@ -38,7 +38,7 @@ class Training:
         monkeypatch.setattr("accel.elastic.batch_run.BatchRun.__init__", _timed_by(self.clock))
         monkeypatch.setattr("accel.session.session.Session.searching", property(lambda session: False))
         noise = NoiseInterval(phi, 0.9 * phi, 1.1 * phi)
-        monkeypatch.setattr("accel.elastic.batch_run._interval", lambda estimate: noise)
+        monkeypatch.setattr("accel.elastic.batch_run.interval_of", lambda estimate: noise)
         torch.manual_seed(0)
         self.model: nn.Module = nn.Linear(4, 1)
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), 0.01)
