@@ -166,6 +166,24 @@ class ElasticSampler(Sampler[list[int]]):
         self._taken += 1
 
     @property
+    def running_pass(self) -> object:
+        """The pass over this sampler whose batches `advance` counts: the one begun last, or that was gone on with."""
+        return self._under_way
+
+    def go_on_with(self, running: object | None) -> None:
+        """Let `advance` count the batches of another pass; for loops that begin one within another.
+
+        Args:
+            running: what `running_pass` was when that pass had just begun; None for none, until the next one begins.
+
+        Raises:
+            TypeError: if it is something else.
+        """
+        if running is not None and not isinstance(running, deque):
+            raise TypeError(f"running must be what running_pass has returned, or None, got {type(running).__name__}")
+        self._under_way = deque() if running is None else running
+
+    @property
     def counting(self) -> bool:
         """True once something counts what the loop takes."""
         return self._counting

@@ -129,17 +129,16 @@ class BatchRun(Onlooker):
         """The meter was told of the present step's beginning."""
         self._known_noise: NoiseInterval | None = None
         """Rank 0's last one that says something; the batch stays while none does, and so do its rates."""
-        self._steps = 0
-        self._decision_due = _WARM_UP
+        self._steps, self._decision_due = 0, _WARM_UP
         self._batches = self._samples = 0
         """Of the present step: a loop may accumulate the gradients of several batches."""
+        self._standing: tuple[int, int] | None = None
         self._per_step = 1
         self._is_settled = False
         """As rank 0 has it."""
         self._is_first = True
-        self._began = 0.0
-        self._start_s = 0.0
-        """From the start of the process to the end of its first step."""
+        self._began = self._start_s = 0.0
+        """Of the present step; from the start of the process to the end of its first step."""
         self._most_replicas = sampler.num_replicas
         """The most ranks that the training has run on."""
         self._alive = True
@@ -209,6 +208,9 @@ class BatchRun(Onlooker):
 
     def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
         """Count the batch, and let the learning rate follow the size of the step."""
+        before, self._standing = self._standing, (self._sampler.epoch, self._sampler.position)
+        if self._standing == before:  # the loop only looks at it
+            return
         self._batches += 1
         self._samples += self._sampler.samples_in_hand
         if self._base is None:
@@ -327,12 +329,10 @@ class BatchRun(Onlooker):
             self._base, most, replicas=replicas, nodes=nodes, micro_batches=self._per_step
         )
         gather = partial(self._gathered, "measure the gradient noise") if replicas > 1 else None
-        model, optimizers = self._run.model, self._run.optimizers
-        noise = NoiseScale(confidence=_CONFIDENCE)
         self._meter = NoiseMeter(
-            model,
-            optimizers,
-            noise=noise,
+            self._run.model,
+            self._run.optimizers,
+            noise=NoiseScale(confidence=_CONFIDENCE),
             replicas=replicas,
             gather=gather,
             scaler=self._scaler,

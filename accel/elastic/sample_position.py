@@ -1,15 +1,53 @@
 """Counts what a loop takes of an elastic loader, so that its position in the epoch is known at any time.
 
-It follows the loader for good: also after `accel.undo` each epoch must have each sample once.
+It follows the loader for good: also after `accel.undo` each epoch must have each sample once. What the loop only looks
+at does not count, since it would be missing in the epoch's training:
+
+    a pass begun within another one, such as `next(iter(loader))` for a picture     until an optimizer steps in it
+    a pass without gradients, such as an evaluation of the training samples         unless an optimizer steps in it
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.session.listeners import Onlooker
+
+
+class _Updates:
+    """Counts the steps of all optimizers of the process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        self.count += 1
+
+
+@functools.cache
+def _counter() -> _Updates:
+    return _Updates()
+
+
+def _updates_so_far() -> int:
+    return _counter().count
+
+
+class _Look(NamedTuple):
+    """A pass that began without gradients: where the loop was before it, and how many updates there had been."""
+
+    epoch: int
+    position: int
+    updates: int
 
 
 class SamplePosition(Onlooker):
@@ -17,19 +55,78 @@ class SamplePosition(Onlooker):
 
     Args:
         sampler: of the loader.
+        updates: returns how many steps optimizers have taken; None counts those of all optimizers.
     """
 
-    def __init__(self, sampler: ElasticSampler) -> None:
+    def __init__(self, sampler: ElasticSampler, updates: Callable[[], int] | None = None) -> None:
         self.sampler = sampler
+        self.counts = True
+        """The batch delivered last is one that the loop trains on, as far as is known."""
+        self._updates = _updates_so_far if updates is None else updates
+        self._dealt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        """What the sampler calls each pass."""
+        self._inner: tuple[Any, int, int] | None = None
+        """A pass within another one, as the sampler calls it: batches looked at, and updates before the first."""
+        self._look: _Look | None = None
+        self._updates()  # from now on they are counted
         super().__init__()
 
+    def epoch_begins(self, proxy: LoaderProxy) -> None:
+        """Go back to before a pass that was only looked at, so that the next one has all its samples."""
+        self._note(proxy)
+        self._go_back()
+
     def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
-        """Count the batch as consumed."""
-        self.sampler.advance()
+        """Count the batch as consumed, if it is one that the loop trains on."""
+        self._note(proxy)
+        underway = proxy._accel_fetching.underway
+        dealt, outer = self._dealt[underway.current], underway.oldest
+        if outer is underway.current or outer not in self._dealt:
+            self._inner = None
+            self._count(dealt)
+            return
+        known, batches, updates = self._inner or (dealt, 0, self._updates())
+        if known is not dealt:
+            batches, updates = 0, self._updates()
+        self._inner = dealt, batches + 1, updates
+        self.counts = batches > 0 and self._updates() != updates
+        if not self.counts:
+            self.sampler.go_on_with(self._dealt[outer])
+            return
+        # An optimizer steps between its batches: the other pass is held by a variable and was left.
+        underway.leave(outer)
+        for _ in range(batches + 1):
+            self._count(dealt)
 
     def epoch_ended(self, proxy: LoaderProxy) -> None:
         """Go on to the next epoch."""
-        self.sampler.end_epoch()
+        self._note(proxy)
+        underway = proxy._accel_fetching.underway
+        if underway.current is underway.oldest and not self._go_back():
+            self.sampler.end_epoch()
+
+    def _count(self, dealt: Any) -> None:
+        self.counts = True
+        if self._look is None and not torch.is_grad_enabled():
+            self._look = _Look(self.sampler.epoch, self.sampler.position, self._updates())
+        elif torch.is_grad_enabled():
+            self._look = None
+        self.sampler.go_on_with(dealt)
+        self.sampler.advance()
+
+    def _go_back(self) -> bool:
+        """Undo the counting of a pass in which no optimizer has stepped; return whether there was one."""
+        look, self._look = self._look, None
+        if look is None or self._updates() != look.updates:
+            return False
+        self.sampler.set_epoch(look.epoch, look.position)
+        return True
+
+    def _note(self, proxy: LoaderProxy) -> None:
+        """Note what the sampler calls the pass begun last: nothing else has begun since then."""
+        newest = proxy._accel_fetching.underway.newest
+        if newest is not None and newest not in self._dealt:
+            self._dealt[newest] = self.sampler.running_pass
 
 
 def remaining_epochs(loader: Any, total: int) -> range:

@@ -20,6 +20,7 @@ from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.passes.continuous import Continuous
 from accel.dataio.passes.passes import Maker, Newest, Pass
 from accel.dataio.passes.stand_in import StandIn
+from accel.dataio.passes.underway import PassesUnderWay
 
 if TYPE_CHECKING:
     from accel.dataio.passes.kept_samples import KeptSamples
@@ -54,6 +55,7 @@ class Fetching:
         samples: what keeps samples below all of these, or None.
         transforms: functions applied to each batch, in order.
         newest: the only pass whose batches `workers` may make.
+        underway: the passes that the loop has begun.
         fetch_watch: watches plain fetches, or None.
     """
 
@@ -62,6 +64,7 @@ class Fetching:
         self.own_workers: OwnWorkers | None = None
         self.samples: KeptSamples | None = None
         self.newest = Newest()
+        self.underway = PassesUnderWay()
         self.transforms: dict[str, Callable[[Any], Any]] = {}
         self.fetch_watch: FetchWatch | None = None
 
@@ -102,6 +105,7 @@ class _Listened:
 
     def __init__(self, batches: Pass, fetching: Fetching, listener: LoaderListener) -> None:
         self._batches, self._fetching, self._listener = batches, fetching, listener
+        self._name = fetching.underway.begin(self)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -110,10 +114,12 @@ class _Listened:
         position = self._batches.position
         try:
             self._listener.batch_requested()
+            self._fetching.underway.ask(self._name)
             try:
                 batch = next(self._batches)
             except StopIteration:
                 self._listener.epoch_ended()
+                self._fetching.underway.end(self._name)
                 raise
             for transform in self._fetching.transforms.values():
                 batch = transform(batch)

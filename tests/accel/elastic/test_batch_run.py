@@ -6,6 +6,7 @@ import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -19,6 +20,7 @@ from accel import entry
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.batch_run import BatchRun
 from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.scaling_rules import BatchScale, Linear, NoScaling
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
@@ -538,3 +540,22 @@ def test_ranks_of_unequal_batches_are_refused(job: Any) -> None:
     sampler = ElasticSampler(3000, batch_size=[20, 6], num_replicas=2, rank=0)
     with pytest.raises(InvalidArgument, match=r"needs batches of one size on all ranks, got \[20, 6\]"):
         accel.optimize(model, DataLoader(loader.dataset, batch_sampler=sampler), optimizer, max_batch_size=64, **PLAIN)
+
+
+@pytest.mark.parametrize("options", [{"max_batch_size": 64}, {"checkpoint": True}], ids=str)
+def test_looks_at_the_training_samples_take_none_from_it(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    known_noise(monkeypatch, 5000.0)
+    if "checkpoint" in options:
+        options = {"checkpoint": tmp_path}
+    model, loader, optimizer = accel.optimize(*job, **options, **PLAIN)
+    for epoch in range(3):
+        taken = train(model, loader, optimizer, clock, lambda step: next(iter(loader)) if step in (3, 40) else None)
+        assert sorted(index for batch in taken for index in batch) == list(range(3000))
+        with torch.no_grad():
+            for step, (x, _, _) in enumerate(loader):
+                model(x)
+                if epoch == 1 and step == 3:
+                    break
+    assert list(remaining_epochs(loader, 5)) == [3, 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,12 +24,23 @@ class Follows(Silent):
     def __init__(self, position: SamplePosition) -> None:
         super().__init__()
         self._position = position
+        self.proxy: Any = None
+
+    def epoch_begins(self) -> None:
+        self._position.epoch_begins(self.proxy)
 
     def batch_delivered(self, batch: Any) -> None:
-        self._position.batch_delivered(batch, None)  # type: ignore[arg-type]
+        self._position.batch_delivered(batch, self.proxy)
 
     def epoch_ended(self) -> None:
-        self._position.epoch_ended(None)  # type: ignore[arg-type]
+        self._position.epoch_ended(self.proxy)
+
+
+def followed(sampler: ElasticSampler, loader: DataLoader[Any], updates: Callable[[], int] = lambda: 0) -> Any:
+    follows = Follows(SamplePosition(sampler, updates))
+    proxy = LoaderProxy(loader, follows)
+    follows.proxy = proxy
+    return proxy
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -37,7 +49,7 @@ def test_switches_of_workers_and_of_the_batch_size_at_random_lose_no_sample(seed
     draws = random.Random(seed)
     sampler = ElasticSampler(97, batch_size=4, seed=seed)
     loader: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(97)), batch_sampler=sampler)
-    proxy: Any = LoaderProxy(loader, Follows(SamplePosition(sampler)))
+    proxy = followed(sampler, loader)
     pools = [None, *(Continuous(loader, ThreadEngine(loader, n)) for n in (1, 2))]
     proxy._accel_fetching.workers = draws.choice(pools)
     for _ in range(6):
@@ -52,3 +64,116 @@ def test_switches_of_workers_and_of_the_batch_size_at_random_lose_no_sample(seed
     for pool in pools:
         if pool is not None:
             pool.close()
+
+
+class Loop:
+    """A loop over 40 samples in batches of four, each followed by an update."""
+
+    def __init__(self, workers: int = 0) -> None:
+        self.updates, self.seen = 0, list[int]()
+        self.sampler = ElasticSampler(40, batch_size=4, seed=1)
+        self.loader: DataLoader[Any] = DataLoader(
+            TensorDataset(torch.arange(40)), batch_sampler=self.sampler, num_workers=workers
+        )
+        self.proxy = followed(self.sampler, self.loader, lambda: self.updates)
+
+    def take(self, batch: torch.Tensor) -> None:
+        self.seen += batch.tolist()
+        self.updates += 1
+
+    def epoch(self, between: Callable[[int], None] = lambda step: None) -> None:
+        """Train for an epoch, and check that each sample came once."""
+        number, before = self.sampler.epoch, len(self.seen)
+        for step, (batch,) in enumerate(self.proxy):
+            between(step)
+            self.take(batch)
+        assert sorted(self.seen[before:]) == list(range(40))
+        assert (self.sampler.epoch, self.sampler.position) == (number + 1, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("looks", ["a batch", "two batches", "all that is left", "a picture that is kept"])
+def test_a_look_within_an_epoch_takes_nothing_from_it(looks: str, workers: int) -> None:
+    loop, kept = Loop(workers), []
+
+    def look(step: int) -> None:
+        if step not in (0, 4, 9):
+            return
+        inner = iter(loop.proxy)
+        if looks == "all that is left":
+            list(inner)
+        else:
+            next(inner)
+            if looks == "two batches" and step < 9:
+                next(inner)
+        kept.extend([inner] if looks == "a picture that is kept" else [])
+
+    if looks == "a picture that is kept":
+        loop.epoch(lambda step: look(step) if step == 4 else None)
+        kept.clear()
+    else:
+        loop.epoch(lambda step: look(step) if step < 9 else None)
+    loop.epoch()
+
+
+@pytest.mark.parametrize("count", [1, 3, 10])
+def test_an_evaluation_of_the_training_samples_takes_nothing_from_the_next_epoch(count: int) -> None:
+    loop = Loop()
+    loop.epoch()
+    with torch.no_grad():
+        for number, _ in enumerate(loop.proxy, 1):
+            if number == count:
+                break
+    loop.epoch()
+    with torch.no_grad():
+        assert sum(len(batch) for (batch,) in loop.proxy) == 40
+    assert (loop.sampler.epoch, loop.sampler.position) == (2, 0)
+    loop.epoch()
+
+
+def test_a_loop_without_gradients_around_it_trains() -> None:
+    """Such as one that switches them on for its forward pass alone."""
+    loop = Loop()
+    with torch.no_grad():
+        for _ in range(3):
+            loop.epoch()
+    assert loop.sampler.epoch == 3
+
+
+def test_a_pass_that_was_left_and_is_held_hides_no_training() -> None:
+    loop = Loop()
+    left = iter(loop.proxy)
+    for _, (batch,) in zip(range(3), left, strict=False):
+        loop.take(batch)
+    for (batch,) in loop.proxy:
+        loop.take(batch)
+    assert loop.sampler.epoch == 1
+    assert len(set(loop.seen)) == 40
+    loop.epoch()
+    del left
+
+
+def test_an_iterator_that_is_made_anew_while_the_old_one_is_bound() -> None:
+    loop = Loop()
+    batches = iter(loop.proxy)
+    taken: list[int] = []
+    for _ in range(30):
+        try:
+            (batch,) = next(batches)
+        except StopIteration:
+            batches = iter(loop.proxy)
+            (batch,) = next(batches)
+        loop.take(batch)
+        taken += batch.tolist()
+    assert [sorted(taken[at : at + 40]) for at in (0, 40, 80)] == [list(range(40))] * 3
+    assert loop.sampler.epoch in (2, 3)
+
+
+def test_of_two_iterators_begun_together_the_one_that_trains_counts() -> None:
+    loop = Loop()
+    first, second = iter(loop.proxy), iter(loop.proxy)
+    next(second)
+    for (batch,) in first:
+        loop.take(batch)
+    assert sorted(loop.seen) == list(range(40))
+    assert loop.sampler.epoch == 1

@@ -1,0 +1,48 @@
+"""Which passes over one loader are under way: a loop may begin one within another."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+
+class PassesUnderWay:
+    """Know the passes that the loop has begun and holds, without keeping one alive."""
+
+    def __init__(self) -> None:
+        self._begun: list[weakref.ref[Any]] = []
+        self._current: weakref.ref[Any] | None = None
+
+    def begin(self, one: Any) -> weakref.ref[Any]:
+        """Note that a pass has begun; return what it is named by from then on."""
+        reference = weakref.ref(one)
+        self._begun = [each for each in self._begun if each() is not None]
+        self._begun.append(reference)
+        return reference
+
+    def ask(self, one: weakref.ref[Any]) -> None:
+        """Note that a pass is asked for its next batch."""
+        self._current = one
+
+    def end(self, one: weakref.ref[Any]) -> None:
+        """Note that a pass has no more batches."""
+        self._begun = [each for each in self._begun if each is not one]
+
+    def leave(self, one: Any) -> None:
+        """Note that a pass was left, though it is held."""
+        self._begun = [each for each in self._begun if each() is not one]
+
+    @property
+    def current(self) -> Any:
+        """The pass that was asked last; None if there is none."""
+        return None if self._current is None else self._current()
+
+    @property
+    def newest(self) -> Any:
+        """The pass that was begun last, of those that are held and have not ended; None if there is none."""
+        return next((one for each in reversed(self._begun) if (one := each()) is not None), None)
+
+    @property
+    def oldest(self) -> Any:
+        """The pass that was begun first, of those that are held and have not ended; None if there is none."""
+        return next((one for each in self._begun if (one := each()) is not None), None)
