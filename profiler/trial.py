@@ -9,7 +9,8 @@ standard deviations are pulled in (a burst of another process), and the interval
                 probabilities add up to `alpha`, so that peeking does not create false keeps
     drop        the interval lies below `drop_gain`; asked after every pair from the third on, at a laxer level: a wrong
                 drop loses a chance, a wrong keep loses trust
-    refused     still open when the pairs run out: the machine is too noisy for an effect this small
+    refused     still open when the pairs run out: the machine is too noisy for an effect this small. Pairs of fast
+                steps take little time, so they run out later: while B looks faster, a longer trial costs nothing
 
 The controller's trials, the profiler's counterfactuals and the trials of gradient schemes are this class. Loaders
 compare many settings at once: they run them there and back again, and judge them by the same ratios and intervals.
@@ -31,6 +32,12 @@ Verdict = Literal["keep", "drop", "refused"]
 
 _BLOCK_S = 0.4
 """Seconds beyond which a block need not last."""
+_BRIEF_PAIRS = 12
+"""Of a first trial."""
+_MOST_LOOKS = 3
+"""Further ones: each doubles the pairs."""
+_TRIAL_S = 24.0
+"""Seconds that 36 pairs of slow steps take: so long may a trial of fast ones go on while B looks faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +58,15 @@ class TrialConfig:
     """What is surely above this is kept, as a fraction."""
     drop_gain: float = 0.03
     """What is likely below this is dropped; above `keep_gain`, so that a small gain is decided soon, either way."""
+    more_looks: tuple[int, ...] = ()
+    """Further looks, after the last of `looks`, for as long as B looks faster by more than `keep_gain`."""
 
     def __post_init__(self) -> None:
         if self.block_steps < 1:
             raise ValueError(f"block_steps must be at least 1, got {self.block_steps}")
-        if not self.looks or any(b <= a for a, b in zip((1, *self.looks), self.looks, strict=False)):
-            raise ValueError(f"looks must be increasing and start at 2 or more, got {self.looks}")
+        looks = (*self.looks, *self.more_looks)
+        if not self.looks or any(b <= a for a, b in zip((1, *looks), looks, strict=False)):
+            raise ValueError(f"looks must be increasing and start at 2 or more, got {looks}")
         if not 0 < self.alpha < 0.5 or not 0 < self.drop_alpha < 0.5:
             raise ValueError(f"alpha and drop_alpha must lie in (0, 0.5), got {self.alpha} and {self.drop_alpha}")
         if self.min_pairs < 2:
@@ -67,18 +77,27 @@ class TrialConfig:
 
         A large gain is clear after four pairs. Half of `alpha` is left for the trial at length.
         """
-        looks = (4, *(pairs for pairs in self.looks if 4 < pairs <= 12))
-        return replace(self, looks=looks, alpha=self.alpha / 2) if self.looks[-1] > 12 else None
+        looks = (4, *(pairs for pairs in self.looks if 4 < pairs <= _BRIEF_PAIRS))
+        return replace(self, looks=looks, alpha=self.alpha / 2) if self.looks[-1] > _BRIEF_PAIRS else None
 
     def for_steps_of(self, step_s: float) -> TrialConfig:
         """Return the knobs for steps of so many seconds: blocks of slow steps have fewer, at least two.
 
         What disturbs steps lasts tenths of a second, so blocks of the same time have the same noise, however many steps
-        they count.
+        they count; and trials of the same time, however many pairs. Trials of fast steps get more of them.
         """
         if step_s <= 0:
             return self
-        return replace(self, block_steps=max(min(2, self.block_steps), min(self.block_steps, round(_BLOCK_S / step_s))))
+        block_steps = max(min(2, self.block_steps), min(self.block_steps, round(_BLOCK_S / step_s)))
+        return replace(self, block_steps=block_steps, more_looks=self._more_looks(2 * block_steps * step_s))
+
+    def _more_looks(self, pair_s: float) -> tuple[int, ...]:
+        if self.looks[-1] <= _BRIEF_PAIRS:
+            return ()  # a brief trial stays one
+        looks = [self.looks[-1]]
+        while 2 * looks[-1] * pair_s <= _TRIAL_S and len(looks) <= _MOST_LOOKS:
+            looks.append(2 * looks[-1])
+        return tuple(looks[1:])
 
     def at_length(self) -> TrialConfig:
         """Return the knobs of a trial after a brief one: the other half of `alpha`, and no drop before six pairs."""
@@ -150,15 +169,19 @@ class Trial:
 
     def _decide(self) -> Verdict | None:
         pairs, config = len(self.blocks["A"]), self.config
-        if pairs in config.looks:
-            low, _ = interval(self._differences(), config.alpha / len(config.looks))
+        looks = (*config.looks, *config.more_looks)
+        if pairs in looks:
+            low, _ = interval(self._differences(), config.alpha / len(looks))
             if low > math.log1p(config.keep_gain):
                 return "keep"
         if pairs >= config.min_pairs:
             _, high = interval(self._differences(), config.drop_alpha)
             if high < math.log1p(config.drop_gain):
                 return "drop"
-        return "refused" if pairs >= config.looks[-1] else None
+        if pairs < config.looks[-1]:
+            return None
+        looks_faster = statistics.fmean(self._differences()) > math.log1p(config.keep_gain)
+        return None if looks_faster and pairs < looks[-1] else "refused"
 
     def outcome(self) -> Outcome:
         """Return the result of the trial.

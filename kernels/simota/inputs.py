@@ -190,10 +190,10 @@ def validate(
     ):
         if tensor is None:
             continue
-        found = tensor.shape
-        if found != shape and found != other:  # noqa: PLR1714  # no tuple for the two of them
+        own = tensor.shape
+        if own != shape and own != other:
             expected = " or ".join(str(list(each)) for each in (shape, other) if each is not None)
-            raise ValueError(f"simota_assign: {name} must be {expected}, as boxes are. Found: {list(found)}")
+            raise ValueError(f"simota_assign: {name} must be {expected}, as boxes are. Found: {list(own)}")
         if tensor.device != device:
             raise ValueError(f"simota_assign: {name} must be on {device}, as boxes are. Found: {tensor.device}")
     for name, mask in (("gt_mask", gt_mask), ("candidates", candidates)):

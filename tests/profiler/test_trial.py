@@ -99,6 +99,7 @@ def test_step_times_must_be_positive(times: list[float]) -> None:
         ({"block_steps": 0}, "block_steps must be at least 1, got 0"),
         ({"looks": ()}, "looks must be increasing"),
         ({"looks": (4, 4)}, "looks must be increasing"),
+        ({"more_looks": (36,)}, "looks must be increasing"),
         ({"alpha": 0.0}, r"must lie in \(0, 0.5\)"),
         ({"min_pairs": 1}, "min_pairs must be at least 2, got 1"),
     ],
@@ -149,3 +150,38 @@ def test_a_device_that_runs_ahead_is_judged_by_means() -> None:
         trial.record([0.001, 0.001, 0.001, total - 0.003])
 
     assert trial.outcome().gain == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "more"),
+    [(0.3, ()), (0.09, ()), (0.06, ()), (0.03, (72,)), (0.012, (72, 144)), (0.001, (72, 144, 288)), (0.0, ())],
+)
+def test_fast_steps_have_as_much_time_as_slow_ones(step_s: float, more: tuple[int, ...]) -> None:
+    config = TrialConfig()
+    assert config.for_steps_of(step_s).more_looks == more
+    assert config.at_length().for_steps_of(step_s).more_looks == more
+    brief = config.brief()
+    assert brief is not None
+    assert brief.for_steps_of(step_s).more_looks == ()
+
+
+FAST = TrialConfig().for_steps_of(0.001)
+
+
+def test_a_longer_trial_keeps_a_small_gain_that_a_short_one_leaves_open() -> None:
+    def kept(config: TrialConfig) -> int:
+        return sum(run(1.06, 0.15, seed, config).verdict == "keep" for seed in range(40))
+
+    assert kept(TrialConfig()) <= 15
+    assert kept(FAST) >= 30
+
+
+def test_a_longer_trial_ends_where_nothing_looks_faster() -> None:
+    """Its steps would cost something then."""
+    pairs = [run(0.97, 0.4, seed, FAST).outcome().pairs for seed in range(40)]
+    assert statistics.fmean(pairs) < 50
+
+
+def test_a_longer_trial_seldom_keeps_what_gives_nothing() -> None:
+    kept = sum(run(1.0 + FAST.keep_gain, 0.1, seed, FAST).verdict == "keep" for seed in range(1000))
+    assert kept <= 6  # nominal: two
