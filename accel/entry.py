@@ -202,6 +202,10 @@ def optimize(
     """
     arguments = (model, loader) if isinstance(optimizer, _LeftOut) else (model, loader, optimizer)
     if os.environ.get("ACCEL") == "0" or _switched_off:
+        if max_batch_size is not None or checkpoint is not None:
+            from accel.elastic.left_alone import leave_alone
+
+            leave_alone(model, loader, optimizer)
         return arguments
     optimizer_if_passed = None if isinstance(optimizer, _LeftOut) else optimizer
     check_objects(model, loader, optimizer_if_passed)

@@ -82,6 +82,8 @@ def _fixed(loader: Any) -> str:
     """Return '' if the loader's batches can be made in another size, else why not."""
     if not isinstance(loader, DataLoader):
         return f"this is a {type(loader).__name__}, not a torch.utils.data.DataLoader"
+    if getattr(loader, "in_order", True) is False:
+        return "its batches come in any order (in_order=False): which samples the loop has had can't be counted"
     if isinstance(loader.batch_sampler, ElasticSampler):
         return ""
     if loader._dataset_kind != 0:

@@ -71,6 +71,8 @@ class CheckpointRun(Onlooker):
         self._gather: Callable[[Any], list[Any]] | None = None
         """With several ranks: gives each what all of them passed."""
         self._policy: SavePolicy | None = None
+        self._is_requested = False
+        """A checkpoint was asked for before the first step had ended."""
         self._apart_since: int | None = None
         """The step at which ranks didn't meet, until they do again."""
         self._alive = True
@@ -150,9 +152,9 @@ class CheckpointRun(Onlooker):
     def request(self) -> None:
         """Save at the end of the step under way."""
         if self._policy is None:
-            self._begin()
-        assert self._policy is not None
-        self._policy.request()
+            self._is_requested = True  # not begun here: other ranks may not have been asked, and begin with their step
+        else:
+            self._policy.request()
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -174,6 +176,8 @@ class CheckpointRun(Onlooker):
         if self._ranks.distributed:
             self._gather = partial(_gather, self._ranks, "did not come to save a checkpoint", 0.0)
         self._policy = SavePolicy(self._settings.interval_s, gather=self._gather)
+        if self._is_requested:
+            self._policy.request()
 
     def save(self) -> None:
         """Save now, between two steps; a failure is reported and the training goes on."""

@@ -5,13 +5,17 @@
     progress_of(model)           steps of the user's batch that the steps so far were worth, for a `ProgressSchedule`
     job_profile(model)           what a cluster scheduler needs to know of the job
 
-Each takes the model that was passed to `accel.optimize`.
+Each takes the model that was passed to `accel.optimize`. Where accel is switched off (`ACCEL=0`) the script still runs:
+nothing is saved, with a warning, and each step is worth one.
 """
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 
+from accel.elastic import left_alone
 from accel.elastic.batch_run import BatchRun
 from accel.elastic.checkpoint_run import CheckpointRun
 from accel.elastic.progress import CountsProgress
@@ -33,7 +37,8 @@ def request_checkpoint(model: nn.Module) -> None:
         >>> if time.monotonic() > deadline:
         ...     request_checkpoint(model)
     """
-    _checkpoint(model, "request_checkpoint").request()
+    if not _is_left_alone(model, "request_checkpoint"):
+        _checkpoint(model, "request_checkpoint").request()
 
 
 def save_checkpoint(model: nn.Module) -> None:
@@ -51,7 +56,8 @@ def save_checkpoint(model: nn.Module) -> None:
         ...     train(model, loader)
         >>> save_checkpoint(model)
     """
-    _checkpoint(model, "save_checkpoint").save()
+    if not _is_left_alone(model, "save_checkpoint"):
+        _checkpoint(model, "save_checkpoint").save()
 
 
 def progress_of(model: nn.Module) -> CountsProgress:
@@ -67,7 +73,7 @@ def progress_of(model: nn.Module) -> CountsProgress:
         >>> cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10_000)
         >>> schedule = ProgressSchedule(cosine, progress_of(model))  # 10,000 steps of the user's batch
     """
-    return _batch(model, "progress_of")
+    return left_alone.steps_of(model) or _batch(model, "progress_of")
 
 
 def job_profile(model: nn.Module) -> JobProfile:
@@ -96,6 +102,14 @@ def job_profile(model: nn.Module) -> JobProfile:
             "after the first decision about the batch (some hundreds of steps)"
         )
     return profile
+
+
+def _is_left_alone(model: nn.Module, asked: str) -> bool:
+    """Return whether accel was switched off for a training, and say that nothing is saved."""
+    if left_alone.steps_of(model) is None:
+        return False
+    warnings.warn(f"{asked}: accel is switched off, so no checkpoint is saved", RuntimeWarning, stacklevel=3)
+    return True
 
 
 def _elastic(model: nn.Module) -> ElasticRun | None:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
+from accel.elastic.left_alone import is_left_alone
 from accel.session.listeners import Onlooker
 
 
@@ -133,7 +134,8 @@ def remaining_epochs(loader: Any, total: int) -> range:
     """Return the epochs that a training has still to take, the one that it is in the midst of included.
 
     Args:
-        loader: that `accel.optimize` returned under `checkpoint=` or `max_batch_size=`.
+        loader: that `accel.optimize` returned under `checkpoint=` or `max_batch_size=`; of one that it returned as it
+            was, since accel is switched off, these are all epochs.
         total: epochs of the whole training.
 
     Raises:
@@ -145,6 +147,8 @@ def remaining_epochs(loader: Any, total: int) -> range:
         ...     for batch, target in loader:
         ...         ...
     """
+    if is_left_alone(loader):
+        return range(total)
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, ElasticSampler):
         raise ValueError(

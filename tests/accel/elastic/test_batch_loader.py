@@ -103,6 +103,7 @@ class _Own(DataLoader[Any]):
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
+        (DataLoader(range(8), 4, num_workers=1, in_order=False), r"in_order=False"),
         ([1, 2], "this is a list, not a torch"),
         (DataLoader(_Stream()), "its dataset is iterable"),
         (DataLoader(range(3), batch_size=None), "makes no batches"),

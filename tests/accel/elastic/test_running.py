@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ from accel.elastic.checkpointing import Checkpointing
 from accel.elastic.progress import ProgressSchedule
 from accel.elastic.run import PROFILE
 from accel.elastic.running import job_profile, progress_of, request_checkpoint, save_checkpoint
+from accel.elastic.sample_position import remaining_epochs
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.job import JobProfile
@@ -166,3 +168,52 @@ def test_a_grad_scaler_that_is_saved_is_divided_out_of_the_noise(
     assert meter is not None and meter._scales.of_loss() == 2.0**12
     accel.undo(training.model)
     assert Checkpointing(folder=tmp_path).scaler is None
+
+
+@pytest.mark.parametrize("how", ["ACCEL=0", "disabled"])
+def test_where_accel_is_switched_off_the_script_runs_all_the_same(
+    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, data = nn.Linear(4, 1), TensorDataset(torch.randn(12, 4), torch.randn(12, 1))
+    loader, optimizer = DataLoader(data, batch_size=4), torch.optim.SGD(model.parameters(), 0.1)
+    with monkeypatch.context() as patch, accel.disabled() if how == "disabled" else contextlib.nullcontext():
+        if how == "ACCEL=0":
+            patch.setenv("ACCEL", "0")
+        passed = accel.optimize(model, loader, optimizer, max_batch_size=8, checkpoint=tmp_path)
+    assert passed == (model, loader, optimizer)
+    progress = progress_of(model)
+    for _ in remaining_epochs(loader, 3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert progress.progress == 9
+    with pytest.warns(RuntimeWarning, match="accel is switched off, so no checkpoint is saved"):
+        save_checkpoint(model)
+    with pytest.warns(RuntimeWarning, match="request_checkpoint: accel is switched off"):
+        request_checkpoint(model)
+    with pytest.raises(ValueError, match="must be the one that accel"):
+        remaining_epochs(DataLoader(data), 3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_may_be_asked_for_before_the_first_step_has_ended(tmp_path: Path) -> None:
+    """On one of several ranks, say: the others begin when their first step ends."""
+    model, data = nn.Linear(4, 1), TensorDataset(torch.randn(12, 4), torch.randn(12, 1))
+    model, loader, optimizer = accel.optimize(
+        model,
+        DataLoader(data, batch_size=4),
+        torch.optim.SGD(model.parameters(), 0.1),
+        checkpoint=tmp_path,
+        cache=False,
+    )
+    request_checkpoint(model)
+    run = entry.optimized(model)
+    assert run is not None and run.elastic is not None and run.elastic.checkpoint is not None
+    assert run.elastic.checkpoint._ranks is None
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert run.elastic.checkpoint.checkpoints.latest is not None
+    accel.undo(model)
