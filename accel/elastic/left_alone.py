@@ -1,4 +1,4 @@
-"""Trainings that accel was switched off for (`ACCEL=0`, `accel.disabled()`): what their scripts ask is still answered."""
+"""Trainings that accel was switched off for (`ACCEL=0`, `disabled()`): what their scripts ask is still answered."""
 
 from __future__ import annotations
 
