@@ -36,6 +36,12 @@ class BypassCheck:
         self._scale = weakref.ref(scale)
         self._left, self._most = _LOOKS, _MOST_LOOKS
         scale.on_forward.append(self._watch)
+        scale.on_create_graph.append(self._begin_anew)
+
+    def _begin_anew(self) -> None:
+        """Look at the next passes: gradients that are differentiated again are part of a penalty, perhaps late."""
+        self._left, self._most = _LOOKS, _MOST_LOOKS
+        self._watch()
 
     def _watch(self) -> None:
         if self._left and self._most:
@@ -100,8 +106,9 @@ def _watched(outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
     global _run
     run = _run
     assert run is not None
-    for check in list(_watching):
-        check.look(outputs)
+    if torch._C._current_graph_task_id() == -1:  # within a pass, checkpointing runs one over a part of the model
+        for check in list(_watching):
+            check.look(outputs)
     if not _watching:
         module: Any = torch.autograd
         module._engine_run_backward, _run = run, None

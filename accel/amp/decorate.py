@@ -16,8 +16,9 @@ from accel.amp.border import Border, border_of
 from accel.amp.bypass import BypassCheck
 from accel.amp.checkpoint import Float32Checkpoint
 from accel.amp.loss_scale import DynamicLossScale
-from accel.amp.master_option import MasterOption
+from accel.amp.master_option import MasterOption, leave_no_masters
 from accel.amp.masters import MasterWeights, masters_of
+from accel.amp.ranks import SharedMasters
 from accel.errors import InvalidArgument
 
 LossScale = DynamicLossScale | float | Literal["dynamic"] | None
@@ -102,6 +103,9 @@ def decorate(
         if what.casts_weights:
             weights.check(plain, [module for each in kept for module in each])
         _decorate(given, plain, chosen, what, dtype, scale, kept)
+    else:
+        for each in chosen:
+            leave_no_masters(each)
     if optimizers is None:
         return given if isinstance(models, Sequence) else given[0]
     return (
@@ -141,8 +145,10 @@ def _decorate(
             handles += Float32Checkpoint(masters).register(model)
     for each in casts.values():
         each.values.clear()  # those of an optimizer are kept in its state, and those of none are let go
-    for border in borders:
+    for whole, model, border in zip(given, plain, borders, strict=True):
         border.decoration = undecorate.Decoration(handles, casts, masters, options, given != plain)
+        if what.keeps_masters and whole is model:
+            border.on_call = SharedMasters(masters).begin_call
     if scale is not None and optimizers:
         first = next((p for model in plain for p in model.parameters()), None)
         scale.to(torch.device("cpu") if first is None else first.device)

@@ -73,6 +73,8 @@ class DynamicLossScale:
         """Called for each tensor whose gradient will be multiplied."""
         self.on_backward: list[Callable[[], None]] = []
         """Called once in each backward pass, when the first gradient comes through it."""
+        self.on_create_graph: list[Callable[[], None]] = []
+        """Called for each gradient that comes through it and may be differentiated again."""
         self.holds: list[Callable[[], bool]] = []
         """Asked before it changes: whether gradients that are scaled by it are waiting for their step."""
 
@@ -189,6 +191,9 @@ class _Multiplied(_Passed):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.scale._begin_backward()
+        if torch.is_grad_enabled():  # create_graph=True
+            for listener in ctx.scale.on_create_graph:
+                listener()
         return grads[0] * ctx.scale.value.to(grads[0].device), None
 
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from accel.amp.gradients import Seen, unscale
 from accel.amp.loss_scale import DynamicLossScale
+from accel.amp.master_option import without_bare_masters
 from accel.errors import InvalidArgument
 from accel.optim import MultiTensorOptimizer
 
@@ -78,10 +80,12 @@ class MasterWeights:
         self._set_aside: list[tuple[Tensor, Tensor]] = []
         self._ready: Tensor | None = None
         """Whether gradients overflowed, once masters have theirs; None before that."""
-        self._ready_for: dict[Tensor, tuple[int, int]] = {}
+        self._ready_for: dict[Tensor, Seen] = {}
         """The gradients that they are made of."""
-        self._versions: dict[Tensor, tuple[int, int]] = {}
+        self._versions: dict[Tensor, Seen] = {}
         """The gradients that the last scaled backward pass has left."""
+        self._rounded: dict[Tensor, int] = {}
+        """Version of each parameter when it was last what its master weights round to."""
         self._passed_on: dict[str, Any] = {}
         """What torch.amp.GradScaler has set for this step."""
         self._hands_over = False
@@ -89,7 +93,7 @@ class MasterWeights:
         own = [p for p in self._params() if keeps and p in values]
         for p in own:
             optimizer.state[p][_NAME] = values[p]
-        self._agree(own, [values[p] for p in own])
+        self.agree(own)
         if not self._fused:
             # torch.amp.GradScaler then passes its scale on, in place of refusing 16-bit gradients.
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
@@ -101,6 +105,9 @@ class MasterWeights:
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
         self._kept: dict[Tensor, Tensor] = {}
+        self._bare: dict[Tensor, Tensor] = {}
+        self._unfitting: dict[Tensor, Tensor] = {}
+        """Master weights of a loaded state that don't round to the parameters; these may be loaded later."""
         self._loaded_scale: Any = None
         if scale is not None:
             scale.on_backward.append(self._begin_backward)
@@ -110,7 +117,7 @@ class MasterWeights:
     def remove(self) -> dict[Tensor, Tensor]:
         """Let the optimizer step as it did, without master weights, and return these."""
         optimizer = self._optimizer()
-        masters = {p: master for p in self._params() if (master := self.of(p)) is not None}
+        masters = {p: master for p in self._params() if (master := self.follow(p)) is not None}
         for handle in self._handles:
             handle.remove()
         if self._scale is not None:
@@ -148,16 +155,41 @@ class MasterWeights:
     def take(self, p: Tensor, value: Tensor) -> None:
         """Set a parameter and its master weights."""
         master = self.of(p)
+        self._unfitting.pop(p, None)
         if master is not None:
             master.copy_(value)
             p.copy_(master)
-            self._agree([p], [master])
+            self.agree([p])
 
-    def _agree(self, params: list[Tensor], masters: list[Tensor]) -> None:
+    def agree(self, params: Iterable[Tensor]) -> None:
         """Note that parameters are what their master weights round to."""
+        self._known().update((p, p._version) for p in params)
+
+    def _known(self) -> dict[Tensor, int]:
+        """Return the versions of parameters; those optimizers of `accel.optim` note their own updates in."""
         optimizer = self._optimizer()
-        if isinstance(optimizer, MultiTensorOptimizer):
-            optimizer._remember(params, masters)
+        return optimizer._versions if isinstance(optimizer, MultiTensorOptimizer) else self._rounded
+
+    @torch.no_grad()
+    def follow(self, p: Tensor) -> Tensor | None:
+        """Take over what someone else has written to a parameter, and return its master weights, None if it has none.
+
+        A write through `p.data` leaves no trace in torch's version of `p`, and is not seen.
+        """
+        master, known = self.of(p), self._known()
+        if master is not None and known.get(p) != p._version and master.device == p.device and p.dtype in _HALF:
+            loaded = self._unfitting.pop(p, None)
+            if loaded is not None and torch.equal(loaded.to(p.dtype), p):
+                master.copy_(loaded)
+            # What still rounds to the parameter is kept: it has the bits that the parameter has not.
+            master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
+            known[p] = p._version
+        return master
+
+    def follow_all(self) -> None:
+        """Take over what someone else has written to parameters, before a captured step is replayed."""
+        for p in self._params():
+            self.follow(p)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -166,7 +198,10 @@ class MasterWeights:
 
     def _begin_backward(self) -> None:
         if self._ready is not None:
-            raise InvalidArgument("master_params() must be called after the last backward pass of a step.")
+            # A loop that skips a step clears the gradients. This waits for the device, where it would raise otherwise.
+            if any(p.grad is not None and bool(p.grad.any()) for p in self._params()):
+                raise InvalidArgument("master_params() must be called after the last backward pass of a step.")
+            self._skip(self._ready)
         # After what DistributedDataParallel does at the end of the pass, which it will ask for only now.
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(self._end_backward))
@@ -174,11 +209,29 @@ class MasterWeights:
     def _end_backward(self) -> None:
         self._versions = self._seen()
 
-    def _seen(self) -> dict[Tensor, tuple[int, int]]:
-        """Return which gradients there are, and how often each has been written to."""
-        return {p: (id(p.grad), p.grad._version) for p in self._params() if p.grad is not None}
+    def _skip(self, overflow: Tensor) -> None:
+        """Take a step that the loop has left out for done: the scale must fall where it did so for an overflow."""
+        if self._scale is not None:
+            self._versions = {}  # no gradient waits for its step, though zeros may stand there
+            self._scale.note(overflow)
+            self._scale.settle()
+            self._scale.came_through = True  # it does, at this moment
+        self._ready, self._ready_for = None, {}
+        for p in self._params():
+            if (master := self.of(p)) is not None:
+                master.grad = None
 
-    def _seen_of_halves(self) -> dict[Tensor, tuple[int, int]]:
+    def _seen(self) -> dict[Tensor, Seen]:
+        """Return which gradients there are, and how often each has been written to."""
+        return {p: Seen(weakref.ref(p.grad), p.grad._version) for p in self._params() if p.grad is not None}
+
+    def _are_ready(self) -> bool:
+        """Return whether masters have their gradients, of the ones that are there now."""
+        there = {p for p in self._params() if p.grad is not None and self.of(p) is not None}
+        as_they_were = all(seen.is_still(p) for p, seen in self._ready_for.items())
+        return self._ready is not None and as_they_were and there == set(self._ready_for)
+
+    def _seen_of_halves(self) -> dict[Tensor, Seen]:
         return {p: seen for p, seen in self._seen().items() if self.of(p) is not None}
 
     def _check_unchanged(self, optimizer: Optimizer) -> None:
@@ -193,7 +246,7 @@ class MasterWeights:
             )
         for p, grad in grads.items():
             seen = self._versions.get(p)
-            if seen is not None and seen[0] == id(grad) and seen[1] != grad._version:
+            if seen is not None and seen.gradient() is grad and seen.version != grad._version:
                 raise InvalidArgument(
                     f"gradients must not be changed while they are scaled, by {float(self._scale.value):g} now. Found: "
                     "one that was, between backward and step. Clip or change those of "
@@ -213,7 +266,7 @@ class MasterWeights:
             if not self._versions and not self._scale.came_through:  # no backward pass since the last step
                 return self._updated()
             value = self._scale.value
-        if self._ready is None or self._ready_for != self._seen_of_halves():
+        if not self._are_ready():
             if self._scale is not None:
                 self._check_unchanged(optimizer)
             self._move()
@@ -222,12 +275,12 @@ class MasterWeights:
                 if master is not None:
                     master.grad = None if p.grad is None else p.grad.float()
             grads = [each.grad for each in self._updated() if each.grad is not None]
-            self._ready = torch.zeros(()) if value is None else _unscale(grads, value)
+            self._ready = torch.zeros(()) if value is None else unscale(grads, value)
             self._ready_for = self._seen_of_halves()
         return self._updated()
 
     def _updated(self) -> list[Tensor]:
-        return [p if (master := self.of(p)) is None else master for p in self._params()]
+        return [p if (master := self.follow(p)) is None else master for p in self._params()]
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -332,6 +385,7 @@ class MasterWeights:
         if self._scale is not None:
             self._scale.note(torch.zeros(()) if overflow is None else overflow)
         self._passed_on, self._ready, self._ready_for, self._versions = {}, None, {}, {}
+        self._unfitting.clear()
 
     @torch.no_grad()
     def _swap_out(self, optimizer: Optimizer) -> None:
@@ -339,10 +393,12 @@ class MasterWeights:
         for group, params in self._swapped:
             for p, master in zip(params, group["params"], strict=True):
                 if master is not p:
-                    optimizer.state[p] = {**optimizer.state.pop(master, {}), _NAME: master}
+                    # A state of its own is there where a capture has failed within the step, and was undone.
+                    own = {**optimizer.state.get(p, {}), **optimizer.state.pop(master, {})}
+                    optimizer.state[p] = {**own, _NAME: master}
                     p.copy_(master)
                     master.grad = None
-                    self._agree([p], [master])
+                    self.agree([p])
             group["params"] = params
         self._swapped.clear()
 
@@ -359,6 +415,7 @@ class MasterWeights:
                 optimizer = self._optimizer()
                 assert optimizer is not None
                 optimizer.state[p][_NAME] = master.to(p.device)
+            self.follow(p)
         if self._scale is not None and self._params() and self._scale.value.device != self._params()[0].device:
             self._scale.to(self._params()[0].device)
 
@@ -367,6 +424,7 @@ class MasterWeights:
         optimizer = self._optimizer()
         if self._keeps and not self._fused and p.dtype in _HALF and optimizer is not None:
             optimizer.state[p][_NAME] = p.detach().float()
+            self.agree([p])
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -374,10 +432,12 @@ class MasterWeights:
         return None if self._scale is None else {**state_dict, "loss_scale": self._scale.state_dict()}
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        self._kept = {p: master for p in self._params() if (master := self.of(p)) is not None}
+        self._kept = {p: master for p in self._params() if (master := self.follow(p)) is not None}
         self._loaded_scale = state_dict.get("loss_scale")
+        # Of weights that were never updated: an optimizer takes any state for one it has made, and misses its own.
+        state_dict, self._bare = without_bare_masters(optimizer, state_dict)
         if self._fused:
-            return None
+            return state_dict
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         halves = {key for key, p in zip(keys, self._params(), strict=False) if p in self._kept}
         sealed = {
@@ -394,10 +454,14 @@ class MasterWeights:
             own = optimizer.state[p]
             for name, value in own.items():
                 own[name] = value.opened(kept) if isinstance(value, _Unrounded) else value
-            master = own.setdefault(_NAME, kept)
-            p.copy_(master)
-        self._agree(list(self._kept), [optimizer.state[p][_NAME] for p in self._kept])
-        self._kept = {}
+            loaded = own.get(_NAME, self._bare.get(p, kept)).to(kept.device, kept.dtype)
+            own[_NAME] = kept
+            if torch.equal(loaded.to(p.dtype), p):
+                kept.copy_(loaded)
+            else:  # the model is loaded later, or has gone on in float32, where nobody updates master weights
+                self._unfitting[p] = loaded
+        self.agree(self._kept)
+        self._kept, self._bare = {}, {}
         if self._scale is not None and self._loaded_scale is not None:
             self._scale.load_state_dict(self._loaded_scale)
         self._loaded_scale, self._ready, self._ready_for, self._versions = None, None, {}, {}
@@ -415,19 +479,3 @@ class _Unrounded:
             return self._value
         dtype = like.dtype if self._value.is_floating_point() else self._value.dtype
         return self._value.to(like.device, dtype, copy=True)
-
-
-@torch.no_grad()
-def _unscale(grads: Iterable[Tensor], value: Tensor) -> Tensor:
-    """Divide gradients by a scale in place, and return whether one is not finite, as 1.0 or 0.0."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        by_device.setdefault(grad.device, []).append(grad)
-    overflows = []
-    for device, own in by_device.items():
-        overflow = torch.zeros((), device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(own, overflow, 1.0 / value.to(device))
-        overflows.append(overflow)
-    if not overflows:
-        return torch.zeros(())
-    return torch.stack([each.to(overflows[0].device) for each in overflows]).amax()

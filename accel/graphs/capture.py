@@ -20,15 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel.graphs.host_draws import HostDraws, without_draws
 from accel.graphs.inputs import described, difference, rebuilt
 from accel.graphs.model_calls import MANY, MANY_KINDS, CaptureError, ModelCalls
 from accel.graphs.models import capture_model
 from accel.graphs.modes import modes, without_cached_casts
+from accel.graphs.optimizer_states import OptimizerStates
 from accel.graphs.owners import Owners, found
 from accel.graphs.recorder import CudaRecorder, GraphRecorder, RecordedGraph
 
 _MOST_COUNTED = 1024
 """Kinds of calls whose number is kept until they are captured."""
+_FIRST_STEPS = 2
+"""Eager calls of a kind, beside `warmup`, in which optimizers may make their state."""
 _ANEW = 3
 """Captures for the same inputs and other numbers of an optimizer, after which a warning says so."""
 
@@ -164,7 +168,9 @@ class CapturedStep:
         recorder = self._recorder or self._made(inputs)
         if recorder is None:
             return _detached(self._step(*args, **kwargs))
-        key = self._key(description, inputs)
+        if any(tensor.device != recorder.device for tensor in inputs):
+            return self._elsewhere(recorder.device, args, kwargs)
+        key = self._key(description, recorder)
         if captured := self._graphs.get(key):
             self._graphs.move_to_end(key)
             self.replays += 1
@@ -184,8 +190,17 @@ class CapturedStep:
         self._calls.clear()
         self._eager.clear()
 
-    def _key(self, description: Hashable, inputs: list[Tensor]) -> Hashable:
-        return description, self._owners.state(), modes(inputs)
+    def _key(self, description: Hashable, recorder: GraphRecorder) -> tuple[Hashable, ...]:
+        kind = recorder.device.type
+        return description, self._owners.state(kind), modes(kind), self._owners.places(self._owners.gradients())
+
+    def _elsewhere(self, device: torch.device, args: Any, kwargs: Any) -> Any:
+        """Run a step eagerly some of whose inputs are not on its device."""
+        reason = f"its inputs must be on {device}: a graph would go on with what the host has read of others"
+        if self._strict:
+            raise CaptureError(f"capture: a step can't be captured: {reason}. Move them before the call")
+        self._say(f"{reason}; move them before the call")
+        return _detached(self._step(*args, **kwargs))
 
     def _made(self, inputs: list[Tensor]) -> GraphRecorder | None:
         devices = {tensor.device for tensor in (*inputs, *self._owners.tensors()) if tensor.device.type != "cpu"}
@@ -216,26 +231,45 @@ class CapturedStep:
         own = [tensor.clone() for tensor in inputs]
         own_args, own_kwargs = rebuilt(description, iter(own))
         self._owners.refresh()  # parameters that have come or gone are part of the key
-        key = self._key(description, inputs)
+        key = self._key(description, recorder)
         before = self._owners.gradients()
         self._owners.send()
         recorder.waits()
+        states = OptimizerStates(self._owners.optimizers)
         outputs: list[Tensor] = []
         try:
-            with without_cached_casts(inputs):
-                graph, result = recorder.record(lambda: self._step(*own_args, **own_kwargs))
+            with without_cached_casts(recorder.device.type):
+                graph, result = without_draws(
+                    lambda: recorder.record(lambda: self._step(*own_args, **own_kwargs)), recorder.device
+                )
+            states.check()
         except Exception as error:
             self._owners.put(before)
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            if self._strict:
-                raise CaptureError(f"capture: a step must not wait for the device. Found: {reason}") from error
-            self._say(f"it could not be captured: {reason}; accel.graphs.why_not_capturable names the line")
-            self._eager.add(key)
+            is_first = states.have_more()
+            states.put_back()
+            if is_first and self._calls[key] < self._warmup + _FIRST_STEPS:  # made anew in each replay
+                return self._warm(recorder, key, args, kwargs)
+            self._refuse(key, error)
             return _detached(self._step(*args, **kwargs))
         shape = described(_detached(result), outputs, "what a step returns")
+        self._owners.learn(before)
+        key = (*key[:-1], self._owners.places(before))  # gradients that it has replaced are of no account
         self._keep(key, description, _Captured(graph, own, shape, outputs, self._owners.made(before)))
-        self._count(description)
+        self._count(description, recorder)
         return self._graphs[key].replay(inputs)
+
+    def _refuse(self, key: Hashable, error: Exception) -> None:
+        """Run calls of a kind eagerly from now on, and say why."""
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        if self._strict and isinstance(error, HostDraws):
+            raise CaptureError(f"capture: a step can't be captured: {error}") from error
+        if self._strict:
+            raise CaptureError(f"capture: a step must not wait for the device. Found: {reason}") from error
+        self._eager.add(key)
+        if isinstance(error, HostDraws):
+            self._say(str(error))
+        else:
+            self._say(f"it could not be captured: {reason}; accel.graphs.why_not_capturable names the line")
 
     def _keep(self, key: Hashable, description: Hashable, captured: _Captured) -> None:
         if len(self._graphs) >= self._most:
@@ -251,9 +285,9 @@ class CapturedStep:
                 f"{other and f', as at {other}'}. Pad them to few sizes (accel.graphs.Buckets), or raise most="
             )
 
-    def _count(self, description: Hashable) -> None:
+    def _count(self, description: Hashable, recorder: GraphRecorder) -> None:
         numbers = self._numbers.setdefault(description, set())
-        numbers.add(self._owners.numbers())
+        numbers.add(self._owners.numbers(recorder.device.type))
         if len(numbers) == _ANEW:
             self._warn(
                 "a number of an optimizer changes from step to step, and each value takes a graph of its own; give it "

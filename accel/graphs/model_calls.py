@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from accel.errors import AccelError
+from accel.graphs.host_draws import HostDraws, without_draws
 from accel.graphs.inputs import described
 from accel.graphs.model_graph import ModelGraph, described_outputs
 from accel.graphs.modes import modes
@@ -27,11 +28,15 @@ _MOST_COUNTED = 1024
 """Kinds of calls that are remembered without a graph."""
 _MOST_UNUSED = 4
 """Captures for the same arguments, none of which is replayed in a later call."""
+_DIFFERS = (
+    "where parameters or buffers lie differs each time; a buffer must be written to, and not replaced. Or a number of "
+    "a module does: keep what each call changes in a buffer"
+)
 MANY = 64
 """Kinds of calls without a capture, after which a warning says so."""
 MANY_KINDS = (
-    f"{MANY} calls were of {MANY} kinds: inputs, or where parameters, buffers and gradients lie, differ each time. A "
-    "buffer must be written to, and not replaced"
+    f"{MANY} calls were of {MANY} kinds: inputs, where parameters, buffers and gradients lie, or numbers of modules "
+    "differ each time. A buffer must be written to, and not replaced; what each call changes belongs into one"
 )
 
 
@@ -144,7 +149,8 @@ class ModelCalls:
         return graph(inputs)
 
     def _key(self, around: Hashable, description: Hashable, inputs: list[Tensor]) -> Hashable:
-        return around, description, self._owners.form(), modes(inputs)
+        kind = next((tensor.device.type for tensor in inputs), "cuda")
+        return around, description, self._owners.form(), modes(kind)
 
     # -- eager calls before --------------------------------------------------------------------------------------------
 
@@ -203,9 +209,16 @@ class ModelCalls:
             return None
         uses = self._uses.get((description, torch.is_grad_enabled()), Counter())
         recorder.waits()
-        parameters = [tensor for tensor in self._owners.tensors() if tensor.requires_grad]
+        # Each once: autograd adds up what comes for a weight that stands in two places.
+        trained = {id(tensor): tensor for tensor in self._owners.tensors() if tensor.requires_grad}
+        seen = [use for use in uses if uses[use]]
         try:
-            graph = ModelGraph(recorder, call, description, inputs, parameters, [use for use in uses if uses[use]])
+            graph = without_draws(
+                lambda: ModelGraph(recorder, call, description, inputs, list(trained.values()), seen), recorder.device
+            )
+        except HostDraws as error:
+            self._refuse(key, str(error))
+            return None
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self._refuse(key, f"it could not be captured: {reason}; accel.graphs.why_not_capturable names the line")
@@ -214,8 +227,7 @@ class ModelCalls:
         self.captures += 1
         self._unused[description] += 1
         if self._unused[description] > _MOST_UNUSED:
-            where = "where parameters or buffers lie differs each time; a buffer must be written to, and not replaced"
-            self._refuse((description, torch.is_grad_enabled()), where)
+            self._refuse((description, torch.is_grad_enabled()), _DIFFERS)
         return graph
 
     def _has_room(self) -> bool:

@@ -54,7 +54,7 @@ class ModelGraph:
     ) -> None:
         self._inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
         args, kwargs = rebuilt(description, iter(self._inputs))
-        with without_cached_casts(inputs):
+        with without_cached_casts(recorder.device.type):
             self._forward, result = recorder.record(lambda: call(*args, **kwargs))
         self._outputs: list[Tensor] = []  # in the graph's memory; their history holds the activations
         self._result = described_outputs(result, self._outputs)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 _BACKENDS: Any = torch.backends
 
 
-def modes(inputs: Sequence[Tensor]) -> Hashable:
+def modes(kind: str) -> Hashable:
     """Return all that a graph goes on with as it was at its capture.
 
     Args:
-        inputs: of the call; their device decides which autocast counts.
+        kind: of the device that it runs on, "cuda": its autocast counts.
     """
-    kind, backends = _kind(inputs), _BACKENDS
+    backends = _BACKENDS
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -36,13 +35,8 @@ def modes(inputs: Sequence[Tensor]) -> Hashable:
     )
 
 
-def without_cached_casts(inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
+def without_cached_casts(kind: str) -> AbstractContextManager[Any]:
     """Return autocast as it is, with no weight taken from its cache or kept there: such a copy is a graph's own."""
-    kind = _kind(inputs)
     if not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()
     return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)
-
-
-def _kind(inputs: Sequence[Tensor]) -> str:
-    return next((tensor.device.type for tensor in inputs), "cuda")

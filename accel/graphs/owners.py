@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel.amp.masters import masters_of
 from accel.profiler.clocks import callslot
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str})
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes that torch gives each module; of these only the mode decides, which is asked by itself."""
 
 
 @runtime_checkable
@@ -39,6 +44,9 @@ class Owners:
         self._replaced: set[int] = set()
         """Tensors whose gradient a call was seen to replace: what it begins with is of no account."""
         self._slots: list[tuple[dict[str, Any], str]] = []
+        self._contents: list[dict[str, Any]] = []
+        self._settings: list[tuple[dict[str, Any], str]] = []
+        """Where a module has a plain value of its own: a rate of dropout, a temperature."""
         self._stepped: list[Tensor] = []
         self._every: list[nn.Module] = []
         self._inner: list[nn.Module] = []
@@ -53,6 +61,8 @@ class Owners:
         self._inner = [each for each in self._every if all(each is not module for module in self.modules)]
         dicts: list[dict[str, Any]] = [d for each in self._every for d in (each._parameters, each._buffers)]
         self._slots = [(d, name) for d in dicts for name in d]
+        self._contents = [vars(each) for each in self._every]
+        self._settings = [(d, name) for d in self._contents for name in d if _is_setting(name, d[name])]
         owned = {id(d[name]) for d, name in self._slots}
         stepped = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         self._stepped = [p for p in stepped if id(p) not in owned]
@@ -61,17 +71,31 @@ class Owners:
         """Return the parameters and buffers as they are now: one may have been replaced."""
         return [tensor for d, name in self._slots if (tensor := d.get(name)) is not None] + self._stepped
 
-    def state(self) -> Hashable:
-        """Return what a step's graph has frozen: that of a model's, numbers of optimizers, where gradients lie."""
-        gradients = tuple(
-            None if t.grad is None or id(t) in self._replaced else t.grad.data_ptr() for t in self.tensors()
-        )
-        return self.form(), self.numbers(), self._loaded(), gradients
+    def state(self, kind: str) -> Hashable:
+        """Return what a step's graph has frozen beside gradients: that of a model's, and numbers of optimizers.
+
+        Args:
+            kind: of the device that the graph runs on.
+        """
+        return self.form(), self.numbers(kind), self._loaded()
+
+    def places(self, gradients: list[Tensor | None]) -> Hashable:
+        """Return where the gradients lie with which a step begins, but for those that it replaces."""
+        pairs = zip(self.tensors(), gradients, strict=True)
+        return tuple([None if g is None or id(t) in self._replaced else g.data_ptr() for t, g in pairs])
 
     def form(self) -> Hashable:
-        """Return what a model's graph has frozen: modes and code of modules, where tensors lie, which are trained."""
+        """Return what a model's graph has frozen: modes, code, numbers of modules, where tensors lie, which train."""
         places = tuple([(t.data_ptr(), t.requires_grad) for t in self.tensors()])
-        return tuple([module.training for module in self._every]), self._code(), places
+        return tuple([module.training for module in self._every]), self._code(), self._values(), places
+
+    def _values(self) -> Hashable:
+        """Return the plain values of modules, and how much each module holds: a value may have come."""
+        values: list[Any] = [d.get(name) for d, name in self._settings]
+        kinds = tuple(map(type, values))  # 1 and 1.0 are equal, and not the same factor
+        if not _PLAIN.issuperset(kinds):
+            values = [value if kind in _PLAIN else _Same(value) for value, kind in zip(values, kinds, strict=True)]
+        return tuple(values), kinds, tuple(map(len, self._contents))
 
     def _code(self) -> Hashable:
         """Return what runs in calls of the modules: someone may have put another class, forward or call in its place.
@@ -88,22 +112,25 @@ class Owners:
             self._loads, self._states = self._loads + 1, states
         return self._loads
 
-    def numbers(self) -> tuple[Hashable, ...]:
-        """Return the optimizers' options that a graph has frozen: those that are no tensors, and aren't sent."""
-        return tuple(_options(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups)
+    def numbers(self, kind: str) -> tuple[Hashable, ...]:
+        """Return the optimizers' options that a graph has frozen: those that are no tensors there, and aren't sent."""
+        groups = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
+        return tuple([_options(optimizer, group, kind) for optimizer, group in groups])
 
     def send(self) -> None:
-        """Let optimizers that keep their numbers on the device send what has changed, for a replay or a capture."""
+        """Let optimizers bring to the device, for a replay or a capture, what has changed on the host."""
         for optimizer in self.optimizers:
             if isinstance(optimizer, SendsNumbers):
                 optimizer.refresh()
+            elif masters := masters_of(optimizer):
+                masters.follow_all()
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients, tensor by tensor."""
         return [t.grad for t in self.tensors()]
 
     def learn(self, before: list[Tensor | None]) -> None:
-        """Note, after an eager call, which gradients it has put in the place of others."""
+        """Note, after a call or its capture, which gradients it has put in the place of others."""
         for tensor, one in zip(self.tensors(), before, strict=True):
             if one is not None and tensor.grad is not None and one is not tensor.grad:
                 self._replaced.add(id(tensor))
@@ -119,10 +146,14 @@ class Owners:
                 tensor.grad = gradient
 
 
-def _options(optimizer: Optimizer, group: dict[str, Any]) -> Hashable:
+def _options(optimizer: Optimizer, group: dict[str, Any], kind: str) -> Hashable:
     if isinstance(optimizer, SendsNumbers) and (frozen := optimizer.frozen_options(group)) is not None:
-        return tuple(map(_hashable, frozen))
-    return tuple((name, _hashable(value)) for name, value in group.items() if name != "params")
+        return tuple([_hashable(value, kind) for value in frozen])
+    return tuple([(name, _hashable(value, kind)) for name, value in group.items() if name != "params"])
+
+
+def _is_setting(name: str, value: object) -> bool:
+    return type(value) in _PLAIN and name not in _OF_EVERY_MODULE
 
 
 class _Same:
@@ -144,11 +175,13 @@ def _same(value: object) -> Hashable:
     return None if value is None else _Same(value)
 
 
-def _hashable(value: Any) -> Hashable:
+def _hashable(value: Any, kind: str) -> Hashable:
     if isinstance(value, Tensor):
+        if value.device.type == "cpu" != kind:  # the host reads it at the launch, as it does a number
+            return "value", str(value.dtype), repr(value.tolist())
         return "tensor", value.data_ptr()
     if isinstance(value, tuple | list):
-        return tuple([_hashable(item) for item in value])
+        return tuple([_hashable(item, kind) for item in value])
     try:
         hash(value)
     except TypeError:

@@ -23,6 +23,10 @@ class RecordedGraph(Protocol):
 class GraphRecorder(Protocol):
     """Records work."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where the work runs."""
+
     def aside(self, run: Callable[[], _T]) -> _T:
         """Run it as it must be run before it is recorded: on a stream of its own."""
 
@@ -41,13 +45,13 @@ class CudaRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def aside(self, run: Callable[[], _T]) -> _T:
         """Run on a side stream, as captured libraries want it."""
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             result = run()
@@ -58,7 +62,7 @@ class CudaRecorder:
         """Capture on the side stream; threads of a loader, which pin memory, may go on."""
         graph = torch.cuda.CUDAGraph()
         with (
-            torch.cuda.device(self._device),
+            torch.cuda.device(self.device),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
             result = run()
@@ -66,4 +70,4 @@ class CudaRecorder:
 
     def waits(self) -> None:
         """Wait for the device."""
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)

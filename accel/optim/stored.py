@@ -68,7 +68,8 @@ def checked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, An
     for group in saved:
         if missing := [name for name in _OPTIONS[kind] if name not in group]:
             raise InvalidArgument(f"{owner}: the state is of another optimizer: its groups have no {missing[0]!r}.")
-        counted = "step" in group or all("step" in state_dict["state"].get(key, ("step",)) for key in group["params"])
+        states = [state_dict["state"].get(key, {}) for key in group["params"]]
+        counted = "step" in group or all("step" in state for state in states if _was_updated(state))
         if kind in ("adam", "lamb") and not counted:
             raise InvalidArgument(f"{owner}: the state must say how many steps were done. Found: no 'step'.")
     params = [p for group in groups for p in group["params"]]
@@ -87,11 +88,14 @@ def checked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, An
     return {**state_dict, "state": sealed}
 
 
+def _was_updated(state: Mapping[str, Any]) -> bool:
+    """Return whether a state is of a parameter that was updated; master weights are there before the first update."""
+    return any(name != "master" and value is not None for name, value in state.items())
+
+
 def _check(owner: str, kind: Kind, param: Tensor, state: Mapping[str, Any]) -> None:
     names = {name for name, value in state.items() if value is not None}
-    if not names:
-        return
-    if (foreign := names - _ACCEPTED[kind]) or not _NEEDED[kind] <= names:
+    if (foreign := names - _ACCEPTED[kind]) or (_was_updated(state) and not _NEEDED[kind] <= names):
         raise InvalidArgument(
             f"{owner}: the state is of another optimizer: a parameter has {sorted(foreign or names)}, expected were "
             f"{sorted(_NEEDED[kind] or _ACCEPTED[kind])}. Begin without it."
@@ -121,7 +125,7 @@ def taken_in(param: Tensor, state: Mapping[str, Any], step: float | None) -> dic
             taken[name] = counter.to(device=param.device, dtype=torch.float32).reshape(())
         elif name != "master" or work_dtype(param.dtype) != param.dtype:
             taken[name] = _like(param, value)
-    if step is not None and taken and "step" not in taken:
+    if step is not None and _was_updated(taken) and "step" not in taken:
         taken["step"] = torch.tensor(step, device=param.device)
     return taken
 

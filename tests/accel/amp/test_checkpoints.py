@@ -178,3 +178,64 @@ def test_a_model_that_is_cast_afterwards_is_refused() -> None:
     model.float()
     with pytest.raises(InvalidArgument, match=r"weights must stay 16-bit. Found: a parameter of torch.float32"):
         optimizer.step()
+
+
+def average(into: nn.Module, model: nn.Module) -> None:
+    """Update a moving average as many training scripts do."""
+    latest = model.state_dict()
+    for name, value in into.state_dict().items():
+        if value.is_floating_point():
+            value.mul_(0.9).add_(latest[name], alpha=0.1)
+
+
+def test_a_moving_average_in_a_copy_is_said_to_change_nothing() -> None:
+    model, _ = made("SGD")
+    mean = copy.deepcopy(model)
+    average(mean, model)
+    with pytest.warns(RuntimeWarning, match=r"was written to, which changes nothing.* before decorate"):
+        average(mean, model)
+    average(mean, model)  # once
+
+
+def test_a_moving_average_that_was_made_before_is_float32() -> None:
+    model = cnn()
+    mean, expected = copy.deepcopy(model), copy.deepcopy(model)
+    model, optimizer = decorate(model, torch.optim.SGD(model.parameters(), 0.1), dtype=torch.bfloat16)
+    for x, target in batches(3, 3, 8, 8):
+        train(model, optimizer, [(x, target)])
+        average(mean, model)
+        masters = master_params(optimizer)
+        for value, master in zip(expected.parameters(), masters, strict=True):
+            value.data.mul_(0.9).add_(master, alpha=0.1)
+    assert all(map(torch.equal, mean.parameters(), expected.parameters()))
+
+
+def test_a_state_that_is_changed_and_loaded_is_no_reason_to_warn() -> None:
+    """Ranks average their models so, for instance."""
+    model = decorate(cnn(), dtype=torch.bfloat16)
+    for _ in range(2):
+        state = model.state_dict()
+        for value in state.values():
+            value.mul_(2)
+        model.load_state_dict(state)
+    assert model.state_dict()["0.bias"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("there", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop", "FusedAdamW"])
+def test_a_state_with_masters_of_weights_that_were_never_updated_is_taken(name: str, there: str, steps: int) -> None:
+    """Frozen weights, or a run that was saved before its first step: torch's Adam once missed its counter there."""
+    data = batches(steps + 2, 3, 8, 8)
+    model, optimizer = made(name, dtype=torch.bfloat16)
+    model[0].requires_grad_(False)
+    train(model, optimizer, data[:steps])
+    saved = reloaded((model.state_dict(), optimizer.state_dict()))
+    other, others = made(name, there, torch.bfloat16, seed=1)
+    other.load_state_dict(saved[0])
+    others.load_state_dict(saved[1])
+    model[0].requires_grad_(True)
+    train(model, optimizer, data[steps:])
+    train(other, others, data[steps:])
+    for own, mine in zip(master_params(others), master_params(optimizer), strict=True):
+        assert torch.equal(own, mine) if there == "O2" else own.dtype == torch.float32

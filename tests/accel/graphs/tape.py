@@ -85,6 +85,7 @@ class TapeRecorder:
     """Stands in for `CudaRecorder`."""
 
     def __init__(self) -> None:
+        self.device = torch.device("cpu")
         self.graphs: list[TapeGraph] = []
 
     def aside(self, run: Callable[[], _T]) -> _T:

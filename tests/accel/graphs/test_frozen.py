@@ -1,0 +1,275 @@
+"""What a graph would freeze without a word: it is part of the graph's key, or the graph is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel.graphs import CapturedStep, capture
+from accel.graphs.host_draws import HostDraws, without_draws
+from accel.graphs.model_calls import CaptureError
+from accel.graphs.owners import Owners
+from accel.optim import FusedAdamW
+from tests.accel.graphs.model_loops import batch, both, step
+from tests.accel.graphs.tape import TapeRecorder
+
+pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")
+
+
+class Tied(nn.Module):
+    """Has a weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x).tanh())
+        return out
+
+
+def test_a_weight_in_two_places_has_its_gradient_once() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+        results = []
+        for seed in range(6):
+            results += [step(model, optimizer, seed), model.first.weight.grad.clone()]
+        return results
+
+    assert both(loop, Tied, warmup=2).replays == 4
+
+
+class Tempered(nn.Module):
+    """Has a number of its own, and a default that its class has."""
+
+    gain = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.tau: float | None = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Divide by the temperature."""
+        out: Tensor = self.norm(self.layer(x)) * self.gain
+        return out if self.tau is None else out / self.tau
+
+
+_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "number": lambda model: setattr(model, "tau", 0.25),
+    "none": lambda model: setattr(model, "tau", None),
+    "of the class": lambda model: setattr(model, "gain", 2.0),
+    "momentum": lambda model: setattr(model.norm, "momentum", 0.5),
+    "tensor": lambda model: setattr(model, "tau", torch.full((6,), 0.5)),
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_a_number_of_a_module_has_graphs_of_its_own(change: str) -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+        results = [step(model, optimizer, seed) for seed in range(4)]
+        _CHANGES[change](model)
+        return results + [step(model, optimizer, seed) for seed in range(4, 8)]
+
+    assert both(loop, Tempered, warmup=1).captures == 2
+
+
+def test_a_rate_of_dropout_that_changes_is_followed_by_a_captured_step() -> None:
+    def outcome(captured: bool) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+        run: Any = taped_step(lambda x: model(x), modules=[model], warmup=1) if captured else model
+        results = []
+        for seed in range(8):
+            model[1].p = 0.5 if seed < 4 else 0.125
+            results.append(run(batch(8, seed)).detach())
+        return results, run.captures if captured else 2
+
+    (expected, count), (found, captures) = outcome(False), outcome(True)
+    assert all(map(torch.equal, found, expected))
+    assert captures == count
+
+
+def taped_step(step: Any, **options: Any) -> CapturedStep:
+    captured = capture(step, **options)
+    captured._recorder = TapeRecorder()
+    return captured
+
+
+class Counted(nn.Module):
+    """Counts its calls in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(6, 6), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Grow."""
+        self.calls += 1
+        out: Tensor = self.layer(x) * self.calls
+        return out
+
+
+def test_a_number_that_each_call_changes_is_said_and_right() -> None:
+    calls = both(lambda model, optimizer: [step(model, optimizer, seed) for seed in range(12)], Counted, warmup=1)
+    assert "a number of a module" in calls.why_eager[0]
+
+
+class Skipping(nn.Module):
+    """Leaves a layer out by chance, which the host draws."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.one, self.two, self.draw = nn.Linear(6, 6), nn.Linear(6, 6), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take one layer or both."""
+        x = self.one(x)
+        return self.two(x) if self.draw() < 0.5 else x
+
+
+_DRAWS: dict[str, Callable[[], float]] = {"random": random.random, "numpy.random": np.random.rand}
+
+
+@pytest.mark.parametrize("source", _DRAWS)
+def test_chance_on_the_host_is_not_frozen(source: str) -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+        random.seed(3)
+        np.random.seed(3)
+        return [step(model, optimizer, seed) for seed in range(12)]
+
+    calls = both(loop, lambda: Skipping(_DRAWS[source]), warmup=2)
+    assert calls.captures == 0
+    assert f"it draws random numbers on the host ({source})" in calls.why_eager[0]
+
+
+def test_chance_on_the_host_in_a_step() -> None:
+    model = Skipping(random.random)
+    run = taped_step(lambda x: model(x), modules=[model], warmup=1)
+    random.seed(3)
+    found = [run(batch(8, seed)) for seed in range(6)]
+    random.seed(3)
+    assert all(torch.equal(one, model(batch(8, seed))) for seed, one in enumerate(found))
+    assert run.why_eager[0].startswith("it draws random numbers on the host (random)")
+    with pytest.raises(CaptureError, match="can't be captured: it draws random numbers on the host"):
+        taped_step(lambda x: model(x), modules=[model], warmup=0, strict=True)(batch(8, 0))
+
+
+def test_torchs_generator_of_the_cpu_is_the_hosts_beside_a_gpu() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with pytest.raises(HostDraws, match="torch, on the CPU"):
+        without_draws(lambda: torch.rand(2), torch.device("cuda"))
+    assert torch.equal(torch.get_rng_state(), before)
+    without_draws(lambda: torch.rand(2), torch.device("cpu"))
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def beside_a_gpu(step: CapturedStep) -> CapturedStep:
+    """Let a step believe that it runs on a GPU, with all that lies on the CPU on the host."""
+    assert isinstance(step._recorder, TapeRecorder)
+    step._recorder.device = torch.device("cuda", 0)
+    return step
+
+
+def test_inputs_on_the_host_are_said_and_run_eagerly() -> None:
+    run = beside_a_gpu(taped_step(lambda x: x * 2, warmup=0))
+    with pytest.warns(RuntimeWarning, match=r"its inputs must be on cuda:0.*move them before the call"):
+        results = [run(torch.full((2,), float(number))) for number in range(3)]
+    assert [float(result[0]) for result in results] == [0.0, 2.0, 4.0]
+    assert run.captures == 0
+    with pytest.raises(CaptureError, match="its inputs must be on cuda:0"):
+        beside_a_gpu(taped_step(lambda x: x * 2, warmup=0, strict=True))(torch.ones(2))
+
+
+def test_a_learning_rate_that_lies_on_the_host_is_a_number() -> None:
+    weight, rate = nn.Parameter(torch.ones(2)), torch.tensor(0.1)
+    optimizer = torch.optim.SGD([weight], rate, foreach=False)
+    owners = Owners([], [optimizer])
+    before = {kind: owners.numbers(kind) for kind in ("cpu", "cuda")}
+    rate.fill_(0.2)
+    assert owners.numbers("cpu") == before["cpu"]
+    assert owners.numbers("cuda") != before["cuda"]
+
+
+def test_autocast_of_the_device_counts_without_inputs() -> None:
+    layer = nn.Linear(6, 6)
+    run = taped_step(lambda: layer(torch.ones(2, 6)), modules=[layer], warmup=0)
+    assert run().dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run().dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+@pytest.mark.parametrize("name", ["SGD", "Adam fused", "FusedAdamW"])
+def test_state_that_the_first_step_makes_is_not_made_anew_in_each_replay(name: str, warmup: int) -> None:
+    makes: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, foreach=False),
+        "Adam fused": lambda params: torch.optim.Adam(params, torch.tensor(0.1), fused=True),
+        "FusedAdamW": lambda params: FusedAdamW(params, 0.1),
+    }
+
+    def outcome(captured: bool) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = makes[name](model.parameters())
+
+        def whole(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run: Any = taped_step(whole, modules=[model], optimizers=[optimizer], warmup=warmup) if captured else whole
+        results = [run(batch(8, seed)).detach() for seed in range(8)]
+        return [*results, *model.parameters()], run.replays if captured else 0
+
+    (expected, _), (found, replays) = outcome(False), outcome(True)
+    assert all(map(torch.equal, found, expected))
+    assert replays >= 5
+
+
+class Replacing(torch.optim.Optimizer):
+    """Keeps a counter in Python, and a sum that it puts in the place of the one before."""
+
+    def __init__(self, params: Any, kind: str) -> None:
+        super().__init__(params, {})
+        self.kind = kind
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Divide by the number of steps, or take the sum."""
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + (self.kind == "counter")
+            if self.kind == "sum":
+                state["sum"] = state.get("sum", 0) + p.grad
+            p.sub_(p.grad / state["step"] if self.kind == "counter" else 0.1 * state["sum"])
+
+
+@pytest.mark.parametrize("kind", ["counter", "sum"])
+def test_state_that_is_replaced_is_refused(kind: str) -> None:
+    def outcome(captured: bool) -> tuple[list[Tensor], Any]:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = Replacing([weight], kind)
+
+        def whole(x: Tensor) -> None:
+            optimizer.zero_grad()
+            (weight * x).sum().backward()
+            optimizer.step()
+
+        run: Any = taped_step(whole, modules=[], optimizers=[optimizer], warmup=1) if captured else whole
+        for seed in range(5):
+            run(batch(1, seed)[0, :3])
+        return [weight.detach()], run
+
+    (expected, _), (found, run) = outcome(False), outcome(True)
+    assert torch.equal(found[0], expected[0])
+    assert "an optimizer's state must be written to in place" in run.why_eager[0]
