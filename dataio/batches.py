@@ -79,12 +79,18 @@ def describe(batch: Any) -> tuple[int, Hashable]:
     pair of tensors.
     """
     if type(batch) in (tuple, list):
-        shapes = [leaf.shape for leaf in batch if type(leaf) is Tensor]
+        # Not by a call for each: it takes as long again.
+        shapes = [shape_of(leaf) if leaf.is_nested else leaf.shape for leaf in batch if type(leaf) is Tensor]
         if len(shapes) != len(batch):
-            shapes = [tensor.shape for tensor in tensors(batch)]
+            shapes = [shape_of(tensor) for tensor in tensors(batch)]
     else:
-        shapes = [tensor.shape for tensor in tensors(batch)]
+        shapes = [shape_of(tensor) for tensor in tensors(batch)]
     return next((shape[0] for shape in shapes if shape), 0), tuple(shapes)
+
+
+def shape_of(tensor: Tensor) -> torch.Size:
+    """Return a tensor's shape; of a nested one, which has none, how many it holds and how many elements these have."""
+    return torch.Size((tensor.size(0), tensor.numel())) if tensor.is_nested else tensor.shape
 
 
 def equal(batch: Any, other: Any) -> bool:
@@ -95,6 +101,8 @@ def equal(batch: Any, other: Any) -> bool:
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.is_nested or b.is_nested:
+            return False  # they can't be compared by torch's operators
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
         if a.is_floating_point() or a.is_complex():

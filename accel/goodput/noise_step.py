@@ -98,6 +98,8 @@ class MeasuredStep:
         if self.updated and self._tap.holds:
             self.reason = self.reason or "gradients arrived after an optimizer had stepped"
         self._tap.remove()
+        if self._recording is not None:
+            self._recording.forget()
         self._recording = self._call = None
 
     def _attempt(self, measure: Callable[[], NoiseSums | None]) -> NoiseSums | None:

@@ -89,6 +89,8 @@ class Blame:
 
     def forget(self) -> None:
         """Release all kept calls."""
+        for call in self.calls:
+            call.forget()
         self.calls, self._nodes, self._too_many, self._gradients_checked = [], set(), False, False
 
     def verdict(self, roots: Iterable[Tensor] | None, repeat: Repeat) -> str:
@@ -106,7 +108,9 @@ class Blame:
             if finding.problem:
                 return f"a gradient is not finite, and in the same call made again {finding.problem}"
             flowed = [*call.arrived.values(), *plain.outputs, *(g for g in plain.gradients if g is not None)]
-            finite = finite and all(bool(t.isfinite().all()) for t in flowed if t.layout == torch.strided)
+            finite = finite and all(
+                bool(t.isfinite().all()) for t in flowed if t.layout == torch.strided and not t.is_nested
+            )
         if not finite or roots is None or not self._clean:
             return ""
         if leads_past(roots, self._nodes, {id(p) for p in self._parameters}):

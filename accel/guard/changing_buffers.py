@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from accel.guard import own_state
 
 # An observation copies the buffers; a few show which of them change in every call.
 _OBSERVATIONS = 8
@@ -15,7 +18,7 @@ _SCALARS = (int, float, bool, str, type(None))
 
 
 class ChangingBuffers:
-    """Buffers and plain attributes of `model` that change from call to call.
+    """Buffers and plain attributes of `model` that change from call to call, and its random generators.
 
     Args:
         model: the model that is observed.
@@ -29,13 +32,18 @@ class ChangingBuffers:
         self._buffers: dict[int, Tensor] = {}
         self._copies: dict[int, Tensor] = {}
         self._attributes: dict[tuple[int, str], dict[str, Any]] = {}
+        self._generators: list[Any] = []
+
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Add parameters that the model's own call writes to."""
+        self._buffers |= {id(parameter): parameter for parameter in parameters}
 
     def observe(self) -> None:
         """Record what has changed since the last observation, with a call of the model in between."""
         if self._observations >= _OBSERVATIONS:
             return
         # By value: BatchNorm's statistics keep their version when they change.
-        contents = {id(b): (b, b.detach().clone()) for b in self._model.buffers() if b.numel() <= _ELEMENTS}
+        contents = {id(b): (b, b.detach().clone()) for b in self._model.buffers() if _is_small(b)}
         values = {
             (id(module), name): (vars(module), value)
             for module in self._model.modules()
@@ -48,24 +56,34 @@ class ChangingBuffers:
             self._attributes |= {
                 k: owner for k, (owner, value) in values.items() if self._values.get(k, (owner, value))[1] != value
             }
+        self._generators = own_state.generators_of(self._model)
         self._observations, self._contents, self._values = self._observations + 1, contents, values
         if self._observations == _OBSERVATIONS:
             self._contents, self._values = {}, {}
 
-    def saved(self) -> list[Any]:
+    def saved(self) -> tuple[list[Any], own_state.States]:
         """Copy all state that changes, and return what `restore` needs; only the latest copy is kept."""
         pairs = zip(self._buffers.values(), self._copies.values(), strict=False)
         if len(self._copies) != len(self._buffers) or any(b.shape != c.shape for b, c in pairs):
-            self._copies = {number: buffer.clone() for number, buffer in self._buffers.items()}
+            # A copy made in inference mode would be one that operators refuse to write in the next training step.
+            with torch.inference_mode(False):
+                self._copies = {number: buffer.detach().clone() for number, buffer in self._buffers.items()}
         else:
             _copy(self._copies.values(), self._buffers.values())
-        return [owner.get(name) for (_, name), owner in self._attributes.items()]
+        values = [owner.get(name) for (_, name), owner in self._attributes.items()]
+        return values, own_state.states_of(self._generators)
 
-    def restore(self, saved: list[Any]) -> None:
+    def restore(self, saved: tuple[list[Any], own_state.States]) -> None:
         """Restore the latest copy."""
+        values, states = saved
+        own_state.put_back(states)
         _copy(self._buffers.values(), self._copies.values())
-        for ((_, name), owner), value in zip(self._attributes.items(), saved, strict=True):
+        for ((_, name), owner), value in zip(self._attributes.items(), values, strict=True):
             owner[name] = value
+
+
+def _is_small(buffer: Tensor) -> bool:
+    return not is_lazy(buffer) and buffer.numel() <= _ELEMENTS
 
 
 def _copy(destinations: Iterable[Tensor], origins: Iterable[Tensor]) -> None:
@@ -76,7 +94,8 @@ def _copy(destinations: Iterable[Tensor], origins: Iterable[Tensor]) -> None:
             continue  # it has been resized since: there is nothing to restore
         targets, sources = kinds.setdefault((target.dtype, target.device), ([], []))
         # Detached, for torch's no_grad is lines of Python: Ctrl-C between two of them would leave gradients off.
-        targets.append(target.detach())
+        # A parameter by `data`, as the model writes it: its version is that of the graphs there may be.
+        targets.append(target.data if isinstance(target, nn.Parameter) else target.detach())
         sources.append(source.detach())
     for targets, sources in kinds.values():
         torch._foreach_copy_(targets, sources)

@@ -29,16 +29,19 @@ import contextlib
 import copy
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from accel.dataio.batches import map_tensors, tensors
 from accel.dataio.fetching.randomness import streams
+from accel.guard import own_state
 from accel.guard.draws import Draw, ReplayedDraws, difference
 from accel.strategies.base import Exactness
 
@@ -109,12 +112,20 @@ class Recording:
     outputs: list[Tensor] = field(default_factory=list)
     arrived: dict[int, Tensor] = field(default_factory=dict)
     """Output number → gradient that arrived at it."""
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    """What `listen` has put on the outputs."""
 
     def listen(self, outputs: Any) -> None:
         """Record the gradients that arrive at the outputs."""
         for number, tensor in enumerate(tensors(outputs)):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._arrive, number))  # type: ignore[no-untyped-call]
+                self.hooks.append(tensor.register_hook(partial(self._arrive, number)))  # type: ignore[no-untyped-call]
+
+    def forget(self) -> None:
+        """Listen no more: an output that is a parameter outlives the step, and a hook on it holds this whole call."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
 
     def _arrive(self, number: int, gradient: Tensor) -> None:
         # A loop may call backward twice; the gradients then add up.
@@ -123,9 +134,15 @@ class Recording:
 
 
 class RandomStates:
-    """The random states a model may draw from: torch on each device, Python, numpy."""
+    """The random states a model may draw from: torch on each device, Python, numpy, generators that it is given.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: where the model lives.
+        given: the arguments of the call.
+    """
+
+    def __init__(self, device: torch.device, *given: Any) -> None:
+        self._given = own_state.states_of(own_state.generators_given(*given))
         self._host = [(stream, stream.read()) for stream in streams()]
         self._device = device
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -137,15 +154,23 @@ class RandomStates:
                 stream.write(state)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
+        own_state.put_back(self._given)
 
 
 class ModuleState:
-    """What a forward pass may change in a model: buffers, and plain attributes such as counters and caches."""
+    """What a forward pass may change in a model: buffers, generators, plain attributes such as counters and caches.
+
+    Args:
+        model: whose state this is.
+        written: the parameters that its own call writes to.
+    """
 
     _CONTAINERS = (list, dict, set, deque)
 
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    def __init__(self, model: nn.Module, written: Iterable[Tensor] = ()) -> None:
+        self._written = [(parameter, parameter.detach().clone()) for parameter in written]
+        self._generators = own_state.states_of(own_state.generators_of(model))
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not is_lazy(buffer)]
         self._attributes = [(vars(module), self._plain(vars(module))) for module in model.modules()]
         containers = (v for _, state in self._attributes for v in state.values() if isinstance(v, self._CONTAINERS))
         self._contents = [(container, copy.copy(container)) for container in containers]
@@ -165,16 +190,25 @@ class ModuleState:
             (container.extend if isinstance(container, list | deque) else container.update)(contents)
         for buffer, value in self._buffers:
             buffer.detach().copy_(value)
+        for parameter, value in self._written:
+            parameter.data.copy_(value)  # as the model does; its version is that of the graphs there may be
+        own_state.put_back(self._generators)
 
 
-def record(model: nn.Module, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+def record(
+    model: nn.Module,
+    device: torch.device,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    written: Iterable[Tensor] = (),
+) -> Recording:
     """Record a call that is about to be made; its inputs are copied, since a forward may change them in place."""
     kind = device.type
     return Recording(
         args=map_tensors(_copied, args),
         kwargs=map_tensors(_copied, kwargs),
-        state=RandomStates(device),
-        modules=ModuleState(model),
+        state=RandomStates(device, args, kwargs),
+        modules=ModuleState(model, written),
         autocast=(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
         device=kind,
     )
@@ -197,9 +231,16 @@ class Replayed:
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore, at the end, whatever the block changes in random states, buffers and module attributes."""
-    states, modules = RandomStates(device), ModuleState(model)
+def untouched(model: nn.Module, device: torch.device, *given: Any, written: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Restore, at the end, whatever the block changes in random states, buffers and module attributes.
+
+    Args:
+        model: what is called.
+        device: where it lives.
+        given: the arguments of the call.
+        written: the parameters that its own call writes to.
+    """
+    states, modules = RandomStates(device, *given), ModuleState(model, written)
     try:
         yield
     finally:
@@ -221,7 +262,8 @@ def replay(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDra
     """
     recording.state.restore()
     args, kwargs = map_tensors(_copied, recording.args), map_tensors(_copied, recording.kwargs)
-    named: list[tuple[str, Tensor]] = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not is_lazy(p)]
+    named: list[tuple[str, Tensor]] = [*parameters]
     named += [(f"input {i}", t) for i, t in enumerate(tensors((args, kwargs))) if t.requires_grad]
     with draws or contextlib.nullcontext():
         outputs = called(model, call, recording, args, kwargs)
@@ -258,7 +300,8 @@ def replay_evaluation(
     training = [module for module in model.modules() if module.training]
     enabled, dtype = recording.autocast
     try:
-        model.eval()
+        for module in training:  # not eval(): a train() of the user's own may change weights, as loralib's merges them
+            module.training = False
         args, kwargs = map_tensors(_copied, recording.args), map_tensors(_copied, recording.kwargs)
         autocast = torch.autocast(recording.device, dtype=dtype, enabled=enabled)
         with torch.no_grad(), autocast, draws or contextlib.nullcontext():

@@ -26,7 +26,8 @@ _ELEMENTS = 1_000_000
 def updated(optimizer: Optimizer) -> list[Tensor]:
     """Step a shadow of `optimizer` along the path its groups ask for now, and return the shadow's parameters.
 
-    Parameters without a gradient get a fixed pseudo-random one, so that the path is exercised.
+    Parameters without a gradient get a fixed pseudo-random one, so that the path is exercised; not frozen ones, which
+    no path updates.
     """
     shadow = copy.copy(optimizer)
     shadow.param_groups, shadow.state = [], defaultdict(dict)
@@ -58,7 +59,7 @@ def _clone(parameter: Tensor, generator: torch.Generator) -> Tensor:
     clone = parameter.detach().clone().requires_grad_()
     if parameter.grad is not None:
         clone.grad = parameter.grad.detach().clone()
-    else:
+    elif parameter.requires_grad:
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
         clone.grad = (noise * 1e-2).to(parameter.device, parameter.dtype)
     return clone

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accel.dataio.batches import tensors
+from accel.guard import own_state
 from accel.guard.changing_buffers import ChangingBuffers
+from accel.run import backward
 from accel.run.gate import Call, Gate
 
 # Outputs don't grow so much in a few hundred healthy steps; a diverging run gets there fast.
@@ -77,10 +79,18 @@ class Watch:
         self._excuse = Excuse()
 
     def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call through the strategies and check its outputs."""
-        if not self._gate.wrapped:
+        """Make a call through the strategies and check its outputs.
+
+        Activation checkpointing ends the call that it repeats in a backward pass by an error of its own, and compares
+        what was saved in it: no call may follow. The same call was checked in the forward pass.
+        """
+        if not self._gate.wrapped or backward.is_running():
             return call(*args, **kwargs)
-        before = torch.get_rng_state(), self._moving.saved()
+        before = (
+            torch.get_rng_state(),
+            self._moving.saved(),
+            own_state.states_of(own_state.generators_given(args, kwargs)),
+        )
         versions = _versions(args, kwargs)
         try:
             outputs = call(*args, **kwargs)
@@ -100,6 +110,7 @@ class Watch:
         """Repeat the call along the plain path; the strategies are to blame only if its result is fine."""
         torch.set_rng_state(before[0])
         self._moving.restore(before[1])
+        own_state.put_back(before[2])
         plain = self._gate.plain(*args, **kwargs)  # raises the user's own error, if it is the user's
         if why.startswith("it raised") or not self._problem_now(plain):
             self._trip(why)
@@ -148,6 +159,10 @@ class Watch:
         if size is not None:
             self._plain_max = max(self._plain_max, size)
 
+    def writes_to(self, parameters: Iterable[Tensor]) -> None:
+        """Learn that the model's own call writes to these parameters."""
+        self._moving.add(parameters)
+
     def gradients_are_finite(self, optimizer: Optimizer) -> bool:
         """Return whether the gradients that `optimizer` will use are finite; on a GPU, without waiting, always."""
         if self._device.type != "cpu":
@@ -168,7 +183,7 @@ def _versions(args: Any, kwargs: Any) -> list[int]:
 
 def _norm(outputs: Any) -> Tensor | None:
     # Sparse and nested tensors have no norm to ask for.
-    dense = [t.detach() for t in tensors(outputs) if t.layout == torch.strided]
+    dense = [t.detach() for t in tensors(outputs) if t.layout == torch.strided and not t.is_nested]
     gradients = [t for t in dense if t.is_floating_point() and t.numel()]
     if not gradients:
         return None

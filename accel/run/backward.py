@@ -85,6 +85,11 @@ def unheard() -> Iterator[None]:
         _MARK._inside = before
 
 
+def is_running() -> bool:
+    """Return whether this call is made within a backward pass, as those that activation checkpointing repeats are."""
+    return torch._C._current_graph_task_id() != -1
+
+
 listen = _MARK.add
 """Add a listener."""
 forget = _MARK.remove

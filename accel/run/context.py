@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel.dataio.batches import tensors
+from accel.dataio.batches import shape_of, tensors
 from accel.profiler.host import usable_cores
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _MOST_SHAPES = 64
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
     """Return the shapes of the tensors in a call's arguments."""
-    return tuple(tuple(tensor.shape) for tensor in tensors((args, kwargs)))
+    return tuple(tuple(shape_of(tensor)) for tensor in tensors((args, kwargs)))
 
 
 @dataclass
@@ -44,6 +45,8 @@ class Observed:
     """Of the tensors that the model was called with."""
     call_shapes: Counter[Shapes] = field(default_factory=Counter)
     """Of the calls with gradients, the first `_MOST_SHAPES` different ones."""
+    needs_graphs: str = ""
+    """What the loop does in backward passes that only autograd's own graphs can: '' if nothing was seen."""
     batch: Hashable = None
     """Shapes of the tensors in the usual batch; "varying" if there is no usual one."""
     fetch_finding: str = ""
@@ -59,6 +62,18 @@ class Observed:
             self.conv_input = self.conv_input or (tensor.dim() == 4 and tensor.is_floating_point())
             self.input_dtypes.add(str(tensor.dtype))
 
+    def note_backward_of(self, outputs: Any) -> None:
+        """Note, in the backward passes to come, what the loop does with the graph of a plain call."""
+        for tensor in tensors(outputs):
+            if tensor.grad_fn is not None:  # on a leaf, such as a parameter, the hook would stay
+                tensor.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
+
+    def _note_backward(self, gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            self.needs_graphs = "the loop differentiates gradients again (create_graph=True)"
+        elif torch._C._autograd._get_current_graph_task_keep_graph() and not self.needs_graphs:
+            self.needs_graphs = "the loop goes backward through a call twice (retain_graph=True)"
+
     def note_batch(self, shape: Hashable) -> None:
         """Note the usual batch; if it was another before, the calls' shapes are learnt anew."""
         if None not in (shape, self.batch) and shape != self.batch:
@@ -72,13 +87,66 @@ class Observed:
         return shapes if count >= 0.8 * self.call_shapes.total() else None
 
 
+class Optimizers(Sequence[Optimizer]):
+    """The optimizers of a model that somebody uses, in the order in which they came.
+
+    None is kept alive by this: one that a loop has replaced, as after a search for the learning rate or at a new stage
+    of the training, is freed with its state.
+
+    Args:
+        optimizers: those that are known from the start.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        self._references: list[weakref.ref[Optimizer]] = []
+        self._any = False
+        for optimizer in optimizers:
+            self.append(optimizer)
+
+    def append(self, optimizer: Optimizer) -> None:
+        """Add one."""
+        self._references = [*self._references, weakref.ref(optimizer, self._forget)]
+        self._any = True
+
+    def _forget(self, reference: weakref.ref[Optimizer]) -> None:
+        self._references = [each for each in self._references if each is not reference]
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return map(_referent, self._references)  # without a line of Python for each: it is asked for twice a step
+
+    @overload
+    def __getitem__(self, place: int) -> Optimizer: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Optimizer]: ...
+
+    def __getitem__(self, place: int | slice) -> Optimizer | list[Optimizer]:
+        return list(self)[place]
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def __bool__(self) -> bool:
+        """Return whether there has been one: the loop is one with an optimizer, also between two of them."""
+        return self._any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Optimizers | list) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_referent: Any = weakref.ref.__call__
+
+
 @dataclass
 class Run:
     """The user's model, loader and optimizers, and where strategies act on them."""
 
     model: nn.Module
     loader: Any
-    optimizers: list[Optimizer]
+    optimizers: Optimizers | list[Optimizer]
+    """Of the model; a list becomes `Optimizers`."""
     gate: Gate
     fetching: Fetching
     world_size: int = 1
@@ -88,6 +156,9 @@ class Run:
     cores: int = field(default_factory=usable_cores)
     threads: int = field(default_factory=torch.get_num_threads)
     """Intra-op threads when the run began."""
+
+    def __post_init__(self) -> None:
+        self.optimizers = Optimizers(self.optimizers)
 
     @property
     def device(self) -> torch.device:

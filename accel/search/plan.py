@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from accel.errors import PlanError
 from accel.files import write_atomic
@@ -24,12 +25,15 @@ Choices = dict[str, Any]
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a hash of the names, shapes and dtypes of the model's state, not its values; a plan is bound to it."""
+    """Return a hash of the names, shapes and dtypes of the model's state, not its values; a plan is bound to it.
+
+    Parameters of lazy modules have no shape before the first call: with some, it is not yet the model's own.
+    """
     target = getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
     parts = [
-        f"{name} {tuple(t.shape)} {t.dtype}"
+        f"{name} {'lazy' if is_lazy(t) else tuple(t.shape)} {t.dtype}"
         for name, t in target.state_dict(keep_vars=True).items()
-        if hasattr(t, "shape")
+        if isinstance(t, Tensor) or hasattr(t, "shape")
     ]
     return hashlib.sha256("\n".join([type(target).__name__, *parts]).encode()).hexdigest()[:16]
 
@@ -86,6 +90,11 @@ class Plan:
 
     def check(self, model: nn.Module) -> None:
         """Raise `PlanError` unless the plan was made for a model like this one."""
+        if any(map(is_lazy, model.state_dict(keep_vars=True).values())):
+            raise PlanError(
+                f"the plan can't be compared with {type(model).__name__} before its lazy modules have their shapes; "
+                "call it once with a batch before accel.optimize, or leave out plan= to search anew."
+            )
         mine = fingerprint(model)
         if mine != self.fingerprint:
             raise PlanError(

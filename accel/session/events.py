@@ -272,7 +272,10 @@ class StepEvents:
     def around(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Measure a call, record it if the guard needs it, and check its outputs."""
         mode = self._state.mode
-        if mode is _SUSPENDED:
+        if mode is _SUSPENDED or _is_described():
+            return self._run.gate.plain(*args, **kwargs)
+        if _is_transformed():
+            self._usage.called = self._usage.called or torch.is_grad_enabled()
             return self._run.gate.plain(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self._guard.evaluate(call, args, kwargs)
@@ -299,6 +302,16 @@ class StepEvents:
         if self.noise is not None and self.noise.wants_call:
             return self.noise.call(self._run.gate.plain, args, kwargs)
         return self._guard.call(call, args, kwargs)
+
+
+def _is_described() -> bool:
+    """Return whether a program is made of this call (torch.compile, export, jit.trace): nothing here belongs in it."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+def _is_transformed() -> bool:
+    """Return whether tensors in this call have no values to check, as under vmap and in modes such as fake tensors'."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _keeping_grad_mode(act: Callable[[], None]) -> None:

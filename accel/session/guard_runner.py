@@ -8,6 +8,7 @@ in each step under it    its gradients are checked; if one is not finite, the st
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -16,11 +17,13 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from accel.guard import guard, update_guard
+from accel.guard import guard, own_state, update_guard
 from accel.guard.blame import Blame
 from accel.guard.draws import ReplayedDraws
 from accel.guard.guard import Comparison, Recording, Replayed
+from accel.guard.own_state import WrittenParameters
 from accel.guard.watch import Excuse, Watch
+from accel.run import backward
 from accel.run.context import Run
 from accel.run.gate import Call
 from accel.search.plan import Choices
@@ -48,6 +51,8 @@ class GuardRunner:
         self._plan: Choices | None = None
         self._recording: Recording | None = None
         self._finding: Comparison | None = None
+        self._written: list[Tensor] = []
+        """Parameters that the model's own call writes to."""
         self._gradients_checked = False
         self._leaves_out_update = False
         self.steps_alone = True
@@ -74,18 +79,35 @@ class GuardRunner:
         """Make a plain call and record it."""
         recording: Recording | None = None
         try:
-            recording = guard.record(self._run.model, self._run.device, args, kwargs)
+            written = WrittenParameters(self._run.model)
+            recording = guard.record(self._run.model, self._run.device, args, kwargs, self._written)
         except Exception as error:  # inputs that can't be copied; a plan that can't be compared is not tried
             self._note(Comparison(f"the call can't be recorded: {type(error).__name__}: {error}"))
         outputs = self._run.gate.plain(*args, **kwargs)
+        if recording is not None and self._learn_written(written):
+            return outputs  # what was in the parameters before is gone: the next call is recorded
         if recording is not None:
             recording.listen(outputs)
         self._recording = recording  # only now: a call that raised can't be the reference
         return outputs
 
+    def _learn_written(self, written: WrittenParameters) -> bool:
+        """Learn which parameters a plain call has written to; return whether some were not known."""
+        known = set(map(id, self._written))
+        try:
+            new = [parameter for parameter in written.found() if id(parameter) not in known]
+        except Exception as error:  # some lie elsewhere now, as those that are gathered for a call
+            log.debug("accel: the parameters could not be looked at: %s", error)
+            return False
+        self._written += new
+        self._watch.writes_to(new)
+        return bool(new)
+
     def check(self, plan: Choices) -> None:
         """Compare a plan with the plain path, in the objects that it touches."""
         recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.forget()
         # A candidate on top of a plan is new only in what it touches itself; the rest was compared when it was new.
         touched = self._switchboard.touched_by(self._switchboard.new_in(plan))
         exactness = self._switchboard.exactness(plan)
@@ -105,7 +127,7 @@ class GuardRunner:
             self._switchboard.switch(before)
 
     def _check_model(self, plan: Choices, recording: Recording, exactness: Exactness) -> Comparison:
-        with guard.untouched(self._run.model, self._run.device), self._state.suspended():
+        with self._untouched(recording), self._state.suspended():
             plain, candidate = self._both(plan, recording, partial(guard.replay, self._run.model), exactness)
             finding = guard.compare(plain, candidate, exactness)
             if not finding.problem and self._switchboard.captures(plan):
@@ -113,6 +135,10 @@ class GuardRunner:
             if finding.problem or not plain.draws or self._finding is not None:  # once: a plan is checked in two steps
                 return finding
             return finding.merge(self._check_evaluation(plan, recording, exactness))
+
+    def _untouched(self, call: Recording) -> contextlib.AbstractContextManager[None]:
+        """Restore, at the end, whatever replays of a call have changed."""
+        return guard.untouched(self._run.model, self._run.device, call.args, call.kwargs, written=self._written)
 
     def _check_graphs(self, plan: Choices, recording: Recording, exactness: Exactness) -> Comparison:
         """Compare a plan's graphs, which run eagerly under the mode that notes draws, with the plan without them."""
@@ -191,7 +217,7 @@ class GuardRunner:
 
     def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call, check its outputs, and keep it until its gradients have been checked."""
-        if not self._run.gate.wrapped or self._run.device.type != "cpu":
+        if not self._run.gate.wrapped or self._run.device.type != "cpu" or backward.is_running():
             return self._watch.call(call, args, kwargs)
         kept_call = self._blame.begin(args, kwargs)
         outputs = self._watch.call(call, args, kwargs)
@@ -202,6 +228,7 @@ class GuardRunner:
         """Learn the usual inputs and outputs of plain calls, while nothing is on."""
         if not self._switchboard.active:
             self._run.observed.note_call(args, kwargs, self._run.device)
+            self._run.observed.note_backward_of(outputs)
             self._watch.learn(outputs)
 
     # -- in each step --------------------------------------------------------------------------------------------------
@@ -256,15 +283,22 @@ class GuardRunner:
         gate, model, switch = self._run.gate, self._run.model, self._switchboard.switch
         active = dict(self._switchboard.active)
         on_model = self._switchboard.acting_on("model", active)
-        with guard.untouched(model, self._run.device), self._state.suspended():
+        with self._untouched(call), self._state.suspended():
+            drawn = own_state.states_of(
+                own_state.generators_of(model) + own_state.generators_given(call.args, call.kwargs)
+            )
             try:
                 switch({name: setting for name, setting in active.items() if name not in on_model})
                 plain = guard.replay(model, gate.plain, call)
             finally:
                 switch(active)
+            own_state.put_back(drawn)
             candidate = guard.replay(model, gate.call, call)
         return plain, guard.compare(plain, candidate, self._switchboard.exactness(active))
 
     def close(self) -> None:
-        """Release the calls that were kept."""
+        """Release the calls that were kept or recorded."""
         self._blame.forget()
+        if self._recording is not None:
+            self._recording.forget()
+            self._recording = None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch.nn.parameter import is_lazy
 
 import accel
 from accel.profiler.diagnose.consistency import PhaseShares
@@ -106,11 +107,17 @@ class Journal:
             command=shlex.join(["python", *sys.orig_argv[1:]]),
             machine=_machine(run),
             model=type(run.model).__name__,
-            parameters=sum(p.numel() for p in run.model.parameters()),
-            fingerprint=fingerprint(run.model),
             allow=allow,
             budget=budget,
         )
+        self._describe_model()
+
+    def _describe_model(self) -> None:
+        """Set the model's size and fingerprint, as far as they are known: lazy modules learn theirs when called."""
+        parameters = list(self._run.model.parameters())
+        self._has_size = not any(map(is_lazy, parameters))
+        self._report.parameters = sum(p.numel() for p in parameters if not is_lazy(p))
+        self._report.fingerprint = fingerprint(self._run.model)
 
     def settled(self) -> None:
         """The search is over: print its outcome in a few lines and write the files."""
@@ -184,6 +191,8 @@ class Journal:
         """Return the present report."""
         report, controller, session = self._report, self._controller, self._session
         report.machine.world_size = self._run.world_size
+        if not self._has_size:
+            self._describe_model()
         report.rows = list(controller.rows.values())
         report.events = list(controller.events)
         report.plan = dict(controller.plan) if session.rank == 0 else session.active

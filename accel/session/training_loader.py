@@ -45,7 +45,9 @@ class TrainingLoader:
         A loader that is made anew for each epoch or fold is met here; one whose batches are only validated on, or serve
         every other step, is not.
         """
-        source = self.source if self._run.optimizers else self.delivered
+        source = self.source
+        if source is None and not self._run.optimizers:  # without one there is no update that a batch came before
+            source = self.delivered
         if source is None:
             return None
         loader = source._accel_loader

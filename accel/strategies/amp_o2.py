@@ -30,6 +30,8 @@ class AmpO2(Strategy):
 
     def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []
+        self._decorated: list[Optimizer] = []
+        """Those that hold master weights: kept, though the loop may drop one, until the weights have been put back."""
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no optimizer, an autocast of the loop's own, weights that aren't fp32."""
@@ -55,9 +57,10 @@ class AmpO2(Strategy):
         """Cast weights, and keep their fp32 values as master weights."""
         from accel.amp import decorate
 
-        decorate(run.model, run.optimizers, level="O2", dtype=torch.bfloat16)
+        self._decorated = list(run.optimizers)
+        decorate(run.model, self._decorated, level="O2", dtype=torch.bfloat16)
         # A checkpoint is the plain loop's: the model's has the master weights already.
-        self._hooks = [each.register_state_dict_post_hook(_without_masters) for each in run.optimizers]
+        self._hooks = [each.register_state_dict_post_hook(_without_masters) for each in self._decorated]
 
     def disable(self, run: Run) -> None:
         """Give the weights back the values of their masters."""
@@ -66,7 +69,7 @@ class AmpO2(Strategy):
         undecorate(run.model)
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._decorated = [], []
 
 
 def _without_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

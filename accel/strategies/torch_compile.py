@@ -68,13 +68,15 @@ class TorchCompile(Strategy):
         self._active = ""
 
     def refusal(self, run: Run) -> str:
-        """Say why it does not apply: compiled already, or a wrapper that compiles badly from outside."""
+        """Say why it does not apply: compiled already, a wrapper, or a loop that uses its graphs otherwise."""
         if run.gate.compiled_by_user or hasattr(run.model, "_orig_mod"):
             return "the model is compiled already"
         if any(hasattr(module, "_orig_mod") or _is_compiled(module) for module in _inner(run)):
             return "a part of the model is compiled already"
         if run.world_size > 1:
             return "compile the model before wrapping it in DistributedDataParallel: ranks would compile at other times"
+        if run.observed.needs_graphs:
+            return f"{run.observed.needs_graphs}, which a compiled one does not bear"
         return ""
 
     def settings(self, run: Run) -> list[Any]:

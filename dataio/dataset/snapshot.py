@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accel.dataio.dataset.content import Content
+from accel.dataio.dataset.content import C_DATA, Content
 from accel.dataio.dataset.dataset_epoch import at_epoch, dataset_epoch
 from accel.dataio.dataset.handles import is_handle
 from accel.dataio.dataset.reach import (
@@ -124,6 +124,10 @@ def take_snapshot(dataset: Any, share: float = 1.0) -> DatasetSnapshot:
             continue
         if is_handle(thing):
             leaves[path] = _Handle(thing)
+            if id(thing) not in seen:
+                seen.add(id(thing))
+                if (shown := content.of_shared(thing)) is not None:
+                    rest[path] = shown
             continue
         known = id(thing) in seen
         rest[path] = _fingerprint(thing, None if known else content)
@@ -161,6 +165,8 @@ def _fingerprint(thing: Any, content: Content | None) -> tuple[Any, ...]:
         return (same, -1 if thing.is_inference() else thing._version, content.of_tensor(thing))
     if isinstance(thing, np.ndarray):
         return (same, content.of_array(thing))
+    if isinstance(thing, C_DATA):
+        return (same, content.of_memory(thing))
     if isinstance(thing, bytearray):
         return (same, content.of_bytes(thing))
     if isinstance(thing, set | frozenset):

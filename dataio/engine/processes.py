@@ -66,6 +66,8 @@ class ProcessEngine:
         as_torch: stand in for the loader's own workers: batch n of an epoch is made by worker n modulo `workers`, with
             the random numbers that one would have, see `BatchJob.worker_epoch`; one that dies has no successor, which
             would not know how far these have come.
+        as_loop: stand in for the loop's own process, where a loader has no workers: to the dataset they are none
+            (`get_worker_info`, worker_init_fn), and a batch for which random numbers are drawn is not made but fails.
         check: called with the start method each time before workers are started; raises what keeps them from it. For
             processes that nobody asked for: `accel.dataio.dataset.handles.check_fork`.
 
@@ -86,6 +88,7 @@ class ProcessEngine:
         stall_s: float | None = None,
         check: Callable[[str], None] | None = None,
         as_torch: bool = False,
+        as_loop: bool = False,
     ) -> None:
         for name, value in (("workers", workers), ("prefetch", prefetch), ("threads", threads)):
             if value < 1:
@@ -96,7 +99,7 @@ class ProcessEngine:
         self.workers, self.capacity = workers, workers * prefetch
         self._threads, self._timeout_s, self._check = threads, float(loader.timeout), check
         self._stall_s = _STALL_S if stall_s is None else stall_s
-        self._as_torch = as_torch
+        self._as_torch, self._as_loop = as_torch, as_loop
         self.base_seed = 0
         self.deaths: list[str] = []
         """What became of workers that died; the loop went on."""
@@ -251,6 +254,7 @@ class ProcessEngine:
             self._threads,
             most_free=self.capacity // self.workers + 2,
             as_torch=self._as_torch,
+            as_loop=self._as_loop,
         )
         self._start_process(handle, task)
         self._selector.register(handle.connection, selectors.EVENT_READ, handle)  # type: ignore[arg-type]

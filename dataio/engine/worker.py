@@ -7,7 +7,9 @@ sends.
 Random numbers: each batch is begun with seeds derived from the epoch's base seed and the batch's number. Augmentation
 is then the same whichever worker makes the batch and however many there are. With a `worker_init_fn`, which may seed as
 it likes, a worker is seeded once, as `DataLoader` does. A worker that stands in for one of a `DataLoader`'s own begins
-each epoch with the seeds that that one would be started with, and calls the `worker_init_fn` again.
+each epoch with the seeds that that one would be started with, and calls the `worker_init_fn` again. One that stands in
+for the loop's own process calls none, is no worker to `get_worker_info`, and gives back a batch for which numbers are
+drawn.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from accel.dataio.dataset.snapshot import DatasetSnapshot, apply_leaves, compare
 from accel.dataio.engine import slots, wire
 from accel.dataio.engine.engine import WorkerEpoch
 from accel.dataio.fetching.fetch import Fetch, blame
-from accel.dataio.fetching.randomness import seed_everything
+from accel.dataio.fetching.randomness import random_state, seed_everything
 
 # How long a worker whose loop is gone may go on with the sample in hand.
 _GRACE_S = 5.0
@@ -56,6 +58,8 @@ class Task:
     most_free: int
     as_torch: bool = False
     """It stands in for a worker of the loader's own."""
+    as_loop: bool = False
+    """It stands in for the loop's own process, of a loader without workers: see `ProcessEngine`."""
 
 
 class Order(NamedTuple):
@@ -99,6 +103,10 @@ class Ready(NamedTuple):
 
 class CopyMoved(RuntimeError):
     """A worker's copy of the dataset is another than at the epoch's beginning, where a plain loader makes a new one."""
+
+
+class Drew(RuntimeError):
+    """Fetching has drawn random numbers, which are to be drawn in the loop's own process."""
 
 
 class Where(NamedTuple):
@@ -204,7 +212,7 @@ class _Worker:
     def _start(self) -> bool:
         task = self._task
         try:
-            if not task.as_torch:
+            if not task.as_torch and not task.as_loop:
                 self._seed(task.base_seed)
         except BaseException as error:
             self._send(Failed(None, _pickled(error), traceback.format_exc(), "its worker_init_fn"))
@@ -269,7 +277,7 @@ class _Worker:
             if order.epoch is not None:
                 self._begin(order.epoch)
             indices = pickle.loads(order.indices)
-            batch = self._fetch(indices)
+            batch = self._fetched_undrawn(indices) if self._task.as_loop else self._fetch(indices)
         except BaseException as error:  # sys.exit() in a dataset too: it is the loop that decides
             at = "its samples" if indices is None else blame(error, indices)
             self._send(Failed(order.serial, _pickled(error), traceback.format_exc(), at))
@@ -281,6 +289,14 @@ class _Worker:
             self._send(Failed(order.serial, _pickled(TypeError(text)), text, blame(error, indices)))
             return
         self._deliver(order.serial, packed, began)
+
+    def _fetched_undrawn(self, indices: Any) -> Any:
+        """Make a batch; raises `Drew` if random numbers were drawn."""
+        before = random_state()
+        batch = self._fetch(indices)
+        if random_state() != before:
+            raise Drew("fetching a sample draws random numbers, which in the loop's own process are others")
+        return batch
 
     def _release(self, order: Order) -> None:
         if self._slots is not None:

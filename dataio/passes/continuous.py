@@ -336,6 +336,7 @@ class Continuous:
         undisturbed = same_draws(self.loader, ahead)
         as_expected = epoch_of(self.loader) == ahead.epoch and ahead.peeked.holds()
         as_expected = as_expected and epochs.lengths(self.loader) == ahead.lengths
+        as_expected = as_expected and epochs.settings(self.loader) == ahead.settings
         now = self._snapshot()
         if not (undisturbed and as_expected) or not now.whole or compare(self._sent, now):
             self.failed_guesses += 1

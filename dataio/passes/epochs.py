@@ -25,6 +25,8 @@ from torch.utils.data.distributed import DistributedSampler
 from accel.dataio.fetching.drawing import others_could_draw
 from accel.dataio.peek import PeekedEpoch
 
+_PLAIN = (int, float, bool, str, type(None))
+
 States = list[torch.Tensor]
 """Of torch's own generator, and of the loader's."""
 
@@ -108,6 +110,8 @@ class Ahead:
     """Numbers that the base seed needs of torch's own generator; None to write its state."""
     lengths: tuple[int, ...]
     """Of dataset and sampler, when the lists were drawn."""
+    settings: list[tuple[Any, dict[str, Any]]]
+    """Of torch's samplers, when the lists were drawn."""
     draws: Draws
     base_seed: int
     epoch: int | None
@@ -172,6 +176,13 @@ def lengths(loader: DataLoader[Any]) -> tuple[int, ...]:
     sampler: Any = ordering(loader)
     sources = [loader.dataset, sampler.data_source if type(sampler) in (RandomSampler, SequentialSampler) else ()]
     return tuple(len(source) for source in sources)  # type: ignore[arg-type]
+
+
+def settings(loader: DataLoader[Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """Return the samplers of torch's, with what the loop may set in them between two epochs, as the batch size."""
+    kinds = (BatchSampler, RandomSampler, SequentialSampler, DistributedSampler)
+    samplers = [each for each in (loader._index_sampler, ordering(loader)) if type(each) in kinds]
+    return [(each, {n: v for n, v in vars(each).items() if type(v) in _PLAIN and n != "epoch"}) for each in samplers]
 
 
 def epoch_of(loader: DataLoader[Any]) -> int | None:
@@ -283,7 +294,7 @@ def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = N
     if peeked is None or first is None:
         return None
     draws = Draws(loader, itertools.chain([first], peeked.lists), after, global_draws)
-    return Ahead(before, began, base_draws, lengths(loader), draws, seeded, following, peeked)
+    return Ahead(before, began, base_draws, lengths(loader), settings(loader), draws, seeded, following, peeked)
 
 
 def _seeded(loader: DataLoader[Any], apart: torch.Generator) -> tuple[Any, int]:
@@ -320,7 +331,7 @@ def _draw_peeked(loader: DataLoader[Any], step: int, seeded: int | None) -> Ahea
     quiet = torch.equal(after[0], between)
     base_draws = int(seeded is None and loader.generator is None) if quiet else None
     draws = Draws(loader, itertools.chain([first], peeked.lists), after, 0 if quiet else None)
-    return Ahead(before, began, base_draws, lengths(loader), draws, seed, epoch + step, peeked)
+    return Ahead(before, began, base_draws, lengths(loader), settings(loader), draws, seed, epoch + step, peeked)
 
 
 def draw_as_exhausted(loader: DataLoader[Any]) -> None:

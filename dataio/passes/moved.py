@@ -28,7 +28,8 @@ def moved(loader: DataLoader[Any], workers: int, *, threads: bool = False) -> Co
     if threads:
         engine = ThreadEngine(loader, workers)
     else:
-        engine = ProcessEngine(loader, workers, start_method=_START_METHOD, check=partial(check_fork, loader))
+        check = partial(check_fork, loader)
+        engine = ProcessEngine(loader, workers, start_method=_START_METHOD, check=check, as_loop=True)
     continuous = Continuous(loader, engine, strict=True)
     if not same_as_plain(loader, continuous):
         continuous.close()

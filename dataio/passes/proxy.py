@@ -104,8 +104,9 @@ class _Listened:
     """A pass with transforms applied to its batches, and a listener called around them."""
 
     def __init__(self, batches: Pass, fetching: Fetching, listener: LoaderListener) -> None:
-        self._batches, self._fetching, self._listener = batches, fetching, listener
-        self._name = fetching.underway.begin(self)
+        self._batches, self._listener = batches, listener
+        self._underway, self._transforms = fetching.underway, fetching.transforms
+        self._name = self._underway.begin(self)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -114,14 +115,14 @@ class _Listened:
         position = self._batches.position
         try:
             self._listener.batch_requested()
-            self._fetching.underway.ask(self._name)
+            self._underway.asked = self._name
             try:
                 batch = next(self._batches)
             except StopIteration:
                 self._listener.epoch_ended()
-                self._fetching.underway.end(self._name)
+                self._underway.end(self._name)
                 raise
-            for transform in self._fetching.transforms.values():
+            for transform in self._transforms.values():
                 batch = transform(batch)
             self._listener.batch_delivered(batch)
             return batch
@@ -176,9 +177,9 @@ class Controlled(Maker):
             fetching.samples.before_batch(running.rest)
         if workers is not None or fetching.workers is not None:
             workers = self._chosen(running)
-        if workers is not None:
-            batch = workers.fetch()
-            return pin_memory(batch) if self._pins else batch  # type: ignore[no-untyped-call]
+            if workers is not None:
+                batch = workers.fetch()
+                return pin_memory(batch) if self._pins else batch  # type: ignore[no-untyped-call]
         # The first index list also draws the sampler's seed: that one is not the dataset's doing.
         if (watch := fetching.fetch_watch) is None or not running.position:
             return next(running.rest)

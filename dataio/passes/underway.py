@@ -11,7 +11,8 @@ class PassesUnderWay:
 
     def __init__(self) -> None:
         self._begun: list[weakref.ref[Any]] = []
-        self._current: weakref.ref[Any] | None = None
+        self.asked: weakref.ref[Any] | None = None
+        """The pass that was asked last, by its name; set, and not by a call, for each batch."""
 
     def begin(self, one: Any) -> weakref.ref[Any]:
         """Note that a pass has begun; return what it is named by from then on."""
@@ -19,10 +20,6 @@ class PassesUnderWay:
         self._begun = [each for each in self._begun if each() is not None]
         self._begun.append(reference)
         return reference
-
-    def ask(self, one: weakref.ref[Any]) -> None:
-        """Note that a pass is asked for its next batch."""
-        self._current = one
 
     def end(self, one: weakref.ref[Any]) -> None:
         """Note that a pass has no more batches."""
@@ -35,7 +32,7 @@ class PassesUnderWay:
     @property
     def current(self) -> Any:
         """The pass that was asked last; None if there is none."""
-        return None if self._current is None else self._current()
+        return None if self.asked is None else self.asked()
 
     @property
     def newest(self) -> Any:

@@ -4,6 +4,9 @@ On a CPU torch's fused path takes the elements of parameter, gradient and state 
 laid out alike: the update of a parameter with gaps between its elements, or of one whose gradient has other strides, is
 wrong without a word (torch 2.13). On CUDA, by its source, it raises; that was not run. So it is not offered for such
 parameters, and gradients that a loop has assigned itself are laid out as their parameters first.
+
+SGD's fused path wants a momentum buffer for all parameters of a group or for none. In the first step after a loop has
+unfrozen some of them, the foreach path makes the buffers that are missing.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ def _is_regular(parameter: Tensor, state: dict[str, Any]) -> bool:
     return all(value.stride() == parameter.stride() for value in like)
 
 
-def _lay_out_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _lay_out_gradients(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             grad = p.grad
@@ -75,6 +78,18 @@ def _lay_out_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 _set(group, foreach=False, fused=False)
             elif grad.stride() != p.stride():  # 0.2 µs each
                 p.grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
+
+
+def _lacks_some_buffers(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Return whether some of the parameters to be updated have a momentum buffer, and some none."""
+    if not group.get("momentum") or not isinstance(optimizer, torch.optim.SGD):
+        return False
+    have = {_has_buffer(optimizer.state.get(p)) for p in group["params"] if p.grad is not None}
+    return len(have) > 1
+
+
+def _has_buffer(state: dict[str, Any] | None) -> bool:
+    return state is not None and state.get("momentum_buffer") is not None
 
 
 class Paths:
@@ -88,6 +103,8 @@ class Paths:
         self.saved: dict[int, tuple[Any, Any]] = {}
         self._switched: list[Optimizer] = []
         self._hooks: list[RemovableHandle] = []
+        self._for_this_step: list[dict[str, Any]] = []
+        """Groups that take the foreach path in one step."""
 
     def switch(self, optimizers: Iterable[Optimizer], *, fused: bool) -> None:
         """Take the fused path, or foreach."""
@@ -98,7 +115,21 @@ class Paths:
                 _set(group, not fused, fused)
             if fused:
                 _move_step_counters(optimizer, on_device=True)
-                self._hooks.append(optimizer.register_step_pre_hook(_lay_out_gradients))
+                self._hooks.append(optimizer.register_step_pre_hook(self._step_begins))
+                self._hooks.append(optimizer.register_step_post_hook(self._step_ended))
+
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._step_ended(optimizer)  # the step before may have raised
+        _lay_out_gradients(optimizer)
+        for group in optimizer.param_groups:
+            if group.get("fused") and _lacks_some_buffers(optimizer, group):
+                self._for_this_step.append(group)
+                _set(group, foreach=True, fused=False)
+
+    def _step_ended(self, optimizer: Optimizer, args: Any = None, kwargs: Any = None) -> None:
+        for group in self._for_this_step:
+            _set(group, foreach=False, fused=True)
+        self._for_this_step.clear()
 
     def restore(self) -> None:
         """Restore the original paths."""
@@ -111,6 +142,7 @@ class Paths:
             hook.remove()
         self._hooks.clear()
         self._switched.clear()
+        self._for_this_step.clear()
         self.saved.clear()
 
 

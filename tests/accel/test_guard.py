@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accel.guard import guard, update_guard
 from accel.guard.guard import Comparison, Tolerance
+from accel.profiler.experiments.update_path import Paths
 from accel.strategies.base import Exactness
 
 CPU = torch.device("cpu")
@@ -279,3 +280,20 @@ def test_generators_that_a_replay_does_not_draw_from_are_not_written(monkeypatch
         torch.rand(1)
 
     assert written == ["torch"]
+
+
+def test_frozen_parameters_are_left_out_of_an_update_that_no_path_makes() -> None:
+    """With a gradient they would be the first to have no momentum, which SGD's fused path does not bear."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.randn(6, 3)).square().sum().backward()
+    optimizer.step()
+    start, plain = update_guard.start_of(optimizer), update_guard.updated(optimizer)
+    paths = Paths()
+    paths.switch([optimizer], fused=True)
+    fused = update_guard.updated(optimizer)
+    paths.restore()
+    finding = update_guard.compare(plain, fused, start, Exactness.REORDERED)
+    assert (finding.problem, finding.unsure) == ("", "")
+    assert [torch.equal(before, after) for before, after in zip(start, plain, strict=True)] == [True] * 2 + [False] * 2

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import accel
 from accel import entry, strategies
+from accel.errors import PlanError
 from accel.run import Run
 from accel.search.plan import Plan, fingerprint
 from tests.accel.loops import (
@@ -221,3 +222,44 @@ def test_real_strategies_are_taken_over_together() -> None:
     numbers += advance(loop, 20)  # to the end of the epoch
     assert numbers == [list(range(i, i + 8)) for i in range(0, 400, 8)]
     assert isinstance(loader, DataLoader)
+
+
+def lazy_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 3))
+
+
+def test_lazy_modules_are_described_once_they_have_their_shapes(only_quick: None) -> None:
+    model = lazy_net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, loader, optimizer = accel.optimize(model, make_loader(), optimizer, budget=60)
+    assert accel.explain(model).parameters == 27  # the last layer's
+    advance(training(model, loader, optimizer), 3)
+    report = accel.explain(model)
+    assert report.parameters == sum(p.numel() for p in model.parameters()) == 99
+    assert report.fingerprint == fingerprint(model)
+
+
+def test_a_part_that_stays_lazy_disturbs_nothing(only_quick: None) -> None:
+    class Unused(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+
+    torch.manual_seed(0)
+    model = Unused()
+    model, loader = accel.optimize(model, make_loader(), allow="exact", budget=60)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if not nn.parameter.is_lazy(p)], 0.1)
+    loop = training(model, loader, optimizer)
+    advance_until(loop, settled(model))
+    assert entry._optimized[model].session.failed == ""
+    assert accel.explain(model).plan == {"quick": None}
+
+
+def test_a_plan_for_lazy_modules_asks_for_their_shapes_first() -> None:
+    model = lazy_net()
+    model(torch.randn(4, 6))
+    plan = plan_for(model)
+    with pytest.raises(PlanError, match="lazy modules"):
+        accel.optimize(lazy_net(), make_loader(), plan=plan)
+    plan.check(model)

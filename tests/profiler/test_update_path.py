@@ -118,3 +118,55 @@ def test_sparse_gradients_that_come_later_are_updated_as_ever() -> None:
         paths.restore()
         ends.append(table.weight.detach())
     assert torch.equal(*ends)
+
+
+def unfrozen(kind: Any, fused: bool, **options: Any) -> tuple[list[Tensor], Any]:
+    """Train the head alone, then all layers, one of which is unfrozen later still."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[:2].requires_grad_(False)
+    optimizer = kind(model.parameters(), 0.1, **options)
+    paths = Paths()
+    x = torch.randn(6, 4, 3)
+    for number in range(6):
+        if fused and number == 1:
+            paths.switch([optimizer], fused=has_fused(optimizer))
+        if number in (2, 4):
+            model[1 - number // 4].requires_grad_(True)
+        optimizer.zero_grad()
+        model(x[number]).square().sum().backward()
+        optimizer.step()
+        assert not fused or number == 0 or optimizer.param_groups[0]["fused"]
+    paths.restore()
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    return [p.detach() for p in model.parameters()], optimizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_that_are_unfrozen_later_are_updated_as_ever(kind: Any) -> None:
+    """SGD's fused path takes the first step of a group for that of all its parameters, and raises at the others."""
+    options = {"momentum": 0.9, "weight_decay": 0.01} if kind is torch.optim.SGD else {}
+    (plain, _), (fused, _) = (unfrozen(kind, fused, **options) for fused in (False, True))
+    for expected, actual in zip(plain, fused, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_a_step_that_raises_leaves_the_fused_path_to_the_next_one() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model[1](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    paths = Paths()
+    paths.switch([optimizer], fused=True)
+
+    def fail() -> float:
+        raise KeyError("the user's own")
+
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(KeyError):
+        optimizer.step(fail)
+    optimizer.step()
+    assert optimizer.param_groups[0]["fused"]
+    optimizer.step()
+    paths.restore()
+    assert optimizer.param_groups[0]["fused"] is None

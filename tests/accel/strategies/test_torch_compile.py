@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
+import accel
+from accel import entry
 from accel.dataio.passes.proxy import Fetching
 from accel.guard.draws import ReplayedDraws
 from accel.run import Run
@@ -375,3 +378,47 @@ def test_shapes_are_learnt_anew_when_the_usual_batch_changes(backend: Counts) ->
     for _ in range(2):
         model(torch.randn(8, 5, WIDTH))
     assert (backend.graphs, backend.runs) == (2, 2 + 4)
+
+
+# -- loops that it is not for ------------------------------------------------------------------------------------------
+
+
+def penalised(model: nn.Module, x: Tensor) -> None:
+    """Penalise the gradient of the inputs, as critics are trained."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (out.square().sum() + gradient.square().sum()).backward()
+
+
+def twice(model: nn.Module, x: Tensor) -> None:
+    out = model(x)
+    out.sum().backward(retain_graph=True)
+    out.square().sum().backward()
+
+
+def once(model: nn.Module, x: Tensor) -> None:
+    model(x).square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "refusal"), [(penalised, "differentiates gradients again"), (twice, "twice"), (once, "")]
+)
+def test_a_loop_that_uses_a_graph_again_is_not_compiled(step: Any, refusal: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Softplus(), nn.Linear(8, 2))
+    model, loader = accel.optimize(model, DataLoader(TensorDataset(torch.randn(40, 4)), 4), budget=60, cache=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for (x,) in loader:
+        optimizer.zero_grad()
+        step(model, x)
+        optimizer.step()
+    session = entry._optimized[model].session
+    assert refusal in session.strategies["torch_compile"].refusal(session.run)
+    assert bool(refusal) == bool(session.strategies["torch_compile"].refusal(session.run))
+
+
+def test_an_output_that_is_a_parameter_keeps_no_hook() -> None:
+    model = nn.Linear(2, 2)
+    _, run = make(model)
+    run.observed.note_backward_of((model.weight, model(torch.ones(1, 2))))
+    assert not model.weight._backward_hooks

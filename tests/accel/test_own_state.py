@@ -1,0 +1,132 @@
+"""Models with generators of their own, or whose call writes to parameters, train under accel as without it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import accel
+from accel import strategies
+from accel.guard import own_state
+from accel.guard.own_state import WrittenParameters
+from accel.run import Run
+from tests.accel.loops import Net, Quick, loss_of, make
+
+pytestmark = pytest.mark.usefixtures("only_quick")
+
+
+class Noisy(Net):
+    """Adds noise that it draws from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(1)
+        self.others: Any = [random.Random(2), np.random.default_rng(3), np.random.RandomState(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three = self.others
+        drawn = one.random() + two.random() + three.rand()
+        noise = torch.randn(x.shape, generator=self._generator)
+        return super().forward(x + 0.1 * noise + 0.01 * drawn)
+
+
+class Codebook(Net):
+    """Keeps a moving average of its inputs in a parameter, which no optimizer updates."""
+
+    def __init__(self, through_data: bool = True) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.zeros(6))
+        self.code.requires_grad_(not through_data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.code.data.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x + self.code.detach())
+
+
+class Given(Net):
+    """Draws from a generator that it is called with."""
+
+    def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return super().forward(x + 0.1 * torch.randn(x.shape, generator=generator))
+
+
+class Fails(Quick):
+    """Returns NaN in its 20th call."""
+
+    calls: ClassVar[int] = 0
+
+    def enable(self, run: Run, setting: Any) -> None:
+        super().enable(run, setting)
+
+        def wrap(call: Any) -> Any:
+            def failing(*args: Any, **kwargs: Any) -> Any:
+                Fails.calls += 1
+                outputs = call(*args, **kwargs)
+                return outputs * float("nan") if Fails.calls == 20 else outputs
+
+            return failing
+
+        run.gate.add(self.name, wrap)
+
+
+def state_of(model: nn.Module, generator: torch.Generator) -> list[Any]:
+    own = [str(state) for _, state in own_state.states_of(own_state.generators_of(model))]
+    weights = [value.tolist() for value in model.state_dict().values()]
+    return [*own, *weights, generator.get_state().tolist()]
+
+
+def trained(kind: type[Net], steps: int, optimized: bool) -> tuple[list[Any], Any]:
+    model, loader, optimizer = make(kind=kind)
+    generator = torch.Generator().manual_seed(5)
+    if optimized:
+        model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="exact", budget=60)
+    done = 0
+    while done < steps:
+        for x, target in loader:
+            optimizer.zero_grad()
+            outputs = model(x, generator=generator) if kind is Given else model(x)
+            loss_of(outputs, target).backward()
+            optimizer.step()
+            done += 1
+    report = accel.explain(model) if optimized else None
+    return state_of(model, generator), report
+
+
+@pytest.mark.parametrize("kind", [Noisy, Codebook, Given])
+def test_a_search_leaves_the_plain_loop_s_bits(kind: type[Net]) -> None:
+    plain, _ = trained(kind, 130, False)
+    accelerated, report = trained(kind, 130, True)
+    assert accelerated == plain
+    assert report.plan == {"quick": None}
+
+
+@pytest.mark.parametrize("kind", [Noisy, Codebook, Given])
+def test_a_call_that_is_made_again_leaves_the_plain_loop_s_bits(
+    kind: type[Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategies, "REGISTRY", [Fails])
+    monkeypatch.setattr(Fails, "calls", 0)
+    plain, _ = trained(kind, 130, False)
+    accelerated, _ = trained(kind, 130, True)
+    assert accelerated == plain
+    assert Fails.calls >= 20
+
+
+def test_what_a_call_writes_to_is_found() -> None:
+    model: Any = nn.ParameterList([torch.randn(3, 4).to(dtype) for dtype in DTYPES])
+    for number, parameter in enumerate(model):
+        written = WrittenParameters(model)
+        assert written.found() == []
+        parameter.data[1, 2] += 1
+        (found,) = written.found()
+        assert found is model[number]
+    assert WrittenParameters(nn.Module()).found() == []
+
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]

@@ -1,0 +1,176 @@
+"""Batches of a loader without workers, made elsewhere: to its dataset they are made in the loop's own process."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, get_worker_info
+
+from accel.dataio.dataset.snapshot import compare, take_snapshot
+from accel.dataio.passes.moved import moved
+from accel.dataio.passes.own_workers import OwnWorkers
+from accel.dataio.passes.proxy import LoaderProxy
+from tests.dataio.test_continuous import Silent
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the workers are forked")
+
+
+class Numbers(Dataset[Tensor]):
+    """Sample i is (i, whether a worker made it, a random number once `augment` is set)."""
+
+    def __init__(self, draw: Callable[[], float] = lambda: float(torch.rand(()))) -> None:
+        self.augment, self._draw = False, draw
+        self.seed = 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor:
+        drawn = self._draw() if self.augment and index % 5 == 3 else 0.0
+        return torch.tensor([float(index), float(get_worker_info() is not None), drawn, float(self.seed)])
+
+
+def init(number: int) -> None:
+    get_worker_info().dataset.seed = 7  # type: ignore[union-attr]
+
+
+def epochs(loader: Any, number: int, between: Callable[[int], None]) -> list[list[Any]]:
+    seen = []
+    for epoch in range(number):
+        between(epoch)
+        seen.append([batch.tolist() for batch in loader])
+    return seen
+
+
+def both(
+    make: Callable[[], DataLoader[Any]], between: Callable[[DataLoader[Any], int], None], threads: bool = False
+) -> tuple[Any, Any, Silent]:
+    """Return what comes plainly and moved, with the random states in the end."""
+    found: list[Any] = []
+    listener = Silent()
+    for elsewhere in (False, True):
+        loader = make()
+        proxy: Any = LoaderProxy(loader, listener)
+        workers = moved(loader, 2, threads=threads) if elsewhere else None
+        proxy._accel_fetching.workers = workers
+        torch.manual_seed(0)
+        np.random.seed(0)
+        seen = epochs(proxy, 4, lambda epoch: between(loader, epoch))  # noqa: B023
+        found.append((seen, torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()))  # type: ignore[index]
+        if workers is not None:
+            workers.close()
+    return found[0], found[1], listener
+
+
+def nothing(loader: DataLoader[Any], epoch: int) -> None:
+    """Leave the loader as it is."""
+
+
+def test_a_loader_without_workers_has_none_to_its_dataset() -> None:
+    plain, elsewhere, listener = both(lambda: DataLoader(Numbers(), 4, shuffle=True, worker_init_fn=init), nothing)
+    assert elsewhere == plain
+    assert listener.failures == []
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: float(torch.rand(())), lambda: float(np.random.rand()), lambda: float(torch.randn(3).sum())]
+)
+def test_a_dataset_that_begins_to_draw_is_fetched_in_the_loop_s_process(draw: Callable[[], float]) -> None:
+    def begin(loader: Any, epoch: int) -> None:
+        loader.dataset.augment = epoch >= 2
+
+    plain, elsewhere, listener = both(lambda: DataLoader(Numbers(draw), 4, shuffle=True), begin)
+    assert elsewhere == plain
+    assert len(listener.failures) == 1
+    assert "draws random numbers" in listener.failures[0]
+
+
+def set_batch_size(loader: Any, epoch: int) -> None:
+    loader.batch_sampler.batch_size = 4 + epoch
+
+
+def set_drop_last(loader: Any, epoch: int) -> None:
+    loader.batch_sampler.drop_last = epoch % 2 == 1
+
+
+def set_sampler(loader: Any, epoch: int) -> None:
+    loader.batch_sampler.sampler = SequentialSampler(loader.dataset) if epoch == 1 else RandomSampler(loader.dataset)
+
+
+@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize("change", [set_batch_size, set_drop_last, set_sampler])
+def test_what_the_loop_sets_in_the_samplers_holds_for_the_next_epoch(change: Any, threads: bool) -> None:
+    plain, elsewhere, listener = both(lambda: DataLoader(Numbers(), 5, shuffle=True), change, threads)
+    assert elsewhere == plain
+    assert listener.failures == []
+
+
+class Shown(Dataset[Tensor]):
+    """Sample i is (i, a number that all processes see)."""
+
+    def __init__(self, level: Any) -> None:
+        self.level = level
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index), float(self.level.value)])
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "value": lambda: multiprocessing.Value("i", 0),
+    "raw value": lambda: multiprocessing.RawValue(ctypes.c_int, 0),
+    "plain": lambda: ctypes.c_int(0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_number_that_all_processes_see_is_read_when_an_epoch_begins(workers: int, kind: str) -> None:
+    """The workers see it at once, but batches of the next epoch were made before the loop sets it."""
+    found = []
+    listener = Silent()
+    for elsewhere in (False, True):
+        torch.manual_seed(0)
+        loader = DataLoader(Shown(KINDS[kind]()), 4, shuffle=True, num_workers=workers)
+        proxy: Any = LoaderProxy(loader, listener)
+        made: Any = None
+        if elsewhere and workers:
+            made = proxy._accel_fetching.own_workers = OwnWorkers(loader)
+        elif elsewhere:
+            made = proxy._accel_fetching.workers = moved(loader, 2, threads=True)
+
+        def set_level(epoch: int, dataset: Any = loader.dataset) -> None:
+            dataset.level.value = 10 * (epoch // 2)
+
+        found.append(epochs(proxy, 5, set_level))
+        if made is not None:
+            made.close()
+    assert found[0] == found[1]
+    assert listener.failures == []
+
+
+def test_what_is_shared_shows_in_a_snapshot() -> None:
+    event, table = multiprocessing.Event(), multiprocessing.Array("d", 3)
+    dataset = {"event": event, "table": table, "lock": multiprocessing.Lock(), "again": [table]}
+    before = take_snapshot(dataset)
+    assert before.whole and not compare(before, take_snapshot(dataset))
+    table[1] = 1.0
+    after = take_snapshot(dataset)
+    assert compare(before, after) and not compare(before, after).sendable
+    event.set()
+    assert compare(after, take_snapshot(dataset))
+
+
+def test_what_lies_in_another_process_is_not_seen() -> None:
+    with multiprocessing.Manager() as manager:
+        assert not take_snapshot({"level": manager.Value("i", 0)}).whole
