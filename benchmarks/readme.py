@@ -35,6 +35,7 @@ from benchmarks import (
     optimizers,
     pollux,
     public_scripts,
+    recovery,
     repeated_tests,
     scaling,
     simota,
@@ -83,6 +84,7 @@ BLOCKS = (
     Block("docs/kernels.md", "host", "launch-cost", launch_cost.RECORD.block),
     Block("docs/decisions.md", "decisions", "decision-faults", decision_faults.RECORD.block),
     Block("docs/tests.md", "runs", "repeated-tests", repeated_tests.table_block),
+    Block("docs/checkpoints.md", "recovery", "recovery", recovery.RECORD.block),
     Block("docs/kernels.md", "bernoulli", "bernoulli", bernoulli.RECORD.block),
 )
 

@@ -41,6 +41,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "launch_cost": ("launch_cost", "--record"),
     "bernoulli": ("bernoulli", "--record"),
     "length_balance": ("length_balance", "--record"),
+    "recovery": ("recovery", "--record"),
     "elastic_sampler": ("elastic_sampler", "--record"),
     "loaders": ("loaders", "--record"),
     "jpeg": ("jpeg", "--record"),

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accel.elastic.run import PROFILE
+from accel.elastic.torchrun_nodes import VARIABLE
 from accel.errors import InvalidArgument
 from accel.goodput.job import JobProfile
 
@@ -95,7 +96,7 @@ class LocalJob:
         if ranks:
             command = [*self._launcher, f"--nproc-per-node={ranks}", *self._arguments]
             # By itself torchrun kills its workers 30 s after it has told them to end.
-            environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(self._save_s))}
+            environment = {VARIABLE: "1", **os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(self._save_s))}
             self._process = subprocess.Popen(command, start_new_session=True, env=environment)
             self.ranks = ranks
 

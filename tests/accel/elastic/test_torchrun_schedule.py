@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from accel.elastic.torchrun_nodes import VARIABLE, remedy
+from tests import warm
 from tests.accel.elastic.torchrun_cluster import TIMEOUT_S, check_that_nodes_come_and_go, on_one_host
 
 
@@ -32,6 +33,35 @@ def test_torch_s_own_way_ends_the_job_when_a_node_joins_and_it_is_said_before(tm
     assert f"a node that joins this job later would end it, by a fault of torch; set {VARIABLE}=1" in ended.stderr
 
 
+MISSED = """
+import os, signal, time
+from datetime import timedelta
+import torch.distributed as dist
+
+rank, start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+time.sleep(2.0 if start and rank == 0 else 0.0)  # the other one is faster after the first start
+dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+dist.barrier()
+if start == 0:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)  # until torchrun ends it, and starts both again
+print("met again", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [False, True])
+def test_torch_s_own_way_lets_workers_that_are_started_again_miss_each_other(shares: bool, tmp_path: Path) -> None:
+    """Should it be shown no more with a store that is shared, torch has mended it: the advice can go then."""
+    (tmp_path / "job.py").write_text(MISSED)
+    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "job.py"]
+    variables = {VARIABLE: "0" if shares else "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ended = warm.run(arguments, cwd=tmp_path, environment=variables, timeout_s=TIMEOUT_S)
+    assert (ended.returncode != 0) == shares, ended.stderr
+    assert ended.stdout.count("met again") == (0 if shares else 2)
+
+
 SHARED = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 SLEEPS = "import time; time.sleep(60)"
 
@@ -45,6 +75,10 @@ SLEEPS = "import time; time.sleep(60)"
         (SHARED, ["torchrun", "--nnodes=2", "train.py", "--ratio=1:3"], False),
         (SHARED, ["torchrun", "--nnodes=2:2", "train.py"], False),
         (SHARED, ["torchrun", "--standalone", "--nproc-per-node=2", "train.py"], False),
+        (SHARED, ["torchrun", "--standalone", "--max-restarts=3", "train.py"], True),
+        (SHARED, ["torchrun", "--standalone", "--max_restarts", "3", "train.py"], True),
+        (SHARED, ["torchrun", "--standalone", "--max-restarts=0", "train.py"], False),
+        ({**SHARED, "PET_MAX_RESTARTS": "2"}, ["torchrun", "train.py"], True),
         ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, ["torchrun", "--nnodes=1:3", "train.py"], False),
         ({}, ["python", "train.py", "--nnodes=1:3"], False),
     ],
