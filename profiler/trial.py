@@ -10,7 +10,7 @@ standard deviations are pulled in (a burst of another process), and the interval
     drop        the interval lies below `drop_gain`; asked after every pair from the third on, at a laxer level: a wrong
                 drop loses a chance, a wrong keep loses trust
     refused     still open when the pairs run out: the machine is too noisy for an effect this small. Pairs of fast
-                steps take little time, so they run out later: while B looks faster, a longer trial costs nothing
+                steps take little time, so they run out later where B looks faster by more than `drop_gain`
 
 The controller's trials, the profiler's counterfactuals and the trials of gradient schemes are this class. Loaders
 compare many settings at once: they run them there and back again, and judge them by the same ratios and intervals.
@@ -37,7 +37,7 @@ _BRIEF_PAIRS = 12
 _MOST_LOOKS = 3
 """Further ones: each doubles the pairs."""
 _TRIAL_S = 24.0
-"""Seconds that 36 pairs of slow steps take: so long may a trial of fast ones go on while B looks faster."""
+"""Seconds that 36 pairs of slow steps take: so long may a trial of fast ones go on where B looks faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,8 @@ class TrialConfig:
     drop_gain: float = 0.03
     """What is likely below this is dropped; above `keep_gain`, so that a small gain is decided soon, either way."""
     more_looks: tuple[int, ...] = ()
-    """Further looks, after the last of `looks`, for as long as B looks faster by more than `keep_gain`."""
+    """Further looks, after the last of `looks`, for as long as B looks faster by more than `drop_gain`: a smaller gain
+    is not worth the time, in which half of the steps go without it."""
 
     def __post_init__(self) -> None:
         if self.block_steps < 1:
@@ -180,8 +181,8 @@ class Trial:
                 return "drop"
         if pairs < config.looks[-1]:
             return None
-        looks_faster = statistics.fmean(self._differences()) > math.log1p(config.keep_gain)
-        return None if looks_faster and pairs < looks[-1] else "refused"
+        is_promising = statistics.fmean(self._differences()) > math.log1p(config.drop_gain)
+        return None if is_promising and pairs < looks[-1] else "refused"
 
     def outcome(self) -> Outcome:
         """Return the result of the trial.

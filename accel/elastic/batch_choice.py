@@ -19,6 +19,9 @@ MARGIN = 1.05
 _PER_DOUBLING = 2
 """Batch sizes that are considered between one and its double."""
 
+LEAST_STEPS = 4
+"""Of an epoch: the first of them is not timed, and the last one may be smaller, so that two are left to judge by."""
+
 Seconds = Callable[[int], float]
 """Time of a step by its batch, measured or predicted."""
 
@@ -55,6 +58,21 @@ def candidates(base: int, most: int, multiple: int = 1) -> list[int]:
     spaced = (base * 2 ** (k / _PER_DOUBLING) / multiple for k in range(steps + 1))
     first, last = -(-base // multiple) * multiple, most // multiple * multiple
     return sorted({first, *(size for size in (last, *(round(each) * multiple for each in spaced)) if size > first)})
+
+
+def most_tried(base: int, most: int, length: int) -> int:
+    """Return the largest batch that is tried: an epoch of it has some steps by which it is judged.
+
+    Args:
+        base: the user's batch, samples over all ranks, which may always stay.
+        most: the largest allowed, samples.
+        length: samples of an epoch.
+
+    Example:
+        >>> most_tried(8, 512, 1000), most_tried(400, 512, 1000)
+        (250, 400)
+    """
+    return min(most, max(base, length // LEAST_STEPS))
 
 
 def better(now: int, sizes: Sequence[int], base: int, noise: NoiseInterval, seconds: Seconds) -> Better | None:

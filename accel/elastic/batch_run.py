@@ -23,6 +23,7 @@ from torch import Tensor
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
+from accel.elastic.batch_choice import LEAST_STEPS, most_tried
 from accel.elastic.controller import BatchController, BatchDecision
 from accel.elastic.loss_trend import LossTrend
 from accel.elastic.noise_interval import interval_of
@@ -54,8 +55,6 @@ _FIRST_STEPS = 300
 _CONFIDENCE = 0.3
 """Of the noise scale's interval, by whose ends decisions are made: each end is right in 65 % of cases. A batch of
 half the best size costs as much as one of twice that, so that being surer than that costs more than it saves."""
-_LEAST_STEPS = 4
-"""Of an epoch: the first of them is not timed, and the last one may be smaller, so that two are left to judge by."""
 _HEARD = 2
 """Steps in which a call is recorded before a larger batch is rehearsed: one of them may measure the noise."""
 _AHEAD = 8
@@ -319,11 +318,9 @@ class BatchRun(Onlooker):
         replicas = self._sampler.num_replicas
         if self._base is None or self._per_step != self._restored["micro_batches"]:
             self._base = self._local_base * replicas * self._per_step
-        most = min(self.max_batch_size, max(self._base, self._sampler.length // _LEAST_STEPS))
+        most = most_tried(self._base, self.max_batch_size, self._sampler.length)
         if most < self.max_batch_size:
-            self._say(
-                f"batches of more than {most} samples are not tried: an epoch would have less than {_LEAST_STEPS}"
-            )
+            self._say(f"batches above {most} samples are not tried: epochs would have less than {LEAST_STEPS} steps")
         nodes = -(-replicas // int(os.environ.get("LOCAL_WORLD_SIZE", replicas)))
         self.controller = BatchController(
             self._base, most, replicas=replicas, nodes=nodes, micro_batches=self._per_step
@@ -400,7 +397,7 @@ class BatchRun(Onlooker):
             return None
         fits = controller.fits
         limits = BatchLimits(
-            max_batch_size=self.max_batch_size,
+            max_batch_size=most_tried(controller.base_batch, self.max_batch_size, self._sampler.length),
             local_max=None if fits is None else max(1, fits // (controller.replicas * controller.micro_batches)),
             max_accumulation=controller.micro_batches - 1,
         )

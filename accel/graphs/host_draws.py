@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
+from accel.dataio.fetching.randomness import Stream, streams
 from accel.errors import AccelError
 
 _T = TypeVar("_T")
+_NAMES = {"python": "random", "numpy": "numpy.random", "torch": "torch, on the CPU"}
 
 
 class HostDraws(AccelError):
     """A recorded function has drawn random numbers on the host."""
-
-
-class _Source(NamedTuple):
-    """A generator of the host."""
-
-    name: str
-    get: Callable[[], Any]
-    put: Callable[[Any], Any]
-    comparable: Callable[[Any], Any]
 
 
 def without_draws(run: Callable[[], _T], device: torch.device) -> _T:
@@ -37,32 +28,21 @@ def without_draws(run: Callable[[], _T], device: torch.device) -> _T:
     Raises:
         HostDraws: if random numbers were drawn on the host. Generators that the function has made are not seen.
     """
-    sources = _sources(device)
-    before = [source.get() for source in sources]
+    before = [(stream, stream.read()) for stream in _of_the_host(device)]
     try:
         result = run()
-        for source, state in zip(sources, before, strict=True):
-            if source.comparable(source.get()) != source.comparable(state):
+        for stream, state in before:
+            if stream.read() != state:
                 raise HostDraws(
-                    f"it draws random numbers on the host ({source.name}), and each replay would go on with the same "
-                    "ones; draw them on the device, or pass them as arguments"
+                    f"it draws random numbers on the host ({_NAMES[stream.name]}), and each replay would go on with "
+                    "the same ones; draw them on the device, or pass them as arguments"
                 )
     except Exception:
-        for source, state in zip(sources, before, strict=True):
-            source.put(state)
+        for stream, state in before:
+            stream.write(state)
         raise
     return result
 
 
-def _sources(device: torch.device) -> list[_Source]:
-    sources = [_Source("random", random.getstate, random.setstate, lambda state: state)]
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        sources.append(_Source("numpy.random", numpy.get_state, numpy.set_state, lambda state: repr(_plain(state))))
-    if device.type != "cpu":
-        sources.append(_Source("torch, on the CPU", torch.get_rng_state, torch.set_rng_state, lambda s: s.tolist()))
-    return sources
-
-
-def _plain(state: Any) -> tuple[Any, ...]:
-    kind, keys, *rest = state
-    return kind, keys.tolist(), *rest
+def _of_the_host(device: torch.device) -> list[Stream]:
+    return [stream for stream in streams() if stream.name != "torch" or device.type != "cpu"]

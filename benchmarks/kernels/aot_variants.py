@@ -66,6 +66,7 @@ def variants(architecture: int) -> Iterator[Variant]:
 
 def _simota() -> Iterator[Variant]:
     from accel.kernels.simota import triton as kernels
+    from accel.kernels.simota.launchers import REGIONS
 
     weights = dict.fromkeys(("cls_weight", "iou_weight", "log_eps", "union_eps"), "fp32")
     truths = {"gts_ptr": "fp32", "labels_ptr": "i64", "mask_ptr": "i1"}
@@ -77,18 +78,18 @@ def _simota() -> Iterator[Variant]:
         match = {"cls_ptr": data, "planes_ptr": "fp32", **truths, **listed}
         results = {"fg_ptr": "i1", "matched_ptr": "i64", "iou_ptr": "fp32", "class_ptr": "i64", "count_ptr": "i64"}
         resolve = {**match, **results}
-        for region, number in kernels._REGIONS.items():
+        for region, number in REGIONS.items():
             form = {"C": 80, "HAS_OBJ": scored, "HAS_MASK": True, "XYXY": False, "REGION": number, "BLOCK": 256}
             topk = {**form, "TOPK": 10}
-            yield Variant(f"simota match {name} {region}", kernels._match_kernel, match, topk, _EXACT, weights)
-            yield Variant(f"simota resolve {name} {region}", kernels._resolve_kernel, resolve, form, _EXACT, weights)
+            yield Variant(f"simota match {name} {region}", kernels.match_kernel, match, topk, _EXACT, weights)
+            yield Variant(f"simota resolve {name} {region}", kernels.resolve_kernel, resolve, form, _EXACT, weights)
             kept = {"C": 80, "HAS_OBJ": scored, "XYXY": False, "REGION": number, "ROWS": 16, "BLOCK_C": 128}
             absent: dict[str, Any] = {} if scored else {"obj_ptr": None}
             absent |= dict.fromkeys(places) if region == "given" else {}
             given = {**predicted, **places, **listed, "planes_ptr": "fp32"}
             yield Variant(
                 f"simota candidate {name} {region}",
-                kernels._candidate_kernel,
+                kernels.candidate_kernel,
                 given,
                 {**kept, **absent},
                 _EXACT,
@@ -97,14 +98,12 @@ def _simota() -> Iterator[Variant]:
     near = {**places, "gts_ptr": "fp32", "near_ptr": "i1"}
     for region, masked in product(("center", "box"), (True, False)):
         near["mask_ptr"] = "i1" if masked else "i64"  # the classes, not read
-        fixed = {"HAS_MASK": masked, "XYXY": False, "REGION": kernels._REGIONS[region], "BLOCK": 256}
+        fixed = {"HAS_MASK": masked, "XYXY": False, "REGION": REGIONS[region], "BLOCK": 256}
         words = "" if masked else " unmasked"
         yield Variant(
-            f"simota near {region}{words}", kernels._near_kernel, dict(near), fixed, _EXACT, {"radius": "fp32"}
+            f"simota near {region}{words}", kernels.near_kernel, dict(near), fixed, _EXACT, {"radius": "fp32"}
         )
-    yield Variant(
-        "simota list", kernels._list_kernel, {"near_ptr": "i1", "count_ptr": "i64", **listed}, {"BLOCK": 1024}
-    )
+    yield Variant("simota list", kernels.list_kernel, {"near_ptr": "i1", "count_ptr": "i64", **listed}, {"BLOCK": 1024})
 
 
 def _fcos() -> Iterator[Variant]:

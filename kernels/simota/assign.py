@@ -121,14 +121,12 @@ def simota_assign(
         return Assignment(*simota_op.assign(*tensors, *simota_op.flat(rules), xyxy, chunk, check))
     validate(boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates, rules, chunk)
     check = boxes.is_cpu if check is None else check
+    predicted, grid, own = (boxes, cls, obj), (points, strides), (gt_boxes, gt_classes, gt_mask)
     if support.runs_triton(boxes) and not check and 0 not in boxes.shape and 0 not in gt_boxes.shape:
-        from accel.kernels.simota import triton as simota_triton
+        from accel.kernels.simota import launchers
 
-        truths = (gt_boxes, gt_classes, gt_mask)
-        return simota_triton.assign(boxes, cls, obj, points, strides, *truths, candidates, rules, xyxy)
-    return _assign(
-        (boxes, cls, obj), (points, strides), (gt_boxes, gt_classes, gt_mask), candidates, rules, xyxy, chunk, check
-    )
+        return launchers.assign(predicted, grid, own, candidates, rules, xyxy=xyxy)
+    return _assign(predicted, grid, own, candidates, rules, xyxy=xyxy, chunk=chunk, check=check)
 
 
 @torch.no_grad()
@@ -138,6 +136,7 @@ def _assign(
     own: tuple[Tensor, Tensor, Tensor | None],
     candidates: Tensor | None,
     rules: Rules,
+    *,
     xyxy: bool,
     chunk: int | None,
     check: bool,
@@ -166,9 +165,9 @@ def _assign(
     if check:
         check_anchors(anchors, truths)
     if runs_triton:
-        from accel.kernels.simota import triton as simota_triton
+        from accel.kernels.simota import launchers
 
-        return simota_triton.assign(boxes, cls, obj, *grid, gt_boxes, gt_classes, gt_mask, candidates, rules, xyxy)
+        return launchers.assign(predicted, grid, own, candidates, rules, xyxy=xyxy)
     if candidates is None:
         anchors = anchors._replace(valid=_candidates(cells, truths, rules, chunk))
     return assign_fixed(anchors, truths, rules, chunk)

@@ -18,23 +18,12 @@ the same bits. Costs of a pair are computed where they are needed, twice at most
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from accel.kernels.launching import PLANS, LaunchPlan, PlannedKernel, ceil_div, next_power_of_2
-from accel.kernels.simota.inputs import INF_BITS, Assignment, Rules
+from accel.kernels.launching import PlannedKernel
+from accel.kernels.simota.inputs import INF_BITS
 
-_BLOCK = 256
-_REGIONS = {"center": 0, "box": 1, "given": 2}
-_INTS, _PLANES = 4, 10
-"""Arrays [B, A] between the kernels: integers (the list, the ranks, how many took a candidate, and the last of them;
-behind them the lengths of the lists), and what is known of each candidate (box and area, cell and reach, sigmoid(obj),
-the sum of log(1 - p))."""
 _INF_BITS = tl.constexpr(INF_BITS)
 _LEAST = tl.constexpr(-(2**63))
 _MOST = tl.constexpr(2**63 - 1)
@@ -169,7 +158,7 @@ def _keys(
 
 @PlannedKernel
 @triton.jit
-def _near_kernel(
+def near_kernel(
     points_ptr,  # [., A, 2]
     strides_ptr,  # [., A]
     gts_ptr,  # [B, G, 4], `gt_row` from one to the next
@@ -193,7 +182,7 @@ def _near_kernel(
 
 @PlannedKernel
 @triton.jit
-def _list_kernel(
+def list_kernel(
     near_ptr,  # [B, A] bool
     ints_ptr,  # [4, B, A] int32, written: the list up to its length, the ranks (-1: none), no takers; [B] the length
     count_ptr,  # [B] int64, written: no foreground
@@ -220,7 +209,7 @@ def _list_kernel(
 
 @PlannedKernel
 @triton.jit
-def _candidate_kernel(
+def candidate_kernel(
     boxes_ptr,  # [B, A, 4], `box_row` from anchor to anchor
     cls_ptr,  # [B, A, C], `row` from anchor to anchor
     obj_ptr,  # [B, A], `obj_row` from anchor to anchor
@@ -282,7 +271,7 @@ def _smallest(best, keys, TOPK: tl.constexpr, LARGEST_FILL: tl.constexpr):
 
 @PlannedKernel
 @triton.jit
-def _match_kernel(
+def match_kernel(
     cls_ptr,  # [B, A, C], `row` from anchor to anchor
     planes_ptr,  # [10, B, A] fp32
     gts_ptr,  # [B, G, 4], `gt_row` from one to the next
@@ -329,7 +318,7 @@ def _match_kernel(
 
 @PlannedKernel
 @triton.jit
-def _resolve_kernel(
+def resolve_kernel(
     cls_ptr,  # [B, A, C], `row` from anchor to anchor
     planes_ptr,  # [10, B, A] fp32
     gts_ptr,  # [B, G, 4], `gt_row` from one to the next
@@ -377,121 +366,3 @@ def _resolve_kernel(
     tl.store(iou_ptr + anchor, tl.where(fg, iou, 0.0), mask=ok)
     tl.store(class_ptr + anchor, tl.where(fg, label, -1), mask=ok)
     tl.atomic_add(count_ptr + image, tl.sum(fg.to(tl.int64), 0))
-
-
-class _Sizes(NamedTuple):
-    """What the launches of an assignment depend on, beside its tensors."""
-
-    images: int
-    anchors: int
-    gts: int
-    classes: int
-    box_row: int
-    row: int
-    obj_row: int
-    gt_row: int
-    points_step: int
-    strides_step: int
-    has_obj: bool
-    has_mask: bool
-    xyxy: bool
-    rules: Rules
-
-
-class _Plans(NamedTuple):
-    """The launches of an assignment."""
-
-    near: LaunchPlan
-    list: LaunchPlan
-    candidate: LaunchPlan
-    match: LaunchPlan
-    resolve: LaunchPlan
-
-
-@functools.lru_cache(PLANS)
-def _plans(sizes: _Sizes) -> _Plans:
-    images, count, gts, rules = sizes.images, sizes.anchors, sizes.gts, sizes.rules
-    grid = (images, ceil_div(count, _BLOCK))
-    # Products are not fused with sums, so that an IoU has the bits of the published one.
-    form: dict[str, Any] = {"XYXY": sizes.xyxy, "REGION": _REGIONS[rules.region], "enable_fp_fusion": False}
-    truths: dict[str, Any] = {"HAS_MASK": sizes.has_mask, **form}
-    classes: dict[str, Any] = {"C": sizes.classes, "HAS_OBJ": sizes.has_obj}
-    places = (sizes.points_step, sizes.strides_step, rules.radius)
-    prices = (rules.cls_weight, rules.iou_weight, rules.log_eps, rules.union_eps)
-    numbers = (count, gts, sizes.row, sizes.gt_row, *prices)
-    return _Plans(
-        _near_kernel.plan(grid, count, gts, sizes.gt_row, *places, **truths, BLOCK=_BLOCK),
-        _list_kernel.plan((images,), count, BLOCK=1024),
-        _candidate_kernel.plan(
-            (images, ceil_div(count, 16)),
-            *(count, sizes.box_row, sizes.row, sizes.obj_row, *places),
-            **{**classes, **form},
-            ROWS=16,
-            BLOCK_C=min(128, next_power_of_2(sizes.classes)),
-        ),
-        _match_kernel.plan((images, gts), *numbers, **{**classes, **truths}, TOPK=rules.topk, BLOCK=_BLOCK),
-        _resolve_kernel.plan(grid, *numbers, **{**classes, **truths}, BLOCK=_BLOCK),
-    )
-
-
-def _in_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return [B, N, X] with its values side by side, and the distance of its rows: a slice of an output has one too."""
-    if not tensor.is_contiguous():
-        image, row, value = tensor.stride()
-        if value == 1 and image == tensor.shape[1] * row:
-            return tensor, row
-        tensor = tensor.contiguous()
-    return tensor, tensor.shape[2]
-
-
-def _shared(tensor: Tensor | None, dims: int) -> tuple[Tensor | None, int]:
-    """Return points or strides, and the anchors from one image's to the next: none where all share them."""
-    if tensor is None:
-        return None, 0
-    return tensor.contiguous(), tensor.shape[1] if tensor.dim() > dims else 0
-
-
-def assign(
-    boxes: Tensor,
-    cls: Tensor,
-    obj: Tensor | None,
-    points: Tensor | None,
-    strides: Tensor | None,
-    gt_boxes: Tensor,
-    gt_classes: Tensor,
-    gt_mask: Tensor | None,
-    candidates: Tensor | None,
-    rules: Rules,
-    xyxy: bool,
-) -> Assignment:
-    """Assign with Triton kernels; the arguments are those of `simota_assign`, checked."""
-    batch, count, classes = cls.shape
-    (boxes, box_row), (cls, row), (gt_boxes, gt_row) = _in_rows(boxes), _in_rows(cls), _in_rows(gt_boxes)
-    obj_row = 0 if obj is None else obj.stride(1)
-    if obj is not None and obj.stride(0) != count * obj_row:
-        obj, obj_row = obj.contiguous(), 1
-    points, points_step = _shared(points, 2)
-    strides, strides_step = _shared(strides, 1)
-    gt_classes = gt_classes.contiguous()
-    # What is not read is not left out: a launch with all its tensors takes less of the host's time.
-    mask = gt_classes if gt_mask is None else gt_mask.contiguous()
-    rows = (box_row, row, obj_row, gt_row, points_step, strides_step)
-    given = (obj is not None, gt_mask is not None)
-    sizes = _Sizes(batch, count, gt_boxes.shape[1], classes, *rows, *given, xyxy, rules)
-    near, listing, candidate, match, resolve = _plans(sizes)
-    fg = boxes.new_empty(batch, count, dtype=torch.bool)
-    ints = boxes.new_empty((_INTS * count + 1) * batch, dtype=torch.int32)
-    num_fg = boxes.new_empty(batch, dtype=torch.int64)
-    planes = boxes.new_empty(_PLANES, batch, count, dtype=torch.float32)
-    if candidates is None:
-        # Until the foreground is known, its place holds the candidates.
-        near(points, strides, gt_boxes, mask, fg)
-    listing(fg if candidates is None else candidates.contiguous(), ints, num_fg)
-    candidate(boxes, cls, obj, points, strides, ints, planes)
-    truths = (gt_boxes, gt_classes, mask)
-    match(cls, planes, *truths, ints)
-    matched = boxes.new_empty(batch, count, dtype=torch.int64)
-    iou = boxes.new_empty(batch, count, dtype=torch.float32)
-    label = boxes.new_empty(batch, count, dtype=torch.int64)
-    resolve(cls, planes, *truths, ints, fg, matched, iou, label, num_fg)
-    return Assignment(fg, matched, iou, label, num_fg)

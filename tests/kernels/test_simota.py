@@ -456,10 +456,10 @@ def test_kernels_leave_no_graph(interpreted: None) -> None:
 
 def test_kernels_round_each_product(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler for GPUs fuses products with sums: the IoU would have other bits than the published one."""
-    from accel.kernels.simota import triton as simota_triton
+    from accel.kernels.simota import launchers
 
-    made, plans = [], simota_triton._plans
-    monkeypatch.setattr(simota_triton, "_plans", lambda sizes: made.append(plans(sizes)) or made[-1])
+    made, plans = [], launchers._plans
+    monkeypatch.setattr(launchers, "_plans", lambda sizes: made.append(plans(sizes)) or made[-1])
     scene(7, 1, size=24).assign()
     (launched,) = made
     computing = [plan for plan in launched if plan is not launched.list]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -19,8 +17,6 @@ import accel
 from accel import entry
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.batch_run import BatchRun
-from accel.elastic.checkpointing import Checkpointing
-from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.scaling_rules import BatchScale, Linear, NoScaling
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
@@ -463,99 +459,3 @@ def test_rates_stay_those_of_the_batch_where_the_session_hears_of_no_steps(
     optimized.session.close()  # as where the search itself fails
     taken = train(model, loader, optimizer, clock, nothing)
     assert scaler.multipliers[0].lr == max(1.0, len(taken[-1]) / 8)
-
-
-class OwnStep(torch.optim.SGD):
-    """Calls its base's step in its own."""
-
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-def test_an_optimizer_that_calls_its_bases_step_is_one(job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)  # from now on its class has hooks around each step
-    known_noise(monkeypatch, 5000.0)
-    model, loader, _ = job
-    model, loader, optimizer = accel.optimize(
-        model, loader, OwnStep(model.parameters(), 0.001), max_batch_size=64, **PLAIN
-    )
-    train(model, loader, optimizer, clock, nothing)
-    optimized = entry.optimized(model)
-    assert optimized is not None
-    assert optimized.session.run.optimizers == [optimizer]
-    assert batch_run(model).controller.batch > 8  # type: ignore[union-attr]
-
-
-def test_a_batch_leaves_an_epoch_steps_to_be_judged_by(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    known_noise(monkeypatch, 50_000.0)
-    torch.manual_seed(0)
-    model = nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
-    model, loader, optimizer = accel.optimize(
-        model, DataLoader(Numbered(1000), batch_size=8, shuffle=True), optimizer, max_batch_size=512, **PLAIN
-    )
-    for _ in range(60):
-        train(model, loader, optimizer, clock, nothing)
-    controller = batch_run(model).controller
-    assert controller is not None
-    assert 8 < controller.batch <= 250
-    assert controller.steps_missing() == 0
-    accel.undo(model)
-
-
-def test_a_rule_that_fails_ends_the_following_and_not_the_loop(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known_noise(monkeypatch, 5000.0)
-
-    def failing(self: Any, *args: Any) -> None:
-        if args[0] > 8:
-            raise ZeroDivisionError("a rule of the user's")
-
-    monkeypatch.setattr("accel.elastic.step_rates.StepRates.follow", failing)
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
-    with pytest.warns(RuntimeWarning, match="ZeroDivisionError: a rule of the user's"):
-        taken = train(model, loader, optimizer, clock, nothing)
-    assert sorted(index for batch in taken for index in batch) == list(range(3000))
-
-
-def test_a_loss_scale_that_halves_is_no_fall_of_the_loss(job: Any, clock: Clock) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
-    checkpoint = Checkpointing(folder=tempfile.mkdtemp(), more={"scaler": scaler})
-    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, checkpoint=checkpoint, **PLAIN)
-    for step, (x, y, _) in enumerate(loader):
-        optimizer.zero_grad()
-        loss = 1 + 0.1 * torch.randn(()) + 1e-3 * nn.functional.mse_loss(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update(32768.0 if step == 100 else None)
-        clock.now += 1e-3
-        if step == 200:
-            break
-    assert not batch_run(model)._trend.falls()
-
-
-def test_ranks_of_unequal_batches_are_refused(job: Any) -> None:
-    model, loader, optimizer = job
-    sampler = ElasticSampler(3000, batch_size=[20, 6], num_replicas=2, rank=0)
-    with pytest.raises(InvalidArgument, match=r"needs batches of one size on all ranks, got \[20, 6\]"):
-        accel.optimize(model, DataLoader(loader.dataset, batch_sampler=sampler), optimizer, max_batch_size=64, **PLAIN)
-
-
-@pytest.mark.parametrize("options", [{"max_batch_size": 64}, {"checkpoint": True}], ids=str)
-def test_looks_at_the_training_samples_take_none_from_it(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    known_noise(monkeypatch, 5000.0)
-    if "checkpoint" in options:
-        options = {"checkpoint": tmp_path}
-    model, loader, optimizer = accel.optimize(*job, **options, **PLAIN)
-    for epoch in range(3):
-        taken = train(model, loader, optimizer, clock, lambda step: next(iter(loader)) if step in (3, 40) else None)
-        assert sorted(index for batch in taken for index in batch) == list(range(3000))
-        with torch.no_grad():
-            for step, (x, _, _) in enumerate(loader):
-                model(x)
-                if epoch == 1 and step == 3:
-                    break
-    assert list(remaining_epochs(loader, 5)) == [3, 4]
