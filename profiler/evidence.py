@@ -176,7 +176,9 @@ class Evidence:
     """One rank's run."""
 
     steps: list[Measurement] = field(default_factory=list)
-    """Observed steps, warm-up and trace window left out."""
+    """Observed steps, warm-up, trace window and one-offs left out."""
+    one_offs: list[Measurement] = field(default_factory=list)
+    """Steps that were slow once; see `one_offs.split`."""
     cores: int = 1
     """Cores this process may use."""
     threads: int = 1

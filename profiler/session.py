@@ -28,6 +28,7 @@ from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.clocks.segments import KEPT_STEPS
 from accel.profiler.clocks.settings import TorchSettings
 from accel.profiler.conclusion import judging
+from accel.profiler.diagnose import one_offs
 from accel.profiler.diagnose.causes import CROWDS
 from accel.profiler.evidence import Evidence, TraceSummary
 from accel.profiler.experiments import suspects
@@ -289,8 +290,10 @@ class ProfileSession:
         parameters = [p for o in recorder.optimizers for g in o.param_groups for p in g["params"]]
         waited = self._ddp_wait.mean()
         step_s = watched / max(1, len(self.steps))
+        ordinary, slow_once = one_offs.split(self.steps)
         return Evidence(
-            steps=list(self.steps),
+            steps=ordinary,
+            one_offs=slow_once,
             cores=usable_cores(),
             threads=self._settings.threads,
             device=self._device().type,
@@ -314,7 +317,7 @@ class ProfileSession:
             device_ms=recorder.events.ms() if recorder.events is not None else {},
             trace=self._trace,
             model_name=roots.name(recorder.roots.modules),
-            unseen=list(self.unseen),
+            unseen=[*self.unseen, *one_offs.told(ordinary, slow_once)],
         )
 
     def finish(self) -> Evidence:

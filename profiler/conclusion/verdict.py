@@ -19,7 +19,7 @@ from accel.profiler.diagnose.consistency import BATCHES, OWN_CODE, PhaseShares
 from accel.profiler.diagnose.findings import WORTH
 from accel.profiler.evidence import Evidence, ThreadShare
 from accel.profiler.naming import Diagnosis
-from accel.profiler.phases import MEANING
+from accel.profiler.phases import MEANING, Measurement
 from accel.profiler.report import Finding, HostFacts, Node, ProfileReport, RankRow, Saving, StepRow
 from accel.profiler.system import link
 
@@ -45,7 +45,7 @@ def build_report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
         ranks=[row(evidence, anatomy)],
         timeline=[
             StepRow(step=m.step, ms=m.seconds * 1e3, phases_ms={k: v * 1e3 for k, v in m.phases.items() if v})
-            for m in wait_as_communication(evidence.steps[-_TIMELINE:], evidence.ddp_wait_share)
+            for m in wait_as_communication(_last_steps(evidence), evidence.ddp_wait_share)
         ],
         lines=[line for line in evidence.lines if line.file][:_LINES],
         ops=trace.ops if trace else [],
@@ -60,8 +60,12 @@ def build_report(evidence: Evidence, diagnosis: Diagnosis) -> ProfileReport:
     return report
 
 
+def _last_steps(evidence: Evidence) -> list[Measurement]:
+    return sorted([*evidence.steps, *evidence.one_offs], key=lambda m: m.step)[-_TIMELINE:]
+
+
 def conclude(report: ProfileReport, anatomy: Anatomy) -> None:
-    """Write the verdict and the next steps; findings that contradict the evidence are retracted first."""
+    """Write the verdict and the next steps, without findings that contradict the evidence and with savings capped."""
     _retract(report)
     report.bottleneck = "" if report.refused else report.findings[0].bottleneck if report.findings else "none"
     report.verdict = _verdict(report, anatomy)
@@ -71,9 +75,10 @@ def conclude(report: ProfileReport, anatomy: Anatomy) -> None:
 def _retract(report: ProfileReport) -> None:
     if report.evidence is None:
         return
-    report.findings, retracted = consistency.check(report.findings, PhaseShares.of_tree(report.evidence))
+    kept, retracted = consistency.check(report.findings, PhaseShares.of_tree(report.evidence))
+    report.findings = naming.ordered(kept)  # once more: what an experiment saves may have been capped
     report.unseen += [sentence for sentence in retracted if sentence not in report.unseen]
-    if retracted and (not report.refused or report.refused.startswith(naming.OVERLAP)):
+    if not report.refused or report.refused.startswith(naming.OVERLAP):
         report.refused = naming.refusal(report.findings, retracted)
 
 

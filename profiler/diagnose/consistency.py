@@ -1,8 +1,11 @@
 """No finding may contradict the table of phases printed below it: a cause takes no longer than its phases.
 
-A finding's share comes from one source (operators, samples, an experiment) and the table of phases from the clocks.
-Where they disagree, one of them is wrong, and a reader can't know which: the finding is retracted, and the report says
-so.
+A finding's share comes from one source (operators, samples) and the table of phases from the clocks. Where they
+disagree, one of them is wrong, and a reader can't know which: the finding is retracted, and the report says so.
+
+What an experiment saves is capped instead: its steps are not those of the table. They hold no evaluation between two
+epochs (17 ms a step were saved, 92 % of the experiment's steps and 32 % of the run's), and the machine may have been
+busier in the rest of the run (91 % where the phases hold 89 %).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass, field
 
 from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CAUSES
+from accel.profiler.diagnose.findings import scaled
 from accel.profiler.report import Finding, Node, Saving
 
 BATCHES = "the loop's own iterator"
@@ -78,7 +82,7 @@ def check(findings: Sequence[Finding], phases: PhaseShares) -> tuple[list[Findin
     kept, retractions = [], []
     for finding in findings:
         room = phases.room(finding.cause)
-        claim = max([finding.share, *(saving.low for saving in (finding.predicted, finding.measured) if saving)])
+        claim = max(finding.share, finding.predicted.low if finding.predicted else 0.0)
         if claim > room + SLACK:
             retractions.append(_retraction(finding.cause, claim, room))
         else:
@@ -95,7 +99,8 @@ def _within(finding: Finding, room: float) -> Finding:
     """Cap shares and savings at what the phases hold; a measured saving is also reported as it was measured."""
     measured, why = finding.measured, finding.why
     if measured is not None and measured.value > room:
-        why = [*why, f"the experiment saved {measured.value:.0%}, and the phases hold {room:.0%}: the rest is noise"]
+        saved = f"the experiment saved {measured.value:.0%} of its own steps"
+        why = [*why, f"{saved}, and the phases hold {room:.0%} of the mean step"]
     return dataclasses.replace(
         finding,
         why=why,
@@ -106,6 +111,9 @@ def _within(finding: Finding, room: float) -> Finding:
 
 
 def _bounded(saving: Saving | None, room: float) -> Saving | None:
+    """Cap a saving; the interval of one that exceeds the room keeps its relative width, it is no surer than before."""
     if saving is None or saving.high <= room:
         return saving
-    return Saving(value=min(saving.value, room), low=min(saving.low, room), high=room)
+    if saving.value > room:
+        saving = scaled(saving, room / saving.value)
+    return Saving(value=saving.value, low=saving.low, high=min(saving.high, room))

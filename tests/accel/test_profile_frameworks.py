@@ -98,5 +98,5 @@ def test_a_framework_s_loop_is_seen_whole(framework: str, body: str, tmp_path: P
     assert found.host.loader.startswith("DataLoader")
     phases = found.ranks[0].phases_ms
     assert all(phases[phase] > 0 for phase in ("data", "forward", "backward", "optimizer"))
-    assert found.findings[0].cause == "input.storage"
+    assert [finding.cause for finding in found.findings][:1] == ["input.storage"], (found.verdict, found.unseen)
     assert found.findings[0].confirmed
