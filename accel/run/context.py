@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -163,9 +164,9 @@ class Run:
     @property
     def device(self) -> torch.device:
         """The device of the model's first parameter or buffer; the CPU if it has none."""
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            return tensor.device
-        return torch.device("cpu")
+        tensors = itertools.chain(self.model.parameters(), self.model.buffers())
+        first = next(tensors, None)  # asked for at each step: a list of them all took 0.2 ms with 60
+        return torch.device("cpu") if first is None else first.device
 
     @property
     def cuda(self) -> bool:

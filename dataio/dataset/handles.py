@@ -135,17 +135,25 @@ def _is_live(thing: Any) -> bool:
 
 
 def positions() -> dict[str, int]:
-    """Return where each file that is open for reading stands; nothing where the system doesn't tell (/proc)."""
+    """Return where each file that is open for reading stands; nothing where the system doesn't tell (/proc).
+
+    Where standard output and errors go is left out: whoever writes to it moves it, other threads and processes too.
+    """
     open_at: dict[str, int] = {}
     with contextlib.suppress(OSError):
+        written = {os.readlink(f"/proc/self/fd/{number}") for number in (1, 2) if _is_open(number)}
         for number in os.listdir("/proc/self/fdinfo"):
             with contextlib.suppress(OSError, ValueError):
                 path = os.readlink(f"/proc/self/fd/{number}")
-                if path.startswith("/") and not path.startswith(("/dev/", "/proc/", "/memfd:")):
+                if path.startswith("/") and not path.startswith(("/dev/", "/proc/", "/memfd:")) and path not in written:
                     position, writes_only = _place(number)
                     if not writes_only:
                         open_at[f"{path} ({number})"] = position
     return open_at
+
+
+def _is_open(number: int) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{number}")
 
 
 def _place(number: str) -> tuple[int, bool]:

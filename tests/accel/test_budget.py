@@ -73,11 +73,18 @@ def test_a_cost_is_allowed_within_the_time_and_the_share(
     assert allowed == (spent + expected <= budget.seconds and spent + expected <= budget.share * elapsed)
 
 
-@given(budget=shares, elapsed=seconds, saved=positive)
+@given(budget=shares, elapsed=positive, saved=positive)
 def test_half_of_what_was_saved_comes_on_top_of_the_share(budget: Budget, elapsed: float, saved: float) -> None:
-    limit = budget.share * elapsed + saved / 2
+    limit = min(budget.share * elapsed + saved / 2, max(budget.share, 0.1) * elapsed)
     assert budget.allows(spent=0.0, expected=0.999 * limit, elapsed=elapsed, saved=saved)
     assert not budget.allows(spent=0.0, expected=1.001 * limit, elapsed=elapsed, saved=saved)
+
+
+@given(budget=shares, spent=seconds, expected=positive, saved=seconds)
+def test_what_is_waited_for_is_allowed_then(budget: Budget, spent: float, expected: float, saved: float) -> None:
+    wait_s = budget.allowed_from(spent=spent, expected=expected, saved=saved)
+    assert budget.allows(spent=spent, expected=expected, elapsed=1.001 * wait_s, saved=saved)
+    assert not budget.allows(spent=spent, expected=expected, elapsed=0.999 * wait_s, saved=saved)
 
 
 @given(budget=budgets, spent=seconds, expected=seconds, elapsed=seconds, less=st.floats(0, 1), more=seconds)

@@ -41,17 +41,18 @@ def test_the_search_goes_on_as_soon_as_the_budget_allows() -> None:
     assert began["b"] == pytest.approx(6.0, abs=1.0)  # 0.3 s each, of 10 %
 
 
-def test_half_of_what_the_search_has_saved_may_be_spent() -> None:
+def test_half_of_what_the_search_has_saved_may_be_spent_and_a_tenth_of_the_run_at_once() -> None:
     compiled = candidate("compile", one_off_s=5.0)
     waits = {}
-    for gain in (1.0, 1.5):
+    for gain in (1.0, 1.1, 1.5):
         machine = Machine(speed={"free": gain, "compile": 1.2})
         candidates = [candidate("free", is_compared=False), compiled]
         simulate(candidates, machine, budget="3%", until_settled=False, steps=10_000)
         actions = itertools.takewhile(lambda action: "compile" not in action.plan, machine.actions)
         waits[gain] = sum(action.rest + action.settle + action.steps for action in actions) * PLAIN_S / gain
     assert waits[1.0] > 5.0 / 0.03
-    assert waits[1.5] == pytest.approx(5.0 / (0.03 + 0.5 * 0.5), rel=0.35)
+    assert waits[1.1] == pytest.approx(5.0 / (0.03 + 0.5 * 0.1), rel=0.35)
+    assert waits[1.5] == pytest.approx(5.0 / 0.1, rel=0.1)
 
 
 def test_one_off_work_beyond_an_absolute_budget_is_not_tried() -> None:

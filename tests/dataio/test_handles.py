@@ -7,10 +7,12 @@ import gzip
 import io
 import itertools
 import logging
+import os
 import random
 import re
 import socket
 import sqlite3
+import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -217,6 +219,23 @@ def test_positions_are_those_of_files_open_for_reading(path: Path, tmp_path: Pat
     assert name.startswith(str(path))
     assert after[name] - before[name] == 3
     assert moved(after, positions()) == ""  # one that was closed meanwhile has not moved
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_is_printed_moves_no_file(number: int) -> None:
+    """Standard output may be a file that is open for reading too, as under pytest, and any process may write to it."""
+    kept = os.dup(number)
+    try:
+        with tempfile.TemporaryFile() as file:
+            os.dup2(file.fileno(), number)
+            before = positions()
+            os.write(number, b"from another thread")
+            after = positions()
+    finally:
+        os.dup2(kept, number)
+        os.close(kept)
+
+    assert moved(before, after) == ""
 
 
 def _try_everything(monkeypatch: pytest.MonkeyPatch) -> None:
