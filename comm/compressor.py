@@ -54,8 +54,17 @@ class Compressor(ABC):
     needs_whole_step = False
     """Whether `whole_step` must see a step's gradients before any is sent; nothing then overlaps backward."""
 
-    def whole_step(self, buckets: Sequence[Tensor], ranks: int) -> None:  # noqa: B027  (most need nothing)
-        """Change this rank's gradients of a step, all buckets of them, which are not divided by `ranks` yet."""
+    def begin_pass(self) -> None:  # noqa: B027  (most take all)
+        """Raise ValueError if a backward pass can't be averaged yet; `CommState` calls it before the first bucket."""
+
+    def whole_step(self, buckets: Sequence[Tensor], ranks: int, scale: float) -> None:  # noqa: B027  (most need nothing)
+        """Change this rank's gradients of a step, all buckets of them.
+
+        Args:
+            buckets: (elements,) each, not divided by `ranks` yet.
+            ranks: of which the mean is taken.
+            scale: by what the gradients are too large, if a GradScaler was given to the state.
+        """
 
     @abstractmethod
     def stages(self) -> Sequence[Stage]:
@@ -140,10 +149,9 @@ class Quantised(Compressor):
 
     def _sum(self, piece: Piece, channel: Channel) -> None:
         """Sum, and note first which parameters this rank used: only with a residual can one lose by not being used."""
-        if piece.slot.has(RESIDUAL) and channel.size > 1 and piece.values.numel():
-            spans = [slice(extent.begin, extent.begin + extent.length) for extent, _ in piece.parameters()]
-            used = torch.stack([any_nonzero(piece.values[span]) for span in spans]).to(torch.uint8)
-            piece.carry.update(spans=spans, flags=used)
+        if piece.slot.has(RESIDUAL) and piece.values.numel():
+            spans, used = used_spans(piece)
+            piece.carry.update(spans=spans, flags=used.to(torch.uint8))
         self._scatter(piece, channel)
 
     def _spread(self, piece: Piece, channel: Channel) -> None:
@@ -219,6 +227,12 @@ def add_residual(values: Tensor, factor: float, residual: Tensor | None) -> None
 def part_of(values: Tensor | None, part: slice) -> Tensor | None:
     """Return a range of what may not be there."""
     return None if values is None else values[part]
+
+
+def used_spans(piece: Piece) -> tuple[list[slice], Tensor]:
+    """Return where each parameter of a piece stands, and whether this rank used it, (parameters,) bool; not none."""
+    spans = [slice(extent.begin, extent.begin + extent.length) for extent, _ in piece.parameters()]
+    return spans, torch.stack([any_nonzero(piece.values[span]) for span in spans])
 
 
 def any_nonzero(values: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ gradients don't push on (momentum factor masking). After each step T, to roundin
   decay, which is the same on every rank: neither has a residual. See `accel.comm.sgd_momentum`.
 * One all-gather of packs that have the same size on every rank; see `accel.comm.compression.dgc_pack`.
 * Where ratio · ranks ≥ 1, packs would be as long as dense gradients on a ring: these are sent then, with no
-  residual and no momentum dropped. Ratio 1 is dense momentum SGD. Warm-up stages often fall under this.
+  residual and no momentum dropped, and so they are where there is one rank, or by hosts one host. Ratio 1 is dense
+  momentum SGD. Warm-up stages often fall under this.
 * A parameter whose gradient is zero on all ranks stands still, its momentum too, as in SGD where it has no gradient:
   DDP would drop what is sent for a parameter that no rank used. By hosts, this goes for each slice of a parameter.
 
@@ -116,11 +117,11 @@ class DGC(Corrected):
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def whole_step(self, buckets: Sequence[Tensor], ranks: int) -> None:
+    def whole_step(self, buckets: Sequence[Tensor], ranks: int, scale: float) -> None:
         """Clip this rank's gradients to clip_norm · ranks^−½ by the norm of all of them."""
         assert self.clip_norm is not None
         source = self._momentum_source()
-        limit = self.clip_norm * (1.0 if source is None else source.loss_scale()) / math.sqrt(ranks)
+        limit = self.clip_norm * (scale if source is None else source.loss_scale()) / math.sqrt(ranks)
         # In float64, where no square of a float32 overflows: a large gradient is clipped, not lost.
         norms = torch.stack([torch.linalg.vector_norm(bucket, dtype=torch.float64) for bucket in buckets])
         factor = (limit / torch.linalg.vector_norm(norms)).clamp(max=1.0)
@@ -133,7 +134,7 @@ class DGC(Corrected):
     def _select(self, piece: Piece, channel: Channel) -> None:
         """Accumulate, and take the largest of each parameter out of what has gathered."""
         ratio = self.ratio_at(piece.step)
-        dense = ratio * channel.size >= 1
+        dense = channel.size == 1 or ratio * channel.size >= 1
         parts = list(self._parts(piece, 1.0 if dense else ratio))
         scale = self._loss_scale(piece)
         flags = []
@@ -145,6 +146,8 @@ class DGC(Corrected):
             span = slice(part.begin, part.end)
             flags.append(any_nonzero(piece.values[span]))
             if part.sent == 0:
+                if piece.slot.has(RESIDUAL):  # of another scheme, which did not send this parameter as it is
+                    piece.values[span].add_(piece.slot.read(RESIDUAL)[span], alpha=scale)
                 for field in (velocity, gathered):
                     if field is not None:
                         field[span].zero_()
@@ -183,14 +186,11 @@ class DGC(Corrected):
         else:
             used = pack.gather(piece.values, parts, channel)
         scale = piece.carry["scale"]
-        chosen = [number for number, part in enumerate(parts) if part.sent]
-        spans = [slice(parts[number].begin, parts[number].end) for number in chosen]
         if scale != 1.0:
-            for span in spans:
-                piece.values[span].mul_(scale)
-        if spans:
-            used_parts = torch.stack([used[number] for number in chosen])
-            piece.stand_still(spans, used_parts, (VELOCITY, RESIDUAL))
+            for part in parts:
+                if part.sent:
+                    piece.values[part.begin : part.end].mul_(scale)
+        piece.stand_still([slice(part.begin, part.end) for part in parts], used, (VELOCITY, RESIDUAL))
 
     def _sum_all(self, piece: Piece, channel: Channel, parts: list[ParameterRange], gathered: Tensor) -> Tensor:
         """Leave the sum of all in `piece.values` and nothing in `gathered`; return which parameters were used."""

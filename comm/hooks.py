@@ -57,7 +57,7 @@ class CommState(GradientEngine):
 
     Every rank of the group makes one, with the same arguments, for each DDP module. Threads end with `close()`, or when
     the state is dropped. Saving: `state_dict()` on each rank; on another number of ranks `accel.comm.memory.reshard`
-    first. A pickled state leaves groups and threads behind; `bind(model)` makes new ones.
+    first. A pickled state leaves groups, threads and the scaler behind; `bind(model, scaler=scaler)` gives it new ones.
 
     Args:
         model: the DDP module or the module that it wraps; names the parameters.
@@ -70,7 +70,7 @@ class CommState(GradientEngine):
         timeout: for each collective, default 5 minutes. A fault elsewhere is an error here by then.
         memory: where what was not sent is kept; states of one model whose buckets use different schemes share one.
         scaler: the GradScaler in use, so that what was not sent yet follows its scale. Default None: at a change of the
-            scale it counts by the old one.
+            scale it counts by the old one, and norms are those of scaled gradients.
 
     Raises:
         ValueError: if arguments or models differ between ranks, or don't fit the model or the hosts.
@@ -102,22 +102,38 @@ class CommState(GradientEngine):
             raise ValueError(
                 f"error_feedback=True needs a compressor that uses it, got {compressor!r}; leave the argument out"
             )
-        if scaler is not None and compressor.fields:
-            raise ValueError(f"{compressor!r} takes the scaler from take_momentum; pass it there, not to CommState")
         if timeout <= timedelta():
             raise ValueError(f"timeout must be positive, got {timeout}")
-        super().__init__(timeout=timeout, memory=memory, scaler=scaler, kind="CommState")
+        super().__init__(timeout=timeout, memory=memory, kind="CommState")
         self.compressor, self.hierarchical = compressor, hierarchical
         self.error_feedback = compressor.feedback if error_feedback is None else error_feedback
-        self.bind(model, process_group)
+        self.bind(model, process_group, scaler=scaler)
 
     leaves_unfit = False
 
-    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
-        """Make groups and threads for a model; every rank of the group takes part."""
-        super().bind(model, process_group)
+    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
+        """Make groups and threads for a model; every rank of the group takes part.
+
+        Args:
+            model: the DDP module or the module that it wraps.
+            process_group: the group that DDP reduces over, default the world.
+            scaler: the GradScaler in use, if the state was pickled with one; default: the one that it has.
+
+        Raises:
+            ValueError: if the state was pickled with a scaler and none is given, or the compressor takes it elsewhere.
+        """
+        if scaler is not None and self.compressor.fields:
+            raise ValueError(
+                f"{self.compressor!r} takes the scaler from take_momentum; pass it there, not to CommState"
+            )
+        super().bind(model, process_group, scaler=scaler)
         self.use((self.scheme,))
         self.apply()
+
+    def begin_step(self) -> None:
+        """Begin as every engine does, unless the compressor can't take another backward pass yet."""
+        self.compressor.begin_pass()
+        super().begin_step()
 
     @property
     def scheme(self) -> Scheme:
@@ -139,10 +155,11 @@ class CommState(GradientEngine):
 
     def __getstate__(self) -> dict[str, Any]:
         plain = ("compressor", "hierarchical", "timeout", "error_feedback")
-        return {**{name: getattr(self, name) for name in plain}, "saved": self.state_dict()}
+        settings = {name: getattr(self, name) for name in plain}
+        return {**settings, "saved": self.state_dict(), "scaled": self.loss_scale.in_use}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         GradientEngine.__init__(self, timeout=state.pop("timeout"), kind="CommState")
-        saved = state.pop("saved")
+        saved, self.loss_scale.in_use = state.pop("saved"), state.pop("scaled", False)
         self.__dict__.update(state)
         self.load_state_dict(saved)

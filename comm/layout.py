@@ -97,6 +97,7 @@ class Piece:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, view into `values` of the parameter's shape); the piece must hold parameters as a whole.
 
+        Elements stand in it in the order in which the parameter lies in memory, on every rank alike.
         A compressor that calls it cuts between parameters: `boundaries` returns `accel.comm.layout.between`.
         """
         for extent, shape in self.parameters():
@@ -128,6 +129,17 @@ class Piece:
             for name in own:
                 new = self.slot.write(name)[span]
                 torch.where(idle, self.slot.read(name)[span], new, out=new)
+
+
+def as_laid_out(values: Tensor, parameter: Tensor) -> Tensor:
+    """Return what a bucket holds of a parameter, (elements,), as a view of its shape.
+
+    DDP lays a gradient in the bucket as the parameter lies in memory: channels_last weights with channels last. One
+    with gaps, or whose elements overlap, lies there in the order of its shape.
+    """
+    if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+        return values.as_strided(parameter.shape, parameter.stride())
+    return values.view(parameter.shape)
 
 
 def equal_cuts(total: int, parts: int, unit: int = 1) -> list[int]:

@@ -143,6 +143,11 @@ class Memory:
                 for _, values in pieces:
                     values.mul_(factor)
 
+    @property
+    def noted(self) -> bool:
+        """Return whether a step has been noted that has not settled yet."""
+        return bool(self._finite)
+
     def note(self, finite: Tensor) -> None:
         """Note whether the mean gradient of one bucket is finite, (1,) bool."""
         self._finite.append(finite)
@@ -204,7 +209,32 @@ class LossScale:
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
+        self._awaited = False
         self.value = 1.0
+
+    @property
+    def in_use(self) -> bool:
+        """Return whether gradients have a scale; to be set where the scaler itself was left behind."""
+        return self._awaited or self._scaler is not None
+
+    @in_use.setter
+    def in_use(self, value: bool) -> None:
+        self._awaited = value and self._scaler is None
+
+    @property
+    def of_gradients(self) -> float:
+        """Return by what this step's gradients are too large."""
+        return 1.0 if self._scaler is None else self.value
+
+    def take(self, scaler: Any, kind: str) -> None:
+        """Take another scaler, or go on with the one there is; raise ValueError if it was left behind in a `kind`."""
+        if scaler is None and self._awaited:
+            raise ValueError(
+                f"this {kind} was used with a GradScaler, which a pickle leaves behind: give it back, "
+                "state.bind(model, scaler=scaler)"
+            )
+        if scaler is not None:
+            self._scaler, self._awaited = scaler, False
 
     def follow(self, memory: Memory) -> None:
         """Multiply what was not sent yet by the change of the scale since the last call; between steps."""

@@ -37,7 +37,7 @@ from accel.comm.compression.low_rank_plan import (
     other,
     project,
 )
-from accel.comm.compressor import RESIDUAL, Compressor, Stage, add_residual
+from accel.comm.compressor import RESIDUAL, Compressor, Stage, add_residual, used_spans
 from accel.comm.layout import Layout, Piece, between
 from accel.comm.ranks.channel import Channel
 
@@ -138,7 +138,7 @@ class PowerSGD(Compressor):
             if rank := self.rank_of(shape):
                 total += rank * sum(matrix_of(shape)) / (2 if self.alternate else 1) + 1
             else:
-                total += shape.numel()
+                total += shape.numel() + (shape.numel() > 0)
         return total
 
     def rank_of(self, shape: torch.Size) -> int:
@@ -186,12 +186,7 @@ class PowerSGD(Compressor):
         """Add the residual, and sum the factors that the basis of the previous step projects to."""
         feedback, values, slot = piece.slot.has(RESIDUAL), piece.values, piece.slot
         if channel.size == 1 or piece.step <= self.start_step:
-            # During the first steps residuals, of a run before, wait.
-            sent = channel.size == 1 and feedback
-            add_residual(values, piece.factor, slot.read(RESIDUAL) if sent else None)
-            if sent:
-                slot.write(RESIDUAL).zero_()
-            channel.all_reduce(values)
+            self._send_plain(piece, channel)
             return
         plan, kept = make_plan(piece, self.rank_of), values
         if not slot.agreed:
@@ -203,7 +198,7 @@ class PowerSGD(Compressor):
         else:
             add_residual(values, piece.factor, None)
         side = other(known)
-        sizes = [plan.sent(side), plan.matrices, sum(length for _, length in plan.plain)]
+        sizes = [plan.sent(side), plan.tensors, sum(length for _, length in plan.plain)]
         wire = values.new_empty(sum(sizes))
         factors, used, plain = torch.split(wire, sizes)
         bases = [self._basis(self._warm(piece, group, known)) for group in plan.groups]
@@ -217,6 +212,17 @@ class PowerSGD(Compressor):
         if sum(sizes):
             channel.all_reduce(wire)
 
+    def _send_plain(self, piece: Piece, channel: Channel) -> None:
+        """Sum the gradients as they are; residuals, of a run before, wait where there are other ranks."""
+        values, slot = piece.values, piece.slot
+        sent = channel.size == 1 and slot.has(RESIDUAL) and bool(values.numel())
+        spans, used = used_spans(piece) if sent else ([], values)
+        add_residual(values, piece.factor, slot.read(RESIDUAL) if sent else None)
+        if sent:
+            slot.write(RESIDUAL).zero_()
+            piece.stand_still(spans, used, (RESIDUAL,))
+        channel.all_reduce(values)
+
     def _decode(self, piece: Piece, channel: Channel) -> None:
         """Multiply the factors, note what they lack of this rank's gradients, and keep the newer factor."""
         carry = piece.carry
@@ -225,7 +231,7 @@ class PowerSGD(Compressor):
         plan, known, kept = carry["plan"], self._known(piece), carry["kept"]
         feedback, side = kept is not piece.values, other(known)
         totals, locals_ = plan.factors(carry["wire"], side), plan.factors(carry["local"], side)
-        used = plan.by_group(carry["used"] > 0)
+        used = plan.by_group(carry["used"][: plan.matrices] > 0)
         for group, basis, total, local, used_matrices in zip(
             plan.groups, carry["bases"], totals, locals_, used, strict=True
         ):
@@ -245,6 +251,9 @@ class PowerSGD(Compressor):
             at += length
             if feedback:
                 kept[begin : begin + length] = 0
+        if feedback:
+            spans = [slice(begin, begin + length) for begin, length in plan.plain]
+            piece.stand_still(spans, carry["used"][plan.matrices :], (RESIDUAL,))
 
     # -- parts -------------------------------------------------------------------------------------------------------
 

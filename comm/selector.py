@@ -88,13 +88,21 @@ class AutoComm(Planner):
         self._network = network
         super().__init__(ddp, timeout=timeout, scaler=scaler)
 
-    def bind(self, ddp: DistributedDataParallel) -> None:
-        """Take a module, measure the network, and choose anew; every rank takes part."""
-        super().bind(ddp)
+    def bind(self, ddp: DistributedDataParallel, *, scaler: Any = None) -> None:
+        """Take a module, measure the network, and choose anew; every rank takes part.
+
+        Args:
+            ddp: the module.
+            scaler: the GradScaler in use, if the state was pickled with one; default: the one that it has.
+
+        Raises:
+            ValueError: if the state was pickled with a scaler and none is given, or `ddp` can't have the hook.
+        """
+        super().bind(ddp, scaler=scaler)
         self.choice: Choice | None = None
         self.chosen: Plan = ()
         """What the search came to, () where gradients were left as they are."""
-        self.settled = False
+        self.settled = self._broke_off = False
         self._steps = self._search()
         self._schemes = allowed(self.allow, by_hosts=self.topology.by_hosts_pays) if self.topology.size > 1 else []
         if self._schemes:
@@ -108,6 +116,12 @@ class AutoComm(Planner):
                 f"{self.topology.size}; pass network="
             )
         return probe(self.topology, self.device)
+
+    def close(self) -> None:
+        """End threads and groups, and with them the search; the hook goes on as DDP's own all-reduce."""
+        if self.bound and not self.settled:
+            self.settled = self._broke_off = True
+        super().close()
 
     def between_steps(self) -> None:
         """Go on with the search."""
@@ -151,6 +165,8 @@ class AutoComm(Planner):
         """Return the outcome in a sentence."""
         if not self.settled:
             return "gradients: still measuring"
+        if self._broke_off:
+            return "gradients: left as they are, the search was closed before its end"
         if self.choice is None:
             why = "there is one rank" if self.topology.size == 1 else f"allow={self.allow!r} leaves nothing to choose"
             return f"gradients: left as they are, {why}"
@@ -170,4 +186,4 @@ class AutoComm(Planner):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.choice, self.chosen, self.settled = None, (), False
+        self.choice, self.chosen, self.settled, self._broke_off = None, (), False, False

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from accel.comm.compression.momentum import VELOCITY, Corrected
 from accel.comm.hooks import CommState
+from accel.comm.layout import as_laid_out
 
 BUFFER = "momentum_buffer"
 
@@ -41,7 +42,7 @@ def take_momentum(
     """Hand SGD's momentum over to the compressor of `state`, until `close()`.
 
     Call it on every rank, before the first step and after a pickled state was bound. Save the optimizer and the state;
-    load both in any order.
+    load both in any order. A step must follow each averaged backward pass; others go under `ddp.no_sync()`.
 
     Args:
         state: with a compressor that has momentum: `DGC()`, `OneBit(momentum=True)`.
@@ -90,6 +91,8 @@ class SGDMomentum:
         self._names = dict(state.names)
         self._inside: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._dense_grads: list[tuple[nn.Parameter, Tensor]] = []
+        self._due = False
+        """Whether gradients of this rank have been averaged since the last step."""
         self._index()
         compressor._bind(self)
         self._hooks = [
@@ -134,6 +137,19 @@ class SGDMomentum:
         """Return the scale of this step's gradients."""
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
+    def begin_pass(self) -> None:
+        """Raise ValueError if the last pass was finite, so that momentum has been applied, and no step came after it.
+
+        GradScaler makes no step of a pass that was not finite, nor does a rank within `join()` that has no more data.
+        """
+        own = torch._C._current_graph_task_id() != -1
+        if own and self._due and self._memory.noted and self._memory.finite():
+            raise ValueError(
+                "with its momentum taken over, the optimizer must make a step after each averaged backward pass, got "
+                "another pass first, which would apply momentum twice; accumulate gradients under ddp.no_sync()"
+            )
+        self._due = own
+
     # -- around optimizer.step() -------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -142,6 +158,7 @@ class SGDMomentum:
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first is the optimizer
             raise ValueError("with its momentum taken over, step() takes no closure; call backward() before it")
         self._restore()
+        self._due = False
         if self._shape != self._shape_now():
             self._index()
         for group in optimizer.param_groups:
@@ -241,7 +258,7 @@ class SGDMomentum:
                     total[skipped : skipped + values.numel()] += values.to(total)
                 dist.all_reduce(total, group=self._process_group)
                 if group["momentum"]:
-                    self._buffer(parameter).add_(total.view_as(parameter), alpha=-1 if group["maximize"] else 1)
+                    self._buffer(parameter).add_(as_laid_out(total, parameter), alpha=-1 if group["maximize"] else 1)
         self._memory.load_state_dict(saved)
         for handle in self._hooks:
             handle.remove()

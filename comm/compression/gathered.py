@@ -99,8 +99,8 @@ class Gathered(Corrected, BlockCompressor):
         ]
 
     def _correct(self, piece: Piece, parts: list[ParameterPart]) -> Tensor:
-        """Apply momentum to what will be encoded; return which of it this rank used, (coarse parts,) 0 or 1."""
-        used = [any_nonzero(piece.values[part.span]) for part in parts if part.coarse]
+        """Apply momentum to what will be encoded; return which parts this rank used, (parts,) 0 or 1."""
+        used = [any_nonzero(piece.values[part.span]) for part in parts]
         if self.momentum:
             scale = self._loss_scale(piece)
             for part in parts:
@@ -124,7 +124,8 @@ class Gathered(Corrected, BlockCompressor):
                 taken.append(piece.values[span].clone())
                 piece.values[span] = 0
             else:
-                taken.append(piece.values[span] + residual[span])
+                scale = piece.carry.get("scale", 1.0)  # with momentum, residuals are without it
+                taken.append(torch.add(piece.values[span], residual[span], alpha=scale))
                 torch.neg(residual[span], out=piece.values[span])  # it is added before values are encoded
         return torch.cat(taken) if taken else piece.values.new_empty(0)
 
@@ -166,8 +167,9 @@ class Gathered(Corrected, BlockCompressor):
     def _finish(self, piece: Piece) -> None:
         """Give what was encoded the scale that the optimizer expects, and leave what no rank used unchanged."""
         fields = (VELOCITY,) if "dense" in piece.carry else (VELOCITY, RESIDUAL)
-        scale, coarse = piece.carry.get("scale", 1.0), [part.span for part in piece.carry["parts"] if part.coarse]
+        scale, parts = piece.carry.get("scale", 1.0), piece.carry["parts"]
         if scale != 1.0:
-            for span in coarse:
-                piece.values[span] *= scale
-        piece.stand_still(coarse, piece.carry["used"], fields)
+            for part in parts:
+                if part.coarse:
+                    piece.values[part.span] *= scale
+        piece.stand_still([part.span for part in parts], piece.carry["used"], fields)

@@ -56,6 +56,11 @@ class FactorPlan(NamedTuple):
         """Return how many matrices are sent as factors."""
         return sum(len(group.begins) for group in self.groups)
 
+    @property
+    def tensors(self) -> int:
+        """Return of how many tensors parts are sent, each with a flag: matrices, then what is sent as it is."""
+        return self.matrices + len(self.plain)
+
     def by_group(self, flags: Tensor) -> list[Tensor]:
         """Return views (matrices, 1, 1) of each group's part of one flag per matrix."""
         sizes = [len(group.begins) for group in self.groups]
@@ -94,14 +99,15 @@ def project(plan: FactorPlan, values: Tensor, bases: Sequence[Tensor], known: Si
 
 
 def note_used(plan: FactorPlan, values: Tensor, out: Tensor) -> None:
-    """Write 1 into `out` (matrices,) for each matrix in `values` that holds anything but zeros, else 0."""
-    matrices = [matrix.view(-1) for group in plan.groups for matrix in group.matrices(values)]
-    for i, matrix in enumerate(matrices):
-        if matrix.device.type == "cpu":
+    """Write 1 into `out` (tensors,) for each tensor in `values` that holds anything but zeros, else 0."""
+    tensors = [matrix.view(-1) for group in plan.groups for matrix in group.matrices(values)]
+    tensors += [values[begin : begin + length] for begin, length in plan.plain]
+    for i, tensor in enumerate(tensors):
+        if tensor.device.type == "cpu":
             # A few elements nearly always suffice; all of them cost a pass over memory.
-            out[i] = bool(matrix[:: matrix.numel() // 1024 + 1].any()) or bool(matrix.any())
+            out[i] = bool(tensor[:: tensor.numel() // 1024 + 1].any()) or bool(tensor.any())
         else:
-            out[i] = matrix.any()  # no wait for the device
+            out[i] = tensor.any()  # no wait for the device
 
 
 def other(side: Side) -> Side:

@@ -33,6 +33,9 @@ class MomentumSource(Protocol):
     def loss_scale(self) -> float:
         """Return by what this step's gradients are too large."""
 
+    def begin_pass(self) -> None:
+        """Raise ValueError if the optimizer has yet to make a step of the last backward pass."""
+
 
 class Corrected(Compressor):
     """Base of compressors that can take an optimizer's momentum over.
@@ -57,6 +60,10 @@ class Corrected(Compressor):
 
     def check(self, layout: Layout) -> None:
         self._momentum_source()
+
+    def begin_pass(self) -> None:
+        if self._source is not None:
+            self._source.begin_pass()
 
     def _momentum_source(self) -> MomentumSource | None:
         if self.momentum and self._source is None:

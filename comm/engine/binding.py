@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -29,7 +30,7 @@ class Binding:
     """A model and a process group; every rank of the group makes one.
 
     Args:
-        model: the DDP module or the module that it wraps; it is not kept.
+        model: the DDP module or the module that it wraps; it is not kept alive.
         process_group: default the world.
         kind: what the user makes one of, for messages.
 
@@ -40,6 +41,7 @@ class Binding:
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, kind: str) -> None:
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         named = list(bare.named_parameters())
+        self._ddp = weakref.ref(model) if isinstance(model, nn.parallel.DistributedDataParallel) else None
         self.kind = kind
         self.group = _group(process_group, kind)
         self.rank, self.size = self.group.rank(), self.group.size()
@@ -64,6 +66,15 @@ class Binding:
     def layouts(self) -> list[Layout]:
         """Return the layouts of all buckets seen so far."""
         return list(self._layouts.values())
+
+    def check_mean(self) -> None:
+        """Raise ValueError if gradients are to be divided by another number than that of all ranks."""
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is not None and divides_by_active(ddp):
+            raise ValueError(
+                "DDP hands gradients to a hook without the number of ranks that still have data; leave out "
+                "join(divide_by_initial_world_size=False), or the hook"
+            )
 
     def layout(self, bucket: dist.GradBucket) -> Layout:  # type: ignore[name-defined]
         """Return what a bucket holds, or raise ValueError if it holds parameters of another model."""
@@ -116,6 +127,13 @@ class BindingRendezvous(NamedTuple):
             return self.rendezvous.meet(own, answer, self.missed)
         except Apart as error:
             raise CommError(str(error)) from None
+
+
+def divides_by_active(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Return whether a module is within a `join()` that divides gradients by the ranks that still have data."""
+    config = ddp._join_config
+    every = getattr(ddp, "_divide_by_initial_world_size", True) or config.throw_on_early_termination
+    return bool(config.enable and not every)
 
 
 def check_same(described: Sequence[Mapping[str, object]], kind: str) -> None:

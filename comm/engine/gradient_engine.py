@@ -68,7 +68,7 @@ class GradientEngine:
         """The plan from the next step on."""
         self.divide_s = 0.0
         """Seconds, in all, in which the plain all-reduce divided gradients; without a hook DDP divides as it copies."""
-        self._scale = LossScale(scaler)
+        self.loss_scale = LossScale(scaler)
         self._remembers = False
         """Whether a scheme of the plan has own fields in the memory."""
         self._filled: Plan = ()
@@ -80,9 +80,20 @@ class GradientEngine:
 
     # -- groups and threads ------------------------------------------------------------------------------------------
 
-    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
-        """Take a model, in place of the one before; every rank of the group takes part."""
+    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
+        """Take a model, in place of the one before; every rank of the group takes part.
+
+        Args:
+            model: the DDP module or the module that it wraps.
+            process_group: default the world.
+            scaler: the GradScaler in use, where it is not the one that the engine has; a pickle leaves it behind.
+
+        Raises:
+            ValueError: if there was a scaler before pickling and none is given.
+        """
+        self.loss_scale.take(scaler, self.kind)
         self.close()
+        self.memory.load_state_dict(self.memory.state_dict())  # laid out for the ranks to come
         self.plan = self.wanted = ()
         self._binding, self._numbers = Binding(model, process_group, self.kind), itertools.count()
         self.topology: Topology = self._binding.meet(self.patience)
@@ -186,15 +197,16 @@ class GradientEngine:
 
     def begin_step(self) -> None:
         """Take over what the last step wrote, unless it was void, and go over to the plan that is wanted."""
+        self.binding.check_mean()
         self.memory.settle()
-        self._scale.follow(self.memory)
+        self.loss_scale.follow(self.memory)
         self.step += 1
         self.apply()
 
     def route_of(self, bucket: dist.GradBucket) -> Route | None:  # type: ignore[name-defined]
         """Return the groups and threads that the plan has for a bucket; None is DDP's own all-reduce."""
         scheme = scheme_of(self.plan, bucket.index())
-        if scheme is None or (self.leaves_unfit and _unfit(bucket.buffer())):
+        if scheme is None or (self.leaves_unfit and _unfit(bucket)):
             return None
         return self.route(scheme)
 
@@ -208,12 +220,13 @@ class GradientEngine:
         """Return a bucket with its layout, the memory of its parameters, and the future of its mean."""
         buffer, layout = bucket.buffer(), self.binding.layout(bucket)
         if not route.has_taken(layout):
-            if reason := _unfit(buffer):
+            if reason := _unfit(bucket):
                 raise ValueError(reason.format(name=layout.names[0]))
+            assert layout.numel == buffer.numel(), "parameters don't lie end to end"
             route.take(layout)
         devices = [buffer.device] if buffer.device.type == "cuda" else []
         done: Averaged = torch.futures.Future(devices=devices)
-        return BucketJob(self.step, layout, buffer, self.memory.slot(layout), done)
+        return BucketJob(self.step, layout, buffer, self.memory.slot(layout), done, self.loss_scale.of_gradients)
 
     def all_reduced(self, bucket: dist.GradBucket) -> Averaged:  # type: ignore[name-defined]
         """Average a bucket as DDP does without a hook, to the bit."""
@@ -229,8 +242,8 @@ class GradientEngine:
         """Note in the memory whether a mean is finite, where the stages of the bucket's scheme don't."""
         if not self._remembers:
             return averaged
-        scheme = scheme_of(self.plan, bucket.index())
-        if scheme is not None and self._routes[scheme].notes_finite:
+        route = self.route_of(bucket)
+        if route is not None and route.notes_finite:
             return averaged
         note = self.memory.note
 
@@ -245,7 +258,7 @@ class GradientEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's memory by parameter, and the step; save it on each rank, between steps."""
-        return {**self.memory.state_dict(), "step": self.step, "scale": self._scale.value}
+        return {**self.memory.state_dict(), "step": self.step, "scale": self.loss_scale.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved memory, on every rank.
@@ -258,13 +271,16 @@ class GradientEngine:
         """
         self.memory.load_state_dict(state)
         self._filled = ()
-        self.step, self._scale.value = state["step"], state.get("scale", 1.0)
+        self.step, self.loss_scale.value = state["step"], state.get("scale", 1.0)
 
 
-def _unfit(buffer: Tensor) -> str:
+def _unfit(bucket: dist.GradBucket) -> str:  # type: ignore[name-defined]
     """Return why no scheme can take a bucket, with room for the {name} of a parameter; '' if one can."""
+    buffer = bucket.buffer()
     if buffer.layout != torch.strided:
         return "gradients must be dense, got a sparse one of {name!r}; use Embedding(sparse=False)"
-    if not buffer.dtype.is_floating_point:
-        return f"gradients must be real floating point, got {buffer.dtype} of {{name!r}}; use no hook"
+    # Since torch 2.13 complex gradients lie in a bucket of real ones, two for each element of their parameters.
+    dtypes = [buffer.dtype, *(parameter.dtype for parameter in bucket.parameters() if parameter.is_complex())]
+    if not all(dtype.is_floating_point for dtype in dtypes):
+        return f"gradients must be real floating point, got {dtypes[-1]} of {{name!r}}; use no hook"
     return ""

@@ -32,6 +32,8 @@ class BucketJob:
     """(layout.numel,): each rank's gradients, at the end their mean."""
     slot: Slot
     future: torch.futures.Future[Tensor]
+    scale: float = 1.0
+    """By what the gradients are too large: that of the GradScaler in use."""
     piece: Piece | None = None
     cuts: list[int] = field(default_factory=list)
 
@@ -131,6 +133,8 @@ def _sum_slices(whole: Tensor, cuts: list[int], channel: Channel, dtype: torch.d
 
 def is_finite(values: Tensor) -> Tensor:
     """Return whether all values are finite, (1,) bool."""
+    if values.layout != torch.strided:
+        values = values.coalesce().values()
     if values.device.type == "cpu":
         # One pass over memory in place of three; a sum that overflows by itself is looked at again.
         total = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))

@@ -126,7 +126,7 @@ class Route:
         if not job.layout.is_last:
             return []
         complete, self._waiting = self._waiting, []
-        compressor.whole_step([bucket.buffer for bucket in complete], self._size)
+        compressor.whole_step([bucket.buffer for bucket in complete], self._size, job.scale)
         return complete
 
     def submit(self, job: BucketJob) -> None:

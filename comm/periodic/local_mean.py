@@ -10,7 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,9 +50,9 @@ class WeightMean(CommState):
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         super().__init__(model, Exact(), process_group=process_group, timeout=timeout)
 
-    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+    def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
         """Make groups and threads for a model; every rank of the group takes part."""
-        super().bind(model, process_group)
+        super().bind(model, process_group, scaler=scaler)
         self._objects = self.object_group()
 
     def arrangement(self, scheme: Scheme) -> Arrangement:

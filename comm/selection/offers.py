@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -76,9 +76,9 @@ class SchemeOffers(Planner):
         backend = ddp.process_group._get_backend(next(ddp.module.parameters()).device)
         super().__init__(ddp, timeout=backend.options._timeout, patience=_PATIENCE)
 
-    def bind(self, ddp: DistributedDataParallel) -> None:
+    def bind(self, ddp: DistributedDataParallel, *, scaler: Any = None) -> None:
         """Take a module, and predict anew; every rank takes part."""
-        super().bind(ddp)
+        super().bind(ddp, scaler=scaler)
         self.choices: dict[str, Choice] = {}
         """Predictions by level of `allow`."""
         self._on: dict[str, int] = {}

@@ -58,13 +58,21 @@ class Planner:
     def _new_engine(self, timeout: timedelta, patience: timedelta, scaler: Any = None) -> GradientEngine:
         return GradientEngine(timeout=timeout, patience=patience, scaler=scaler, kind=self.kind)
 
-    def bind(self, ddp: DistributedDataParallel) -> None:
-        """Take a module, in place of the one before; every rank takes part."""
+    def bind(self, ddp: DistributedDataParallel, *, scaler: Any = None) -> None:
+        """Take a module, in place of the one before; every rank takes part.
+
+        Args:
+            ddp: the module.
+            scaler: the GradScaler in use, if there was one before pickling; default: the one that there is.
+
+        Raises:
+            ValueError: if there was a scaler before pickling and none is given, or `ddp` can't have the hook.
+        """
         if reason := why_not(ddp, self):
             raise ValueError(reason)
         self.close()
         self.registration = Registration(ddp)
-        self.engine.bind(ddp, ddp.process_group)
+        self.engine.bind(ddp, ddp.process_group, scaler=scaler)
         self.recorder = StepRecorder(self.device)
         self._objects = self.engine.object_group()
 
@@ -119,6 +127,7 @@ class Planner:
         if self._objects is not None:
             self._objects.close()
             self._objects = None
+            self.recorder.on = False
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -171,11 +180,14 @@ class Planner:
         self.engine.load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"timeout": self.engine.timeout, "_patience": self.engine.patience, "saved": self.state_dict()}
+        engine = self.engine
+        settings = {"timeout": engine.timeout, "_patience": engine.patience, "scaled": engine.loss_scale.in_use}
+        return {**settings, "saved": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.engine = self._new_engine(state.pop("timeout"), state.pop("_patience"))
         self.engine.load_state_dict(state.pop("saved"))
+        self.engine.loss_scale.in_use = state.pop("scaled", False)
         self.__dict__.update(state)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.comm.engine.binding import divides_by_active
 from accel.comm.selection.reducer import cap_mb, is_rebucketable, rebucket, unhook
 
 
@@ -111,4 +112,6 @@ def why_not(ddp: object, own: object = None) -> str:
         given = ddp._comm_hooks[0][0]
         name = getattr(given, "__qualname__", type(given).__name__)
         return f"the model must have no communication hook yet, got {name}; DDP keeps one for good: leave it out"
+    if divides_by_active(ddp):
+        return "gradients must be divided by the number of all ranks, got join(divide_by_initial_world_size=False)"
     return ""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.compressor import Compressor, Exact
+from accel.comm.dgc import DGC
 from accel.comm.engine import pipeline
 from accel.comm.engine import route as routes
 from accel.comm.half import Half
@@ -25,6 +26,7 @@ from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
 from accel.comm.memory import reshard
 from accel.comm.one_bit import OneBit
+from accel.comm.powersgd import PowerSGD
 from accel.comm.selection.planner import Planner
 
 SECONDS = timedelta(seconds=60)
@@ -68,6 +70,18 @@ def gradients(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[
         (torch.randn(shape, generator=generator) * 10.0 ** (i % 4 - 2)).to(dtype)
         for i, shape in enumerate(Given.SHAPES)
     ]
+
+
+class Phases(nn.Module):
+    """Complex parameters beside real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(4, 5, dtype=torch.complex64))
+        self.gain = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.turn * x).sum().abs() * self.gain * torch.arange(1.0, 8.0)).sum()
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
@@ -345,6 +359,56 @@ def shapes_of_hosts(rank: int, world: int, per_host: list[int]) -> dict[int, dic
     return found
 
 
+def one_host(rank: int, world: int) -> dict[str, dict[str, float]]:
+    """Average by hosts where there is one: nothing is compressed, so nothing is lost."""
+    found = {}
+    for name, compressor in {
+        **COMPRESSORS,
+        "PowerSGD": lambda: PowerSGD(2),
+        "DGC": lambda: DGC(0.01, momentum=False, dense_below=0),
+    }.items():
+        feedback = compressor().takes_feedback
+        ddp, state = make(compressor(), torch.float64, hierarchical=True, error_feedback=feedback)
+        worst = 0.0
+        for step in range(3):
+            got = backward(ddp, gradients(rank, step, torch.float64))
+            want = mean_gradient(world, step, torch.float64)
+            worst = max(worst, ((got - want).abs().max() / want.abs().max()).item())
+        found[name] = {"error": worst, "residual": residual(state).abs().max().item()}
+        state.close()
+    return found
+
+
+def rebound(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Bind a state that is in use anew, once hosts hold other ranks, and look at the law of error feedback."""
+    found = {}
+    for name in names:
+        os.environ.update(GROUP_RANK=str(rank // 2))
+        ddp, state = make(REBOUND[name](), torch.float64, hierarchical=True, error_feedback=True)
+        applied, wanted, same = 0.0, 0.0, True
+        for step in range(5):
+            if step == 3:
+                os.environ.update(GROUP_RANK=str(rank % 2))
+                state.bind(ddp)
+            got = backward(ddp, gradients(rank, step, torch.float64))
+            same &= same_everywhere(got)
+            applied, wanted = applied + got, wanted + mean_gradient(world, step, torch.float64)
+        left = residual(state)
+        found[name] = {
+            "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
+            "residual": left.norm().item(),
+            "same": same,
+        }
+        state.close()
+    return found
+
+
+REBOUND: dict[str, Callable[[], Compressor]] = {
+    "int8": COMPRESSORS["int8"],
+    "ACP-SGD": lambda: PowerSGD(2, min_compression=0, alternate=True),
+}
+
+
 # What is refused
 
 
@@ -404,6 +468,12 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     state = CommState(embedding, Int8(), timeout=SECONDS)
     embedding.register_comm_hook(state, hook)
     found["sparse"] = message(lambda: embedding(torch.tensor([1, 2])).sum().backward())
+    state.close()
+
+    phases = DistributedDataParallel(nn.Linear(5, 4, bias=False, dtype=torch.complex64))
+    state = CommState(phases, Int8(), timeout=SECONDS)
+    phases.register_comm_hook(state, hook)
+    found["complex"] = message(lambda: phases(torch.ones(5, dtype=torch.complex64)).abs().sum().backward())
     state.close()
 
     # After torch's own, by position: what differs between ranks.

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.dgc import DGC
-from accel.comm.hooks import hook
+from accel.comm.hooks import CommState, hook
 from accel.comm.memory import reshard
 from accel.comm.sgd_momentum import take_momentum
-from tests.comm.cases import buckets, flat, message, same_everywhere
+from tests.comm.cases import SECONDS, buckets, flat, message, same_everywhere
 from tests.comm.dgc_training import DENSE_BELOW, SGD, Net, Published, Training, groups, loss
 
 
@@ -335,6 +335,76 @@ def no_sync(rank: int, world: int) -> dict[str, Any]:
     return {"error": worst, "same": same_everywhere(run.weights())}
 
 
+def without_a_step(rank: int, world: int) -> dict[str, Any]:
+    """Average passes that no step of the optimizer follows: finite ones, void ones, and those of other ranks."""
+    found: dict[str, Any] = {}
+    run = Training(DGC(0.02, dense_below=DENSE_BELOW), SGD)
+    run.step(rank, 0)
+    loss(run.ddp, rank, 1).backward()
+    found["finite"] = message(lambda: loss(run.ddp, rank, 2).backward())
+    run.close()
+
+    run, clean = Training(DGC(0.02, dense_below=DENSE_BELOW), SGD), Training(DGC(0.02, dense_below=DENSE_BELOW), SGD)
+    for step in range(4):
+        run.sgd.zero_grad()
+        (float("inf") * loss(run.ddp, rank, step)).backward()  # GradScaler would make no step of it
+        run.step(rank, step)
+        clean.step(rank, step)
+    found["void"] = torch.equal(run.weights(), clean.weights())
+    run.close()
+    clean.close()
+
+    run = Training(DGC(0.02, dense_below=DENSE_BELOW), SGD)
+    for _ in range(2):
+        with run.ddp.join():
+            for step in range(2 + rank):
+                run.step(rank, step)
+    found["joined"] = run.state.step
+    run.close()
+    return found
+
+
+class Pictures(nn.Module):
+    """A convolution whose weights lie with channels last, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.conv = nn.Conv2d(6, 8, 3, dtype=torch.float64)
+        self.turned = nn.Parameter(torch.randn(8, 20, dtype=torch.float64).T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.tanh(self.conv(x)).mean((2, 3)) @ self.turned.T).square().mean()
+
+
+def laid_out(rank: int, world: int) -> dict[str, float]:
+    """Give momentum back to weights whose dimensions lie in another order: how far the buffers are from dense SGD's."""
+    pictures = lambda r, step: torch.randn(  # noqa: E731
+        4, 6, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + r)
+    )
+    net, plain = Pictures().to(memory_format=torch.channels_last), Pictures()
+    ddp = DistributedDataParallel(net)
+    state = CommState(ddp, DGC(1.0, dense_below=DENSE_BELOW), timeout=SECONDS)
+    ddp.register_comm_hook(state, hook)
+    sgd, other = (torch.optim.SGD(one.parameters(), **SGD) for one in (net, plain))
+    momentum = take_momentum(state, sgd)
+    for step in range(3):
+        sgd.zero_grad()
+        ddp(pictures(rank, step)).backward()
+        sgd.step()
+        other.zero_grad()
+        (sum(plain(pictures(r, step)) for r in range(world)) / world).backward()
+        other.step()
+    momentum.close()
+    state.close()
+    theirs = dict(plain.named_parameters())
+    buffers = {name: (sgd.state[one], other.state[theirs[name]]) for name, one in net.named_parameters()}
+    return {
+        name: (own["momentum_buffer"] - dense["momentum_buffer"]).abs().max().item()
+        for name, (own, dense) in buffers.items()
+    }
+
+
 class Scaler:
     """The scale of a GradScaler, to be set by hand."""
 
@@ -366,6 +436,12 @@ def scaled(rank: int, world: int) -> float:
     """Compare steps with and without a loss scale."""
     make = lambda given: Training(DGC(0.02, dense_below=DENSE_BELOW, clip_norm=0.1), SGD, scaler=given)  # noqa: E731
     return apart(make, rank)
+
+
+def clipped_and_scaled(rank: int, world: int) -> float:
+    """Compare clipped steps with and without a loss scale where the optimizer keeps its momentum."""
+    compressor = lambda: DGC(0.02, dense_below=DENSE_BELOW, clip_norm=0.1, momentum=False)  # noqa: E731
+    return apart(lambda given: Training(compressor(), SGD, take=False, scaler=given), rank)
 
 
 def handed_over(rank: int, world: int) -> dict[str, Any]:

@@ -71,6 +71,8 @@ class Training:
         keys = ("hierarchical", "error_feedback")
         ours = {key: options.pop(key) for key in keys if key in options}
         self.take, self.scaler = options.pop("take", True), options.pop("scaler", None)
+        if not self.take:
+            ours["scaler"] = self.scaler
         options = {"bucket_cap_mb": 0.004, "find_unused_parameters": True, **options}
         self.ddp = DistributedDataParallel(self.net, process_group=group, **options)
         self.state = CommState(self.ddp, compressor, process_group=group, timeout=SECONDS, **ours)

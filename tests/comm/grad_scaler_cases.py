@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,20 @@ from accel.comm.hooks import CommState, hook
 from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
-from tests.comm.cases import SECONDS, backward, flat, gradients, make, mean_gradient, message, residual, same_everywhere
+from accel.comm.selection.planner import Planner
+from accel.comm.selection.planner import hook as planned_hook
+from tests.comm.cases import (
+    SECONDS,
+    Given,
+    backward,
+    flat,
+    gradients,
+    make,
+    mean_gradient,
+    message,
+    residual,
+    same_everywhere,
+)
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "bf16": Half,
@@ -159,3 +173,45 @@ def law(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, floa
     model = nn.Linear(2, 2)
     refused = message(lambda: CommState(model, DGC(), scaler=torch.amp.GradScaler("cpu")))
     return {**found, "refused": refused}  # type: ignore[dict-item]
+
+
+def resumed(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Pickle a state that has a scaler, give it back, and go on with another scale."""
+    found = {}
+    for kind in ("state", "planner"):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))  # makes the scale
+        ddp = DistributedDataParallel(Given(torch.float64), bucket_cap_mb=0.004)
+        if kind == "state":
+            state: Any = CommState(ddp, Int8(64), error_feedback=True, timeout=SECONDS, scaler=scaler)
+        else:
+            state = Planner(ddp, timeout=SECONDS, scaler=scaler)
+            state.engine.use((Scheme("int8"),))
+        ddp.register_comm_hook(state, HOOKS[kind])
+        applied, wanted = torch.zeros(()).double(), torch.zeros(()).double()
+        for step in range(4):
+            if step == 2:
+                copy = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(state))))
+                state.close()
+                ddp = DistributedDataParallel(Given(torch.float64), bucket_cap_mb=0.004)
+                forgotten = message(lambda: copy.bind(ddp))  # noqa: B023
+                copy.bind(ddp, scaler=scaler)
+                if kind == "planner":
+                    copy.engine.use((Scheme("int8"),))
+                ddp.register_comm_hook(copy, HOOKS[kind])
+                state = copy
+                scaler.update(32.0)
+            scale = scaler.get_scale()
+            got = backward(ddp, [scale * one for one in gradients(rank, step, torch.float64)])
+            applied, wanted = applied + got / scale, wanted + mean_gradient(world, step, torch.float64)
+        left = residual(state) / scaler.get_scale()
+        found[kind] = {
+            "forgotten": forgotten,
+            "law": ((applied + left - wanted).abs().max() / wanted.abs().max()).item(),
+            "residual": (left.norm() / wanted.norm()).item(),
+        }
+        state.close()
+    return found
+
+
+HOOKS: dict[str, Any] = {"state": hook, "planner": planned_hook}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from tests.comm.cases import (
     SECONDS,
     WAIT,
     Given,
+    Phases,
     backward,
     gradients,
     mean_gradient,
@@ -128,6 +130,67 @@ def back_and_forth(rank: int, world: int) -> dict[str, Any]:
     found["finite"] = bool(torch.isfinite(before).all())
     planner.close()
     return found
+
+
+def follows(rank: int, world: int, names: Sequence[str], by_hosts: bool) -> dict[str, dict[str, Any]]:
+    """Let schemes follow int8, at first without two parameters: their residuals stay, and all others are sent."""
+    found = {}
+    sizes = [torch.Size(shape).numel() for shape in Given.SHAPES]
+    starts = list(itertools.accumulate(sizes, initial=0))
+    out = (6, 8)  # one that is encoded, one that is sent as it is
+    for name in names:
+        ddp, planner = planned(find_unused_parameters=True)
+        planner.engine.use((Scheme("int8"),))
+        applied = sum(backward(ddp, gradients(rank, step)).double() for step in range(2))
+        before = residual(planner)  # type: ignore[arg-type]
+        planner.engine.use((Scheme(name, by_hosts),))
+        given: list[Any] = gradients(rank, 2)
+        for i in out:
+            given[i] = None
+        got = backward(ddp, given)
+        after = residual(planner)  # type: ignore[arg-type]
+        spans = [slice(starts[i], starts[i + 1]) for i in out]
+        wanted = sum(mean_gradient(world, step) for step in range(3))
+        for span in spans:
+            wanted[span] -= mean_gradient(world, 2)[span]  # type: ignore[index]
+        lost = applied + got + after - wanted
+        parts = [slice(low, high) for low, high in itertools.pairwise(starts)]
+        found[name] = {
+            "law": max((lost[part].abs().max() / wanted[part].abs().max()).item() for part in parts),  # type: ignore[index]
+            # By hosts the ranks' residuals are summed, in float32.
+            "kept": all((after - before)[span].abs().max() < 1e-6 * before[span].abs().max() for span in spans),
+            "some": all(bool(before[span].any()) for span in spans),
+            "same": same_everywhere(got),
+        }
+        planner.close()
+    return found
+
+
+def complex_beside_real(rank: int, world: int) -> dict[str, Any]:
+    """Plan by hosts for a module with complex parameters: DDP itself averages these."""
+    bare = DistributedDataParallel(Phases())
+    ddp = DistributedDataParallel(Phases())
+    planner = Planner(ddp, timeout=SECONDS)
+    ddp.register_comm_hook(planner, hook)
+    worst, same = 0.0, True
+    for step in range(3):
+        planner.engine.use((Scheme("int8", True),) if step == 2 else (Scheme("exact", True),))
+        for one in (ddp, bare):
+            one.zero_grad()
+            one(torch.arange(5.0) + rank + 3 * step).backward()
+        for got, want in zip(ddp.parameters(), bare.parameters(), strict=True):
+            assert got.grad is not None
+            assert want.grad is not None
+            apart = (got.grad - want.grad).abs().max() / want.grad.abs().max()
+            same &= same_everywhere(torch.view_as_real(got.grad) if got.is_complex() else got.grad)
+            worst = max(worst, apart.item() if step < 2 or got.is_complex() else 0.0)
+    kept = lambda: planner.state_dict()["own"].get("residual", {}).get("gain", [])  # noqa: E731  (one slice by host)
+    before = kept()
+    ddp.module.turn.register_hook(lambda gradient: gradient * float("inf"))
+    ddp(torch.ones(5)).backward()
+    unchanged = all(torch.equal(a, b) for (_, a), (_, b) in zip(before, kept(), strict=True))
+    planner.close()
+    return {"error": worst, "same": same, "kept": unchanged, "some": any(bool(values.any()) for _, values in before)}
 
 
 def void_under_a_mixture(rank: int, world: int) -> dict[str, bool]:
@@ -381,6 +444,27 @@ def real_search(rank: int, world: int, allow: str) -> dict[str, Any]:
         "levels": sorted({CATALOGUE[way.compressor].level for plan in options for way in plan if way is not None}),
     }
     state.close()
+    return found
+
+
+def closed_early(rank: int, world: int) -> dict[str, Any]:
+    """Close an AutoComm in the middle of its search, and go on: by DDP's own all-reduce."""
+    found = {}
+    for steps in (1, 4, 6):
+        bare, ddp = module(bucket_cap_mb=25), module(bucket_cap_mb=25)
+        network = played_network(world, 1e-9)
+        state = AutoComm(ddp, "reduced", watch=2, check=30, network=network, verbose=False, timeout=SECONDS)
+        ddp.register_comm_hook(state, hook)
+        for step in range(steps):
+            backward(ddp, gradients(rank, step))
+            backward(bare, gradients(rank, step))
+        searching = not state.settled
+        state.close()
+        equal = all(
+            torch.equal(backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step)))
+            for step in range(steps, steps + 6)
+        )
+        found[steps] = {"searching": searching, "settled": state.settled, "equal": equal, "verdict": state.verdict()}
     return found
 
 

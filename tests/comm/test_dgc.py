@@ -95,6 +95,24 @@ def test_memory_does_not_depend_on_the_loss_scale() -> None:
     assert max(run_ranks(dgc_cases.scaled, 3)) < 1e-15
 
 
+def test_clipping_does_not_depend_on_the_loss_scale() -> None:
+    assert max(run_ranks(dgc_cases.clipped_and_scaled, 2)) < 1e-15
+
+
+def test_momentum_is_applied_once_for_each_step() -> None:
+    for found in run_ranks(dgc_cases.without_a_step, 2):
+        assert found["finite"].startswith("ValueError: with its momentum taken over, the optimizer must make a step")
+        assert found["finite"].endswith("accumulate gradients under ddp.no_sync()")
+        assert found["void"]
+        assert found["joined"] == 6
+
+
+def test_momentum_goes_back_to_weights_as_they_lie_in_memory() -> None:
+    for found in run_ranks(dgc_cases.laid_out, 2):
+        assert found.keys() == {"conv.weight", "conv.bias", "turned"}
+        assert max(found.values()) < 1e-15, found
+
+
 def test_momentum_comes_and_goes_back() -> None:
     for found in run_ranks(dgc_cases.handed_over, 3):
         for one in found.values():

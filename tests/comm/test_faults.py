@@ -26,6 +26,7 @@ def refusals(once: Once) -> list[dict[str, str]]:
         ("timeout", "ValueError", "timeout must be positive"),
         ("no parameters", "ValueError", "must have parameters, got none"),
         ("sparse", "ValueError", "gradients must be dense, got a sparse one of 'weight'"),
+        ("complex", "ValueError", "must be real floating point, got torch.complex64 of 'weight'"),
         ("settings differ", "ValueError", "all ranks must have the same compressor, got Half("),
         ("models differ", "ValueError", "all ranks must have the same parameters' names, shapes and dtypes"),
         ("uneven", "ValueError", "as many ranks on each host, got 1 on host 0, 2 on host 1"),

@@ -42,3 +42,12 @@ def test_residuals_follow_the_scale(names: tuple[str, ...]) -> None:
         for what, one in found.items():
             assert one["law"] < 1e-13, what
             assert one["residual"] > 1e-5, what
+
+
+def test_a_pickle_asks_for_its_scaler_and_goes_on_with_it() -> None:
+    for found in run_ranks(cases.resumed, 2):
+        for kind, one in found.items():
+            assert one["forgotten"].startswith("ValueError: this "), kind
+            assert one["forgotten"].endswith("give it back, state.bind(model, scaler=scaler)"), kind
+            assert one["law"] < 1e-13, kind
+            assert one["residual"] > 1e-5, kind

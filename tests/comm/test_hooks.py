@@ -128,6 +128,23 @@ def test_by_hosts_equals_flat_for_every_shape(world: int, per_host: list[int]) -
             assert one["error"] < (1e-6 if name == "exact" or count == world else 2 / 127)
 
 
+def test_one_host_alone_loses_nothing() -> None:
+    for found in run_ranks(cases.one_host, 2, per_host=2):
+        assert len(found) == len(cases.COMPRESSORS) + 2
+        for name, one in found.items():
+            assert one["error"] < 1e-14, name
+            assert one["residual"] == 0, name
+
+
+def test_a_state_that_is_bound_to_other_hosts_takes_its_residuals_along() -> None:
+    for found in run_ranks(cases.rebound, 4, tuple(cases.REBOUND), per_host=2):
+        assert found.keys() == cases.REBOUND.keys()
+        for name, one in found.items():
+            assert one["law"] < 1e-13, name
+            assert one["residual"] > 0, name
+            assert one["same"], name
+
+
 def test_one_rank_alone_gets_its_own_gradients() -> None:
     (found,) = run_ranks(cases.shapes_of_hosts, 1, [1])
     assert [one["error"] for one in found.values()] == [0.0, 0.0]

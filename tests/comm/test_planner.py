@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from accel.comm.catalogue import CATALOGUE
 from tests.comm import selector_cases as cases
+from tests.comm.few import few
 from tests.comm.ranks import run_ranks
 
 
@@ -32,6 +34,25 @@ def test_after_each_change_replicas_are_equal_and_nothing_is_lost(world: int) ->
         assert found["residual"] > 0
         assert found["states"] == 1
         assert found["finite"]
+
+
+@few(CATALOGUE, ("dgc 1%", "powersgd 4", "1-bit"))
+def test_residuals_of_another_scheme_are_sent_or_wait_while_no_rank_uses_a_parameter(names: tuple[str, ...]) -> None:
+    names = tuple(name for name in names if name not in ("exact", "half"))
+    for by_hosts in (False, True):  # of one host: nothing is compressed
+        for found in run_ranks(cases.follows, 2, names, by_hosts, per_host=2):
+            for name, one in found.items():
+                assert one.pop("law") < 1e-5, name  # of roundings of float32
+                assert one == {"kept": True, "some": True, "same": True}, (name, by_hosts)
+
+
+def test_complex_gradients_are_ddps_own() -> None:
+    ranks = run_ranks(cases.complex_beside_real, 4, per_host=2)
+    for found in ranks:
+        assert found["error"] < 1e-6
+        assert found["same"]
+        assert found["kept"]  # residuals of real ones, by an infinity among the complex
+    assert any(found["some"] for found in ranks)
 
 
 def test_residuals_wait_while_a_plain_bucket_is_void() -> None:

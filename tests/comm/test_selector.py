@@ -97,6 +97,17 @@ def test_where_the_model_sees_no_gain_nothing_is_tried() -> None:
     assert "is predicted to take" in found["verdict"] or "took" in found["verdict"]
 
 
+def test_closing_ends_the_search() -> None:
+    for found in run_ranks(cases.closed_early, 2):
+        for steps, one in found.items():
+            assert one["settled"], steps
+            assert one["equal"], steps
+            if one["searching"]:
+                assert one["verdict"] == "gradients: left as they are, the search was closed before its end"
+        assert found[1]["searching"]
+        assert found[4]["searching"]
+
+
 @pytest.mark.slow
 def test_a_resumed_run_searches_anew() -> None:
     for found in run_ranks(cases.resumed, 2):

@@ -64,11 +64,17 @@ STEPS = 3
 class Source:
     """An optimizer's momentum."""
 
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
     def coefficients(self, name: str) -> tuple[float, bool]:
         return 0.9, False
 
     def loss_scale(self) -> float:
-        return 1.0
+        return self.scale
+
+    def begin_pass(self) -> None:
+        """Take every pass."""
 
 
 def _buckets(every: int = 1) -> list[Layout]:
@@ -136,6 +142,35 @@ def _left(layout: Layout, ranks: list[dict[str, Any]]) -> Tensor:
             for skipped, values in rank["residual"].get(one.name, []):
                 total[one.begin + skipped : one.begin + skipped + values.numel()] += values
     return total
+
+
+@pytest.mark.parametrize("make", [lambda: DGC(0.1), lambda: OneBit(8, momentum=True)], ids=["dgc", "1-bit"])
+@pytest.mark.parametrize("used", [True, False])
+def test_a_residual_of_what_is_sent_as_it_is_follows_gradients_with_a_loss_scale(
+    make: Callable[[], Compressor], used: bool
+) -> None:
+    # Three small elements with a residual of 2 on each rank, from a scheme before; momentum's residuals have no scale.
+    layout = Layout(0, ("a",), (torch.Size([3]),), torch.float32, True)
+    world = World(2)
+
+    def train(rank: int) -> tuple[Tensor, Tensor]:
+        compressor: Any = make()
+        compressor._bind(Source(8.0))
+        memory = Memory()
+        memory.load_state_dict({"version": 1, "own": {RESIDUAL: {"a": [(0, torch.full((3,), 2.0))]}}, "shared": {}})
+        reduction = Reduction(compressor, (RESIDUAL, *compressor.fields), memory, world.size)
+        stages = pipeline_stages(
+            compressor, reduction, False, (rank,), (0, 1), lambda name, ranks: world.channel(name, ranks, rank)
+        )
+        buffer = torch.full((3,), 8.0 * used)
+        job = BucketJob(1, layout, buffer, memory.slot(layout), torch.futures.Future())
+        for stage in stages:
+            stage.run(job, stage.channel)
+        return buffer, memory.state_dict()["own"][RESIDUAL]["a"][0][1]
+
+    for mean, left in world.run(train):
+        assert mean.tolist() == ([8.0 + 8.0 * 4.0] * 3 if used else [0.0] * 3)
+        assert left.tolist() == ([0.0] * 3 if used else [2.0] * 3)
 
 
 # Of each kind one by default, and what sends nothing or all of a bucket.

@@ -57,6 +57,14 @@ def test_ranks_with_fewer_batches() -> None:
             assert one["steps"] == 4
 
 
+def test_a_mean_over_the_ranks_that_still_have_data_is_refused() -> None:
+    for found in run_ranks(cases.uneven_by_active, 2):
+        for kind in ("hook", "planner"):
+            assert found[kind].startswith("ValueError: DDP hands gradients to a hook without the number of ranks"), kind
+        assert "join(divide_by_initial_world_size=False)" in found["made within"]
+        assert found["even"] == "nothing raised"
+
+
 def test_channels_move_what_torch_moves() -> None:
     for found in run_ranks(cases.channels, 3):
         assert len(found) == 7 * 4 * 2 + 4 * 4

@@ -24,7 +24,9 @@ from accel.comm.int8 import Int8
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
 from accel.comm.ranks.channel import GlooChannel
-from tests.comm.cases import SECONDS, backward, flat, gradients, make, same_everywhere
+from accel.comm.selection.planner import Planner
+from accel.comm.selection.planner import hook as planned_hook
+from tests.comm.cases import SECONDS, Given, backward, flat, gradients, make, message, same_everywhere
 from tests.comm.local_sgd_training import Net, Run, loss
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
@@ -140,6 +142,29 @@ def uneven(rank: int, world: int) -> dict[str, dict[str, Any]]:
                 worst = max(worst, ((got.double() - want).norm() / want.norm()).item())
         found[f"{name}, {'hosts' if hierarchical else 'flat'}"] = {"error": worst, "steps": state.step}
         state.close()
+    return found
+
+
+def uneven_by_active(rank: int, world: int) -> dict[str, str]:
+    """Ask join() to divide by the ranks that still have data: of hooks, and of ranks that must be even."""
+    found = {}
+    ddp, state = make(Exact())
+    with ddp.join(divide_by_initial_world_size=False):
+        found["hook"] = message(lambda: backward(ddp, gradients(rank, 0)))
+    state.close()
+    ddp = DistributedDataParallel(Given())
+    planner = Planner(ddp, timeout=SECONDS)
+    ddp.register_comm_hook(planner, planned_hook)
+    with ddp.join(divide_by_initial_world_size=False):
+        found["planner"] = message(lambda: backward(ddp, gradients(rank, 0)))
+    planner.close()
+    bare = DistributedDataParallel(Given())
+    with bare.join(divide_by_initial_world_size=False):
+        found["made within"] = message(lambda: Planner(bare))
+    ddp, state = make(Exact())
+    with ddp.join(divide_by_initial_world_size=False, throw_on_early_termination=True):
+        found["even"] = message(lambda: backward(ddp, gradients(rank, 0)))
+    state.close()
     return found
 
 
