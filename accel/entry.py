@@ -337,6 +337,8 @@ def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetchin
         summary=strategy.summary,
         treats=strategy.treats,
         exactness=strategy.exactness,
+        touches=strategy.touches,
+        compiles=strategy.compiles,
         one_off_s=0.0 if strategy.name in settings.enable else strategy.one_off_s,
         repeated_share=strategy.repeated_share,
         settling=strategy.settling,

@@ -10,7 +10,7 @@ standard deviations are pulled in (a burst of another process), and the interval
     drop        the interval lies below `drop_gain`; asked after every pair from the third on, at a laxer level: a wrong
                 drop loses a chance, a wrong keep loses trust
     refused     still open when the pairs run out: the machine is too noisy for an effect this small. Pairs of fast
-                steps take little time, so they run out later where B looks faster by more than `drop_gain`
+                steps take little time, so they run out later where B looks faster by more than `worth_gain`
 
 The controller's trials, the profiler's counterfactuals and the trials of gradient schemes are this class. Loaders
 compare many settings at once: they run them there and back again, and judge them by the same ratios and intervals.
@@ -59,8 +59,10 @@ class TrialConfig:
     drop_gain: float = 0.03
     """What is likely below this is dropped; above `keep_gain`, so that a small gain is decided soon, either way."""
     more_looks: tuple[int, ...] = ()
-    """Further looks, after the last of `looks`, for as long as B looks faster by more than `drop_gain`: a smaller gain
+    """Further looks, after the last of `looks`, for as long as B looks faster by more than `worth_gain`: a smaller gain
     is not worth the time, in which half of the steps go without it."""
+    worth_gain: float = 0.03
+    """What looks faster by more than this may take the further looks."""
 
     def __post_init__(self) -> None:
         if self.block_steps < 1:
@@ -103,6 +105,13 @@ class TrialConfig:
     def at_length(self) -> TrialConfig:
         """Return the knobs of a trial after a brief one: the other half of `alpha`, and no drop before six pairs."""
         return replace(self, min_pairs=max(self.min_pairs, 6), alpha=self.alpha / 2)
+
+    def of_kept(self) -> TrialConfig:
+        """Return the knobs of a further trial of what was kept: it goes once it no longer has what a keep takes.
+
+        Dropped by `drop_gain`, a gain of 1 to 2.5 %, which is kept, was undone whenever the machine became slower.
+        """
+        return replace(self.at_length(), drop_gain=self.keep_gain)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +190,7 @@ class Trial:
                 return "drop"
         if pairs < config.looks[-1]:
             return None
-        is_promising = statistics.fmean(self._differences()) > math.log1p(config.drop_gain)
+        is_promising = statistics.fmean(self._differences()) > math.log1p(config.worth_gain)
         return None if is_promising and pairs < looks[-1] else "refused"
 
     def outcome(self) -> Outcome:

@@ -96,6 +96,10 @@ class Candidate:
     summary: str = ""
     treats: frozenset[Bottleneck] = frozenset()
     exactness: Exactness = Exactness.EXACT
+    touches: frozenset[str] = frozenset({"model"})
+    """What the guard compares of it: `model`, `optimizer` or `input`."""
+    compiles: bool = False
+    """The model's call is compiled, and once more for what else changes how the call runs."""
     one_off_s: float = 0.0
     """Seconds of one-off work that the budget must allow for, for any setting; 0 if it need not."""
     repeated_share: float = 1.0
@@ -122,3 +126,8 @@ class Candidate:
     """Tells the share of a setting's work that a later process does again; None if it is `repeated_share`."""
     settings: Callable[[], list[Any]] = lambda: [None]
     describe: Callable[[Any], str] = lambda setting: "" if setting is None else str(setting)
+
+    @property
+    def acts_on_calls(self) -> bool:
+        """Tell whether it changes how the model's call runs: its layout, its precision, its number of threads."""
+        return "model" in self.touches

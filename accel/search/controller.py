@@ -80,8 +80,6 @@ class Controller(TakeOver):
         """The verdict on the plain loop."""
         self.searched_until = 0
         """Step at which the last search ended."""
-        self._passed: dict[str, Choices] = {}
-        """The last plan with each candidate that the guard has passed."""
         self._postponed: set[str] = set()
         """Pending candidates whose brief trial had no verdict."""
         self._preparations = Preparations(candidates)
@@ -136,6 +134,7 @@ class Controller(TakeOver):
             yield from self._try_at_once()
             if self._regime_changed:
                 return
+            self._blocks_outcome = None  # the closing trial is to see the quiet machine
 
         for name, candidate in self._candidates.items():
             if self.rows[name].status == "not allowed" and (why := refusal(candidate)):
@@ -206,8 +205,10 @@ class Controller(TakeOver):
                 else:
                     self._ledger.decide(name, "not tried", reason)
                     waiting.append(name)
-            elif too_little := (yield from self._too_little_of_epoch(candidate)):
-                self._ledger.decide(name, "not tried", too_little)
+            elif (of_epoch := (yield from self._too_little_of_epoch(candidate))) is None:
+                return
+            elif of_epoch:
+                self._ledger.decide(name, "not tried", of_epoch)
             else:
                 yield from self._try_or_postpone(candidate)
                 if self._regime_changed:
@@ -246,12 +247,14 @@ class Controller(TakeOver):
         else:
             self._ledger.settle(name)
 
-    def _too_little_of_epoch(self, candidate: Candidate) -> Generator[Action, Result, str]:
-        """Say the same of a candidate that takes effect when an epoch begins, after one epoch."""
+    def _too_little_of_epoch(self, candidate: Candidate) -> Generator[Action, Result, str | None]:
+        """Say the same of what takes effect when an epoch begins, after an epoch; None if the regime changed."""
         if not candidate.by_epoch() or not candidate.phase:
             return ""
         result = yield from self._act(Action(plan=self.plan, whole_epoch=True))
-        return "" if self._changed(result) else priority.too_little_of_epoch(candidate, result, self._config.drop_gain)
+        return (
+            None if self._changed(result) else priority.too_little_of_epoch(candidate, result, self._config.drop_gain)
+        )
 
     def _too_little(self, candidate: Candidate) -> str:
         return priority.too_little(candidate, self.anatomy_after, self._config.drop_gain)
@@ -267,7 +270,7 @@ class Controller(TakeOver):
         self._left.forget(name)
         for number, setting in enumerate(settings):
             one_off_s = self.recollection.one_off_s(candidate, setting)
-            expected_s = one_off_s + self._expected_check_s(candidate)
+            expected_s = one_off_s + self._recompiling_s(candidate, setting) + self._expected_check_s(candidate)
             if number and (not self._affordable(expected_s) or (one_off_s and waiting_for(candidate))):
                 self._left.keep(name, settings[number:])  # they wait for their turn; the verdict so far stands
                 break
@@ -311,6 +314,7 @@ class Controller(TakeOver):
 
     def _hold(self) -> Decisions:
         """Keep the plan on, checking it, until there is a reason to search again."""
+        self._blocks_outcome = None
         level = StepLevel(self._pace.slower)
         gap, next_check = self._pace.recheck, self.steps + self._pace.recheck
         while True:
@@ -328,6 +332,8 @@ class Controller(TakeOver):
                 self._recheck_numbers(result)
                 # Step times don't show that the machine was busy during the search and is quiet now (or the reverse).
                 yield from self._retry_kept([n for n in self.plan if self._candidates[n].host_dependent])
+                if self._regime_changed:
+                    return
                 level.forget()
                 continue
             if self._changed(result):
@@ -344,9 +350,11 @@ class Controller(TakeOver):
                 self._note(f"{slower}: trying the plan again")
                 yield from self._retry_kept(list(self.plan))
                 level.forget()
-            if self._replay is None and self.plan and self.plan != self._closed:
+            if self._replay is None and self.plan and self.plan != self._closed and not self._regime_changed:
                 yield from self._close()  # the closing trial measured a larger plan
                 level.forget()
+            if self._regime_changed:
+                return
             self.remember()
 
     def _count_preparation(self, name: str, result: Result) -> None:
@@ -367,14 +375,20 @@ class Controller(TakeOver):
     def _retry_kept(self, names: Sequence[str]) -> Decisions:
         """Try the plan without each of these in turn, and undo those that no longer pay.
 
-        What is tried in whole epochs stays: a trial takes many of them, and steps say nothing of how epochs begin.
+        What is tried in whole epochs stays: a trial takes many of them, and steps say nothing of how epochs begin. So
+        does that without which the model would be compiled once more, while what compiles, which comes first, is on.
         """
-        for name in names:
+        for name in sorted(names, key=lambda name: not self._candidates[name].compiles):
             candidate = self._candidates[name]
             if name not in self.plan or candidate.by_epoch() or candidate.lasting:
                 continue
+            if self._compiled_without(candidate) is not None:
+                continue
             without = {n: s for n, s in self.plan.items() if n != name}
-            outcome = yield from self._trial(without, dict(self.plan), candidate.settling(self.plan[name]))
+            settle = candidate.settling(self.plan[name])
+            outcome = yield from self._trial(without, dict(self.plan), settle, self._config.of_kept())
+            if self._regime_changed:
+                return
             if outcome is not None and outcome.verdict == "drop":
                 self._remove(name, f"it no longer pays: {outcome.gain:.2f}x when tried again at step {self.steps}")
 
@@ -386,15 +400,18 @@ class Controller(TakeOver):
         self._regime_changed = False
         self._reopened += 1
         self.remember()  # what was found under the earlier conditions
-        self.plan, self.closing, self._closed, self._epochs_outcome = {}, None, {}, None
+        self.plan, self.closing, self._closed, self._epochs_outcome, self._blocks_outcome = {}, None, {}, None, None
         self._ledger.begin_anew()
         self._postponed, self._passed = set(), {}
+        # What gave nothing may give something now; what gave something has changed the plain loop already.
+        self._lasting = {name: outcome for name, outcome in self._lasting.items() if outcome.verdict == "keep"}
+        known = dict(self._lasting)
         self._left.forget()
         self._tripped.clear()
         self._pending = [name for name, c in self._candidates.items() if c.ruled_out is None]
         yield from self._observe()
         # Of what has a lasting effect the gain is still known, and the plain steps observed now have it.
-        for name, outcome in self._lasting.items():
+        for name, outcome in known.items():
             self._lasting[name] = replace(outcome, before_ms=self.plain_ms * outcome.gain, after_ms=self.plain_ms)
 
     # -- helpers -----------------------------------------------------------------------------------------------------

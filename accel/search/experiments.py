@@ -23,8 +23,12 @@ from accel.search.pace import Pace
 from accel.search.plan import Choices
 from accel.search.remembered import Recollection
 
-_REPLAYS = 3.0
-"""Steps that the guard's comparison in one step takes about, until one has been measured."""
+_REPLAYS = {"model": 3.0, "optimizer": 0.5, "input": 0.0}
+"""Steps that the guard's comparison in one step takes about, by what is compared, until one has been measured: replays
+of the step, two updates of a copy, nothing."""
+
+_CLOSING_PAIRS = 6
+"""Pairs of blocks that a closing trial has at the least, and so a trial that stands for it."""
 
 _MARGIN = 1.1
 """The run may have become faster since the plain step was measured."""
@@ -75,8 +79,10 @@ class Experiments:
         self.steps = self.search_steps = 0
         self.plain_ms = 0.0
         self.elapsed_s = self.cost_s = self.saved_s = 0.0
-        self._check_s: float | None = None
-        """What the guard's last comparison cost, without one-off work."""
+        self._check_s: dict[str, float] = {}
+        """What is compared → what the guard's last comparison of it cost, without one-off work."""
+        self._passed: dict[str, Choices] = {}
+        """The last plan with each candidate that the guard has passed."""
         self._pending = [c.name for c in candidates if c.ruled_out is None]
         self._left = SettingsLeft()
         self._lasting: dict[str, Outcome] = {}
@@ -93,6 +99,8 @@ class Experiments:
         """The plan that the closing trial was about."""
         self._epochs_outcome: tuple[Choices, Choices, Outcome] | None = None
         """The last trial in whole epochs: both plans, and what it found."""
+        self._blocks_outcome: tuple[Choices, Choices, Outcome] | None = None
+        """The same of the last trial in blocks, in this search."""
 
     @property
     def rows(self) -> dict[str, StrategyRow]:
@@ -195,21 +203,41 @@ class Experiments:
         return self._one_off_s(candidate) + self._expected_check_s(candidate)
 
     def _expected_check_s(self, candidate: Candidate) -> float:
-        check_s = self._check_s
-        if check_s is None:  # the step's replays, plainly and with the candidate
-            check_s = _REPLAYS * self._pace.guard * self.plain_ms / 1e3
-        return check_s if candidate.is_compared else 0.0
+        if not candidate.is_compared:
+            return 0.0
+        compared = _compared(candidate)
+        expected_s = _REPLAYS[compared] * self._pace.guard * self.plain_ms / 1e3
+        return self._check_s.get(compared, expected_s)
 
     def _one_off_s(self, candidate: Candidate) -> float:
         """Return the seconds of one-off work to expect of the setting that is tried next."""
-        return self.recollection.one_off_s(candidate, self._left.first(candidate))
+        setting = self._left.first(candidate)
+        return self.recollection.one_off_s(candidate, setting) + self._recompiling_s(candidate, setting)
+
+    def _recompiling_s(self, candidate: Candidate, setting: object) -> float:
+        """Return the seconds to expect of compiling once more, where a candidate changes how compiled calls run."""
+        compiled = self._compiled_without(candidate)
+        if compiled is None or self._passed.get(candidate.name) == {**self.plan, candidate.name: setting}:
+            return 0.0  # for such a plan the guard's check has compiled already
+        return self.recollection.took_s(compiled, self.plan[compiled.name])
+
+    def _compiled_without(self, candidate: Candidate) -> Candidate | None:
+        """Return what compiles in the plan, if a switch of this candidate would make it compile once more.
+
+        A graph is for one layout, one precision and one number of threads. One that touches no call, or compiles
+        itself, changes none of these.
+        """
+        if candidate.compiles or not candidate.acts_on_calls:
+            return None
+        return next((other for name in self.plan if (other := self._candidates[name]).compiles), None)
 
     def _affordable(self, expected: float) -> bool:
         return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=self.elapsed_s, saved=self.saved_s)
 
-    def _affordable_in_a_run_of(self, expected: float, length_s: float) -> bool:
-        """Return whether a cost is allowed, if this run lasts as long as an earlier one."""
-        return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=max(self.elapsed_s, length_s))
+    def _affordable_in_a_run_of(self, expected: float, length_s: float, saved_s: float) -> bool:
+        """Return whether a cost is allowed, if this run lasts, and is shortened, as an earlier one."""
+        elapsed_s = max(self.elapsed_s, length_s)
+        return self._budget.allows(spent=self.cost_s, expected=expected, elapsed=elapsed_s, saved=saved_s)
 
     def _steps_until_affordable(self, names: Collection[str]) -> float:
         """Return after how many steps the first of these will be affordable; infinite if none waits for that."""
@@ -242,8 +270,9 @@ class Experiments:
             return True
         row, cost_s = self.rows[candidate.name], self.cost_s
         result = yield from self._act(Action(plan=self.plan, steps=self._pace.guard, check=trial_plan))
-        if not candidate.one_off_s and candidate.expected_s is None:  # else it may be mostly that
-            self._check_s = self.cost_s - cost_s
+        works = candidate.one_off_s or candidate.expected_s is not None
+        if not works and self._compiled_without(candidate) is None:  # else it may be mostly that
+            self._check_s[_compared(candidate)] = self.cost_s - cost_s
         if self._changed(result) or candidate.name in result.trips:
             return False
         finding = result.finding
@@ -314,6 +343,8 @@ class Experiments:
         self.cost_s += tried.cost_s
         if in_epochs:
             self._epochs_outcome = dict(a), dict(b), tried.outcome
+        elif self.searching:
+            self._blocks_outcome = dict(a), dict(b), tried.outcome
         return tried.outcome
 
     def _lasting_trial(
@@ -343,6 +374,22 @@ class Experiments:
             return None if rest is None else trials.together(outcome, rest)
         return outcome
 
+    def _known_outcome(self, plan: Choices) -> Outcome | None:
+        """Return the outcome of a plan against the plain loop, if it is one strategy, whose own trial was of just that.
+
+        What has a lasting effect may be in the plan too: its trial has been, and is never repeated. Of trials in blocks
+        only the very last counts: of several candidates, the luckiest would be kept without a second trial.
+        """
+        epochs, blocks = self._epochs_outcome, self._blocks_outcome
+        if epochs is not None and epochs[:2] == ({}, plan):
+            return epochs[2]
+        lasting = {name: setting for name, setting in plan.items() if name in self._lasting}
+        if blocks is None or blocks[:2] != (lasting, plan):
+            return None
+        if blocks[2].verdict != "keep" or blocks[2].pairs < _CLOSING_PAIRS:
+            return None
+        return functools.reduce(trials.together, [*(self._lasting[name] for name in lasting), blocks[2]])
+
     # -- closing trial -----------------------------------------------------------------------------------------------
 
     def _close(
@@ -361,11 +408,7 @@ class Experiments:
         settle = max(self._candidates[name].settling(setting) for name, setting in self.plan.items())
         steps = self.steps
         plan = dict(self.plan)
-        known = self._epochs_outcome
-        if known is not None and known[:2] == ({}, plan):
-            outcome: Outcome | None = known[2]  # the plan is one strategy, and this was its own trial
-        else:
-            outcome = yield from self._trial({}, plan, settle)
+        outcome = self._known_outcome(plan) or (yield from self._trial({}, plan, settle))
         self.search_steps += self.steps - steps
         if outcome is None:
             if self.plan and not self._regime_changed:
@@ -379,3 +422,8 @@ class Experiments:
             yield from self._close(what, agrees)  # what has a lasting effect has had its trial
             return
         yield from self._measure_anatomy()
+
+
+def _compared(candidate: Candidate) -> str:
+    """Return which of the things that the guard compares of a candidate takes longest."""
+    return max(candidate.touches, key=_REPLAYS.__getitem__)

@@ -25,6 +25,8 @@ from accel.search.trials import bears_out, pooled
 MOST_DAYS, MOST_RUNS = 30, 20
 _RETRY = 10.0
 """How many times as long as the trials of what gave nothing the run must be before they are made again."""
+_LATE, _LONGER = 0.5, 1.02
+"""Between these parts of the last run's length they are not: runs of one script mostly last about equally long."""
 _DAY_S = 86400.0
 _LARGEST = 1e12
 
@@ -59,6 +61,8 @@ class RememberedSearch:
     """Of the plan, by the closing trials of the runs that had it; None if there was none."""
     speedup_low: float | None = None
     """Lower end of its 95 % interval."""
+    speedup_of: list[str] | None = None
+    """What was on then, where the rest of the plan waited; None if it is the speed-up of the whole plan."""
     trials: dict[str, RememberedTrial] = field(default_factory=dict)
     one_off_s: dict[str, float] = field(default_factory=dict)
     """Strategy → seconds that its one-off work, such as compiling, is expected to take the next time, as measured. The
@@ -67,6 +71,17 @@ class RememberedSearch:
     """Runs since then that have taken the result over."""
     run_s: float = 0.0
     """Seconds that the steps of the last run took."""
+
+    def measured(self) -> Choices:
+        """Return the part of the plan that the speed-up is of."""
+        return {n: s for n, s in self.plan.items() if self.speedup_of is None or n in self.speedup_of}
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds that the plan saves at the least in a run as long as the last one; 0 if that isn't known."""
+        if self.speedup_low is None or self.measured() != self.plan:
+            return 0.0
+        return self.run_s * max(0.0, self.speedup_low - 1)
 
     def check(self) -> None:
         """Raise `UnreadableJson` unless each time and number is one."""
@@ -169,19 +184,21 @@ class Recollection:
             return f"it is {days:.0f} days old"
         return f"{earlier.runs} runs have relied on it" if earlier.runs >= MOST_RUNS else ""
 
-    def choices(self, affordable: Callable[[float, float], bool]) -> Choices:
+    def choices(self, affordable: Callable[[float, float, float], bool]) -> Choices:
         """Return what of the earlier plan applies here, and begin its check.
 
         Only settings are taken that this version would try in this run, whatever the memory says.
 
         Args:
-            affordable: called with seconds of one-off work and how long the run is expected to last, s.
+            affordable: called with seconds of one-off work, how long the run is expected to last, s, and what the plan
+                is known to save in it, s.
         """
         if not self._holds or self._earlier is None or self._memory is None:
             return {}
         plan = {name: setting for name, setting in self._earlier.plan.items() if self._applies(name, setting)}
         one_off_s = {name: self.one_off_s(self._candidates[name], setting) for name, setting in plan.items()}
-        if not affordable(sum(one_off_s.values()), self._earlier.run_s):
+        saved_s = self._earlier.saved_s if plan == self._earlier.plan else 0.0
+        if not affordable(sum(one_off_s.values()), self._earlier.run_s, saved_s):
             self._waiting = {name: setting for name, setting in plan.items() if one_off_s[name]}
         suggested = {name: setting for name, setting in plan.items() if name not in self._waiting}
         if plan:
@@ -197,7 +214,8 @@ class Recollection:
         assert self._earlier is not None
         names = ", ".join(f"{n} {self._candidates[n].describe(setting)}".strip() for n, setting in plan.items())
         is_whole = len(plan) == len(self._earlier.plan)
-        speedup = f" ({self._earlier.speedup:.2f}x then)" if self._earlier.speedup and is_whole else ""
+        is_known = is_whole and self._earlier.measured() == self._earlier.plan
+        speedup = f" ({self._earlier.speedup:.2f}x then)" if self._earlier.speedup and is_known else ""
         more = "" if is_whole else "; the rest of it does not apply now"
         more += f"; waiting for the budget: {', '.join(self._waiting)}" if self._waiting else ""
         return f"from {_date(self._earlier.searched)}: plan {names}{speedup}{more}"
@@ -227,11 +245,13 @@ class Recollection:
         return bears_out(outcome, trial.gain, trial.low)
 
     def agrees_on_plan(self, plan: Collection[str], outcome: Outcome) -> bool:
-        """Tell the same of a closing trial, if the plan is what the earlier one was of."""
+        """Tell the same of a closing trial, if the plan is what the earlier one was of, or a single strategy of it."""
         earlier = self._earlier
-        if earlier is None or plan != earlier.plan.keys() or earlier.speedup is None or earlier.speedup_low is None:
+        if earlier is None or outcome.verdict == "drop":
             return False
-        return outcome.verdict != "drop" and bears_out(outcome, earlier.speedup, earlier.speedup_low)
+        if plan == earlier.measured().keys() and earlier.speedup is not None and earlier.speedup_low is not None:
+            return bears_out(outcome, earlier.speedup, earlier.speedup_low)
+        return len(plan) == 1 < len(earlier.plan) and self.agrees(next(iter(plan)), outcome)
 
     def confirm(self, undone: Sequence[str] = (), *, is_open: bool = False) -> None:
         """The plan passed the guard and its closing trial, without what was undone before that.
@@ -275,13 +295,25 @@ class Recollection:
         remembered = {} if self._earlier is None else self._earlier.one_off_s
         return remembered[work] if work in remembered else _estimate(candidate, setting)
 
+    def took_s(self, candidate: Candidate, setting: object) -> float:
+        """Return the seconds that its one-off work has taken, in this run or an earlier one, or else as estimated."""
+        remembered = {} if self._earlier is None else self._earlier.one_off_s
+        work = _work(candidate, setting)
+        seconds = self._one_off_s.get(work, remembered.get(work))
+        return _estimate(candidate, setting) if seconds is None else seconds
+
     def postponed(self, name: str, elapsed_s: float) -> str:
         """Return why it is too early to try a strategy that gave nothing in an earlier run, else ''.
 
         All of these are tried again together, once their trials would be a small part of the run.
         """
-        if name in self._losers and elapsed_s < _RETRY * sum(trial.trial_s for trial in self._losers.values()):
+        if name not in self._losers:
+            return ""
+        if elapsed_s < _RETRY * sum(trial.trial_s for trial in self._losers.values()):
             return f"{self.lost(name)}; again once the run is long enough"
+        last_s = 0.0 if self._earlier is None else self._earlier.run_s
+        if _LATE * last_s <= elapsed_s < _LONGER * last_s:  # what they win would be too late for this run
+            return f"{self.lost(name)}; again if the run lasts longer than the last one"
         return ""
 
     def lost(self, name: str) -> str:
@@ -359,12 +391,13 @@ class Recollection:
         if not plan and not trials and not one_off_s:
             return
         known_run_s = 0.0 if ended or earlier is None else earlier.run_s
-        speedup, low = self._shown(plan, closing)
+        speedup, low, of = self._shown(plan, closing)
         search = RememberedSearch(
             searched=now if relied_on is None else relied_on.searched,
             plan={**plan, **self._waiting},
             speedup=speedup,
             speedup_low=low,
+            speedup_of=of,
             trials=trials,
             one_off_s=one_off_s,
             runs=0 if relied_on is None else relied_on.runs + 1,
@@ -374,16 +407,21 @@ class Recollection:
             self._stored = search
             self._memory.store(search)
 
-    def _shown(self, plan: Choices, closing: Outcome | None) -> tuple[float | None, float | None]:
-        """Return the speed-up of a plan and the lower end of its interval, by the runs that had it."""
+    def _shown(self, plan: Choices, closing: Outcome | None) -> tuple[float | None, float | None, list[str] | None]:
+        """Return a speed-up by the runs that had it, the lower end of its interval, and what it is of if not of all."""
         earlier = self._earlier
-        if earlier is not None and earlier.speedup is not None and plan == earlier.plan:
-            if closing is None:
-                return earlier.speedup, earlier.speedup_low
-            both = None if earlier.speedup_low is None else pooled(closing, earlier.speedup, earlier.speedup_low)
+        of = list(plan) if self._waiting else None
+        if earlier is not None and earlier.speedup is not None:
+            measured = earlier.measured()
+            both = None
+            if closing is not None and plan == measured and earlier.speedup_low is not None:
+                both = pooled(closing, earlier.speedup, earlier.speedup_low)
             if both is not None:
-                return round(both[0], 4), round(both[1], 4)
-        return (None, None) if closing is None else (round(closing.gain, 4), round(closing.low, 4))
+                return round(both[0], 4), round(both[1], 4), of
+            # What is known of the whole plan is worth more than what this run says of a part of it.
+            if (closing is None and plan == measured) or measured == {**plan, **self._waiting} != plan:
+                return earlier.speedup, earlier.speedup_low, earlier.speedup_of
+        return (None, None, None) if closing is None else (round(closing.gain, 4), round(closing.low, 4), of)
 
     def _trial(self, row: StrategyRow, earlier: Mapping[str, RememberedTrial], now: str) -> RememberedTrial | None:
         """Return the result that this run has for a strategy, None if it has none."""

@@ -133,3 +133,26 @@ def test_a_remembered_lasting_effect_that_fails_is_not_remembered() -> None:
     assert controller.plan == {"good": None}
     assert "checked again: undone (its output is not finite" in controller.recollection.text
     assert memory.search is not None and memory.search.plan == {"good": None}
+
+
+def test_what_gave_nothing_is_tried_again_for_another_batch_shape() -> None:
+    class Helps(Machine):
+        """It gives something from step 1000 on, with the other shape."""
+
+        def seconds(self, plan: dict[str, Any]) -> float:
+            return super().seconds(plan) / (1.3 if "heap" in plan and self.step >= 1000 else 1.0)
+
+    machine = Helps(regime=lambda step: "a" if step < 1000 else "b", noise=0.01)
+    controller = simulate([heap()], machine, until_settled=False, steps=3000, pace=FAST)
+    assert controller.plan == {"heap": None}
+    assert controller.rows["heap"].gain == pytest.approx(1.3, rel=0.02)
+
+
+def test_a_trial_on_top_of_it_that_has_just_been_made_is_the_closing_trial() -> None:
+    machine = Grown(speed={"heap": 1.2, "good": 1.2}, noise=0.08, seed=1)
+    controller = simulate([heap(), candidate("good")], machine)
+    assert controller.plan == {"heap": None, "good": None}
+    own = controller.rows["heap"].gain, controller.rows["good"].gain
+    assert controller.closing is not None and None not in own
+    assert controller.closing.gain == pytest.approx(own[0] * own[1])  # type: ignore[operator]
+    assert sum(action.plan == {"heap": None} and action.steps == 5 for action in machine.actions) <= 13

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.profiler.trial import Outcome
-from accel.search.remembered import RememberedTrial
+from accel.search.remembered import RememberedSearch, RememberedTrial
 from accel.search.trials import bears_out, pooled
 from tests.accel.memory import FakeMemory, day, remembered
 from tests.accel.simulation import Machine, candidate, simulate
@@ -97,3 +97,49 @@ def test_a_gain_without_its_interval_counts_for_nothing() -> None:
     memory = FakeMemory(remembered(plan={"good": None}, speedup=1.1))
     controller = simulate([candidate("good")], Machine(speed={"good": 1.0}, noise=0.2, seed=3), memory=memory)
     assert "good" not in controller.plan
+
+
+# -- a plan of which a part waits --------------------------------------------------------------------------------------
+
+
+def part_of(earlier: RememberedSearch, seed: int) -> tuple[bool, RememberedSearch]:
+    """Run with too little time to compile; tell whether the rest of the plan stayed, and what is remembered then."""
+    memory = FakeMemory(earlier)
+    offered = [candidate("x"), candidate("compile", one_off_s=30.0)]
+    controller = simulate(offered, Machine(speed={"x": 1.1}, noise=0.2, seed=seed), memory=memory, budget="1s")
+    controller.remember(ended=True)
+    assert memory.search is not None
+    return "checked again: kept" in controller.recollection.text, memory.search
+
+
+def test_noise_does_not_undo_a_part_of_a_plan_whose_rest_waits() -> None:
+    trials = {"x": RememberedTrial(status="kept", on=day(3), gain=1.1, low=1.06)}
+    earlier = remembered(plan={"x": None, "compile": None}, speedup=1.6, speedup_low=1.5, trials=trials)
+    stayed = 0
+    for seed in range(20):
+        kept_part, after = part_of(earlier, seed)
+        stayed += kept_part
+        if kept_part:  # what is known of the whole plan is not replaced by what a part of it gave
+            assert after.plan == earlier.plan
+            assert (after.speedup, after.speedup_low, after.speedup_of) == (1.6, 1.5, None)
+    assert stayed >= 16
+
+
+def test_the_speedup_of_a_part_is_remembered_as_that() -> None:
+    memory = FakeMemory(remembered(plan={"x": None, "compile": None}))
+    offered = [candidate("x"), candidate("compile", one_off_s=30.0)]
+    for _ in range(2):
+        controller = simulate(offered, Machine(speed={"x": 1.1}, noise=0.02), memory=memory, budget="1s")
+        assert controller.plan == {"x": None}
+        assert memory.search is not None
+        assert memory.search.speedup == pytest.approx(1.1, rel=0.02)
+        assert memory.search.speedup_of == ["x"]
+    assert "x then" not in controller.recollection.text
+    assert memory.search is not None and memory.search.saved_s == 0.0
+
+
+def test_a_single_strategy_of_a_plan_of_which_nothing_else_is_known_is_not_pooled() -> None:
+    memory = FakeMemory(remembered(plan={"x": None, "compile": None}, speedup=1.6, speedup_low=1.5))
+    machine = Machine(speed={"x": 1.0}, noise=0.2, seed=3)
+    offered = [candidate("x"), candidate("compile", one_off_s=30.0)]
+    assert simulate(offered, machine, memory=memory, budget="1s").plan == {}

@@ -352,6 +352,29 @@ def test_one_off_work_is_weighed_against_the_length_of_the_last_run() -> None:
     assert short_run.search.plan == {"good": None, "compile": None}  # for a longer run
 
 
+@pytest.mark.parametrize(("speedup_of", "waits"), [(None, False), (["good"], True)], ids=["of the plan", "of a part"])
+def test_what_a_plan_saves_counts_towards_its_one_off_work(speedup_of: list[str] | None, waits: bool) -> None:
+    shown: dict[str, Any] = {"speedup": 1.3, "speedup_low": 1.2, "speedup_of": speedup_of}
+    earlier = remembered(plan={"compile": None, "good": None}, one_off_s={"compile": 6.0}, run_s=100.0, **shown)
+    again = Compiles(speed={"compile": 1.5, "good": 1.3})
+    offered = [candidate("compile", one_off_s=30.0), candidate("good")]
+    controller = simulate(offered, again, memory=FakeMemory(earlier), budget="3%")
+    assert ("compile" not in controller.plan) == waits  # 3 s of 100 s, and half of the 20 s that it saves at the least
+
+
+def test_what_gave_nothing_is_not_tried_again_just_before_the_run_ends() -> None:
+    for run_s, begins_s in ((70.0, 1.02 * 70.0), (200.0, 50.0)):
+        earlier = remembered(plan={"good": None}, trials={"better": lost(trial_s=5.0)}, run_s=run_s)
+        again = machine(noise=0.0)
+        offered = [candidate("good"), candidate("better")]
+        controller = simulate(
+            offered, again, memory=FakeMemory(earlier), budget="10%", pace=FAST, until_settled=False, steps=8000
+        )
+        assert "better" in controller.plan
+        step_s = 0.020 / 1.3
+        assert step_s * step_of_first(again, lambda plan: "better" in plan) == pytest.approx(begins_s, rel=0.1)
+
+
 def test_the_length_of_a_run_is_remembered_at_its_end() -> None:
     memory = FakeMemory(remembered(plan={"good": None}, run_s=500.0))
     controller = simulate([candidate("good")], machine(), memory=memory)
