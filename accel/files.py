@@ -12,7 +12,8 @@ from accel.errors import InvalidArgument
 def write_atomic(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` to `path` so that a reader sees the old file or the new one, never a part.
 
-    The text goes to a temporary file in the same folder, is flushed to disk and renamed over `path`.
+    The text goes to a temporary file in the same folder, is flushed to disk and renamed over `path`. A device or a pipe
+    stays what it is: the text is written into it.
 
     Args:
         path: destination; missing parent folders are made.
@@ -21,6 +22,10 @@ def write_atomic(path: str | os.PathLike[str], text: str) -> None:
     Raises:
         OSError: if the folder can't be written; `path` is then as it was.
     """
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        return
     target = Path(os.path.realpath(path))  # a link stays a link
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")

@@ -221,7 +221,7 @@ class Floor:
     def iterating(self, original: Function) -> Function:
         return original
 
-    communicating = copying = iterating
+    communicating = copying = making = iterating
 
 
 def cost(loop: Train, rounds: int) -> Cost:

@@ -146,6 +146,11 @@ class ContinuousLoader(DataLoader[Any]):
         return len(self._core.worker_processes())
 
     @property
+    def _workers(self) -> list[Any]:
+        """Between two passes the profiler asks the loader, in a pass the pass."""
+        return self._core.worker_processes()
+
+    @property
     def setting(self) -> str:
         """How batches are made now: `inline`, `threads(2)`, `fork(4)`."""
         return str(self._core.setting)

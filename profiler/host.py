@@ -29,6 +29,12 @@ class ThreadTime:
     run: float
     wait: float
 
+    def plus(self, before: ThreadTime, later: ThreadTime) -> ThreadTime:
+        """Return these times and what two readings of a thread lie apart."""
+        return ThreadTime(
+            self.at + later.at - before.at, self.run + later.run - before.run, self.wait + later.wait - before.wait
+        )
+
     def share_until(self, later: ThreadTime) -> ThreadShare | None:
         """Return the shares between two readings, or None if they are less than a millisecond apart."""
         wall = later.at - self.at

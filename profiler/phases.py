@@ -36,10 +36,28 @@ STEP, _RESUME, _SKIP = ".step", ".resume", ".skip"
 _FIRST, _BATCH = ".first", ".batch"
 WAS = ".was"
 """The open phase is renamed, from its beginning, to the one in the next entry."""
+SETTLED = ".settled"
+"""The open phases of this step that were provisional are what the next entry says: the step's own, or an evaluation."""
+MAYBE_DATA, MAYBE_HOST, MAYBE_FORWARD = "data?", "host?", "forward?"
+PROVISIONAL = {MAYBE_DATA: "data", MAYBE_HOST: "host", MAYBE_FORWARD: "forward"}
+"""Phase that only a later backward pass tells from an evaluation → what it is if one comes within the step."""
 CUT = (STEP, None)
 """What `cut` writes."""
 MAX_TAPE = 4096
 """Length at which a tape is read early: a loop whose steps never end would fill the memory."""
+_CODES = {**MEANING, **PROVISIONAL}
+
+
+def settled(code: str, *, within: bool) -> str:
+    """Return the phase that a code on the tape stands for.
+
+    Args:
+        code: a phase, provisional or not.
+        within: whether provisional ones belong to the step.
+    """
+    if code not in PROVISIONAL:
+        return code
+    return PROVISIONAL[code] if within else "evaluation"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,7 +142,7 @@ class StepClock:
         self._reset()
 
     def _reset(self) -> None:
-        self._booked = dict.fromkeys(PHASES, 0.0)
+        self._booked = dict.fromkeys(_CODES, 0.0)
         self._samples = self._batches = 0
         self._shape: Hashable = None
         self._first = False
@@ -184,6 +202,10 @@ class StepClock:
         """Book the time since the last mark to `phase`, whatever was opened then."""
         self.write((WAS, phase))
 
+    def settle(self, *, within: bool) -> None:
+        """Book what was provisional in the open step to the step's own phases, or to evaluation."""
+        self.write((SETTLED, within))
+
     def skip(self) -> None:
         """Exclude the time since the last mark from the step."""
         self.write((_SKIP, self.now()))
@@ -209,11 +231,16 @@ class StepClock:
 
     @property
     def phase(self) -> str:
-        """The open phase; may be read by another thread."""
+        """The open phase, evaluation as long as it is provisional; may be read by another thread."""
+        return settled(self.code, within=False)
+
+    @property
+    def code(self) -> str:
+        """The open phase as it stands on the tape, where it may be provisional."""
         tape = self.tape
         for index in range(len(tape) - 1, -1, -1):
             try:
-                if tape[index] in MEANING:
+                if tape[index] in _CODES:
                     return str(tape[index])
             except (IndexError, TypeError):  # the tape was read meanwhile
                 break
@@ -234,11 +261,12 @@ class StepClock:
 
     def detach(self) -> list[Any]:
         """Return the contents of the tape, to be read later, and restart the open step on an empty tape."""
-        phase, segment = self.phase, self.tape[:]
+        phase, segment = self.code, self.tape[:]
         del self.tape[:]
         self._has_segments = True
-        self.resume()
-        self.enter(phase)
+        now = self.now()
+        self.write((_RESUME, now))
+        self.write((phase, now))
         return segment
 
     def read(self, segment: list[Any] | None = None) -> list[Measurement]:
@@ -271,6 +299,9 @@ class StepClock:
                 self._first = True
             elif code == WAS:
                 phase = at
+            elif code == SETTLED:
+                self._settle(within=at)
+                phase = settled(phase, within=at)
             else:
                 self.aside_s += at - last
                 if code == _RESUME:
@@ -290,7 +321,14 @@ class StepClock:
         self._samples += samples
         self._batches += 1
 
+    def _settle(self, *, within: bool) -> None:
+        for code in PROVISIONAL:
+            self._booked[settled(code, within=within)] += self._booked[code]
+            self._booked[code] = 0.0
+
     def _ended(self, seconds: float) -> Measurement:
+        for code in PROVISIONAL:  # no backward pass came
+            self._booked["evaluation"] += self._booked.pop(code)
         measured = Measurement(
             step=self._steps,
             seconds=seconds,

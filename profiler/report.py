@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,8 +46,8 @@ class ReportHead:
     """What could not be measured, one sentence each."""
 
     def to_json(self) -> str:
-        """Return the report as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False, allow_nan=False)
+        """Return the report as JSON; a number that is infinite or none is null."""
+        return json.dumps(_storable(dataclasses.asdict(self)), indent=1, ensure_ascii=False, allow_nan=False)
 
 
 @dataclass(kw_only=True)
@@ -177,7 +178,7 @@ class ProfileReport(ReportHead):
     """Mean."""
     samples_per_s: float | None = None
     wall_s: float = 0.0
-    """From the first batch asked for to the end of the script."""
+    """From the beginning of the script to its end."""
     experiments: list[Experiment] = field(default_factory=list)
     ranks: list[RankRow] = field(default_factory=list)
     timeline: list[StepRow] = field(default_factory=list)
@@ -209,3 +210,25 @@ def from_object(raw: Any) -> ProfileReport:
     if raw.get("schema") != SCHEMA:
         raise UnreadableJson(f"its schema must be {SCHEMA}, got {raw.get('schema')!r}; make it again")
     return read(ProfileReport, raw, "report")
+
+
+def utf8(text: str) -> str:
+    """Return `text` as a file in UTF-8 can hold it: Python has surrogates for the bytes of arguments that are none.
+
+    Args:
+        text: of the system: a command line, a path.
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _storable(value: Any) -> Any:
+    """Return a value of a report as JSON in UTF-8 can hold it."""
+    if isinstance(value, str):
+        return utf8(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {_storable(key): _storable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_storable(item) for item in value]
+    return value

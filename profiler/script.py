@@ -7,13 +7,13 @@ and tracebacks are unchanged.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib.util
 import os
 import signal
 import sys
 import traceback
 import types
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -60,7 +60,7 @@ class Script:
         self._target, self._arguments, self._module = target, arguments, module
         self._main = types.ModuleType("__main__")
         self.globals: dict[str, Any] = vars(self._main)
-        self._terminable = _Terminable()
+        self._termination = UnwindOnTermination()
 
     def code(self) -> types.CodeType:
         """Make this process the script's, as far as Python's own start does, and return what to execute."""
@@ -72,7 +72,7 @@ class Script:
 
     def _code_of_file(self) -> types.CodeType:
         path = os.path.abspath(self._target)
-        sys.path[0] = os.path.dirname(path)
+        _set_first_on_path(os.path.dirname(os.path.realpath(path)))  # links are followed for this, not for __file__
         # As Python does since 3.9: the absolute path, valid wherever the script goes.
         self.globals.update(
             __file__=path, __builtins__=builtins, __spec__=None, __loader__=None, __annotations__={}, __cached__=None
@@ -80,7 +80,7 @@ class Script:
         return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
 
     def _code_of_module(self) -> types.CodeType:
-        sys.path.insert(0, os.getcwd())
+        _set_first_on_path(os.getcwd())
         spec = importlib.util.find_spec(self._target)
         if spec is not None and spec.submodule_search_locations is not None:  # a package
             spec = importlib.util.find_spec(f"{self._target}.__main__")
@@ -101,7 +101,7 @@ class Script:
         return code
 
     def __enter__(self) -> Script:
-        self._terminable.begin()
+        self._termination.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> Literal[True]:
@@ -112,7 +112,13 @@ class Script:
 
     def untouched(self) -> None:
         """Restore Python's own handling of SIGTERM."""
-        self._terminable.end()
+        self._termination.end()
+
+
+def _set_first_on_path(folder: str) -> None:
+    """Put a folder in the place of the one of accel's own command; with `python -P` there is none."""
+    if not getattr(sys.flags, "safe_path", False):  # since Python 3.11
+        sys.path[0] = folder
 
 
 def _ending(error: BaseException) -> Ending:
@@ -132,7 +138,7 @@ def _exited(leaving: SystemExit) -> Ending:
         return Ending(0, "completed")
     if isinstance(leaving.code, int):
         return Ending(leaving.code & 0xFF, f"exited with {leaving.code & 0xFF}")
-    print(leaving.code, file=sys.stderr)
+    _print(f"{leaving.code}\n")
     return Ending(1, "exited with 1")
 
 
@@ -140,9 +146,16 @@ def _show(error: BaseException) -> None:
     """Print the traceback, without the profiler's frames on top."""
     trimmed = _own_frames_removed(error.__traceback__)
     if sys.excepthook is sys.__excepthook__:
-        traceback.print_exception(type(error), error, trimmed)
+        _print("".join(traceback.format_exception(type(error), error, trimmed)))
     else:
         sys.excepthook(type(error), error, trimmed)
+
+
+def _print(text: str) -> None:
+    """Write to stderr; as in Python itself, nothing comes of it if the script has closed it."""
+    if sys.stderr is not None:  # print() would write to stdout then
+        with contextlib.suppress(OSError, ValueError):
+            print(text, end="", file=sys.stderr)
 
 
 def _own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
@@ -152,24 +165,37 @@ def _own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
     return rest
 
 
-class _Terminable:
-    """Let SIGTERM unwind the script, so that the report can be written; a script's own handler stays."""
+class UnwindOnTermination:
+    """A handler of SIGTERM in place of the default one: it unwinds the script, so that the report can be written.
+
+    A script's own handler stays. One that the script sets later may call the one that was there, as chained handlers
+    do; the default one is no function, so nothing is called then. Called by another handler, this one does nothing
+    either: raised there, its error would tear the step apart that the other one lets end.
+    """
 
     def __init__(self) -> None:
-        self._previous: Callable[..., Any] | int | None = None
+        self._process: int | None = None
+        """The one whose script is to be unwound."""
 
     def begin(self) -> None:
-        try:
-            self._previous = signal.getsignal(signal.SIGTERM)
-            if self._previous == signal.SIG_DFL:
-                signal.signal(signal.SIGTERM, _leave)
-        except ValueError:  # not the main thread
-            self._previous = None
+        """Handle the signal from now on, if nobody does."""
+        self._process = os.getpid()
+        with contextlib.suppress(ValueError):  # not the main thread
+            if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, self)
 
     def end(self) -> None:
-        if self._previous == signal.SIG_DFL and signal.getsignal(signal.SIGTERM) is _leave:
+        """Restore the default one; where somebody has kept this one, it does the same from now on."""
+        self._process = None
+        if signal.getsignal(signal.SIGTERM) is self:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise _TerminatedError
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Unwind the script; end the process where there is none to unwind: in a forked child, or afterwards."""
+        has_script = os.getpid() == self._process
+        if signal.getsignal(number) is not self:
+            return
+        if has_script:
+            raise _TerminatedError
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

@@ -23,6 +23,7 @@ import torch
 from accel.profiler import naming
 from accel.profiler.clocks import called_modules as roots
 from accel.profiler.clocks import facts
+from accel.profiler.clocks.device_events import has_gpu
 from accel.profiler.clocks.probes import Loaders
 from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.clocks.segments import KEPT_STEPS
@@ -64,23 +65,32 @@ class ProfileSession:
         trace_file: where the Chrome trace of the window goes; None writes none.
         exchange: the other ranks.
         loaders: loaders that iterate in their own way, each with the class of its iterators; see `Recorder`.
+        thread: the one that trains, by Python's and by the system's id; default this one.
     """
 
-    def __init__(self, *, confirm: bool, trace_file: Path | None, exchange: Exchange, loaders: Loaders = ()) -> None:
-        self.recorder = Recorder(loaders=loaders)
+    def __init__(
+        self,
+        *,
+        confirm: bool,
+        trace_file: Path | None,
+        exchange: Exchange,
+        loaders: Loaders = (),
+        thread: tuple[int, int] | None = None,
+    ) -> None:
+        ident, native = thread or (threading.get_ident(), threading.get_native_id())
+        self.recorder = Recorder(loaders=loaders, thread=ident)
         self.exchange = exchange
         self.experiments: dict[str, Experiment] = {}
         """By the cause they tested."""
         self.steps: deque[Measurement] = deque(maxlen=KEPT_STEPS)
-        self.samples = 0
-        self.counted_s = 0.0
+        self._samples = self._counted = 0
+        """Samples in the steps whose batches were counted, and these steps."""
         self.unseen: list[str] = []
         self.stage = "warm-up"
-        self.begun = time.perf_counter()
         self._confirm = confirm
         self._trace_file = trace_file
         self._trace: TraceSummary | None = None
-        self._sampler = Sampler(self.recorder.clock, self.recorder.thread, threading.get_native_id())
+        self._sampler = Sampler(self.recorder.clock, ident, native)
         self._sampler.pause(True)
         self._crowd = Crowd(launched=exchange.launched)
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -91,7 +101,6 @@ class ProfileSession:
         self._model_lines: set[tuple[str, int]] = set()
         self._updates: set[tuple[tuple[str, int], ...]] = set()
         """The user's frames in which the optimizers stepped, the innermost first."""
-        self._watched_s = 0.0
         self._course = self._run()
 
     def start(self) -> None:
@@ -102,17 +111,20 @@ class ProfileSession:
         self.recorder.start()
         self._settings.start()
         self._sampler.start()
-        if torch.cuda.is_available():
-            self._nvml.start()
 
     def stop(self) -> None:
         """Stop profiling, and restore torch and the script's objects."""
         self.recorder.catch_up()
         self._course.close()
+        self.recorder.pauses.unwatch()
         self.recorder.stop()
         self._settings.stop()
         self._sampler.stop()
+        self._sampler.count(self.recorder.last_boundary)
+        if self.stage in ("observing", "watching"):
+            self._crowd.end()
         self._ddp_wait.stop()
+        self._workers.close()
 
     def _step(self, measured: Measurement) -> None:
         try:
@@ -126,6 +138,8 @@ class ProfileSession:
     def _run(self) -> Course:
         for _ in range(WARM_UP):
             yield
+        if has_gpu():  # not asked before: by now the script has said which ones it sees
+            self._nvml.start()
         self.stage = "observing"
         self._watch(True)
         began = time.perf_counter()
@@ -156,39 +170,48 @@ class ProfileSession:
     def _keep(self, measured: Measurement) -> None:
         self.steps.append(measured)
         if measured.samples:  # 0 in deferred steps, whose batches are not counted
-            self.samples += measured.samples
-            self.counted_s += measured.seconds
-        self._watched_s += measured.seconds
-        if not self.recorder.deferred and self.stage != "trying":  # an experiment changes the settings itself
-            self._settings.sample()
+            self._samples += measured.samples
+            self._counted += 1
         if measured.step <= 8 or not (self._sampler.batch_lines or self.recorder.deferred):
             self._learn_loop()
         if not self.recorder.deferred:
-            self._ddp_wait.sample(self.recorder.roots.modules)
-            if measured.step % _WORKERS_EVERY == 0:
-                self._workers.sample(self.recorder.worker_pids())
+            self._sample(workers=measured.step % _WORKERS_EVERY == 0)
 
-    def _sample(self) -> None:
+    def _sample(self, *, workers: bool = True) -> None:
+        """Take the readings between two ordinary steps."""
+        now, recorder = self.recorder.clock.now, self.recorder
+        self._gc.end(recorder.steps, recorder.probes.collector.seconds, now())
+        self._sampler.count(now())
         self._settings.sample()
-        self._workers.sample(self.recorder.worker_pids())
-        self._ddp_wait.sample(self.recorder.roots.modules)
+        self._ddp_wait.sample(recorder.roots.modules, recorder.steps - 1)
+        if workers:
+            self._workers.sample(recorder.worker_pids())
+        self._gc.begin(recorder.steps, recorder.probes.collector.seconds, now())
 
     def _watch(self, on: bool) -> None:
         """Switch the measurements that are only meant for ordinary steps."""
+        recorder = self.recorder
         self._sampler.pause(not on)
-        self._workers.sample(self.recorder.worker_pids())
+        self._mark_device(on and self.stage == "observing")
         if on:
-            self._gc.begin(self.recorder.probes.collector.seconds)
-            self._mark_device(self.stage == "observing")
             self._crowd.begin()
+            self._workers.begin(recorder.worker_pids())
+            if recorder.loader_facts().workers:
+                recorder.pauses.watch(lambda between: self._workers.end(recorder.worker_pids()), self._back)
+            self._gc.begin(recorder.steps, recorder.probes.collector.seconds, recorder.clock.now())
         else:
-            self._gc.end(self.recorder.probes.collector.seconds)
-            self._mark_device(False)
+            recorder.pauses.unwatch()
+            self._workers.end(recorder.worker_pids())
             self._crowd.end()
+
+    def _back(self) -> None:
+        """The loop goes on with its steps; its workers slept while it did something else."""
+        self._workers.begin(self.recorder.worker_pids())
 
     def _mark_device(self, on: bool) -> None:
         if self.recorder.events is not None:
-            self.recorder.events.on = on
+            # An event would start CUDA in a script that trains on the CPU.
+            self.recorder.events.on = on and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
     def _learn_loop(self) -> None:
         """Find out, in the next call of the model and the next update, which lines of the script make batches."""
@@ -256,7 +279,9 @@ class ProfileSession:
             switch = self._counterfactual(cause) or Unchanged()
             config = TOGETHER if self.exchange.launched else ALONE
             yield
-            self.experiments[cause] = yield from experiment(switch, config=config, snapshot=self._snapshot)
+            self.experiments[cause] = yield from experiment(
+                switch, config=config, snapshot=self._snapshot, pauses=self.recorder.pauses
+            )
 
     def _suspects(self) -> list[str]:
         self._suspected = naming.diagnose(self.evidence()).findings
@@ -286,11 +311,11 @@ class ProfileSession:
     def evidence(self) -> Evidence:
         """Return what has been measured so far."""
         recorder, exchange = self.recorder, self.exchange
-        watched = self._watched_s or 1.0
         parameters = [p for o in recorder.optimizers for g in o.param_groups for p in g["params"]]
-        waited = self._ddp_wait.mean()
-        step_s = watched / max(1, len(self.steps))
         ordinary, slow_once = one_offs.split(self.steps)
+        left_out = [measured.step for measured in slow_once]
+        waited = self._ddp_wait.mean(without=left_out)
+        step_s = sum(measured.seconds for measured in ordinary) / max(1, len(ordinary))
         return Evidence(
             steps=ordinary,
             one_offs=slow_once,
@@ -309,7 +334,7 @@ class ProfileSession:
             loader=recorder.loader_facts(),
             workers=self._workers.shares(),
             collate_share=recorder.collating.share,
-            gc_share=self._gc.total(recorder.probes.collector.seconds) / watched,
+            gc_share=self._gc.share(without=left_out),
             optimizer=facts.of_optimizers(recorder.optimizers),
             dtype=facts.dtype(parameters),
             anomaly_mode=self._settings.anomaly_mode,
@@ -321,9 +346,7 @@ class ProfileSession:
         )
 
     def finish(self) -> Evidence:
-        """Take the last readings, and return everything that was measured."""
-        if self.stage in ("observing", "watching"):
-            self._watch(False)
+        """Return everything that was measured."""
         evidence = self.evidence()
         if torch.cuda.is_available():
             evidence.gpus = self._nvml.stop()
@@ -340,10 +363,16 @@ class ProfileSession:
             evidence.roofline = roofline.measure(self._device(), dtypes)
         return evidence
 
+    @property
+    def samples_per_step(self) -> float | None:
+        """Samples in a mean step; None if no batch has a length."""
+        return self._samples / self._counted if self._counted else None
+
     def diagnose(self, evidence: Evidence) -> Diagnosis:
         """Name the causes, with the results of the experiments."""
         diagnosis = naming.diagnose(evidence)
-        self.unseen += judging.judge(diagnosis, self.experiments, self._suspected, self._why_untried)
+        shares = {"host.gc": evidence.gc_share}
+        self.unseen += judging.judge(diagnosis, self.experiments, self._suspected, self._why_untried, shares)
         return diagnosis
 
     def _why_untried(self, finding: Finding) -> str:

@@ -64,7 +64,7 @@ def _end(status: int) -> NoReturn:
     of_threads._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(ValueError):  # the script has closed it
+        with contextlib.suppress(AttributeError, ValueError):  # the script has left None, or a closed one
             stream.flush()
     os._exit(status & 0xFF)
 

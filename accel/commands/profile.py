@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import threading
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from accel import __version__
-from accel.commands.script_job import ScriptJob, check_script, own_arguments, training_in_children
+from accel.commands.script_job import ScriptJob, check_script, own_arguments, say, training_in_children
 from accel.errors import InvalidArgument
 from accel.files import check_folder, write_atomic
 
@@ -57,22 +58,14 @@ def profile(
     target = target.absolute()  # the script may change its directory
     script_arguments = own_arguments(arguments)
 
-    from accel.dataio.loader import ContinuousLoader
-    from accel.dataio.passes.loader_core import LoaderPass
     from accel.profiler.gather import Exchange
     from accel.profiler.script import Script
-    from accel.profiler.session import ProfileSession
 
     exchange = Exchange()
-    trace = target.with_suffix(".trace.json")
-    loaders = ((ContinuousLoader, LoaderPass),)
-    session = ProfileSession(confirm=confirm, trace_file=trace, exchange=exchange, loaders=loaders)
     if confirm and exchange.rank == 0:
         click.echo(_DIAGNOSING, err=True)
     line = shlex.join(["accel", "profile", *(["-m"] if module else []), script, *script_arguments])
-    job = ProfileJob(Script(script, script_arguments, module=module), session, exchange, target, line)
-    session.start()
-    job.begin(context)
+    ProfileJob(Script(script, script_arguments, module=module), exchange, target, line, confirm).begin(context)
 
 
 class ProfileJob(ScriptJob):
@@ -80,26 +73,57 @@ class ProfileJob(ScriptJob):
 
     Args:
         script: what to run.
-        session: has begun.
         exchange: the other ranks.
         target: where the report goes.
         line: the command, for the report.
+        confirm: test the suspects by experiments.
     """
 
-    def __init__(self, script: Script, session: ProfileSession, exchange: Exchange, target: Path, line: str) -> None:
+    def __init__(self, script: Script, exchange: Exchange, target: Path, line: str, confirm: bool) -> None:
         super().__init__(script)
-        self._session, self._exchange = session, exchange
-        self._target, self._line = target, line
-        self._started = datetime.now(timezone.utc)
+        self._exchange, self._target, self._line, self._confirm = exchange, target, line, confirm
+        self._thread = threading.get_ident(), threading.get_native_id()
+        self._started, self._started_at = datetime.now(timezone.utc), time.perf_counter()
+        self._session: ProfileSession | None = None
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.after_torch(self._begin)
+
+    def _begin(self) -> None:
+        """Profile the training; torch has been imported."""
+        try:
+            self._start()
+        except Exception as fault:
+            say(f"accel: {type(fault).__name__}: {fault}; the script goes on, and is not profiled")
+
+    def _start(self) -> ProfileSession:
+        from accel.dataio.loader import ContinuousLoader
+        from accel.dataio.passes.loader_core import LoaderPass
+        from accel.profiler.session import ProfileSession
+
+        self._session = ProfileSession(
+            confirm=self._confirm,
+            trace_file=self._target.with_suffix(".trace.json"),
+            exchange=self._exchange,
+            loaders=((ContinuousLoader, LoaderPass),),
+            thread=self._thread,
+        )
+        self._session.start()
+        return self._session
 
     def leave_alone(self) -> None:
         """Stop recording: training in a forked child is not part of the report."""
-        self._session.recorder.stop()
+        if self._session is not None:
+            self._session.recorder.stop()
 
     def conclude(self) -> None:
         """Make the report."""
-        self._session.stop()
-        _conclude(self._session, self._exchange, self.script.ending, self._target, self._line, self._started)
+        wall_s = time.perf_counter() - self._started_at
+        session = self._session or self._start()  # no torch in the script: the report says what is not there
+        session.stop()
+        ending = self.script.ending
+        _conclude(session, self._exchange, ending, self._target, self._line, self._started, wall_s)
 
 
 def _check(script: str, module: bool, target: Path) -> None:
@@ -112,13 +136,18 @@ def _check(script: str, module: bool, target: Path) -> None:
 
 
 def _conclude(
-    session: ProfileSession, exchange: Exchange, ending: Ending, target: Path, line: str, started: datetime
+    session: ProfileSession,
+    exchange: Exchange,
+    ending: Ending,
+    target: Path,
+    line: str,
+    started: datetime,
+    wall_s: float,
 ) -> None:
     """Make the report of all ranks and write it, or say why there is none."""
     from accel.profiler.conclusion import verdict
 
     recorder = session.recorder
-    wall_s = time.perf_counter() - session.begun
     evidence = session.finish()
     diagnosis = session.diagnose(evidence)
     everyone = {}
@@ -131,7 +160,7 @@ def _conclude(
     if exchange.rank != 0:
         return
     if recorder.steps == 0:
-        click.echo(_nothing(recorder, wall_s), err=True)
+        say(_nothing(recorder, wall_s))
         return
     evidence.unseen = list(dict.fromkeys([*evidence.unseen, *session.unseen]))
     report = verdict.build_report(evidence, diagnosis)
@@ -140,7 +169,8 @@ def _conclude(
     report.wall_s, report.command, report.ended = wall_s, line, ending.text
     report.started = started.isoformat(timespec="seconds")
     report.host.accel = __version__
-    report.samples_per_s = session.samples / session.counted_s if session.counted_s else None
+    samples, step_s = session.samples_per_step, diagnosis.anatomy.step_s
+    report.samples_per_s = samples / step_s if samples and step_s else None
     if exchange.launched:
         verdict.merge(report, everyone, diagnosis.anatomy, exchange.size)
     _write(report, target)
@@ -164,13 +194,13 @@ def _write(report: ProfileReport, target: Path) -> None:
     from accel.report.rendering import as_page, as_text, as_verdict
 
     page = target.with_suffix(".html")
-    click.echo(as_text(report), err=True)
+    say(as_text(report))
     try:
         write_atomic(target, report.to_json() + "\n")
         write_atomic(page, as_page(report))
         written = f"wrote {target}, {page}" + (f", {report.trace_file}" if report.trace_file else "")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         # The script's own exit status matters more than the report's.
         written = f"the report could not be written: {error}"
-    click.echo(f"accel: {written}", err=True)
-    click.echo(as_verdict(report), err=True)  # again: the report's first line has left the screen by now
+    say(f"accel: {written}")
+    say(as_verdict(report))  # again: the report's first line has left the screen by now

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from accel.commands.script_job import ScriptJob, check_script, own_arguments, training_in_children
+from accel.commands.script_job import ScriptJob, check_script, own_arguments, say, training_in_children
 from accel.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -76,12 +77,26 @@ def _checked(
         report = report.absolute()  # the script may change its directory
         _check_report(report)
     if enable or disable:
-        from accel import strategies
-
-        both = strategies.check_names("--enable", enable) & strategies.check_names("--disable", disable)
+        _check_names("--enable", enable)
+        _check_names("--disable", disable)
+        both = set(enable) & set(disable)
         if both:
             raise InvalidArgument(f"--enable and --disable must differ, both have {', '.join(sorted(both))}")
     return {"allow": allow, "budget": seconds, "report": report, "enable": enable, "disable": disable}
+
+
+def registered_strategies() -> frozenset[str]:
+    """Return the names of the strategies: those of their modules, as importing the registry would bring torch."""
+    registry = (Path(__file__).parents[1] / "strategies" / "__init__.py").read_text(encoding="utf-8")
+    return frozenset(re.findall(r"^from accel\.strategies\.(\w+) import", registry, re.MULTILINE)) - {"base"}
+
+
+def _check_names(option: str, given: tuple[str, ...]) -> None:
+    """Raise InvalidArgument if there is no such strategy."""
+    if not registered_strategies().issuperset(given):
+        from accel import strategies
+
+        strategies.check_names(option, given)
 
 
 def _check_report(report: Path) -> None:
@@ -108,11 +123,9 @@ class RunJob(ScriptJob):
         self._training: ScriptTraining | None = None
 
     def __enter__(self) -> None:
-        from accel.script.after_import import after_import
-
         super().__enter__()
         if os.environ.get("ACCEL") != "0":
-            after_import("torch", self._begin)
+            self.after_torch(self._begin)
 
     def _begin(self) -> None:
         """Follow the training; torch has been imported."""
@@ -122,7 +135,7 @@ class RunJob(ScriptJob):
             self._training = ScriptTraining(self._options, self._thread, whole="run it with --report FOLDER")
             self._training.start()
         except Exception as fault:
-            click.echo(f"accel: {type(fault).__name__}: {fault}; the script goes on without accel", err=True)
+            say(f"accel: {type(fault).__name__}: {fault}; the script goes on without accel")
 
     def leave_alone(self) -> None:
         """Restore torch."""
@@ -136,6 +149,6 @@ class RunJob(ScriptJob):
             self._training.stop()
             why = self._training.why_nothing()
         if why and os.environ.get("ACCEL") != "0" and os.environ.get("RANK", "0") == "0":
-            click.echo(f"accel: nothing was made faster: {why}", err=True)
+            say(f"accel: nothing was made faster: {why}")
             if children := training_in_children("run"):
-                click.echo(children, err=True)
+                say(children)

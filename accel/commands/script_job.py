@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn
 
@@ -34,6 +36,7 @@ class ScriptJob:
     def __init__(self, script: Script) -> None:
         self.script = script
         self._process = os.getpid()
+        self._is_running = True
 
     def begin(self, context: click.Context) -> None:
         """Let the caller of click run the script, outside of click's frames; run it here if there is none."""
@@ -43,6 +46,16 @@ class ScriptJob:
         with self:
             exec(self.script.code(), self.script.globals)
         context.exit(self.script.ending.status)
+
+    def after_torch(self, begin: Callable[[], None]) -> None:
+        """Call `begin` once the script has imported torch; what a forked child or an exit handler imports is theirs."""
+        from accel.script.after_import import after_import
+
+        def imported() -> None:
+            if self._is_running and os.getpid() == self._process:
+                begin()
+
+        after_import("torch", imported)
 
     def leave_alone(self) -> None:
         """Restore what was changed in this process: it is a forked child."""
@@ -65,14 +78,14 @@ class ScriptJob:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[True]:
+        self._is_running = False
         self.script.__exit__(kind, error, trace)
         if os.getpid() != self._process:
             _end_of_child(self.script.ending.status)
         try:
             self.conclude()
         except Exception as fault:  # the script has run: its exit status stays
-            click.echo(f"accel: the report could not be made: {type(fault).__name__}: {fault}", err=True)
-        sys.stdout.flush()
+            say(f"accel: the report could not be made: {type(fault).__name__}: {fault}")
         return True
 
 
@@ -86,9 +99,16 @@ def _end_of_child(status: int) -> NoReturn:
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # the script has left None, or a closed one
+            stream.flush()
     os._exit(status)
+
+
+def say(text: str) -> None:
+    """Print a message to stderr, unless the script has closed it."""
+    with contextlib.suppress(OSError, ValueError):
+        click.echo(text, err=True)
 
 
 def own_arguments(arguments: tuple[str, ...]) -> list[str]:

@@ -11,6 +11,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from accel.profiler.script import UnwindOnTermination
+
 
 class Termination:
     """Notes a signal in place of ending the process.
@@ -58,10 +60,15 @@ class Termination:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
-        if callable(self._previous):
+        if self._is_default():
+            # Nobody looks at the flag in a forked process, which terminate() is to end, or under a handler that was set
+            # over this one and calls it.
+            if self._closed or os.getpid() != self._process:
+                signal.signal(number, self._previous)
+                os.kill(os.getpid(), number)
+        elif callable(self._previous):
             self._previous(number, frame)
-        elif self._previous == signal.SIG_DFL and (self._closed or os.getpid() != self._process):
-            # Nobody looks at the flag: in a forked process, which terminate() is to end, or under a handler that was
-            # set over this one and calls it.
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+
+    def _is_default(self) -> bool:
+        """Return whether the handler before ends the process, under accel's own commands by unwinding the script."""
+        return self._previous == signal.SIG_DFL or isinstance(self._previous, UnwindOnTermination)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
@@ -182,7 +183,9 @@ def _stdout_is_unicode() -> bool:
 def _stdout_has_color() -> bool:
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
-    return sys.stdout is not None and sys.stdout.isatty()
+    with contextlib.suppress(AttributeError, ValueError):  # a script has left None, one of its own, or a closed one
+        return sys.stdout.isatty()
+    return False
 
 
 def clip(text: str, width: int) -> str:

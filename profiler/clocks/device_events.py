@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from accel.profiler.phases import CUT, MEANING, WAS
+from accel.profiler.phases import CUT, MEANING, PROVISIONAL, SETTLED, WAS, settled
 
 READ_AFTER_STEPS = 8
 """Steps after which events are read; by then the device has passed them, or the step is left out."""
@@ -21,6 +21,15 @@ READ_AFTER_STEPS = 8
 
 def _cuda_event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def has_gpu() -> bool:
+    """Return whether there is a GPU, without starting CUDA.
+
+    From its start on, a process can't fork ranks that use CUDA, and CUDA_VISIBLE_DEVICES can no longer be set:
+    `torch.cuda.is_available` would start it, while this asks the driver's management library.
+    """
+    return torch.cuda.device_count() > 0
 
 
 class DeviceEvents:
@@ -53,7 +62,9 @@ class DeviceEvents:
             self._cut()
         elif pair[0] is WAS:
             self._step[-1:] = [(pair[1], event) for _, event in self._step[-1:]]
-        elif pair[0] in MEANING:
+        elif pair[0] is SETTLED:
+            self._step = [(settled(code, within=pair[1]), event) for code, event in self._step]
+        elif pair[0] in MEANING or pair[0] in PROVISIONAL:
             event = self._free.pop() if self._free else self._make()
             event.record()
             self._step.append((pair[0], event))
@@ -71,7 +82,7 @@ class DeviceEvents:
     def _read(self, marks: list[tuple[str, Any]]) -> None:
         if marks[-1][1].query():
             for (phase, start), (_, end) in itertools.pairwise(marks):
-                self._ms[phase] += start.elapsed_time(end)
+                self._ms[settled(phase, within=False)] += start.elapsed_time(end)
             self.steps += 1
         self._free += [event for _, event in marks]
 

@@ -11,7 +11,7 @@ class MarkState:
     """State of the marked functions; in slots, since reading attributes of the recorder, which has many, is slower."""
 
     __slots__ = (
-        *("counting", "in_backward", "in_call", "iterator", "learning"),
+        *("away", "counting", "in_backward", "in_call", "iterator", "learning"),
         *("steps_left", "optimizer", "stepped", "updating"),
     )
 
@@ -19,6 +19,8 @@ class MarkState:
         self.iterator: Any = None
         """The loop's iterator, unless its batches take the slow path."""
         self.stepped = self.updating = self.in_call = self.in_backward = False
+        self.away = False
+        """Whether an experiment was told that the loop does something else than steps."""
         self.learning = True
         self.counting = True
         """Whether the batches and calls of the open step are counted."""

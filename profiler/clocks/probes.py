@@ -1,6 +1,7 @@
 """Marks on torch's own entry points, which report where an unmodified loop is.
 
-    DataLoader.__iter__, its iterators' __next__      a batch is asked for and handed over
+    DataLoader.__iter__, its iterators' __init__      a pass over a loader begins
+    their __next__                                    a batch is asked for and handed over
     torch.autograd.backward, torch.autograd.grad      the backward pass
     optimizer step hooks (torch's global ones)        the update
     functions of torch.distributed                    collectives the loop calls itself
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from accel.profiler.clocks.collector import Collector
+from accel.profiler.clocks.device_events import has_gpu
 
 _COLLECTIVES = (
     "all_reduce",
@@ -56,6 +58,9 @@ class Marker(Protocol):
 
     def iterating(self, original: Function) -> Function:
         """Return `DataLoader.__iter__`, marked."""
+
+    def making(self, original: Function) -> Function:
+        """Return `__init__` of torch's own iterators, marked."""
 
     def fetching(self, original: Function) -> Function:
         """Return `__next__` of a loader's iterator, marked."""
@@ -157,6 +162,7 @@ class Probes:
         for loader, iterator in self._loaders:
             replace(loader, "__iter__", marker.iterating)
             replace(iterator, "__next__", marker.fetching)
+        replace(_BaseDataLoaderIter, "__init__", marker.making)
         for name in ("backward", "grad"):
             replace(torch.autograd, name, marker.differentiating)
         before, after = marker.updating()
@@ -165,7 +171,7 @@ class Probes:
             for name in _COLLECTIVES:
                 if hasattr(torch.distributed, name):
                     replace(torch.distributed, name, marker.communicating)
-        if torch.cuda.is_available():
+        if has_gpu():
             for name in ("to", "cuda"):
                 replace(torch.Tensor, name, marker.copying)
         self.collector.install()

@@ -9,9 +9,7 @@ is rare (a new iterator, a new optimizer, an evaluation) takes the slow path.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import sys
 from collections.abc import Callable
 from threading import get_ident
 from types import MethodType
@@ -22,16 +20,13 @@ from torch import nn
 from torch.nn.modules import module as module_globals
 from torch.optim import Optimizer
 
-from accel.profiler.clocks import batch_size as samples
 from accel.profiler.clocks import facts
+from accel.profiler.clocks.batches import BatchMarks
 from accel.profiler.clocks.called_modules import CalledModules
-from accel.profiler.clocks.collate_time import CollateTimer
-from accel.profiler.clocks.device_events import DeviceEvents
-from accel.profiler.clocks.mark_state import MarkState
+from accel.profiler.clocks.device_events import DeviceEvents, has_gpu
 from accel.profiler.clocks.probes import Function, Loaders, Probes
-from accel.profiler.clocks.segments import KEPT_STEPS, Segments
 from accel.profiler.evidence import LoaderFacts
-from accel.profiler.phases import CUT, STEP, Measurement, PairTape, StepClock, Tape
+from accel.profiler.phases import MAYBE_FORWARD, MAYBE_HOST, PairTape, StepClock, Tape
 
 _LEARNING_STEPS = 12
 """Steps in which a module that is never called is replaced by its children."""
@@ -40,61 +35,33 @@ _LOST = 50
 ended, after this many updates without a batch, so is the loader."""
 
 
-class Recorder:
+class Recorder(BatchMarks):
     """Records the steps of an unmodified loop.
 
     Args:
         clock: seconds, monotonic.
         loaders: loaders that iterate in their own way, each with the class of its iterators.
-
-    Attributes:
-        on_step: called between two steps with the step just ended; its time belongs to no step.
-        on_segment: called between two steps in place of `on_step` while `deferred` is set, every 64 to 512 steps.
-        deferred: True stores the tape unparsed, since parsing costs 4 µs a step; `catch_up` parses it and calls
-            `on_step` for these steps.
-        ahead: True fetches the batches of the open step while its clock is stopped.
-        step_s: seconds in steps, the first left out.
+        thread: the one that trains, by Python's id; default this one.
     """
 
-    def __init__(self, clock: StepClock | None = None, *, loaders: Loaders = ()) -> None:
-        self.thread = get_ident()
-        self.clock = clock or StepClock()
+    def __init__(self, clock: StepClock | None = None, *, loaders: Loaders = (), thread: int | None = None) -> None:
+        super().__init__(clock or StepClock(), get_ident() if thread is None else thread)
         self.clock.backward_is_seen = True
         self.events: DeviceEvents | None = None
-        if torch.cuda.is_available():
+        if has_gpu():
             self.events = DeviceEvents(self.clock.write)
             self.clock.write = self.events.write
         self._tape: Tape = self.clock.tape if self.events is None else PairTape(self.events.write)
-        self.on_step: Callable[[Measurement], None] = lambda measured: None
-        self.on_segment: Callable[[], None] = lambda: None
-        self.deferred = False
         self._on_update: Callable[[Optimizer], None] | None = None
         self.on_call: Callable[[], None] | None = None
         """Called within each counted call of the model, for as long as it is set."""
-        self.ahead = False
-        self.steps = self.fetched = self.backwards = 0
+        self.backwards = 0
         self.updates = 0
         """Updates counted while the loop is being learned, those of further optimizers left out."""
         self.updates_elsewhere = 0
         """Updates in other threads."""
-        self.failed = ""
-        """Why recording has stopped, '' while it goes on."""
-        self.step_s = 0.0
-        self.first_boundary = self.last_boundary = 0.0
         self.optimizers: list[Optimizer] = []
-        self.loader: Any = None
-        """The loader of the last training step."""
-        self.iterator: Any = None
         self.probes = Probes(self, loaders)
-        self.collating = CollateTimer(self.clock.now)
-        self._training: set[int] = set()
-        self._recent: list[int] = []
-        self._hot = MarkState()
-        self._segments = Segments(KEPT_STEPS, self.clock.now)
-        self._segment_steps = 1
-        self._starts_epoch = False
-        self._other_updates = 0
-        self._updates_at_fetch = 0
         self.roots = CalledModules(self.calling, self.call_hooks)
 
     def start(self) -> None:
@@ -105,100 +72,6 @@ class Recorder:
         """Restore torch and the models."""
         self.probes.remove()
         self.roots.release()
-
-    # -- batches (probes.Marker) ---------------------------------------------------------------------------------------
-
-    def iterating(self, original: Function) -> Function:
-        """Mark the making of an iterator; for the training loader this is the beginning of an epoch."""
-
-        @functools.wraps(original)
-        def marked(loader: Any) -> Any:
-            return original(loader) if get_ident() != self.thread else self._iterate(loader, original)
-
-        return marked
-
-    def _iterate(self, loader: Any, original: Function) -> Any:
-        training = self._is_training(loader)
-        self.clock.enter("data" if training else "evaluation")
-        if training and self._hot.stepped:  # starting an epoch is part of its first step
-            self._boundary()
-        try:
-            iterator = original(loader)
-        finally:
-            self.clock.enter("host" if training else "evaluation")
-        with contextlib.suppress(AttributeError):  # a generator, around an iterator that is marked itself
-            iterator._accel_loader = loader
-        if training and iterator is self.iterator:  # persistent workers reuse the iterator, which must be adopted anew
-            self.iterator = self._hot.iterator = None
-        return iterator
-
-    def fetching(self, original: Function) -> Function:
-        """Mark the fetching of a batch."""
-        tape, now, hot = self._tape, self.clock.now, self._hot
-
-        @functools.wraps(original)
-        def marked(iterator: Any) -> Any:
-            if iterator is not hot.iterator:
-                return original(iterator) if get_ident() != self.thread else self._fetch(iterator, original)
-            tape.append("data")
-            tape.append(now())
-            if hot.stepped:
-                hot.stepped = False
-                tape.append(STEP)
-                tape.append(None)
-                hot.steps_left -= 1
-                if hot.steps_left <= 0:
-                    self._deliver()  # a segment's first batch takes the slow path, which counts it
-                    return self._fetch(iterator, original)
-            try:
-                batch = original(iterator)
-            finally:
-                tape.append("host")
-                tape.append(now())
-            return batch
-
-        return marked
-
-    def _fetch(self, iterator: Any, original: Function) -> Any:
-        """Fetch a batch by the slow path."""
-        clock, self._updates_at_fetch = self.clock, self.updates
-        if iterator is not self.iterator and not self._adopt(iterator):
-            clock.enter("evaluation")
-            batch = original(iterator)
-            if torch.is_grad_enabled():  # it may turn out to be a second training loader
-                self._recent.append(id(iterator._accel_loader))
-            return batch
-        clock.enter("data")
-        if self._hot.stepped:
-            self._boundary()
-        counting = self._hot.counting  # a step's batches are counted all or none
-        self._hot.iterator = None if self.ahead or counting or not self.roots.called else iterator
-        if self._starts_epoch:
-            self._starts_epoch = False
-            clock.mark_first()
-        try:
-            batch = self.collating.fetch(iterator, original)
-        finally:
-            if self.ahead:
-                clock.skip()
-            clock.enter("host" if self.roots.called else "forward")  # forward: no call of a model is marked yet
-        if counting:
-            clock.count(samples.of(batch))
-        self.fetched += 1
-        return batch
-
-    def _adopt(self, iterator: Any) -> bool:
-        """Make an iterator the loop's own if it belongs to a training loader; return whether it does."""
-        loader = getattr(iterator, "_accel_loader", None)
-        if loader is None or not self._is_training(loader):
-            return False
-        self._recent.append(id(loader))
-        self.loader, self.iterator, self._starts_epoch = loader, iterator, True
-        return True
-
-    def _is_training(self, loader: Any) -> bool:
-        # Before the first backward pass no loader is known; batches fetched without gradients are for an evaluation.
-        return id(loader) in self._training if self._training else torch.is_grad_enabled()
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -220,8 +93,8 @@ class Recorder:
             trains = training()
             if hot.counting and trains:
                 calls[0] += 1
-            if hot.stepped or not trains:
-                self._call()
+            if hot.stepped or hot.away or not trains:
+                self._call(module)
             else:
                 tape.append("forward")
                 tape.append(now())
@@ -238,6 +111,8 @@ class Recorder:
                 if trains:
                     tape.append("loss")
                     tape.append(now())
+                else:
+                    self._called()
 
         return marked
 
@@ -250,8 +125,8 @@ class Recorder:
                 return
             self._hot.in_call = marking[0] = True
             calls[0] += torch.is_grad_enabled()
-            if self._hot.stepped or not torch.is_grad_enabled():
-                self._call()
+            if self._hot.stepped or self._hot.away or not torch.is_grad_enabled():
+                self._call(module)
             else:
                 self.clock.enter("forward")
             if self.on_call is not None and torch.is_grad_enabled():
@@ -262,19 +137,44 @@ class Recorder:
                 self._hot.in_call = marking[0] = False
                 if torch.is_grad_enabled():
                     self.clock.enter("loss")
+                else:
+                    self._called()
 
         return before, after
 
-    def _call(self) -> None:
+    def _call(self, module: Any) -> None:
         if not torch.is_grad_enabled():
-            self._recent.clear()  # batches fetched for an evaluation are not for training
-            self.clock.enter("evaluation")
+            self._call_without_gradients(evaluates=module is not None and not module.training)
             return
-        if not self._training:
+        if self._hot.stepped and not self._training:
             # No loader marks where a step begins: it ends where the next step's first forward pass begins.
             self.clock.enter("outside")
             self._boundary()
+        self.pauses.end_in_step()
         self.clock.enter("forward")
+
+    def _call_without_gradients(self, *, evaluates: bool) -> None:
+        """Mark a call for an evaluation, or one of the step: a generator's samples, pseudo-labels."""
+        clock, code = self.clock, self.clock.code
+        if evaluates or not self._training or code == "evaluation":
+            if self._pending or self._is_doubtful:
+                self._settle(within=False)
+            self._recent.clear()  # batches fetched for an evaluation are not for training
+            clock.enter("evaluation")
+            self.pauses.begin()
+        elif code in ("host", "loss") and not self._hot.stepped:  # with a batch in hand
+            clock.enter("forward")
+        else:
+            self._is_doubtful = True
+            if not self._recent:
+                self._recent.append(None)
+            clock.enter(MAYBE_FORWARD)
+            self.pauses.begin()
+
+    def _called(self) -> None:
+        following = {"forward": "host", MAYBE_FORWARD: MAYBE_HOST}.get(self.clock.code)
+        if following is not None:
+            self.clock.enter(following)
 
     def differentiating(self, original: Function) -> Function:
         """Mark a backward pass; the loaders that batches came from since the last one are training loaders."""
@@ -301,8 +201,12 @@ class Recorder:
 
     def _differentiated(self) -> None:
         self.backwards += 1
-        self._training.update(self._recent)
+        for loader in self._recent:
+            if loader is not None:
+                self._training.add(loader)
         self._recent.clear()
+        if self._pending or self._is_doubtful:
+            self._settle(within=True)
         if not self.roots.called:
             self._book_forward()
 
@@ -313,7 +217,7 @@ class Recorder:
         step begins either, it begins with the first backward pass after an update.
         """
         clock = self.clock
-        if clock.phase in ("host", "outside"):
+        if clock.code in ("host", "outside", MAYBE_HOST):
             clock.rename("forward")
         if self._hot.stepped and not self._training:
             clock.enter("backward")
@@ -352,7 +256,8 @@ class Recorder:
         if self._training and not self.steps and self.updates - self._updates_at_fetch > _LOST:
             # The loop iterates over batches that it took from a loader earlier, so no loader ends its steps.
             self._training.clear()
-            self.loader = self.iterator = hot.iterator = None
+            self.loader = None
+            self._forget_iterator()
         hot.stepped = hot.stepped or ends_step or bool(self._training)
         if self._on_update is not None:
             self._on_update(optimizer)
@@ -408,7 +313,7 @@ class Recorder:
         def marked(*args: Any, **kwargs: Any) -> Any:
             if get_ident() != self.thread:
                 return original(*args, **kwargs)
-            before = self.clock.phase
+            before = self.clock.code
             self.clock.enter(phase)
             try:
                 return original(*args, **kwargs)
@@ -417,76 +322,12 @@ class Recorder:
 
         return marked
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
-
-    def _boundary(self) -> None:
-        hot = self._hot
-        hot.stepped = False
-        self._other_updates = 0
-        hot.counting = not self.deferred
-        self.clock.write(CUT)
-        hot.steps_left -= 1
-        if hot.steps_left <= 0:
-            self._deliver()
-
-    def _deliver(self) -> None:
-        """Hand over the steps since the last time; an error of the profiler's own must not end the script."""
-        self._guarded(self._hand_over)
-
-    def _guarded(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:
-            self.failed = f"the recorder stopped at step {self.steps}: {type(error).__name__}: {error}"
-            self._hot.steps_left = sys.maxsize  # never again
-
-    def _hand_over(self) -> None:
-        hot = self._hot
-        if self.deferred:
-            self.steps += self._segment_steps
-            self._segments.append(self._segment_steps, self.clock.detach())
-            self.on_segment()
-        else:
-            for measured in self.clock.read():
-                self.steps += 1
-                self._record(measured)
-        hot.steps_left = self._segment_steps = self._segments.next(self._segment_steps) if self.deferred else 1
-        hot.learning = self._is_learning()
-        hot.counting = True
-        hot.iterator = None  # the next batch takes the slow path, which counts it
-        self.clock.resume()
-
-    def _record(self, measured: Measurement) -> None:
-        self.last_boundary = self.clock.cut_at
-        if measured.step == 0:
-            self.first_boundary = self.last_boundary
-        else:
-            self.step_s += measured.seconds
-        self.on_step(measured)
-
-    def catch_up(self) -> None:
-        """Parse the stored segments, call `on_step` for their steps; an error loses those after it, no more."""
-        self._guarded(self._parse_stored)
-
-    def _parse_stored(self) -> None:
-        for number, segment in enumerate(self._segments):
-            if number == 0 and self._segments.dropped:  # the steps before were dropped
-                self.first_boundary, self.step_s, self.clock.aside_s = segment[1], 0.0, 0.0
-            for measured in self.clock.read(segment):
-                self._record(measured)
-        self._segments.clear()
-        for measured in self.clock.read():
-            self._record(measured)
+    # -- what was recorded ---------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
         """Say how much of a training loop was recorded."""
         batches = f"{self.fetched} batches from a DataLoader"
         return f"{batches}, {self.backwards} backward passes, {self.updates} updates, {self.steps} whole steps"
-
-    def unattributed(self) -> float:
-        """Return the share of the wall time, first boundary to last, that is in no step and not the profiler's own."""
-        wall = self.last_boundary - self.first_boundary
-        return max(0.0, 1.0 - (self.step_s + self.clock.aside_s) / wall) if wall > 0 else 0.0
 
     def loader_facts(self) -> LoaderFacts:
         """Describe the loader that feeds the training."""
@@ -496,4 +337,5 @@ class Recorder:
 
     def worker_pids(self) -> list[int]:
         """Return the loader's worker processes."""
-        return [worker.pid for worker in getattr(self.iterator, "_workers", []) if worker.pid]
+        source = self.loader if self.iterator is None else self.iterator  # a loader may keep them between two passes
+        return [worker.pid for worker in getattr(source, "_workers", []) if worker.pid]

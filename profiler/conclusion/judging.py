@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from accel.profiler import naming
-from accel.profiler.diagnose.causes import CROWDS
+from accel.profiler.diagnose import consistency
+from accel.profiler.diagnose.causes import CROWDS, switched_with
+from accel.profiler.diagnose.consistency import PhaseShares
 from accel.profiler.diagnose.findings import WORTH
 from accel.profiler.naming import Diagnosis
 from accel.profiler.report import Experiment, Finding
@@ -23,6 +25,7 @@ def judge(
     experiments: Mapping[str, Experiment],
     suspected: Sequence[Finding],
     why_untried: Callable[[Finding], str],
+    shares: Mapping[str, float] | None = None,
 ) -> list[str]:
     """Add the results of the experiments to a diagnosis, in place.
 
@@ -31,14 +34,15 @@ def judge(
         experiments: by the cause they tested.
         suspected: findings from before the experiments; one that an experiment has confirmed is kept.
         why_untried: says why there was no experiment for a finding.
+        shares: cause → its share of the whole run, for causes that have no phases.
 
     Returns:
         A sentence for each finding that was dropped.
     """
-    dropped: list[str] = []
+    earlier, dropped = _confirmed_earlier(diagnosis, experiments, suspected, shares or {})
     kept = []
-    for finding in [*diagnosis.findings, *_confirmed_earlier(diagnosis, experiments, suspected)]:
-        experiment = experiments.get(finding.cause)
+    for finding in [*diagnosis.findings, *earlier]:
+        experiment = _experiment_of(finding.cause, experiments)
         if experiment is None:
             kept.append(dataclasses.replace(finding, experiment=why_untried(finding)))
         elif experiment.verdict == "drop" and experiment.saving.high < WORTH:
@@ -54,15 +58,46 @@ def judge(
     return dropped
 
 
+def _experiment_of(cause: str, experiments: Mapping[str, Experiment]) -> Experiment | None:
+    """Return the experiment that switched a cause off, under whatever name it was suspected.
+
+    Files that the page cache did not hold yet made `input.storage` of a loader, and `input.cpu` once it held them.
+    """
+    return next((experiments[name] for name in switched_with(cause) if name in experiments), None)
+
+
 def _confirmed_earlier(
-    diagnosis: Diagnosis, experiments: Mapping[str, Experiment], suspected: Sequence[Finding]
-) -> list[Finding]:
-    """Return findings that an experiment has confirmed and the evidence of the whole run no longer shows."""
-    current = {finding.cause for finding in diagnosis.findings}
+    diagnosis: Diagnosis,
+    experiments: Mapping[str, Experiment],
+    suspected: Sequence[Finding],
+    shares: Mapping[str, float],
+) -> tuple[list[Finding], list[str]]:
+    """Look for findings that an experiment has confirmed and the evidence of the whole run no longer shows.
+
+    Returns:
+        Those that still may be what they were, no larger than the whole run allows, and a sentence for each other one.
+    """
+    current = {name for finding in diagnosis.findings for name in switched_with(finding.cause)}
     if current & set(CROWDS):  # no other figure is trusted then
-        return []
-    confirmed = {cause for cause, experiment in experiments.items() if experiment.verdict == "keep"} - current
-    return [finding for finding in suspected if finding.cause in confirmed]
+        return [], []
+    phases, kept, gone = PhaseShares.of_anatomy(diagnosis.anatomy), [], []
+    for finding in suspected:
+        experiment = experiments.get(finding.cause)
+        if experiment is None or experiment.verdict != "keep" or finding.cause in current:
+            continue
+        room = shares.get(finding.cause, phases.room(finding.cause))
+        if room >= WORTH:
+            kept.append(consistency.within(finding, room))
+        else:
+            gone.append(_passed(finding.cause, experiment, room))
+    return kept, gone
+
+
+def _passed(cause: str, experiment: Experiment, room: float) -> str:
+    return (
+        f"{cause} held up the steps of the experiment (removing it saved {experiment.saving.value:.0%} of them), and "
+        f"not the run: it can take {room:.0%} of the mean step"
+    )
 
 
 def _with_experiment(finding: Finding, experiment: Experiment) -> Finding:

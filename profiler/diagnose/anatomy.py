@@ -57,8 +57,7 @@ def of(steps: Sequence[Measurement]) -> Anatomy:
     if total <= 0:
         return Anatomy(steps=len(steps), step_s=0.0, shares=dict.fromkeys(PHASES, 0.0))
     shares = {phase: sum(m.phases.get(phase, 0.0) for m in steps) / total for phase in PHASES}
-    usual_data = statistics.median([m.phases.get("data", 0.0) for m in steps if not m.first] or [0.0])
-    waited = sum(max(0.0, steps[n].phases.get("data", 0.0) - usual_data) for n in _starting(steps))
+    waited = _waited_longer(steps)
     slow = _excess(steps, ("forward", "loss", "backward", "optimizer"))
     between = [sum(m.phases.get(phase, 0.0) for phase in _BETWEEN_UPDATES) for m in steps]
     usual = statistics.median(between)
@@ -81,6 +80,16 @@ def _starting(steps: Sequence[Measurement]) -> list[int]:
     """Return the indices of each epoch's first steps: one worker after the other delivers its first batch."""
     firsts = [n for n, m in enumerate(steps) if m.first]
     return sorted({n + k for n in firsts for k in range(_STARTING) if n + k < len(steps)})
+
+
+def _waited_longer(steps: Sequence[Measurement]) -> float:
+    """Return the seconds that the first steps of epochs waited longer than the others; 0 if there are no others."""
+    waits = [m.phases.get("data", 0.0) for m in steps]
+    ordinary = [wait for wait, m in zip(waits, steps, strict=True) if not m.first]
+    if not ordinary:  # an epoch of one batch: its wait is the loader's own
+        return 0.0
+    usual = statistics.median(ordinary)
+    return sum(max(0.0, waits[n] - usual) for n in _starting(steps))
 
 
 def _excess(steps: Sequence[Measurement], phases: Sequence[str]) -> float:

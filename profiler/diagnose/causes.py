@@ -200,6 +200,16 @@ _ALL = (
 
 CAUSES = {cause.name: cause for cause in _ALL}
 """By name."""
+_SWITCHED_TOGETHER = (
+    ("input.cpu", "input.storage", "input.workers", "input.worker_storage", "input.handover", "input.collate"),
+    ("optimizer.per_parameter", "optimizer.update"),
+)
 OVERSUBSCRIBED = "host.oversubscribed"
 CROWDS = (OVERSUBSCRIBED, "host.own_processes")
 """Beside one of these no other cause can be established."""
+
+
+def switched_with(cause: str) -> tuple[str, ...]:
+    """Return the causes that one experiment switches off, this one first: what it shows holds for each of them."""
+    others = next((group for group in _SWITCHED_TOGETHER if cause in group), ())
+    return (cause, *(other for other in others if other != cause))

@@ -86,7 +86,7 @@ def check(findings: Sequence[Finding], phases: PhaseShares) -> tuple[list[Findin
         if claim > room + SLACK:
             retractions.append(_retraction(finding.cause, claim, room))
         else:
-            kept.append(_within(finding, room))
+            kept.append(within(finding, room))
     return kept, retractions
 
 
@@ -95,8 +95,13 @@ def _retraction(cause: str, claim: float, room: float) -> str:
     return f"{cause} was taken back: it claims {claim:.0%} of the step, and what it can take of {phases} is {room:.0%}"
 
 
-def _within(finding: Finding, room: float) -> Finding:
-    """Cap shares and savings at what the phases hold; a measured saving is also reported as it was measured."""
+def within(finding: Finding, room: float) -> Finding:
+    """Cap shares and savings at what the phases hold; a measured saving is also reported as it was measured.
+
+    Args:
+        finding: what is claimed.
+        room: what the phases hold of the mean step.
+    """
     measured, why = finding.measured, finding.why
     if measured is not None and measured.value > room:
         saved = f"the experiment saved {measured.value:.0%} of its own steps"

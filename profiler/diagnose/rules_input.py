@@ -25,10 +25,16 @@ WHOLE_BATCHES = (
 )
 
 
+def _starts_epochs(evidence: Evidence, anatomy: Anatomy) -> float:
+    """Return the share of the step in which workers start an epoch."""
+    # Without workers, what begins an epoch is the dataset's own work, as filling a shuffle buffer is.
+    return anatomy.epoch_start if evidence.loader.workers else 0.0
+
+
 def epoch_start(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
-    restarted = evidence.loader.workers > 0 and not evidence.loader.persistent
+    restarted = not evidence.loader.persistent
     share = anatomy.epoch_start + (anatomy.epoch_slow if restarted else 0.0)
-    if anatomy.epoch_start < WORTH:
+    if _starts_epochs(evidence, anatomy) < WORTH:
         return None
     firsts = sum(m.first for m in evidence.steps)
     why = [
@@ -44,7 +50,7 @@ def epoch_start(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
 
 
 def loader(evidence: Evidence, anatomy: Anatomy) -> Finding | None:
-    share = anatomy.shares["data"] - anatomy.epoch_start
+    share = anatomy.shares["data"] - _starts_epochs(evidence, anatomy)
     if share < WORTH:
         return None
     whole = of_phases(evidence, "data")

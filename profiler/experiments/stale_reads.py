@@ -1,9 +1,10 @@
 """Reads of values on a device, answered by what the same call site read before, without waiting.
 
 What a read returns decides what the script does, so the answer has the type, dtype and shape of the true value, and
-every 64th read is a true one: a loop that goes on until a value changes must terminate. `Tensor.numpy()` is not
-replaced, since tensors on a device don't have it. `Tensor.cpu()` is answered only for single values without gradients:
-larger tensors are what checkpoints are made of.
+every 64th read is a true one: a loop that goes on until a value changes must terminate. Without gradients all reads are
+true: what an evaluation finds is printed, or decides. `Tensor.numpy()` is not replaced, since tensors on a device don't
+have it. `Tensor.cpu()` is answered only for single values without gradients: larger tensors are what checkpoints are
+made of.
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ class StaleReads:
 
     def _reading(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not self._waits(tensor) or (name == "cpu" and not _is_plain_value(tensor)):
+            if (
+                not torch.is_grad_enabled()
+                or not self._waits(tensor)
+                or (name == "cpu" and not _is_plain_value(tensor))
+            ):
                 return original(tensor, *args, **kwargs)
             frame: Any = sys._getframe(1)
             while frame.f_code.co_filename == _TENSOR_FILE:  # an f-string reads through Tensor.__format__

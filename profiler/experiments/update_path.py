@@ -11,6 +11,7 @@ unfrozen some of them, the foreach path makes the buffers that are missing.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,7 +45,11 @@ def refusal(optimizer: Optimizer) -> str:
 
 def set_by_hand(optimizer: Optimizer) -> bool:
     """Return whether the loop chose the path itself."""
-    return any(group.get("fused") or group.get("foreach") is not None for group in optimizer.param_groups)
+    return any(map(_is_set, optimizer.param_groups))
+
+
+def _is_set(group: dict[str, Any]) -> bool:
+    return bool(group.get("fused")) or group.get("foreach") is not None
 
 
 def updates_at_once(optimizer: Optimizer) -> bool:
@@ -95,30 +100,72 @@ def _has_buffer(state: dict[str, Any] | None) -> bool:
 class Paths:
     """Switches the paths of some optimizers, and back.
 
+    Groups that an optimizer gets meanwhile, by `load_state_dict` or `add_param_group`, are switched when it steps;
+    those that name a path themselves stay as they are.
+
     Attributes:
         saved: id of a parameter group → its original `foreach` and `fused`; empty while nothing is switched.
     """
 
     def __init__(self) -> None:
         self.saved: dict[int, tuple[Any, Any]] = {}
-        self._switched: list[Optimizer] = []
+        self._known: dict[int, dict[str, Any]] = {}
+        """All groups that have been looked at; kept, since another one could get the id of one that is gone."""
+        self._switched: list[weakref.ref[Optimizer]] = []
+        self._fused = False
         self._hooks: list[RemovableHandle] = []
         self._for_this_step: list[dict[str, Any]] = []
         """Groups that take the foreach path in one step."""
 
     def switch(self, optimizers: Iterable[Optimizer], *, fused: bool) -> None:
         """Take the fused path, or foreach."""
+        self._fused = fused
         for optimizer in optimizers:
-            self._switched.append(optimizer)
-            for group in optimizer.param_groups:
-                self.saved[id(group)] = group["foreach"], group.get("fused")
-                _set(group, not fused, fused)
+            self._switched.append(weakref.ref(optimizer))
+            self._take(optimizer, optimizer.param_groups)
+            self._hooks.append(optimizer.register_step_pre_hook(self._step_begins))
             if fused:
-                _move_step_counters(optimizer, on_device=True)
-                self._hooks.append(optimizer.register_step_pre_hook(self._step_begins))
                 self._hooks.append(optimizer.register_step_post_hook(self._step_ended))
+        self._note_groups()
+
+    def switches(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer takes the path, in some of its groups at least."""
+        if all(reference() is not optimizer for reference in self._switched):
+            return False
+        self._take_new(optimizer)
+        path = "fused" if self._fused else "foreach"
+        return any(id(group) in self.saved and group.get(path) for group in optimizer.param_groups)
+
+    def _take(self, optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
+        for group in groups:
+            self.saved[id(group)] = group["foreach"], group.get("fused")
+            _set(group, not self._fused, self._fused)
+        if self._fused:
+            _move_step_counters(optimizer, on_device=True)
+
+    def _take_new(self, optimizer: Optimizer) -> None:
+        """Switch the groups that it has got since it was switched, if they can be."""
+        new = [group for group in optimizer.param_groups if id(group) not in self._known]
+        if not new:
+            return
+        if not refusal(optimizer) and (has_fused(optimizer) or not self._fused):
+            self._take(optimizer, [group for group in new if not _is_set(group)])
+        self._note_groups()
+
+    def _note_groups(self) -> None:
+        """Note the present groups, and forget those that are gone."""
+        groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
+        self._known = {id(group): group for group in groups}
+        self.saved = {key: paths for key, paths in self.saved.items() if key in self._known}
+
+    def _optimizers(self) -> list[Optimizer]:
+        """Return the switched ones; a loop may have replaced some, and these are not kept alive."""
+        return [optimizer for reference in self._switched if (optimizer := reference()) is not None]
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._take_new(optimizer)
+        if not self._fused:
+            return
         self._step_ended(optimizer)  # the step before may have raised
         _lay_out_gradients(optimizer)
         for group in optimizer.param_groups:
@@ -133,17 +180,18 @@ class Paths:
 
     def restore(self) -> None:
         """Restore the original paths."""
-        for optimizer in self._switched:
+        for optimizer in self._optimizers():
             for group in optimizer.param_groups:
                 if id(group) in self.saved:
                     _set(group, *self.saved[id(group)])
-            _move_step_counters(optimizer, on_device=False)
+            _move_step_counters(optimizer, on_device=any(group.get("fused") for group in optimizer.param_groups))
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._switched.clear()
         self._for_this_step.clear()
         self.saved.clear()
+        self._known.clear()
 
 
 def _set(group: dict[str, Any], foreach: bool | None, fused: bool | None) -> None:

@@ -2,11 +2,13 @@
 
 A share of the time says where the time goes, not what would be saved: work may overlap, and removing a wait may uncover
 another one. So a suspicion is tested. Each counterfactual switches one thing at a step boundary; blocks with and
-without it are interleaved and judged as a trial is.
+without it are interleaved and judged as a trial is. Where the loop does something else than steps, as evaluating or
+saving, nothing is switched, and what the model has learned in an experiment that changes this is taken back.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 from collections.abc import Callable, Generator, Sequence
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from accel.profiler.clocks.pauses import Pauses
 from accel.profiler.clocks.probes import Patches
 from accel.profiler.clocks.recorder import Recorder
 from accel.profiler.experiments import update_path
@@ -265,48 +268,124 @@ class Snapshot:
         self._pairs = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Put everything back; a backward pass may be outstanding, so autograd does not count it as a change."""
         with torch.no_grad():
             for tensor, saved in self._pairs:
-                tensor.copy_(saved)
+                tensor.data.copy_(saved)
 
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
+_STATE_CALLS = ((torch, "save"), (nn.Module, "state_dict"), (nn.Module, "load_state_dict"))
+"""Where a script saves what it has learned, or puts something else in its place."""
+
+
+class _Switch:
+    """Switches a counterfactual in the steps, and only there.
+
+    Args:
+        counterfactual: what is switched.
+        saved: the state from before, if the model learns something else meanwhile.
+    """
+
+    def __init__(self, counterfactual: Counterfactual, saved: Snapshot | None) -> None:
+        self._counterfactual, self._saved = counterfactual, saved
+        self._on = self._away = self._has_learned = False
+        self._paused = False
+        """Whether the loop has left its steps since the last of them ended."""
+        self._patches = Patches()
+
+    def set(self, on: bool) -> bool:
+        """Switch between two steps; return whether anything was to be switched."""
+        changes = on != self._on
+        if changes and not self._away:
+            self._counterfactual.enable() if on else self._counterfactual.disable()
+        self._on = on
+        return changes
+
+    def leave(self, is_between: bool) -> None:
+        """Put everything back while the loop does something else; the state only if no step is under way."""
+        self._paused = self._away = True
+        if self._on:
+            self._counterfactual.disable()
+        if is_between:
+            self._restore()
+
+    def back(self) -> None:
+        """Switch as before."""
+        self._away, self._has_learned = False, True
+        if self._on:
+            self._counterfactual.enable()
+
+    def passed(self) -> bool:
+        """Return whether the step that has ended was one without a pause."""
+        paused, self._paused, self._has_learned = self._paused or self._away, False, True
+        return not paused
+
+    def watch(self, pauses: Pauses) -> None:
+        """Listen for pauses; where the model learns something else, saving is one too."""
+        pauses.watch(self.leave, self.back)
+        if self._saved is not None:
+            for owner, name in _STATE_CALLS:
+                self._patches.replace(owner, name, functools.partial(_after, pauses.begin))
+
+    def end(self, pauses: Pauses) -> None:
+        """Put everything back for good."""
+        self._patches.remove()
+        pauses.unwatch()
+        if not self._away:
+            self.set(False)
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._saved is not None and self._has_learned:
+            self._saved.restore()
+        self._has_learned = False
+
+
+def _after(first: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return original(*args, **kwargs)
+
+    return marked
+
+
 def experiment(
-    counterfactual: Counterfactual, *, config: TrialConfig, snapshot: Callable[[], Snapshot]
+    counterfactual: Counterfactual, *, config: TrialConfig, snapshot: Callable[[], Snapshot], pauses: Pauses
 ) -> Generator[None, Measurement, Experiment]:
-    """Run one counterfactual; each `yield` lets one step pass.
+    """Run one counterfactual; each `yield` lets one step pass, also on ranks whose loop pauses while others go on.
 
     Args:
         counterfactual: what is switched.
         config: statistics of the trial.
         snapshot: saves the state to restore afterwards; called only if the model learns something else.
+        pauses: tells when the loop leaves its steps.
     """
-    before = snapshot() if counterfactual.changes_learning else None
+    switch = _Switch(counterfactual, snapshot() if counterfactual.changes_learning else None)
     # The mean of a block, not its median: workers deliver in bursts, and a burst is time too.
     trial = Trial(config, reduce=statistics.fmean)
-    on = False
+    whole = {"A": 0, "B": 0}
+    switch.watch(pauses)
     try:
         while trial.verdict is None:
-            enable = trial.arm == "B"
-            if enable != on:
-                counterfactual.enable() if enable else counterfactual.disable()
-                on = enable
+            if switch.set(trial.arm == "B"):
                 yield  # the first step after a switch still depends on the one before it
-            block: list[float] = []
+                switch.passed()
+            block: list[tuple[float, bool]] = []
             while len(block) < config.block_steps:
                 measured = yield
-                block.append(measured.seconds)
-            trial.record(block)
+                block.append((measured.seconds, switch.passed()))
+            undisturbed = [seconds for seconds, was_whole in block if was_whole]
+            whole[trial.arm] += len(undisturbed)
+            trial.record(undisturbed or [seconds for seconds, _ in block])
     finally:
-        if on:
-            counterfactual.disable()
-        if before is not None:
-            before.restore()
-    return _result(counterfactual, trial.outcome(), void=not counterfactual.worked())
+        switch.end(pauses)
+    void = not counterfactual.worked() or not all(whole.values())
+    return _result(counterfactual, trial.outcome(), void=void)
 
 
 def _result(counterfactual: Counterfactual, outcome: Outcome, *, void: bool) -> Experiment:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,64 +17,117 @@ _DDP_TIMES_EVERY = 100
 
 
 class Span:
-    """The growth of a counter within the observed spans."""
+    """The growth of a counter and the wall time within the watched steps, both read between two steps.
+
+    What follows the last step of a span that was read, as a script's work after the training, is in neither.
+    """
 
     def __init__(self) -> None:
-        self._sum = 0.0
-        self._from: float | None = None
+        self._spans: list[tuple[int, int, float, float]] = []
+        self._from: tuple[int, float, float] | None = None
 
-    def begin(self, value: float) -> None:
-        """Begin a span."""
-        self._from = value
+    def begin(self, step: int, value: float, at: float) -> None:
+        """Begin a span.
 
-    def end(self, value: float) -> None:
-        """End the span."""
-        self._sum = self.total(value)
+        Args:
+            step: the number of the step that begins.
+            value: of the counter.
+            at: s on the wall clock.
+        """
+        self._from = step, value, at
+
+    def end(self, step: int, value: float, at: float) -> None:
+        """End the span before a step."""
+        if self._from is not None:
+            first, before, began = self._from
+            self._spans.append((first, step, value - before, at - began))
         self._from = None
 
-    def total(self, value: float) -> float:
-        """Return the growth so far."""
-        return self._sum + (value - self._from if self._from is not None else 0.0)
+    def share(self, without: Collection[int] = ()) -> float:
+        """Return the growth as a share of the wall time.
+
+        Args:
+            without: steps whose spans are left out.
+        """
+        spans = [span for span in self._spans if not any(span[0] <= step < span[1] for step in without)]
+        seconds = sum(wall for *_, wall in spans)
+        return sum(growth for _, _, growth, _ in spans) / seconds if seconds > 0.0 else 0.0
 
 
 class Workers:
-    """Times of the loader's worker processes, between their first and last readings."""
+    """Times of the loader's worker processes in ordinary steps.
+
+    They are added up by the workers' places in the loader: one that is started anew for each epoch goes on where the
+    one before it ended.
+    """
 
     def __init__(self) -> None:
-        self._times: dict[int, tuple[ThreadMeter, ThreadTime, ThreadTime]] = {}
+        self._meters: dict[int, tuple[ThreadMeter, ThreadTime]] = {}
+        """Process → its last reading; of the present workers."""
+        self._pids: list[int] = []
+        """Of the present workers, or the last there were."""
+        self._spent: list[ThreadTime] = []
+        """By place: `at` is the wall time."""
+        self._counts = False
 
-    def sample(self, pids: Iterable[int]) -> None:
-        """Read their times: 4 µs each."""
-        for pid in pids:
-            if pid in self._times:
-                meter, first, last = self._times[pid]
-                self._times[pid] = (meter, first, meter.read() or last)
-                continue
-            meter = ThreadMeter(pid)
+    def begin(self, pids: Sequence[int]) -> None:
+        """Ordinary steps begin."""
+        self.sample(pids)
+        self._counts = True
+
+    def end(self, pids: Sequence[int]) -> None:
+        """They end."""
+        self.sample(pids)
+        self._counts = False
+
+    def sample(self, pids: Sequence[int]) -> None:
+        """Read the times of the present workers: 4 µs each."""
+        self._forget(self._meters.keys() - set(pids))
+        if pids:
+            self._pids = list(pids)
+            missing = len(pids) - len(self._spent)
+            self._spent = [*self._spent[: len(pids)], *[ThreadTime(0.0, 0.0, 0.0)] * missing]
+        for place, pid in enumerate(pids):
+            meter, before = self._meters.get(pid) or (ThreadMeter(pid), None)
             now = meter.read()
-            if now is not None:
-                self._times[pid] = (meter, now, now)
+            if now is None:  # it has ended
+                self._meters.pop(pid, None)
+                meter.close()
+                continue
+            self._meters[pid] = meter, now
+            if before is not None and self._counts:
+                self._spent[place] = self._spent[place].plus(before, now)
 
     def shares(self) -> list[WorkerShare]:
-        """Return how each worker spent its time."""
-        shares = [(pid, first.share_until(last)) for pid, (_, first, last) in self._times.items()]
+        """Return how each of the present workers, or of the last there were, spent its time."""
+        nothing = ThreadTime(0.0, 0.0, 0.0)
+        shares = [(pid, nothing.share_until(spent)) for pid, spent in zip(self._pids, self._spent, strict=True)]
         return [WorkerShare(pid=pid, share=share) for pid, share in shares if share is not None]
 
     def close(self) -> None:
-        """Close the files of all."""
-        for meter, _, _ in self._times.values():
-            meter.close()
+        """Close all files; the shares stay."""
+        self._forget(set(self._meters))
+
+    def _forget(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            self._meters.pop(pid)[0].close()
 
 
 class DdpWait:
     """How long DDP's all-reduce goes on after the last gradient has been computed, by DDP's own timers."""
 
     def __init__(self) -> None:
-        self._seconds: list[float] = []
+        self._seconds: list[tuple[int, float]] = []
+        """Step, s."""
         self._timed: list[DistributedDataParallel] = []
 
-    def sample(self, modules: Sequence[nn.Module]) -> None:
-        """Read the times of the last backward pass: 40 µs a model."""
+    def sample(self, modules: Sequence[nn.Module], step: int = -1) -> None:
+        """Read the times of the last backward pass: 40 µs a model.
+
+        Args:
+            modules: models, wrapped by DDP or not.
+            step: the one it belongs to.
+        """
         for module in modules:
             if isinstance(module, DistributedDataParallel):
                 if not any(module is timed for timed in self._timed):
@@ -83,7 +136,7 @@ class DdpWait:
                 times = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
                 exchange, hidden = (times.get(f"backward_{n}", 0) for n in ("comm_time", "compute_comm_overlap_time"))
                 if exchange:
-                    self._seconds.append(max(0, exchange - hidden) * 1e-9)
+                    self._seconds.append((step, max(0, exchange - hidden) * 1e-9))
 
     def stop(self) -> None:
         """Restore DDP's default rate of timing."""
@@ -91,9 +144,14 @@ class DdpWait:
             module._set_ddp_runtime_logging_sample_rate(_DDP_TIMES_EVERY)  # type: ignore[no-untyped-call]
         self._timed.clear()
 
-    def mean(self) -> float | None:
-        """Return the mean, s; None without DDP."""
-        return sum(self._seconds) / len(self._seconds) if self._seconds else None
+    def mean(self, without: Collection[int] = ()) -> float | None:
+        """Return the mean, s; None without DDP.
+
+        Args:
+            without: steps that are left out.
+        """
+        waits = [seconds for step, seconds in self._seconds if step not in without]
+        return sum(waits) / len(waits) if waits else None
 
 
 class Crowd:

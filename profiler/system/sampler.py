@@ -44,6 +44,18 @@ class _LineSamples:
     tags: set[str] = field(default_factory=set)
 
 
+@dataclass(slots=True)
+class _Sample:
+    """One look at the thread, for the time since the one before it."""
+
+    at: float
+    key: tuple[str, str, int]
+    """Phase, file and line."""
+    seconds: float
+    ran: float
+    tags: set[str]
+
+
 @dataclass
 class ThreadClocks:
     """What the sampler reads of a thread's time.
@@ -71,7 +83,7 @@ class ThreadClocks:
 
 
 class Sampler:
-    """Samples a thread until stopped.
+    """Samples a thread until stopped; a sample counts once the step that it was taken in has ended.
 
     Args:
         clock: a sample belongs to its open phase.
@@ -95,6 +107,9 @@ class Sampler:
         self._samples: defaultdict[tuple[str, str, int], _LineSamples] = defaultdict(_LineSamples)
         self._phases: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._waited = [0.0, 0.0]
+        self._pending: list[_Sample] = []
+        self._pending_waits: list[tuple[float, float, float]] = []
+        """When it was read, the wall time until then, and how much of that the thread waited for a core."""
         self._stop = threading.Event()
         self._pause = False
         self._thread = threading.Thread(target=self._run, name="accel-sampler", daemon=True)
@@ -135,7 +150,7 @@ class Sampler:
             at_now, ran_now = clocks.now(), clocks.ran()
             if not self._pause:
                 seconds = at_now - at
-                self._record(seconds, min(seconds, ran_now - ran))
+                self._record(at_now, seconds, min(seconds, ran_now - ran))
                 count += 1
             at, ran = at_now, ran_now
             if count % _METER_EVERY == 0 or self._pause:
@@ -146,24 +161,41 @@ class Sampler:
         now = self._clocks.meter.read()
         if before is not None and now is not None and not self._pause:
             with self._lock:
-                self._waited[0] += now.at - before.at
-                self._waited[1] += now.wait - before.wait
+                self._pending_waits.append((now.at, now.at - before.at, now.wait - before.wait))
         return now
 
-    def _record(self, seconds: float, ran: float) -> None:
+    def _record(self, at: float, seconds: float, ran: float) -> None:
         phase = self._clock.phase
         frame = sys._current_frames().get(self._ident)
         batch_lines = self.batch_lines | self.call_lines if phase == "outside" else self.batch_lines
         location, tags = self._inspect(frame, batch_lines)
         del frame
         with self._lock:
-            totals = self._phases[phase]
-            totals[0] += seconds
-            totals[1] += ran
-            entry = self._samples[(phase, *location)]
-            entry.seconds += seconds
-            entry.blocked += seconds - ran
-            entry.tags |= tags
+            self._pending.append(_Sample(at, (phase, *location), seconds, ran, tags))
+
+    def count(self, until: float) -> None:
+        """Count the samples taken since the last call.
+
+        Args:
+            until: when the last step ended, on the clock of the samples; later ones are dropped.
+        """
+        with self._lock:
+            for sample in self._pending:
+                if sample.at <= until:
+                    self._count(sample)
+            for at, seconds, waited in self._pending_waits:
+                if at <= until:
+                    self._waited[0] += seconds
+                    self._waited[1] += waited
+            self._pending, self._pending_waits = [], []
+
+    def _count(self, sample: _Sample) -> None:
+        totals, entry = self._phases[sample.key[0]], self._samples[sample.key]
+        totals[0] += sample.seconds
+        totals[1] += sample.ran
+        entry.seconds += sample.seconds
+        entry.blocked += sample.seconds - sample.ran
+        entry.tags |= sample.tags
 
     def _inspect(self, frame: FrameType | None, batch_lines: set[tuple[str, int]]) -> tuple[tuple[str, int], set[str]]:
         """Return the user's innermost line, and tags for what the stack around it is doing."""

@@ -87,6 +87,8 @@ def test_a_step_that_is_slow_once_hides_no_cause(tmp_path: Path) -> None:
     assert found.findings[0].share > 0.7
     assert any("of them in host" in sentence and sentence.endswith("is left out") for sentence in found.unseen)
     assert max(step.ms for step in found.timeline) >= 3000
+    assert found.samples_per_s is not None
+    assert found.samples_per_s * found.step_ms / 1e3 == pytest.approx(8)  # the batch
 
 
 def test_a_script_that_changes_its_directory(tmp_path: Path) -> None:
@@ -165,6 +167,50 @@ def test_experiments_leave_the_training_as_it_was_too(tmp_path: Path) -> None:
     plain = warm.run(["train.py"], cwd=tmp_path, environment=ONE_THREAD)
 
     assert done.stdout == plain.stdout
+
+
+def test_experiments_stay_within_the_steps(tmp_path: Path) -> None:
+    """The collector is itself again between two epochs and after the last, whenever that is."""
+    script(
+        tmp_path,
+        """
+        import gc
+        kept = [[] for _ in range(50_000)]  # a collection takes some milliseconds
+        between, left, began = [], 25, time.monotonic()
+        while left:  # a second, in which the profiler has seen enough, and 175 steps more
+            for number, (x, y) in enumerate(loader):
+                step(x, y)
+                gc.collect()
+                if number == 6:
+                    break
+            between.append(gc.isenabled() and gc.collect.__module__ == "gc")
+            left -= time.monotonic() - began > 1
+        with torch.no_grad():
+            print(all(between), gc.isenabled(), tuple(model(data.tensors[0]).shape))
+        """,
+    )
+    done = accel_profile(tmp_path, "train.py")
+
+    assert done.stdout == "True True (320, 2)\n", done.stderr
+    assert "no garbage collection" in [tried.name for tried in report(tmp_path).experiments]
+
+
+def test_work_between_two_epochs_is_named_as_such(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        for epoch in range(25):
+            for x, y in DataLoader(torch.utils.data.Subset(data, range(64)), batch_size=8):
+                step(x, y)
+            torch.save(model.state_dict(), "weights.pt")
+            time.sleep(0.1)
+        """,
+    )
+    done = accel_profile(tmp_path, "--no-confirm", "train.py")
+
+    assert done.returncode == 0, done.stderr
+    named = causes(report(tmp_path))
+    assert named[0] == "outside.periodic" and "host.step_code" not in named
 
 
 DEPTH = """
@@ -507,6 +553,47 @@ dist.destroy_process_group()
     found = report(tmp_path)
     assert [e.name for e in found.experiments] == ["no gradient exchange"]
     assert found.experiments[0].changes_learning
+
+
+def test_ranks_agree_between_epochs_while_the_exchange_is_tried(tmp_path: Path) -> None:
+    """What is saved there is the same on all ranks; the first rank alone evaluates, in the midst of an epoch too."""
+    script(
+        tmp_path,
+        """
+model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)], nn.Linear(256, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = TensorDataset(torch.randn(1600, 256), torch.zeros(1600, dtype=torch.long))
+torch.manual_seed(int(__import__("os").environ["RANK"]))
+loader, validation = DataLoader(data, batch_size=2, shuffle=True), DataLoader(data, batch_size=800)
+"""
+        + DISTRIBUTED
+        + """
+def evaluate():
+    for x, y in validation:
+        with torch.no_grad():
+            model.module(x)
+
+agree = []
+for epoch in range(20):
+    for number, (x, y) in enumerate(loader):
+        if rank == 0 and number == 5:
+            evaluate()
+        step(x, y)
+        if number == 9:
+            break
+    total = torch.stack([p.detach().double().sum() for p in model.parameters()])
+    totals = [torch.empty_like(total) for _ in range(2)]
+    dist.all_gather(totals, total)
+    agree.append(torch.equal(*totals))
+if rank == 0:
+    print("ranks agree:", agree.count(True))
+dist.destroy_process_group()
+""",
+    )
+    first, second = profile_ranks(tmp_path, 2, "train.py")
+
+    assert first.stdout == "ranks agree: 20\n", first.stderr + second.stderr
+    assert [tried.name for tried in report(tmp_path).experiments] == ["no gradient exchange"]
 
 
 @pytest.mark.slow

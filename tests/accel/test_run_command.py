@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -11,7 +12,8 @@ from click.testing import CliRunner
 
 from accel import Report, strategies
 from accel.commands.cli import main
-from accel.commands.run import ALLOW
+from accel.commands.run import ALLOW, registered_strategies
+from accel.script import after_import as importing
 from accel.script.after_import import after_import
 from accel.strategies import Exactness
 from tests import warm
@@ -133,7 +135,7 @@ def test_bad_input_is_one_sentence_before_the_script_runs(
 
 def test_the_levels_are_those_of_the_strategies() -> None:
     assert tuple(level.word for level in Exactness) == ALLOW
-    assert strategies.names()
+    assert registered_strategies() == set(strategies.names())
 
 
 def test_ranks_follow_their_models_at_the_same_step(tmp_path: Path) -> None:
@@ -167,6 +169,7 @@ def test_what_waits_for_an_import_is_done_after_it(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(tmp_path)
     seen: list[int] = []
     after_import("waited_for", lambda: seen.append(sys.modules["waited_for"].value))
+    assert importlib.util.find_spec("waited_for") is not None  # as libraries ask whether there is one
     assert seen == []
     import waited_for  # type: ignore[import-not-found]
 
@@ -177,3 +180,24 @@ def test_what_waits_for_an_import_is_done_after_it(tmp_path: Path, monkeypatch: 
     after_import("waited_for", lambda: seen.append(2))
     assert seen == [1, 2]
     del sys.modules["waited_for"]
+
+
+def test_what_waits_for_an_import_waits_for_the_module_of_accel_s_own_that_imports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may import the same module, of which only a part is there yet."""
+    (tmp_path / "waited_for.py").write_text("value = 1\n")
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "__init__.py").write_text("")
+    (tmp_path / "ours" / "outer.py").write_text("from ours import inner\nlast = 3\n")
+    (tmp_path / "ours" / "inner.py").write_text("import waited_for\nlast = 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(importing, "_OWN", "ours.")
+    seen: list[int] = []
+    after_import("waited_for", lambda: seen.append(sys.modules["ours.outer"].last))
+    from ours import outer  # type: ignore[import-not-found]
+
+    assert seen == [3] == [outer.last]
+    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "accel.script.after_import"]
+    for name in ("waited_for", "ours", "ours.outer", "ours.inner"):
+        del sys.modules[name]

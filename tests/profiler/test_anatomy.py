@@ -51,6 +51,13 @@ def test_the_start_of_epochs_is_what_first_steps_wait_longer() -> None:
     assert of(steps).epoch_start == pytest.approx(250 / 750)
 
 
+def test_an_epoch_of_one_batch_has_no_start_beside_its_ordinary_wait() -> None:
+    found = of([step(n, first=True, data=5.0, forward=5.0) for n in range(30)])
+
+    assert (found.epoch_start, found.epoch_slow) == (0.0, 0.0)
+    assert found.shares["data"] == pytest.approx(0.5)
+
+
 def test_no_steps() -> None:
     assert of([]).steps == 0
     assert typical([]) == {}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel.profiler.clocks.device_events import READ_AFTER_STEPS, DeviceEvents
-from accel.profiler.phases import CUT, StepClock
+from accel.profiler.phases import CUT, MAYBE_DATA, MAYBE_HOST, SETTLED, StepClock
 
 
 class Device:
@@ -143,3 +143,18 @@ def test_a_phase_that_was_another_is_told_as_that(device: Device) -> None:
 
     assert {name for name, ms in events.ms().items() if ms} == {"data", "forward"}
     assert len(tape) == 2 * 5 * (READ_AFTER_STEPS + 1)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_provisional_phases_are_told_as_they_were_settled(device: Device, within: bool) -> None:
+    events = DeviceEvents(lambda pair: None, device.event)
+    events.on = True
+    for _ in range(20):
+        for phase in (MAYBE_DATA, MAYBE_HOST):
+            events.write((phase, 0.0))
+        events.write((SETTLED, within))
+        events.write(("backward", 0.0))
+        events.write(CUT)
+
+    phases = {"data", "host"} if within else {"evaluation"}
+    assert set(events.ms()) == phases | {"backward"}

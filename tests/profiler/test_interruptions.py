@@ -15,7 +15,7 @@ from tests.profiler.test_recorder import parts, train
 
 def record(at: int | None, *, deferred: bool) -> tuple[Interrupter, Recorder, list[Measurement]]:
     """Record two epochs, interrupted once, and then two epochs more."""
-    interrupter, seen = Interrupter("profiler/clocks/recorder.py", at), []
+    interrupter, seen = Interrupter("profiler/clocks", at), []
     recorder = Recorder(StepClock(PlayedClock()))
     recorder.on_step = seen.append
     recorder.deferred = deferred

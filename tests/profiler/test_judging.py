@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from accel.profiler import naming
+from accel.profiler.conclusion import verdict as verdicts
 from accel.profiler.conclusion.judging import judge
 from accel.profiler.diagnose.anatomy import Anatomy
-from accel.profiler.diagnose.causes import CAUSES
+from accel.profiler.diagnose.causes import CAUSES, switched_with
+from accel.profiler.evidence import Evidence, LoaderFacts, OptimizerFacts, ThreadShare
+from accel.profiler.experiments import suspects
 from accel.profiler.naming import Diagnosis
-from accel.profiler.report import Experiment, Finding, Saving
+from accel.profiler.phases import Measurement
+from accel.profiler.report import Experiment, Finding, ProfileReport, Saving
 
 
 def finding(cause: str, share: float = 0.4) -> Finding:
@@ -41,7 +46,9 @@ def tried(verdict: str, value: float, *, high: float | None = None) -> Experimen
 def judged(
     findings: list[Finding], experiments: dict[str, Experiment], suspected: list[Finding] | None = None
 ) -> tuple[Diagnosis, list[str]]:
-    found = Diagnosis(anatomy=Anatomy(steps=60, step_s=0.01, shares={}), findings=findings)
+    found = Diagnosis(
+        anatomy=Anatomy(steps=60, step_s=0.01, shares={"forward": 0.4, "backward": 0.5}), findings=findings
+    )
     return found, judge(found, experiments, suspected or [], lambda finding: "not tried: no time")
 
 
@@ -103,3 +110,99 @@ def test_a_finding_without_an_experiment_says_why() -> None:
     found, _ = judged([finding("outside.step")], {})
 
     assert found.findings[0].experiment == "not tried: no time"
+
+
+# -- through the report ------------------------------------------------------------------------------------------------
+
+ASLEEP = ThreadShare(run=0.05, wait=0.0, blocked=0.95)
+RUNNING = ThreadShare(run=0.97, wait=0.0, blocked=0.03)
+
+
+def seen(data_thread: ThreadShare = ASLEEP, *, multi_tensor: bool = True, **phases: float) -> Evidence:
+    """What sixty steps with these phases, ms, look like."""
+    held = {phase: ms * 1e-3 for phase, ms in phases.items()}
+    steps = [Measurement(step=n, seconds=sum(held.values()), phases=dict(held)) for n in range(60)]
+    return Evidence(
+        steps=steps,
+        loader=LoaderFacts(kind="DataLoader"),
+        optimizer=OptimizerFacts(name="Adam", tensors=100, multi_tensor=multi_tensor),
+        thread=data_thread,
+        data_thread=data_thread,
+    )
+
+
+def told(early: Evidence, late: Evidence, experiment: Experiment) -> tuple[ProfileReport, list[str]]:
+    """Report on a run whose first suspect, at the time of the experiments, was tried."""
+    suspected = naming.diagnose(early).findings
+    found = naming.diagnose(late)
+    unseen = judge(found, {suspected[0].cause: experiment}, suspected, lambda finding: "not tried: no time")
+    return verdicts.build_report(late, found), unseen
+
+
+EARLY = seen(ASLEEP, data=17.0, forward=1.0, backward=1.5)
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "cause"),
+    [
+        (EARLY, seen(RUNNING, data=16.0, forward=1.0, backward=1.5), "input.cpu"),
+        (
+            seen(multi_tensor=False, forward=1.0, backward=1.5, optimizer=8.0),
+            seen(forward=1.0, backward=1.5, optimizer=8.0),
+            "optimizer.update",
+        ),
+    ],
+)
+def test_a_cause_that_changes_its_name_stays_one_cause(early: Evidence, late: Evidence, cause: str) -> None:
+    """Files that the page cache holds after a while, for one."""
+    assert naming.diagnose(early).findings[0].cause != cause
+    report, _ = told(early, late, tried("keep", 0.7))
+
+    assert [f.cause for f in report.findings] == [cause]
+    assert report.findings[0].confirmed and report.verdict.startswith(cause)
+
+
+def test_a_cause_that_was_dropped_does_not_come_back_under_another_name() -> None:
+    report, unseen = told(EARLY, seen(RUNNING, data=16.0, forward=1.0, backward=1.5), tried("drop", 0.0))
+
+    assert report.findings == []
+    assert unseen[0].startswith("input.cpu looked like a cause (86% of the step); the experiment shows")
+
+
+def test_a_cause_that_has_passed_is_told_and_is_none() -> None:
+    """Data that fit into memory once they have been read, in the first epoch."""
+    report, unseen = told(EARLY, seen(RUNNING, data=0.13, forward=1.0, backward=1.5), tried("keep", 0.87))
+
+    assert report.refused == "" and report.findings == []
+    assert report.verdict.startswith("nothing holds the run back")
+    assert unseen == [
+        "input.storage held up the steps of the experiment (removing it saved 87% of them), and not the run: "
+        "it can take 5% of the mean step"
+    ]
+
+
+def test_a_confirmed_cause_comes_back_no_larger_than_the_run_allows() -> None:
+    early = seen(multi_tensor=False, forward=1.0, backward=1.5, optimizer=8.0)
+    report, unseen = told(early, seen(forward=1.0, backward=1.5, optimizer=0.34), tried("keep", 0.6))
+
+    (found,) = report.findings
+    assert found.cause == "optimizer.per_parameter"
+    assert found.measured is not None and found.predicted is not None
+    assert found.share == pytest.approx(found.measured.value) == pytest.approx(0.12, abs=0.001)
+    assert found.predicted.high <= 0.12
+    assert report.refused == "" and unseen == []
+
+
+def test_the_collector_s_share_of_the_whole_run_decides() -> None:
+    found = Diagnosis(anatomy=Anatomy(steps=60, step_s=0.01, shares={}))
+    unseen = judge(found, {"host.gc": tried("keep", 0.5)}, [finding("host.gc")], lambda f: "", {"host.gc": 0.02})
+
+    assert found.findings == []
+    assert "and not the run: it can take 2% of the mean step" in unseen[0]
+
+
+def test_causes_that_one_experiment_switches_off_are_those_that_share_a_switch() -> None:
+    assert set(switched_with("input.cpu")) == set(suspects._AHEAD)
+    assert switched_with("host.gc") == ("host.gc",)
+    optimizers = {name for name in CAUSES if name.startswith("optimizer.")}
+    assert all(set(switched_with(name)) == optimizers for name in optimizers)

@@ -169,6 +169,22 @@ def test_a_start_of_epochs_is_not_the_ordinary_wait() -> None:
     assert causes(evidence(steps=slow, loader=LoaderFacts(kind="DataLoader", workers=2))) == ["input.epoch_start"]
 
 
+@pytest.mark.parametrize(("every", "share"), [(1, 0.95), (10, 0.67)])
+def test_without_workers_none_start_an_epoch(every: int, share: float) -> None:
+    """One batch is the whole epoch, or the dataset fills a shuffle buffer first."""
+    slow = steps(**HEALTHY)
+    for measured in slow[::every]:
+        measured.first = True
+        measured.phases["data"] += 0.2
+        measured.seconds += 0.2
+
+    (found,) = diagnose(evidence(steps=slow, data_thread=RUNNING)).findings
+
+    assert found.cause == "input.cpu"
+    assert found.share == pytest.approx(share, abs=0.01)
+    assert "workers" not in " ".join(found.why)
+
+
 def test_a_device_that_is_busy_anyway_makes_a_read_free() -> None:
     point = SyncPoint(name="item", file="train.py", line=9, calls=1, ms=4)
 

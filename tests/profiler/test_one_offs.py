@@ -41,6 +41,8 @@ def test_a_step_of_four_seconds_among_short_ones(phase: str) -> None:
     ("steps", "slow"),
     [
         (160, {n: {"optimizer": 4.0} for n in (40, 80, 120)}),  # recurs
+        (1000, {n: {"optimizer": 4.0} for n in range(100, 1000, 200)}),
+        (5000, {100: {"optimizer": 4.0}, 3100: {"backward": 4.0}}),
         (160, {3: {"data": 4.0}}),  # of the loader
         (160, {3: {"outside": 4.0}}),  # of the loop
         (160, {3: {"evaluation": 4.0}}),
@@ -76,6 +78,15 @@ def test_one_slow_step_never_changes_what_is_named(count: int, data: st.DataObje
         return [(finding.cause, round(finding.share, 6)) for finding in report.findings]
 
     assert told(run(count, {where: {phase: seconds}})) == told(run(count, {})) != []
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(st.integers(200, 1000), st.data())
+def test_what_comes_more_than_once_stays(count: int, data: st.DataObject) -> None:
+    where = data.draw(st.sets(st.integers(0, count - 1), min_size=2, max_size=4))
+    steps = run(count, {n: {"optimizer": 40.0} for n in where})
+
+    assert one_offs.split(steps) == (steps, [])
 
 
 def test_an_epoch_s_first_step_keeps_its_wait() -> None:

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.profiler.phases import MAX_TAPE, PHASES, Measurement, StepClock
+from accel.profiler.phases import (
+    MAX_TAPE,
+    MAYBE_DATA,
+    MAYBE_FORWARD,
+    MAYBE_HOST,
+    PHASES,
+    Measurement,
+    StepClock,
+)
 
 
 class FakeClock:
@@ -229,3 +237,36 @@ def test_a_phase_can_be_renamed_while_it_is_open() -> None:
 
     booked = {phase: seconds for phase, seconds in clock.close(0).phases.items() if seconds}
     assert booked == {"forward": 5, "backward": 1}
+
+
+@pytest.mark.parametrize("within", [True, False, None], ids=["of the step", "an evaluation", "never settled"])
+def test_what_is_provisional_is_booked_when_it_is_settled(within: bool | None) -> None:
+    fake = FakeClock()
+    clock = StepClock(fake)
+    for code, seconds in ((MAYBE_DATA, 1), (MAYBE_HOST, 2), (MAYBE_FORWARD, 4), (MAYBE_HOST, 8)):
+        clock.enter(code)
+        assert (clock.code, clock.phase) == (code, "evaluation")
+        fake.after(seconds)
+    if within is not None:
+        clock.settle(within=within)
+    fake.after(16)  # the open phase is settled from its beginning, and goes on
+    clock.backward()
+    measured = clock.close(0)
+
+    booked = {phase: seconds for phase, seconds in measured.phases.items() if seconds}
+    own = {"data": 1.0, "host": 26.0, "forward": 4.0}
+    assert booked == (own if within else {"evaluation": 31.0})
+    assert set(measured.phases) == set(PHASES)
+
+
+def test_what_was_settled_once_stays_where_it_is() -> None:
+    fake = FakeClock()
+    clock = StepClock(fake)
+    for within, seconds in ((False, 1), (True, 2)):
+        clock.enter(MAYBE_DATA)
+        fake.after(seconds)
+        clock.settle(within=within)
+    clock.request()
+    measured = clock.close(0)
+
+    assert (measured.phases["evaluation"], measured.phases["data"]) == (1, 2)

@@ -218,6 +218,7 @@ def test_a_fault_of_its_own_does_not_reach_the_loop(recorder: Recorder) -> None:
 def test_everything_is_put_back() -> None:
     before = (
         DataLoader.__iter__,
+        _BaseDataLoaderIter.__init__,
         _BaseDataLoaderIter.__next__,
         torch.autograd.backward,
         torch.autograd.grad,
@@ -235,6 +236,7 @@ def test_everything_is_put_back() -> None:
 
     after = (
         DataLoader.__iter__,
+        _BaseDataLoaderIter.__init__,
         _BaseDataLoaderIter.__next__,
         torch.autograd.backward,
         torch.autograd.grad,

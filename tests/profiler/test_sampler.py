@@ -105,6 +105,7 @@ def test_time_is_told_by_phase_and_line_and_asleep_from_running() -> None:
     clock.enter("forward")
     for _ in range(60):
         played.turn(samples, 0.01, ran=0.006, wait=0.004)
+    sampler.count(until=played.now)
     outside = [line for line in sampler.lines() if line.phase == "outside"]
 
     assert [line.source for line in sampler.lines()] == ["next(samples)"] * 2  # the innermost line that is the user's
@@ -126,11 +127,34 @@ def test_a_pause_leaves_samples_out() -> None:
     sampler.pause(True)
     for _ in range(20):
         played.turn(samples, 0.01, wait=0.01)
+    sampler.count(until=played.now)
     assert sampler.lines() == []
     sampler.pause(False)
     for _ in range(20):
         played.turn(samples, 0.01, ran=0.01)
+    sampler.count(until=played.now)
     assert [line.seconds for line in sampler.lines()] == [pytest.approx(0.2)]
+    share = sampler.thread()
+    assert share is not None and (share.run, share.wait) == (pytest.approx(1.0), 0.0)
+
+
+def test_what_follows_the_last_step_does_not_count() -> None:
+    clock, played = StepClock(), PlayedClocks()
+    sampler = Sampler(clock, threading.get_ident(), threading.get_native_id(), clocks=played.clocks())
+    samples = sampler.samples()
+    next(samples)
+    for _ in range(32):
+        played.turn(samples, 0.01, ran=0.01)
+    boundary = played.now
+    sampler.count(until=boundary)
+    for _ in range(3):
+        played.turn(samples, 0.01, ran=0.01)
+    boundary = played.now  # of the last step, which nobody counted at once
+    for _ in range(80):
+        played.turn(samples, 0.01, wait=0.01)  # the script does something else
+    sampler.count(until=boundary)
+
+    assert [line.seconds for line in sampler.lines()] == [pytest.approx(0.35)]
     share = sampler.thread()
     assert share is not None and (share.run, share.wait) == (pytest.approx(1.0), 0.0)
 
@@ -143,6 +167,7 @@ def test_a_thread_of_its_own_takes_the_samples_until_it_is_stopped() -> None:
     until = time.monotonic() + 60.0
     while not sampler.lines() and time.monotonic() < until:
         time.sleep(0.001)
+        sampler.count(until=time.perf_counter())
     sampler.stop()
     assert sampler.lines()
     assert sys.getswitchinterval() == switching

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,11 +12,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from accel.profiler.evidence import LoaderFacts
 from accel.profiler.gather import Exchange
-from accel.profiler.session import ProfileSession
+from accel.profiler.phases import Measurement
+from accel.profiler.session import WARM_UP, ProfileSession
+from accel.profiler.system.sampler import _Sample
 
 
-def train(session: ProfileSession, *, around: Any, within: Any = nullcontext, threads: int = 1) -> None:
+def train(
+    session: ProfileSession, *, around: Any, within: Any = nullcontext, threads: int = 1, after: Any = lambda: None
+) -> None:
     """Take twelve steps."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -29,6 +36,7 @@ def train(session: ProfileSession, *, around: Any, within: Any = nullcontext, th
                 with within():
                     model(x).square().sum().backward()
                 optimizer.step()
+        after()
     finally:
         torch.set_num_threads(before)
         session.stop()
@@ -61,3 +69,86 @@ def test_threads_are_those_of_the_steps() -> None:
 
     assert profiled(around=nullcontext, threads=before + 2).evidence().threads == before + 2
     assert torch.get_num_threads() == before
+
+
+def test_cuda_is_not_started_before_the_script_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its start on, ranks that use it can't be forked, and the script can't choose its GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("this starts CUDA"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: pytest.fail("this starts CUDA"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    session = profiled(around=nullcontext)
+    assert session.recorder.events is not None and not session.recorder.events.on
+    assert len(session.steps) == 12 - WARM_UP
+
+
+def begun(stage: str, monkeypatch: pytest.MonkeyPatch) -> ProfileSession:
+    """Return a session that gets to this stage within a few steps."""
+    if stage == "watching":
+        monkeypatch.setattr(ProfileSession, "_observed_enough", lambda session, seconds: len(session.steps) >= 3)
+        monkeypatch.setattr(ProfileSession, "_traced", lambda session: iter(()))
+    return ProfileSession(confirm=False, trace_file=None, exchange=Exchange())
+
+
+@pytest.mark.parametrize("stage", ["observing", "watching"])
+def test_what_the_script_does_after_its_last_step_counts_nowhere(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = begun(stage, monkeypatch)
+    before: list[float] = []
+
+    def collect() -> None:
+        before.append(session._gc.share())
+        for _ in range(5):
+            gc.collect()
+        now = session.recorder.clock.now()
+        with session._sampler._lock:
+            session._sampler._pending.append(_Sample(now, ("outside", "after.py", 1), 2.0, 1.0, set()))
+
+    train(session, around=nullcontext, after=collect)
+    seen = session.evidence()
+
+    assert session.stage == stage
+    assert [seen.gc_share] == before
+    assert not [line for line in seen.lines if line.file == "after.py"]
+
+
+@pytest.mark.parametrize("stage", ["observing", "watching"])
+def test_workers_count_in_the_steps_and_not_in_an_evaluation(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Persistent ones sleep through it."""
+    session = begun(stage, monkeypatch)
+    monkeypatch.setattr(session.recorder, "loader_facts", lambda: LoaderFacts(kind="DataLoader", workers=1))
+    monkeypatch.setattr(session.recorder, "worker_pids", lambda: [os.getpid()])
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows: Any = torch.randn(48, 4)
+    training, evaluation = DataLoader(rows, batch_size=4), DataLoader(rows, batch_size=24)
+    counted: dict[str, list[bool]] = {"training": [], "evaluation": []}
+    session.start()
+    try:
+        for _ in range(3):
+            for x in training:
+                counted["training"].append(session._workers._counts)
+                model(x).square().sum().backward()
+                optimizer.step()
+            with torch.no_grad():
+                for x in evaluation:
+                    counted["evaluation"].append(session._workers._counts)
+                    model(x)
+    finally:
+        session.stop()
+
+    assert session.stage == stage
+    assert all(counted["training"][12:]) and not any(counted["evaluation"])
+    assert not session._workers._meters  # all files are closed
+
+
+def test_a_step_that_was_slow_once_is_left_out_of_every_share() -> None:
+    session = profiled(around=nullcontext)
+    waits = {n: 4.0 if n == 20 else 0.002 for n in range(50)}
+    session.steps.clear()
+    for n, wait_s in waits.items():
+        session.steps.append(Measurement(step=n, seconds=0.018 + wait_s, phases={"data": 0.018, "backward": wait_s}))
+        session._ddp_wait._seconds.append((n, wait_s))
+    seen = session.evidence()
+
+    assert [m.step for m in seen.one_offs] == [20]
+    assert seen.ddp_wait_share == pytest.approx(0.1)

@@ -137,3 +137,18 @@ def test_every_read_comes_back() -> None:
     switch.disable()
 
     assert {name: (vars(Tensor).get(name), getattr(Tensor, name)) for name in READS} == before
+
+
+def test_without_gradients_every_read_is_true(switch: StaleReads) -> None:
+    """What an evaluation finds."""
+
+    def read(number: float) -> float:
+        return value(number).item()
+
+    read(1.0)
+    with torch.no_grad():
+        assert [read(n) for n in (2.0, 3.0)] == [2.0, 3.0]
+    with torch.inference_mode():
+        assert read(4.0) == 4.0
+    assert not switch.worked()
+    assert read(5.0) == 1.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -170,3 +173,88 @@ def test_a_step_that_raises_leaves_the_fused_path_to_the_next_one() -> None:
     optimizer.step()
     paths.restore()
     assert optimizer.param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_state_that_is_loaded_takes_the_path_and_gets_its_own_back(kind: Any, fused: bool) -> None:
+    """torch makes new groups of it, which say what the state says."""
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), 0.1)
+    paths = Paths()
+    path = "fused" if fused else "foreach"
+
+    def step() -> None:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    step()
+    state = copy.deepcopy(optimizer.state_dict())
+    paths.switch([optimizer], fused=fused)
+    step()
+    optimizer.load_state_dict({**state, "param_groups": [{**state["param_groups"][0], "lr": 0.25}]})
+    assert not optimizer.param_groups[0][path]
+    step()
+    assert optimizer.param_groups[0][path]
+    assert paths.switches(optimizer)
+    assert len(paths.saved) == 1  # the group that is gone is forgotten
+    paths.restore()
+    assert (optimizer.param_groups[0]["foreach"], optimizer.param_groups[0]["fused"]) == (None, None)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert not optimizer._optimizer_step_pre_hooks
+    step()
+
+
+def test_a_group_that_is_added_takes_the_path() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9)
+    paths = Paths()
+    paths.switch([optimizer], fused=True)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+    paths.restore()
+    assert [group["fused"] for group in optimizer.param_groups] == [None, None]
+
+
+@pytest.mark.parametrize("named", [{"fused": True}, {"foreach": False}])
+def test_a_path_that_a_loaded_state_names_is_left_to_it(named: dict[str, bool]) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    paths = Paths()
+    paths.switch([optimizer], fused=False)
+    state = optimizer.state_dict()
+    optimizer.load_state_dict({**state, "param_groups": [{**state["param_groups"][0], "foreach": None, **named}]})
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert not paths.switches(optimizer)
+    paths.restore()
+    assert {name: optimizer.param_groups[0][name] for name in named} == named
+
+
+def test_a_group_without_a_fused_path_keeps_its_own() -> None:
+    weight, gaps = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(4, 6)[:, ::2])
+    optimizer = torch.optim.SGD([weight], 0.1)
+    paths = Paths()
+    paths.switch([optimizer], fused=True)
+    optimizer.add_param_group({"params": [gaps]})
+    for parameter in (weight, gaps):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert [group["fused"] for group in optimizer.param_groups] == [True, None]
+    assert paths.switches(optimizer)
+    paths.restore()
+
+
+def test_an_optimizer_that_is_replaced_is_let_go() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer, other = torch.optim.SGD([weight], 0.1), torch.optim.SGD([weight], 0.1)
+    paths = Paths()
+    paths.switch([optimizer], fused=True)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert not paths.switches(other)
+    paths.restore()

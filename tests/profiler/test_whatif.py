@@ -76,7 +76,7 @@ class Saved(Snapshot):
 @pytest.mark.parametrize(("factor", "verdict"), [(0.4, "keep"), (1.0, "drop"), (1.5, "drop")])
 def test_an_experiment_measures_what_the_switch_gives(config: object, factor: float, verdict: str) -> None:
     switch, saved, dice = Switch(), Saved(), random.Random(0)
-    course = experiment(switch, config=config, snapshot=lambda: saved)  # type: ignore[arg-type]
+    course = experiment(switch, config=config, snapshot=lambda: saved, pauses=Recorder().pauses)  # type: ignore[arg-type]
 
     found = drive(course, lambda: 0.01 * (factor if switch.on else 1.0) * (1 + dice.gauss(0, 0.02)))
 
@@ -90,7 +90,10 @@ def test_an_experiment_whose_switch_took_no_hold_is_void() -> None:
     switch, dice = Switch(), random.Random(0)
     switch.works = False
 
-    found = drive(experiment(switch, config=ALONE, snapshot=Saved), lambda: 0.01 * (1 + dice.gauss(0, 0.02)))
+    found = drive(
+        experiment(switch, config=ALONE, snapshot=Saved, pauses=Recorder().pauses),
+        lambda: 0.01 * (1 + dice.gauss(0, 0.02)),
+    )
 
     assert found.verdict == "void"
 
@@ -105,7 +108,7 @@ def test_several_ranks_always_take_the_same_number_of_steps() -> None:
             steps[0] += 1
             return 0.01 * (factor if switch.on else 1.0)
 
-        drive(experiment(switch, config=TOGETHER, snapshot=Saved), seconds)
+        drive(experiment(switch, config=TOGETHER, snapshot=Saved, pauses=Recorder().pauses), seconds)
         taken.append(steps[0])
 
     assert len(set(taken)) == 1
@@ -113,7 +116,7 @@ def test_several_ranks_always_take_the_same_number_of_steps() -> None:
 
 def test_an_experiment_that_is_cut_short_puts_everything_back() -> None:
     switch, saved = Switch(), Saved()
-    course = experiment(switch, config=ALONE, snapshot=lambda: saved)
+    course = experiment(switch, config=ALONE, snapshot=lambda: saved, pauses=Recorder().pauses)
     next(course)
     for number in range(6):
         course.send(Measurement(step=number, seconds=0.01))

@@ -1,0 +1,257 @@
+"""Marks on the loaders: which batches are for training, and where a step begins with the request for one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from accel.profiler.clocks import batch_size as samples
+from accel.profiler.clocks.called_modules import CalledModules
+from accel.profiler.clocks.collate_time import CollateTimer
+from accel.profiler.clocks.delivery import Delivery
+from accel.profiler.clocks.pauses import Pauses
+from accel.profiler.clocks.probes import Function
+from accel.profiler.clocks.training_loaders import TrainingLoaders
+from accel.profiler.phases import CUT, MAYBE_DATA, MAYBE_HOST, STEP, StepClock, Tape
+
+
+class BatchMarks(Delivery):
+    """The part of the recorder that marks loaders.
+
+    Args:
+        clock: the recorder's, to write marks to.
+        thread: the one that trains, by Python's id.
+
+    Attributes:
+        pauses: tells when the loop does something else than steps.
+        ahead: True fetches the batches of the open step while its clock is stopped.
+        loader: the loader of the last training step.
+        fetched: batches for training so far.
+    """
+
+    roots: CalledModules
+    updates: int
+    _tape: Tape
+
+    def __init__(self, clock: StepClock, thread: int) -> None:
+        super().__init__(clock)
+        self.thread = thread
+        self.ahead = False
+        self.fetched = 0
+        self.loader: Any = None
+        self.collating = CollateTimer(clock.now)
+        self.pauses = Pauses(clock, self._hot, self._guarded, thread)
+        self._iterator: Callable[[], Any] = lambda: None
+        self._training = TrainingLoaders()
+        self._recent: list[Any] = []
+        """Since the last backward pass: the loaders that batches came from; None for a call that it has to place."""
+        self._pending: list[tuple[Any, int | None]] = []
+        """The iterators among them whose loaders are not known to feed the training, and the samples to count."""
+        self._is_doubtful = False
+        """Whether a call without gradients came since then that may be an evaluation."""
+        self._starts_epoch = False
+        self._other_updates = 0
+        self._updates_at_fetch = 0
+
+    def iterating(self, original: Function) -> Function:
+        """Mark the making of an iterator; for the training loader this is the beginning of an epoch."""
+
+        @functools.wraps(original)
+        def marked(loader: Any) -> Any:
+            return original(loader) if get_ident() != self.thread else self._iterate(loader, original)
+
+        return marked
+
+    def _iterate(self, loader: Any, original: Function) -> Any:
+        self._begin_pass(loader)
+        opened = self.clock.code
+        try:
+            iterator = original(loader)
+        finally:
+            self.clock.enter({"data": "host", MAYBE_DATA: MAYBE_HOST}.get(opened, "evaluation"))
+        with contextlib.suppress(AttributeError):  # a generator, around an iterator that is marked itself
+            iterator._accel_loader, iterator._accel_begun, iterator._accel_evaluates = loader, False, False
+        if iterator is self.iterator:  # persistent workers reuse the iterator, which must be adopted anew
+            self._forget_iterator()
+        return iterator
+
+    def making(self, original: Function) -> Function:
+        """Mark the making of torch's own iterators: a loader's class may make them in an `__iter__` of its own."""
+
+        @functools.wraps(original)
+        def marked(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+            iterator._accel_loader = loader
+            if get_ident() == self.thread:
+                self._begin_pass(loader)
+            original(iterator, loader, *args, **kwargs)
+
+        return marked
+
+    def _begin_pass(self, loader: Any) -> None:
+        if self._is_doubtful:
+            self._settle(within=False)
+        if not self._is_training(loader):
+            self._begin_other(maybe_training=torch.is_grad_enabled())
+            return
+        self.clock.enter("data")
+        if self._hot.stepped:  # starting an epoch is part of its first step
+            self._boundary()
+        self.pauses.end()
+
+    def _begin_other(self, *, maybe_training: bool) -> None:
+        """Mark that a loader is asked for a pass or a batch that is not known to feed the training.
+
+        That is an evaluation, unless a backward pass comes of it: then a step begins here, as in a loop that makes its
+        loader anew in each epoch.
+        """
+        self.clock.enter(MAYBE_DATA if maybe_training else "evaluation")
+        if maybe_training and self._hot.stepped:
+            self._boundary()
+        self._hot.iterator = None  # the training's next batch takes the slow path
+        self.pauses.begin()
+
+    def fetching(self, original: Function) -> Function:
+        """Mark the fetching of a batch."""
+        tape, now, hot = self._tape, self.clock.now, self._hot
+
+        @functools.wraps(original)
+        def marked(iterator: Any) -> Any:
+            if iterator is not hot.iterator:
+                return original(iterator) if get_ident() != self.thread else self._fetch(iterator, original)
+            tape.append("data")
+            tape.append(now())
+            if hot.stepped:
+                hot.stepped = False
+                tape.append(STEP)
+                tape.append(None)
+                hot.steps_left -= 1
+                if hot.steps_left <= 0:
+                    self._deliver()  # a segment's first batch takes the slow path, which counts it
+                    return self._fetch(iterator, original)
+            following = "host"
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                following, hot.iterator = "outside", None
+                raise
+            finally:
+                tape.append(following)
+                tape.append(now())
+            return batch
+
+        return marked
+
+    def _fetch(self, iterator: Any, original: Function) -> Any:
+        """Fetch a batch by the slow path."""
+        clock, self._updates_at_fetch = self.clock, self.updates
+        if self._is_doubtful:
+            self._settle(within=False)
+        if iterator is not self.iterator and not self._adopt(iterator):
+            return self._fetch_other(iterator, original)
+        clock.enter("data")
+        if self._hot.stepped:
+            self._boundary()
+        self.pauses.end()
+        counting = self._hot.counting  # a step's batches are counted all or none
+        self._hot.iterator = None if self.ahead or counting or not self.roots.called else iterator
+        if self._starts_epoch:
+            self._starts_epoch = False
+            clock.mark_first()
+        following = "host" if self.roots.called else "forward"  # forward: no call of a model is marked yet
+        try:
+            batch = self.collating.fetch(iterator, original)
+        except StopIteration:
+            following, self._hot.iterator = "outside", None
+            raise
+        finally:
+            if self.ahead:
+                clock.skip()
+            clock.enter(following)
+            if following == "outside":
+                self.pauses.begin()
+        if counting:
+            clock.count(samples.of(batch))
+        self.fetched += 1
+        return batch
+
+    def _fetch_other(self, iterator: Any, original: Function) -> Any:
+        # An iterator that was made before recording began has no loader.
+        could_train = hasattr(iterator, "_accel_loader") and not getattr(iterator, "_accel_evaluates", False)
+        maybe_training = could_train and torch.is_grad_enabled()
+        self._begin_other(maybe_training=maybe_training)
+        try:
+            batch = original(iterator)
+        except StopIteration:
+            self._settle(within=False)  # a whole pass, and no backward pass came of it
+            raise
+        if maybe_training:
+            self.clock.enter(MAYBE_HOST)
+            if not any(iterator is other for other, _ in self._pending):
+                self._recent.append(iterator._accel_loader)
+                self._pending.append((iterator, samples.of(batch) if self._hot.counting else None))
+        return batch
+
+    def _settle(self, *, within: bool) -> None:
+        """Decide whether what is provisional belongs to the open step or to an evaluation."""
+        pending, self._pending, self._is_doubtful = self._pending, [], False
+        self.clock.settle(within=within)
+        if not within:
+            self._recent.clear()
+            for iterator, _ in pending:
+                iterator._accel_evaluates = True  # for the rest of its pass
+            return
+        for iterator, count in pending:
+            self._take(iterator, iterator._accel_loader)
+            self.fetched += 1
+            if count is not None:
+                self.clock.count(count)
+            if self._starts_epoch:
+                self._starts_epoch = False
+                self.clock.mark_first()
+
+    def _adopt(self, iterator: Any) -> bool:
+        """Make an iterator the loop's own if it belongs to a training loader; return whether it does."""
+        loader = getattr(iterator, "_accel_loader", None)
+        if loader is None or not self._is_training(loader):
+            return False
+        self._recent.append(loader)
+        self._take(iterator, loader)
+        return True
+
+    def _take(self, iterator: Any, loader: Any) -> None:
+        def gone(dropped: weakref.ref[Any]) -> None:
+            if dropped is self._iterator:  # a `for` was left by `break`
+                self.pauses.begin()
+
+        self.loader, self._iterator = loader, weakref.ref(iterator, gone)
+        self._starts_epoch = not getattr(iterator, "_accel_begun", False)  # two loaders may deliver by turns
+        iterator._accel_begun = True
+
+    def _forget_iterator(self) -> None:
+        self._iterator, self._hot.iterator = lambda: None, None
+
+    @property
+    def iterator(self) -> Any:
+        """The loop's own iterator, None once the loop has dropped it: kept alive, it would keep its workers."""
+        return self._iterator()
+
+    def _is_training(self, loader: Any) -> bool:
+        # Before the first backward pass no loader is known; batches fetched without gradients are for an evaluation.
+        return loader in self._training if self._training else torch.is_grad_enabled()
+
+    def _boundary(self) -> None:
+        hot = self._hot
+        hot.stepped = False
+        self._other_updates = 0
+        hot.counting = not self.deferred
+        self.clock.write(CUT)
+        hot.steps_left -= 1
+        if hot.steps_left <= 0:
+            self._deliver()
+        self.pauses.end()

@@ -1,0 +1,280 @@
+"""A script that a command runs finds what it would find under Python itself, and ends as it would there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+from types import FrameType
+
+import pytest
+
+from accel.commands.script_job import ScriptJob
+from accel.elastic.termination import Termination
+from accel.profiler.script import Script
+from tests import warm
+from tests.accel.loops import QUIET
+from tests.accel.profiled import ONE_THREAD, ROOT, accel_profile, report, script
+
+
+def under(command: str, folder: Path, body: str, before: str = "") -> CompletedProcess[str]:
+    """Run a script that imports nothing of torch's under `accel run` or `accel profile`."""
+    (folder / "own.py").write_text(body)
+    return warm.run(["-m", "accel", command, "own.py"], cwd=folder, environment=ONE_THREAD, before=before)
+
+
+def in_an_interpreter_of_its_own(folder: Path, *arguments: str) -> CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment.pop("OMP_NUM_THREADS", None)
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+# -- SIGTERM -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def default_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def send() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_script_that_saves_when_it_is_terminated_has_its_checkpoint(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        import os, signal
+        import accel
+        model, loader, optimizer = accel.optimize(model, loader, optimizer, checkpoint="saved", allow="exact")
+        for number, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            if number == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            loss.backward()
+            optimizer.step()
+            print(number)
+        """,
+    )
+    command = ["-m", "accel", "run", "train.py"]
+    done = warm.run(command, cwd=tmp_path, environment=ONE_THREAD, before=QUIET)
+
+    assert done.stdout.splitlines() == [str(number) for number in range(6)], done.stderr
+    assert done.returncode == 143
+    assert [path.parent.name for path in tmp_path.glob("saved/*/state.pt")] == ["00000001-step-6"]
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_a_handler_of_the_script_s_own_may_call_the_one_before() -> None:
+    """As frameworks do, which let the step under way end."""
+    seen: list[str] = []
+    with Script("none.py", []) as own:
+        before = signal.getsignal(signal.SIGTERM)
+
+        def chained(number: int, frame: FrameType | None) -> None:
+            if callable(before):
+                before(number, frame)
+            seen.append("handled")
+
+        signal.signal(signal.SIGTERM, chained)
+        send()
+        seen.append("went on")
+        signal.signal(signal.SIGTERM, before)
+        send()
+        seen.append("not reached")
+
+    assert seen == ["handled", "went on"]
+    assert own.ending.text == "terminated"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_a_signal_that_was_noted_ends_the_script_once_nobody_notes_it() -> None:
+    seen: list[str] = []
+    with Script("none.py", []) as own:
+        with Termination() as termination:
+            send()
+            seen.append(f"requested: {termination.requested}")
+        send()
+        seen.append("not reached")
+    assert seen == ["requested: True"]
+    assert own.ending.text == "terminated"
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_closed_under_a_later_handler_the_end_of_the_script_is_not_lost() -> None:
+    seen: list[str] = []
+    with Script("none.py", []) as own:
+        termination = Termination()
+        ours = signal.getsignal(signal.SIGTERM)
+        assert callable(ours)
+        signal.signal(signal.SIGTERM, lambda number, frame: ours(number, frame))
+        termination.close()
+        send()
+        seen.append("not reached")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert seen == []
+    assert own.ending.text == "terminated"
+
+
+@pytest.mark.usefixtures("default_handler")
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_forked_child_ends_by_the_signal(noted: bool) -> None:
+    with Script("none.py", []):
+        termination = Termination() if noted else None
+        child = os.fork()
+        if child == 0:
+            try:
+                send()
+            finally:
+                os._exit(3)
+        _, status = os.waitpid(child, 0)
+        if termination is not None:
+            termination.close()
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_a_handler_that_is_put_back_after_the_script_ends_the_process() -> None:
+    with Script("none.py", []):
+        kept = signal.getsignal(signal.SIGTERM)
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGTERM, kept)
+            send()
+        finally:
+            os._exit(3)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+
+
+# -- the path ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["link.py"], ["-m", "own"], ["-P", "link.py"]])
+def test_the_path_is_that_of_the_plain_script(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for file in (tmp_path / "elsewhere" / "real.py", tmp_path / "own.py"):
+        file.write_text("import sys\nprint(sys.path, __file__, sys.argv)\n")
+    (tmp_path / "link.py").symlink_to(tmp_path / "elsewhere" / "real.py")
+    options = [word for word in arguments if word == "-P"]
+    if options and sys.version_info < (3, 11):
+        pytest.skip("Python 3.11 brings -P")
+    command = [*options, "-m", "accel", "run", *arguments[len(options) :]]
+    done, plain = (in_an_interpreter_of_its_own(tmp_path, *words) for words in (command, arguments))
+
+    assert done.stdout == plain.stdout != "", done.stderr
+    assert done.returncode == 0
+
+
+# -- torch -------------------------------------------------------------------------------------------------------------
+
+
+def test_torch_is_imported_when_a_profiled_script_imports_it(tmp_path: Path) -> None:
+    """What the script sets before holds: the number of threads, the GPUs that are visible."""
+    (tmp_path / "own.py").write_text(
+        "import os, sys\n"
+        "print(sorted({'numpy', 'torch'} & set(sys.modules)))\n"
+        "os.environ['OMP_NUM_THREADS'] = '1'\n"
+        "import torch\n"
+        "print(torch.get_num_threads(), hasattr(torch.autograd.backward, '__wrapped__'))\n"
+    )
+    done = in_an_interpreter_of_its_own(tmp_path, "-m", "accel", "profile", "own.py")
+
+    assert done.stdout == "[]\n1 True\n", done.stderr
+    assert done.returncode == 0
+    assert "no optimizer step seen in" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_names_of_strategies_are_checked_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import sys\nprint(sorted({'numpy', 'torch'} & set(sys.modules)))\n")
+    options = ["--enable", "gradient_half", "--disable", "tf32"]
+    done = in_an_interpreter_of_its_own(tmp_path, "-m", "accel", "run", *options, "own.py")
+
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+NEVER_IMPORTED = "from accel.script import after_import\nafter_import.after_import = lambda name, then: None\n"
+
+
+def test_a_profiled_script_without_torch_is_told_what_was_not_seen(tmp_path: Path) -> None:
+    done = under("profile", tmp_path, "print('ran')\n", before=NEVER_IMPORTED)
+
+    assert (done.stdout, done.returncode) == ("ran\n", 0)
+    nothing = "0 batches from a DataLoader, 0 backward passes, 0 updates, 0 whole steps"
+    assert f"no optimizer step seen in 0.0 s ({nothing})" in done.stderr
+
+
+def test_torch_in_a_forked_child_or_after_the_script_is_left_alone() -> None:
+    class Job(ScriptJob):
+        def leave_alone(self) -> None:
+            pass
+
+        def conclude(self) -> None:
+            pass
+
+    begun: list[int] = []
+    job = Job(Script("none.py", []))
+    child = os.fork()
+    if child == 0:
+        try:
+            job.after_torch(lambda: begun.append(1))
+        finally:
+            os._exit(len(begun))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    job.after_torch(lambda: begun.append(1))
+    job.__exit__(None, None, None)
+    job.after_torch(lambda: begun.append(2))
+    assert begun == [1]
+
+
+# -- closed streams ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaves", ["sys.stdout.close()", "sys.stdout = None", "sys.stderr.close()"])
+def test_a_script_may_leave_its_streams_closed(tmp_path: Path, leaves: str) -> None:
+    done = under("run", tmp_path, f"import sys\nprint('ran', flush=True)\n{leaves}\n")
+
+    assert (done.stdout, done.returncode) == ("ran\n", 0), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_forked_child_may_leave_its_streams_closed(tmp_path: Path) -> None:
+    body = """
+import os, sys
+child = os.fork()
+if child == 0:
+    sys.stdout = None
+    raise SystemExit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = under("run", tmp_path, body)
+    assert done.stdout == "3\n", done.stderr
+
+
+def test_what_ends_a_script_goes_nowhere_without_stderr(tmp_path: Path) -> None:
+    for last in ("sys.exit('gone')", "raise KeyError('gone')"):
+        done = under("run", tmp_path, f"import sys\nsys.stderr = None\n{last}\n")
+        assert (done.stdout, done.stderr, done.returncode) == ("", "", 1)
+
+
+@pytest.mark.parametrize("leaves", ["sys.stdout.close()", "sys.stderr.close()"])
+def test_a_report_is_made_although_the_streams_are_closed(tmp_path: Path, leaves: str) -> None:
+    script(tmp_path, f"\nfor x, y in loader:\n    step(x, y)\n{leaves}\n")
+    done = accel_profile(tmp_path, "--no-confirm", "train.py")
+
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert report(tmp_path).steps > 20
