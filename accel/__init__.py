@@ -7,10 +7,17 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
+
+# To which a relative ACCEL_CACHE refers: scripts change to a directory of their own for each run.
+try:
+    _imported_in = os.getcwd()
+except OSError:  # it has been deleted
+    _imported_in = ""
 
 # Public name → module that holds it. Loaded on first use, so that `import accel` stays free of torch.
 _HOMES = {

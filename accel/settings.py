@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -32,11 +32,14 @@ class OptimizeSettings:
     disable: frozenset[str]
     plan: Plan | None
     budget: Budget
-    report: str | None
+    report: str | None = field(compare=False)
     cache: bool
     max_batch_size: int | None = None
     scaling_rule: Rule | None = None
-    checkpoint: str | Checkpointing | None = None
+    checkpoint: str | Checkpointing | None = field(default=None, compare=False)
+    places: tuple[str | None, str | Checkpointing | None] = (None, None)
+    """Report and checkpoint as they were passed. `report` and `checkpoint` have them as absolute paths: others when the
+    script has changed its directory and calls again. That call goes on."""
 
     @property
     def is_elastic(self) -> bool:
@@ -75,10 +78,26 @@ def check_settings(
             "checkpoint must be a folder or accel.elastic.checkpointing.Checkpointing(folder=...), got "
             f"{_kind(checkpoint)}"
         )
-    limits = Budget.parse(budget)
     return OptimizeSettings(
-        level, enabled, disabled, replayed, limits, target, cache, max_batch_size, scaling_rule, saved
+        level=level,
+        enable=enabled,
+        disable=disabled,
+        plan=replayed,
+        budget=Budget.parse(budget),
+        report=None if target is None else os.path.abspath(target),
+        cache=cache,
+        max_batch_size=max_batch_size,
+        scaling_rule=scaling_rule,
+        checkpoint=_absolute(saved),
+        places=(target, saved),
     )
+
+
+def _absolute(checkpoint: str | Checkpointing | None) -> str | Checkpointing | None:
+    """Return the same with its folder as an absolute path: it is used for as long as the run lasts."""
+    if isinstance(checkpoint, str):
+        return os.path.abspath(checkpoint)
+    return None if checkpoint is None else replace(checkpoint, folder=os.path.abspath(checkpoint.folder))
 
 
 def _check_batch(max_batch_size: Any, scaling_rule: Any) -> None:

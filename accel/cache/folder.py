@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from accel import _imported_in
 from accel.files import write_atomic
 
 VARIABLE = "ACCEL_CACHE"
@@ -32,6 +33,8 @@ class NoFolder(Exception):
 def cache_folder() -> Path:
     """Return the cache folder: what ACCEL_CACHE names, or else the platform's place for caches.
 
+    A relative one lies where the process was when accel was imported: scripts change to another directory for each run.
+
     Raises:
         NoFolder: if it is switched off, or the user has no home.
     """
@@ -39,7 +42,9 @@ def cache_folder() -> Path:
     if chosen == "0":
         raise NoFolder
     try:
-        return Path(chosen).expanduser().absolute() if chosen not in ("", "1") else _platform_folder() / "accel"
+        if chosen in ("", "1"):
+            return _platform_folder() / "accel"
+        return Path(_imported_in, Path(chosen).expanduser()).absolute()
     except RuntimeError as error:
         raise NoFolder(f"{error}; {VARIABLE}=FOLDER names one") from None
 
@@ -86,7 +91,11 @@ class CacheFolder:
         Raises:
             OSError: if the folder can't be written.
         """
-        write_atomic(self.path / name, text)
+        target = self.path / name
+        with contextlib.suppress(OSError):  # a pipe would be written into, which waits for a reader
+            if not stat.S_ISREG(target.stat().st_mode):
+                target.unlink()
+        write_atomic(target, text)
         self._prune(name)
 
     def delete(self, name: str) -> None:

@@ -39,6 +39,7 @@ from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.noise_scale import NoiseScale
 from accel.profiler.host import seconds_since_start
 from accel.report.model import BatchRow
+from accel.report.words import finite
 from accel.run import backward
 from accel.run.context import Run
 from accel.run.ranks import Ranks
@@ -164,7 +165,7 @@ class BatchRun(Onlooker):
                 why=decision.why,
                 goodput=decision.goodput or None,
                 measured=decision.measured or None,
-                noise=decision.noise,
+                noise=finite(decision.noise),  # that of pure noise is infinite
             )
             for decision in self.controller.decisions
         ]

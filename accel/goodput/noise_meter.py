@@ -27,7 +27,7 @@ from accel.goodput.noise_parts import Gather, exchange
 from accel.goodput.noise_refusal import Unmeasurable, reason_of
 from accel.goodput.noise_replay import Call, ReplayedParts
 from accel.goodput.noise_scale import NoiseScale, NoiseSums
-from accel.goodput.noise_schedule import NoiseSchedule
+from accel.goodput.noise_schedule import OVERHEAD, NoiseSchedule
 from accel.goodput.noise_step import MeasuredStep
 
 _FRUITLESS = 3
@@ -48,7 +48,7 @@ class NoiseMeter:
         group: their process group; default torch's.
         gather: exchanges tensors between the ranks in place of the group: gives each what all of them passed, by rank.
         scaler: the loop's GradScaler, if it has one.
-        overhead: share of the run's time that the meter's own work may take; default 0.02, which leaves room for what
+        overhead: share of the run's time that the meter's own work may take; default 0.015, which leaves room for what
             it disturbs beside, such as caches.
         parts: one of so many parts of a batch is replayed, see `ReplayedParts`; default 4.
         keep_shapes: replay whole batches only, for a model that is compiled or captured.
@@ -92,7 +92,7 @@ class NoiseMeter:
         group: dist.ProcessGroup | None = None,
         gather: Gather | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        overhead: float = 0.02,
+        overhead: float = OVERHEAD,
         parts: int = 4,
         keep_shapes: bool = False,
         clock: Callable[[], float] = time.perf_counter,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel.graphs.host_draws import HostDraws, without_draws
-from accel.graphs.inputs import described, difference, rebuilt
+from accel.graphs.inputs import WrittenInputs, described, difference, rebuilt, unwritten
 from accel.graphs.model_calls import MANY, MANY_KINDS, CaptureError, ModelCalls
 from accel.graphs.models import capture_model
 from accel.graphs.modes import modes, without_cached_casts
@@ -238,7 +238,7 @@ class CapturedStep:
         states = OptimizerStates(self._owners.optimizers)
         outputs: list[Tensor] = []
         try:
-            with without_cached_casts(recorder.device.type):
+            with unwritten(own), without_cached_casts(recorder.device.type):
                 graph, result = without_draws(
                     lambda: recorder.record(lambda: self._step(*own_args, **own_kwargs)), recorder.device
                 )
@@ -261,12 +261,12 @@ class CapturedStep:
     def _refuse(self, key: Hashable, error: Exception) -> None:
         """Run calls of a kind eagerly from now on, and say why."""
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        if self._strict and isinstance(error, HostDraws):
+        if self._strict and isinstance(error, HostDraws | WrittenInputs):
             raise CaptureError(f"capture: a step can't be captured: {error}") from error
         if self._strict:
             raise CaptureError(f"capture: a step must not wait for the device. Found: {reason}") from error
         self._eager.add(key)
-        if isinstance(error, HostDraws):
+        if isinstance(error, HostDraws | WrittenInputs):
             self._say(str(error))
         else:
             self._say(f"it could not be captured: {reason}; accel.graphs.why_not_capturable names the line")

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from accel.errors import AccelError
 from accel.graphs.host_draws import HostDraws, without_draws
-from accel.graphs.inputs import described
+from accel.graphs.inputs import WrittenInputs, described
 from accel.graphs.model_graph import ModelGraph, described_outputs
 from accel.graphs.modes import modes
 from accel.graphs.owners import Owners
@@ -216,7 +216,7 @@ class ModelCalls:
             graph = without_draws(
                 lambda: ModelGraph(recorder, call, description, inputs, list(trained.values()), seen), recorder.device
             )
-        except HostDraws as error:
+        except (HostDraws, WrittenInputs) as error:
             self._refuse(key, str(error))
             return None
         except Exception as error:

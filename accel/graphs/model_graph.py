@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.graphs.inputs import described, rebuilt
+from accel.graphs.inputs import described, rebuilt, unwritten
 from accel.graphs.modes import without_cached_casts
 from accel.graphs.recorder import GraphRecorder, RecordedGraph
 from accel.run.gate import Call
@@ -54,7 +54,7 @@ class ModelGraph:
     ) -> None:
         self._inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
         args, kwargs = rebuilt(description, iter(self._inputs))
-        with without_cached_casts(recorder.device.type):
+        with unwritten(self._inputs), without_cached_casts(recorder.device.type):
             self._forward, result = recorder.record(lambda: call(*args, **kwargs))
         self._outputs: list[Tensor] = []  # in the graph's memory; their history holds the activations
         self._result = described_outputs(result, self._outputs)

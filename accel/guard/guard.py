@@ -9,6 +9,7 @@ never touches the weights. Whatever a replay changes (random states, buffers, at
 Compared, for a candidate with a base precision ε (fp32's 1.2e-7 for `reordered`, bfloat16's 3.9e-3 for `reduced`):
 
     outputs     ‖y_c − y_r‖ ≤ δ ‖y_r‖      δ = 2^10 ε (reordered), 2^4 ε (reduced): rounding, grown through the layers
+    inputs      likewise, after the call   a model may write to them, and the loop use them again
     gradients   ‖g_c − g_r‖ ≤ 4 √δ ‖g_r‖   for each parameter, and at most 0.5. At kinks (ReLU, max-pooling) a
                                            difference of δ sends a share δ of the units the other way, each an error
                                            of the order of 1, so the gradient moves by some √δ (measured: outputs
@@ -228,6 +229,8 @@ class Replayed:
     draws: list[Draw] = field(default_factory=list)
     other_draws: bool = False
     """Some draws were made in canonical order, and come out otherwise in a real step."""
+    inputs: list[Tensor | None] = field(default_factory=list)
+    """What the call has left in the tensors that it was given, None where it has written nothing."""
 
 
 @contextlib.contextmanager
@@ -264,12 +267,25 @@ def replay(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDra
     args, kwargs = map_tensors(_copied, recording.args), map_tensors(_copied, recording.kwargs)
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not is_lazy(p)]
     named: list[tuple[str, Tensor]] = [*parameters]
-    named += [(f"input {i}", t) for i, t in enumerate(tensors((args, kwargs))) if t.requires_grad]
+    inputs = tensors((args, kwargs))  # before the call, which may take some out of a dict
+    named += [(f"input {i}", t) for i, t in enumerate(inputs) if t.requires_grad]
     with draws or contextlib.nullcontext():
         outputs = called(model, call, recording, args, kwargs)
         gradients = _sent_back(recording, outputs, [tensor for _, tensor in named])
     names, noted = [name for name, _ in named], [] if draws is None else draws.noted
-    return Replayed([t.detach() for t in outputs], gradients, names, noted, draws is not None and draws.other_order)
+    other_order = draws is not None and draws.other_order
+    return Replayed([t.detach() for t in outputs], gradients, names, noted, other_order, _written(recording, inputs))
+
+
+def _written(recording: Recording, inputs: list[Tensor]) -> list[Tensor | None]:
+    given = tensors((recording.args, recording.kwargs))
+    return [None if _is_as(old, new) else new.detach() for old, new in zip(given, inputs, strict=True)]
+
+
+def _is_as(old: Tensor, new: Tensor) -> bool:
+    if new.layout != torch.strided or new.is_nested:
+        return True  # not compared
+    return old.shape == new.shape and old.dtype == new.dtype and (torch.equal(old, new) or _same_bits(old, new))
 
 
 def called(
@@ -303,13 +319,14 @@ def replay_evaluation(
         for module in training:  # not eval(): a train() of the user's own may change weights, as loralib's merges them
             module.training = False
         args, kwargs = map_tensors(_copied, recording.args), map_tensors(_copied, recording.kwargs)
+        inputs = tensors((args, kwargs))
         autocast = torch.autocast(recording.device, dtype=dtype, enabled=enabled)
         with torch.no_grad(), autocast, draws or contextlib.nullcontext():
             outputs = tensors(call(*args, **kwargs))
     finally:
         for module in training:
             module.training = True
-    return Replayed(outputs, [], [], [] if draws is None else draws.noted)
+    return Replayed(outputs, [], [], [] if draws is None else draws.noted, inputs=_written(recording, inputs))
 
 
 def _cotangent(recording: Recording, number: int, output: Tensor) -> Tensor:
@@ -329,6 +346,8 @@ def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Compa
     finding = Comparison()
     for expected, actual in zip(plain.outputs, candidate.outputs, strict=True):
         finding = finding.merge(_compare_output(expected, actual, exactness))
+    for number, (left, own) in enumerate(zip(plain.inputs, candidate.inputs, strict=True)):
+        finding = finding.merge(_compare_input(number, left, own, exactness))
     if not finding.problem:
         finding = finding.merge(_compare_gradients(plain, candidate, exactness))
     finding.other_draws = candidate.other_draws
@@ -352,6 +371,18 @@ def _compare_output(plain: Tensor, candidate: Tensor, exactness: Exactness) -> C
     if relative > tolerance:
         return Comparison(f"its output is off by {relative:.1e}, allowed {tolerance:.1e}", relative)
     return Comparison(output_error=relative)
+
+
+def _compare_input(number: int, plain: Tensor | None, candidate: Tensor | None, exactness: Exactness) -> Comparison:
+    """Compare what a call has left in a tensor that it was given: the loop may use it again."""
+    if plain is None or candidate is None:
+        if plain is candidate:
+            return Comparison()
+        what = "writes to" if plain is None else "does not write to"
+        return Comparison(f"it {what} input {number}, unlike the plain path", 1.0)
+    finding = _compare_output(plain, candidate, exactness)
+    finding.problem = finding.problem.replace("its output", f"what it leaves in input {number}", 1)
+    return finding
 
 
 def _compare_gradients(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:

@@ -77,6 +77,7 @@ class Watch:
         self._large = 0
         self._moving = ChangingBuffers(gate.model)
         self._excuse = Excuse()
+        self._keeps_inputs = False
 
     def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call through the strategies and check its outputs.
@@ -86,21 +87,23 @@ class Watch:
         """
         if not self._gate.wrapped or backward.is_running():
             return call(*args, **kwargs)
+        given = tensors((args, kwargs))
+        kept = _Inputs(given) if self._keeps_inputs else None
         before = (
             torch.get_rng_state(),
             self._moving.saved(),
             own_state.states_of(own_state.generators_given(args, kwargs)),
+            kept,
         )
-        versions = _versions(args, kwargs)
+        written = versions(given)
         try:
             outputs = call(*args, **kwargs)
         except Exception as error:
             raised = f"it raised {type(error).__name__}: {error}"
         else:
             problem = "" if self._excuse.holds() else self._problem(outputs)
-            if (
-                not problem or _versions(args, kwargs) != versions
-            ):  # a forward that wrote to its inputs can't be repeated
+            # A forward that wrote to its inputs can't be repeated, unless they were kept; nor one that took some away.
+            if not problem or len(tensors((args, kwargs))) != len(given) or (not kept and versions(given) != written):
                 return outputs
             return self._again(before, problem, args, kwargs)
         # Outside the handler: the user's own error must not carry this one as its context.
@@ -111,6 +114,8 @@ class Watch:
         torch.set_rng_state(before[0])
         self._moving.restore(before[1])
         own_state.put_back(before[2])
+        if before[3] is not None:
+            before[3].put_back()
         plain = self._gate.plain(*args, **kwargs)  # raises the user's own error, if it is the user's
         if why.startswith("it raised") or not self._problem_now(plain):
             self._trip(why)
@@ -163,6 +168,10 @@ class Watch:
         """Learn that the model's own call writes to these parameters."""
         self._moving.add(parameters)
 
+    def keep_inputs(self) -> None:
+        """Learn that the model's own call writes to its inputs: those of the coming calls are kept, to be put back."""
+        self._keeps_inputs = True
+
     def gradients_are_finite(self, optimizer: Optimizer) -> bool:
         """Return whether the gradients that `optimizer` will use are finite; on a GPU, without waiting, always."""
         if self._device.type != "cpu":
@@ -177,8 +186,27 @@ class Watch:
         return all(bool(g.isfinite().all()) for g in dense)  # a norm overflows before its elements do
 
 
-def _versions(args: Any, kwargs: Any) -> list[int]:
-    return [t._version for t in tensors((args, kwargs)) if not t.is_inference()]
+class _Inputs:
+    """What the tensors hold that a call is given."""
+
+    def __init__(self, given: list[Tensor]) -> None:
+        counted = [tensor for tensor in given if not tensor.is_inference()]
+        self._kept = [(each, each.detach().clone(), each._version, each.grad_fn) for each in counted]
+
+    def put_back(self) -> None:
+        """Put it back, where a call that has failed has written to them."""
+        for tensor, value, version, history in self._kept:
+            if tensor._version == version:
+                continue
+            if history is None and tensor.grad_fn is not None and not tensor._is_view():
+                tensor.detach_()
+            with torch.no_grad():
+                tensor.copy_(value)
+
+
+def versions(given: list[Tensor]) -> list[int]:
+    """Return how often the tensors that a call is given have been written to, of those that count it."""
+    return [t._version for t in given if not t.is_inference()]
 
 
 def _norm(outputs: Any) -> Tensor | None:

@@ -47,21 +47,38 @@ class Following:
             "cache": cache,
         }
         self._training: ScriptTraining | None = None
+        self._earlier = 0
+        """Models that were optimized in the trainings before."""
 
     def begin(self) -> None:
-        """Follow the training of this thread from now on; does nothing where ACCEL=0."""
-        self.end()
-        if os.environ.get("ACCEL") != "0":
-            self._training = ScriptTraining(self._options, get_ident(), whole="print(callback.report)")
-            self._training.start()
+        """Follow the training of this thread from now on; does nothing where ACCEL=0.
 
-    def end(self) -> None:
-        """Restore torch; what has been optimized stays so, and may be trained further."""
+        The models of the training before are restored and let go of: each fold of a cross validation has another one,
+        and one that is trained again starts with what is remembered of it.
+        """
         if self._training is not None:
             self._training.stop()
+            self._training.undo()
+            self._earlier += self._training.models
+            self._training = None
+        if os.environ.get("ACCEL") != "0":
+            self._training = ScriptTraining(
+                self._options, get_ident(), whole="print(callback.report)", earlier=self._earlier
+            )
+            self._training.start()
+
+    def end(self, together: bool = True) -> None:
+        """Restore torch; what has been kept so far stays on until the next training begins.
+
+        Args:
+            together: all ranks end after the same step; False after an exception, which others may not have met.
+        """
+        if self._training is not None:
+            self._training.stop()
+            self._training.end_trials(together)
 
     @property
     def report(self) -> Report | None:
-        """The report of the model that was optimized first, None before that."""
+        """The report of the model that was optimized first in the last training, None before that."""
         modules = [] if self._training is None else self._training.modules
         return entry.explain(modules[0]) if modules else None

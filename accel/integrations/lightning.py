@@ -65,4 +65,4 @@ class LightningCallback(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Restore torch."""
-        self._following.end()
+        self._following.end(together=False)

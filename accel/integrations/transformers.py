@@ -18,6 +18,9 @@ class TransformersCallback(TrainerCallback):
     The Trainer's loop, model, optimizer and checkpoints stay as they are. Its loader is one of accelerate's, which
     fetches as ever; strategies for models and optimizers are tried.
 
+    A Trainer tells its callbacks nothing of an exception that ends its training, such as Ctrl-C in a notebook. Call
+    `end` then, or plain loops after it are followed too, until the next training begins.
+
     Args:
         allow: how far the numbers may move, as for `accel.optimize`: "exact", "reordered" (default), "reduced",
             "lossy".
@@ -53,6 +56,10 @@ class TransformersCallback(TrainerCallback):
     def report(self) -> Report | None:
         """The report so far, None before the first steps."""
         return self._following.report
+
+    def end(self) -> None:
+        """Restore torch after a training that an exception has ended."""
+        self._following.end(together=False)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Follow the training."""

@@ -39,6 +39,7 @@ class ScriptLoaders:
         latest: where the last of them came from.
         fetching: no loader's (a follower has one).
         on_new: called with each proxy that is made.
+        on_request: called before a batch is asked for in that thread.
     """
 
     def __init__(self, thread: int) -> None:
@@ -47,6 +48,7 @@ class ScriptLoaders:
         self.latest: LoaderProxy | None = None
         self.fetching = Fetching()
         self.on_new: Callable[[LoaderProxy], None] = lambda proxy: None
+        self.on_request: Callable[[], None] = lambda: None
         self._proxies: OrderedDict[int, LoaderProxy] = OrderedDict()
         self._patches = Patches()
 
@@ -68,7 +70,7 @@ class ScriptLoaders:
         def iterate(loader: Any) -> Any:
             if get_ident() != self._thread or not self._follows(loader, sys._getframe(1)):
                 return original(loader)
-            return HandedOut(iter(self._proxy_of(loader)), self._thread)
+            return HandedOut(iter(self._proxy_of(loader)), self._thread, lambda: self.on_request())
 
         return iterate
 
@@ -116,16 +118,20 @@ class HandedOut:
     Args:
         batches: a proxy's iterator.
         thread: the one that trains.
+        asked: called before a batch is asked for in that thread.
     """
 
-    def __init__(self, batches: Any, thread: int) -> None:
-        self._batches, self._thread = batches, thread
+    def __init__(self, batches: Any, thread: int, asked: Callable[[], None]) -> None:
+        self._batches, self._thread, self._asked = batches, thread, asked
 
     def __iter__(self) -> HandedOut:
         return self
 
     def __next__(self) -> Any:
-        return next(self._batches) if get_ident() == self._thread else self._batches.unheard()
+        if get_ident() != self._thread:
+            return self._batches.unheard()
+        self._asked()
+        return next(self._batches)
 
     def __len__(self) -> int:
         return len(self._batches.plain)

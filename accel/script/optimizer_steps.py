@@ -33,6 +33,9 @@ class OptimizerSteps:
 
     Attributes:
         from_loader: batches came from a loader between the last two steps.
+        is_under_way: a step is being made, and `after` will be called. A step that is made while this is False is one
+            that another method made in place of ours: accelerate assigns `optimizer.step` before and after each scaled
+            step.
     """
 
     def __init__(self, optimizer: Optimizer, batches: int, after: Callable[[OptimizerSteps], None]) -> None:
@@ -45,11 +48,18 @@ class OptimizerSteps:
         self.roots = self._modules.modules
         """The outermost modules that own its parameters."""
         self._own_step = vars(optimizer).get("step")
-        self._step = _followed(optimizer, self._stepped)
+        self.is_under_way = False
+        self._step = _followed(optimizer, self._around)
         vars(optimizer)["step"] = self._step
 
-    def _stepped(self) -> None:
+    def _around(self, step: Callable[[], Any]) -> Any:
+        self.is_under_way = True
+        try:
+            result = step()
+        finally:
+            self.is_under_way = False
         self._after(self)
+        return result
 
     def learned(self, batches: int) -> bool:
         """Count a step; return whether what it trains is known, as far as it can be."""
@@ -80,15 +90,13 @@ class OptimizerSteps:
                 vars(self.optimizer)["step"] = self._own_step
 
 
-def _followed(optimizer: Optimizer, stepped: Callable[[], None]) -> MethodType:
-    """Return the optimizer's `step` with a call after it: a bound method, as schedulers expect, with their marks."""
+def _followed(optimizer: Optimizer, around: Callable[[Callable[[], Any]], Any]) -> MethodType:
+    """Return the optimizer's `step`, made by `around`: a bound method, as schedulers expect, with their marks."""
     plain = optimizer.step
 
     @functools.wraps(plain)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        result = plain(*args, **kwargs)
-        stepped()
-        return result
+        return around(functools.partial(plain, *args, **kwargs))
 
     return MethodType(step, optimizer)
 

@@ -26,6 +26,7 @@ from accel.run import ranks
 from accel.script.loaders import ScriptLoaders
 from accel.script.optimizer_steps import OptimizerSteps
 from accel.script.own_batches import UpdateBoundary
+from accel.session.listeners import leave
 from accel.session.session import Session
 
 _AT_ONCE = 8
@@ -41,6 +42,7 @@ class ScriptTraining:
         options: of `accel.optimize`, checked.
         thread: the one that runs the script.
         whole: how to see the whole report, where it goes to no file.
+        earlier: models that were optimized before these; reports are numbered on from them.
 
     Attributes:
         updates: steps of optimizers in that thread.
@@ -49,13 +51,17 @@ class ScriptTraining:
         has_failed: accel itself failed, and the script goes on without it.
     """
 
-    def __init__(self, options: dict[str, Any], thread: int, whole: str) -> None:
+    def __init__(self, options: dict[str, Any], thread: int, whole: str, earlier: int = 0) -> None:
         self.updates = self.updates_elsewhere = self.models = 0
         self.has_failed = False
         self.loaders = ScriptLoaders(thread)
-        self._options, self._thread, self._whole = options, thread, whole
+        self._options, self._thread, self._whole, self._earlier = options, thread, whole, earlier
         self._boundary = UpdateBoundary()
         self._learning: dict[int, OptimizerSteps] = {}
+        self._due: list[OptimizerSteps] = []
+        """What they train is known, and is optimized when the next batch is asked for."""
+        self._inseparable = 0
+        """Optimizers whose steps were seen only within hooks, where no step can end, and that no loader feeds."""
         self._own_batches: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimized: dict[int, _Model] = {}
@@ -63,7 +69,7 @@ class ScriptTraining:
 
     def start(self) -> None:
         """Follow loaders and optimizers from now on."""
-        self.loaders.on_new = self._follow
+        self.loaders.on_new, self.loaders.on_request = self._follow, self._optimize_due
         self.loaders.start()
         self._hook = register_optimizer_step_post_hook(self._updated)
 
@@ -72,14 +78,30 @@ class ScriptTraining:
         self.loaders.stop()
         if self._hook is not None:
             self._hook.remove()
-        for steps in [*self._learning.values(), *self._own_batches]:
+        for steps in [*self._learning.values(), *self._due, *self._own_batches]:
             steps.release()
         self._learning.clear()
+        self._due.clear()
+
+    def end_trials(self, together: bool) -> None:
+        """Switch off what is on trial, since no step will end its trial; what has been kept so far stays on.
+
+        Args:
+            together: all ranks do so after the same step.
+        """
+        for model in self._optimized.values():
+            model.end_trial(together)
+
+    def undo(self) -> None:
+        """Restore the models that have been optimized, and let go of them."""
+        for model in self._optimized.values():
+            model.undo()
+        self._optimized.clear()
 
     @property
     def modules(self) -> list[nn.Module]:
         """The models that are optimized, the first one first."""
-        return [model.module for model in self._optimized.values()]
+        return [model.module for model in self._optimized.values() if model.record is not None]
 
     def why_nothing(self) -> str:
         """Say why no model was optimized, '' if one was or that was said."""
@@ -87,6 +109,8 @@ class ScriptTraining:
             return ""
         if self.updates_elsewhere:
             return f"{self.updates_elsewhere} updates ran in other threads; train in the thread that runs the script"
+        if self._inseparable:
+            return "the script puts another step in place of its optimizer's, and its batches come from no DataLoader"
         if self.updates:
             return f"the optimizer steps seen were too few ({self.updates}), or of parameters that belong to no module"
         return f"no step of a torch optimizer was seen ({self.loaders.delivered} batches from a DataLoader)"
@@ -100,11 +124,14 @@ class ScriptTraining:
             self.updates_elsewhere += 1
             return
         self.updates += 1
-        if optimizer in self._known or self.has_failed:
+        if self.has_failed:
             return
-        self._known.add(optimizer)
         try:
-            self._meet(optimizer)
+            if optimizer not in self._known:
+                self._known.add(optimizer)
+                self._meet(optimizer)
+            elif (steps := self._learning.get(id(optimizer))) is not None and not steps.is_under_way:
+                self._stepped_past(steps)
         except Exception as error:
             self._fail(error)
 
@@ -127,6 +154,30 @@ class ScriptTraining:
             steps.release()
             self._fail(error)
 
+    def _stepped_past(self, steps: OptimizerSteps) -> None:
+        """Count a step that was made without ours; it ends within hooks, where none can be added or removed."""
+        if not steps.learned(self.loaders.delivered):
+            return
+        del self._learning[id(steps.optimizer)]
+        if steps.from_loader:
+            self._due.append(steps)
+        else:
+            self._inseparable += 1
+            steps.release()
+
+    def _optimize_due(self) -> None:
+        """A batch is asked for: the steps that were seen only within hooks have ended."""
+        while self._due:
+            steps = self._due.pop(0)
+            if self.has_failed:
+                steps.release()
+                continue
+            try:
+                self._optimize(steps)
+            except Exception as error:
+                steps.release()
+                self._fail(error)
+
     def _fail(self, error: Exception) -> None:
         self.has_failed = True
         _say(f"{type(error).__name__}: {error}; the script goes on without accel")
@@ -135,7 +186,7 @@ class ScriptTraining:
 
     def _optimize(self, steps: OptimizerSteps) -> None:
         """Optimize what an optimizer trains; its loop is between two steps."""
-        del self._learning[id(steps.optimizer)]
+        self._learning.pop(id(steps.optimizer), None)
         models = steps.trained()
         steps.release_modules()
         loader = self.loaders.latest if steps.from_loader else None
@@ -151,7 +202,7 @@ class ScriptTraining:
     def _begin(self, model: nn.Module, loader: LoaderProxy | None, optimizer: Optimizer) -> None:
         self.models += 1
         report = self._options["report"]
-        options = {**self._options, "report": _numbered(report, self.models)}
+        options = {**self._options, "report": _numbered(report, self._earlier + self.models)}
         proxy = self._boundary.proxy if loader is None else loader  # not `or`: that asks for the loader's length
         entry.optimize(model, proxy, optimizer, **options)
         optimized = entry.optimized(model)
@@ -180,7 +231,7 @@ class ScriptTraining:
             if model.has_stepped():
                 model.updates = self.updates
             elif self.updates - model.updates >= _GONE_AFTER:
-                entry.undo(model.module)
+                model.undo()
                 del self._optimized[key]
 
 
@@ -204,6 +255,29 @@ class _Model:
         """Return whether there were steps since the last call."""
         before, self._steps = self._steps, self._session.steps
         return self._steps > before
+
+    @property
+    def record(self) -> Any:
+        """What `entry` holds of it; None once it was undone, or optimized anew, by the script itself."""
+        record = entry.optimized(self.module)
+        return record if record is not None and record.session is self._session else None
+
+    def undo(self) -> None:
+        """Restore it."""
+        if self.record is not None:
+            entry.undo(self.module)
+
+    def end_trial(self, together: bool) -> None:
+        """Let nothing be on that has not been kept, if the search has not ended; see `ScriptTraining.end_trials`."""
+        record, session = self.record, self._session
+        if record is None or not session.searching:
+            return
+        for proxy in record.proxies:
+            leave(proxy, session.events)  # a pass that goes on would count these steps as ones of the trial
+        session.events.observe(False)
+        session.guard.expect(None)
+        kept = record.journal.kept
+        session.switchboard.switch(kept if together else {**kept, **session.switchboard.collective()})
 
 
 def _numbered(report: Path | None, model: int) -> Path | None:

@@ -17,7 +17,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from accel.guard import guard, own_state, update_guard
+from accel.dataio.batches import tensors
+from accel.guard import guard, own_state, update_guard, watch
 from accel.guard.blame import Blame
 from accel.guard.draws import ReplayedDraws
 from accel.guard.guard import Comparison, Recording, Replayed
@@ -83,7 +84,11 @@ class GuardRunner:
             recording = guard.record(self._run.model, self._run.device, args, kwargs, self._written)
         except Exception as error:  # inputs that can't be copied; a plan that can't be compared is not tried
             self._note(Comparison(f"the call can't be recorded: {type(error).__name__}: {error}"))
+        given = tensors((args, kwargs))
+        versions = watch.versions(given)
         outputs = self._run.gate.plain(*args, **kwargs)
+        if watch.versions(given) != versions:
+            self._watch.keep_inputs()
         if recording is not None and self._learn_written(written):
             return outputs  # what was in the parameters before is gone: the next call is recorded
         if recording is not None:

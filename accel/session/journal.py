@@ -18,11 +18,12 @@ from torch.nn.parameter import is_lazy
 import accel
 from accel.profiler.diagnose.consistency import PhaseShares
 from accel.profiler.naming import PHASES_OF
+from accel.profiler.report import utf8
 from accel.report.model import BatchRow, Machine, Report, State
 from accel.run import Run
 from accel.run.machine import machine_name
 from accel.search.controller import Controller
-from accel.search.plan import Plan, fingerprint
+from accel.search.plan import Choices, Plan, fingerprint
 from accel.session.announcer import Announcer
 from accel.session.session import Session
 
@@ -104,7 +105,7 @@ class Journal:
         """The report at the end of the last search: its conclusions hold while another search runs."""
         self._report = Report(
             started=datetime.now().astimezone().isoformat(timespec="seconds"),
-            command=shlex.join(["python", *sys.orig_argv[1:]]),
+            command=utf8(shlex.join(["python", *sys.orig_argv[1:]])),
             machine=_machine(run),
             model=type(run.model).__name__,
             allow=allow,
@@ -164,7 +165,7 @@ class Journal:
             return
         try:
             self._save(report, self._target)
-        except OSError as error:  # a full disk must neither end the plan nor raise from `undo`
+        except (OSError, ValueError) as error:  # a full disk must neither end the plan nor raise from `undo`
             print(f"accel: the report could not be written: {error}", file=sys.stderr, flush=True)
 
     def _save(self, report: Report, target: Path) -> None:
@@ -174,6 +175,13 @@ class Journal:
         report.save(target / "report.json")
         report.save(target / "report.html")
         self.plan(report).save(target / "plan.json")
+
+    @property
+    def kept(self) -> Choices:
+        """What has been kept so far; with several ranks, which learn of that by what is on, nothing within a trial."""
+        if self._run.world_size == 1:
+            return dict(self._controller.plan)
+        return {} if self._session.trying else self._session.active
 
     def plan(self, report: Report) -> Plan:
         """Return the present plan."""

@@ -15,6 +15,7 @@ from typing import Any
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
+from accel.strategies.process_setting import ProcessSetting
 
 
 class Allocator(Strategy):
@@ -36,37 +37,28 @@ class Allocator(Strategy):
     lasting = True
 
     def __init__(self) -> None:
-        self._thresholds: tuple[int, int] | None = None
-        self._is_on = False
+        self._has_been_on = False
 
     def refusal(self, run: Run) -> str:
-        """Say why it does not apply: a GPU, another allocator, or thresholds that the user has set."""
+        """Say why it does not apply: a GPU, on already, another allocator, or thresholds that the user has set."""
         if run.device.type != "cpu":
             return f"the model's memory is not the CPU's but that of {run.device.type}"
+        if _KEEPING.is_used_beside(self):
+            return "it is on already, for another model of this process"
         return _refusal()
 
     def enable(self, run: Run, setting: Any) -> None:
         """Raise the thresholds."""
-        if self._thresholds is None:
-            threshold = mmap_threshold()
-            # glibc moves both together, in this proportion, as it frees mapped memory.
-            self._thresholds = threshold, 2 * threshold
-        self._is_on = True
-        _set(_MMAP_MAX, 0)
-        _set(_TRIM_THRESHOLD, _NEVER)
+        self._has_been_on = True
+        _KEEPING.use(self, True)
 
     def disable(self, run: Run) -> None:
-        """Set the thresholds as they were; glibc no longer moves them."""
-        self._is_on = False
-        assert self._thresholds is not None
-        mmap, trim = self._thresholds
-        _set(_MMAP_THRESHOLD, mmap)
-        _set(_TRIM_THRESHOLD, trim)
-        _set(_MMAP_MAX, _DEFAULT_MMAP_MAX)
+        """Set the thresholds as they were, unless another model wants them so; glibc no longer moves them."""
+        _KEEPING.leave(self)
 
     def close(self, run: Run) -> None:
         """Return what lies free, unless it is on."""
-        if self._thresholds is not None and not self._is_on:
+        if self._has_been_on and not _KEEPING.is_used():
             _libc().malloc_trim(0)
 
 
@@ -134,3 +126,25 @@ def _libc() -> ctypes.CDLL:
 def _set(parameter: int, value: int) -> None:
     if not _libc().mallopt(parameter, value):
         raise OSError(f"mallopt({parameter}, {value}) was refused")
+
+
+_thresholds: list[tuple[int, int]] = []
+"""The thresholds of mapping and trimming as the first user found them: a heap that has grown would hide them."""
+
+
+def _keep_freed(keep: bool) -> None:
+    """Put the thresholds out of the way, or back."""
+    if keep:
+        if not _thresholds:
+            threshold = mmap_threshold()
+            _thresholds.append((threshold, 2 * threshold))  # glibc moves both together, as it frees mapped memory
+        _set(_MMAP_MAX, 0)
+        _set(_TRIM_THRESHOLD, _NEVER)
+    elif _thresholds:
+        mmap, trim = _thresholds[0]
+        _set(_MMAP_THRESHOLD, mmap)
+        _set(_TRIM_THRESHOLD, trim)
+        _set(_MMAP_MAX, _DEFAULT_MMAP_MAX)
+
+
+_KEEPING = ProcessSetting(lambda: False, _keep_freed)

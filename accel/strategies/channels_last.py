@@ -16,13 +16,16 @@ from accel.dataio.batches import map_tensors
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.run.gate import Call
-from accel.strategies.base import Exactness, Strategy
+from accel.strategies.base import Exactness, NothingHelps, Strategy
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+_WRITTEN = "the model writes to its input, and in another layout it would write to a copy"
 
 
 class ChannelsLast(Strategy):
     """Convert 4-d floating-point inputs to `torch.channels_last`, and 4-d outputs back.
+
+    A model that writes to its input would write to a copy. What it has written is handed on, and the strategy left.
 
     Source: the memory-format tutorial of PyTorch.
     """
@@ -31,6 +34,10 @@ class ChannelsLast(Strategy):
     summary = "images in NHWC memory order"
     treats = frozenset({Bottleneck.COMPUTE, Bottleneck.MEMORY})
     exactness = Exactness.REORDERED
+
+    def __init__(self) -> None:
+        self._is_written = False
+        """A call has written to its input."""
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no 2-d convolution, or no 4-d input seen."""
@@ -42,20 +49,38 @@ class ChannelsLast(Strategy):
 
     def enable(self, run: Run, setting: Any) -> None:
         """Convert the inputs of each call."""
-        run.gate.add(self.name, _in_channels_last)
+        if self._is_written:  # as the guard's replay has shown
+            raise NothingHelps(_WRITTEN)
+        run.gate.add(self.name, self._in_channels_last)
 
     def disable(self, run: Run) -> None:
         """Pass the inputs as they come."""
         run.gate.remove(self.name)
 
+    def failure(self, run: Run) -> str:
+        """Say that the model writes to its input."""
+        return _WRITTEN if self._is_written else ""
 
-def _in_channels_last(call: Call) -> Call:
-    def run_call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = map_tensors(_to_last, args), map_tensors(_to_last, kwargs)
-        # The loop gets what it would have got: `.view` on an output works on the plain layout only.
-        return map_tensors(_to_first, call(*args, **kwargs))
+    def _in_channels_last(self, call: Call) -> Call:
+        def run_call(*args: Any, **kwargs: Any) -> Any:
+            copies: list[tuple[Tensor, Tensor, int]] = []
 
-    return run_call
+            def to_last(tensor: Tensor) -> Tensor:
+                laid_out = _to_last(tensor)
+                if laid_out is not tensor and not laid_out.is_inference():  # those have no version
+                    copies.append((tensor, laid_out, laid_out._version))
+                return laid_out
+
+            args, kwargs = map_tensors(to_last, args), map_tensors(to_last, kwargs)
+            outputs = call(*args, **kwargs)
+            for tensor, laid_out, version in copies:
+                if laid_out._version != version:
+                    tensor.copy_(laid_out)  # with its gradients, if it has any
+                    self._is_written = True
+            # The loop gets what it would have got: `.view` on an output works on the plain layout only.
+            return map_tensors(_to_first, outputs)
+
+        return run_call
 
 
 def _to_last(tensor: Tensor) -> Tensor:

@@ -10,8 +10,16 @@ from torch import nn
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
+from accel.strategies.process_setting import ProcessSetting
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def _set(benchmark: bool) -> None:
+    torch.backends.cudnn.benchmark = benchmark
+
+
+_BENCHMARK = ProcessSetting(lambda: bool(torch.backends.cudnn.benchmark), _set)
 
 
 class CudnnBenchmark(Strategy):
@@ -41,8 +49,8 @@ class CudnnBenchmark(Strategy):
 
     def enable(self, run: Run, setting: Any) -> None:
         """Switch the timing on."""
-        torch.backends.cudnn.benchmark = True
+        _BENCHMARK.use(self, True)
 
     def disable(self, run: Run) -> None:
-        """Switch it off again."""
-        torch.backends.cudnn.benchmark = False
+        """Switch it off again, unless another model wants it."""
+        _BENCHMARK.leave(self)

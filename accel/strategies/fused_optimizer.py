@@ -13,6 +13,8 @@ from accel.profiler.experiments.update_path import Paths
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
 
+_NONE_LEFT = "no optimizer takes that path any more: the loop has replaced it, or loaded a state that can't"
+
 
 class FusedOptimizer(Strategy):
     """Set `fused` (or `foreach`) in the parameter groups of torch's optimizers.
@@ -57,6 +59,11 @@ class FusedOptimizer(Strategy):
                 saved["foreach"], fused = self._paths.saved[id(group)]
                 if "fused" in saved:
                     saved["fused"] = fused
+
+    def failure(self, run: Run) -> str:
+        """Say that no optimizer takes the path any more: the loop has replaced it, or loaded a state that can't."""
+        optimizers = list(run.optimizers)
+        return "" if not optimizers or any(map(self._paths.switches, optimizers)) else _NONE_LEFT
 
     def disable(self, run: Run) -> None:
         """Set the path that was set before."""

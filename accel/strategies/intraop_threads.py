@@ -9,6 +9,9 @@ import torch
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
+from accel.strategies.process_setting import ProcessSetting
+
+_THREADS = ProcessSetting(torch.get_num_threads, torch.set_num_threads)
 
 
 class IntraopThreads(Strategy):
@@ -24,13 +27,12 @@ class IntraopThreads(Strategy):
     exactness = Exactness.REORDERED
     host_dependent = True
 
-    def __init__(self) -> None:
-        self._before = 0
-
     def refusal(self, run: Run) -> str:
-        """Say why it does not apply: a device other than the CPU, or nothing to choose from."""
+        """Say why it does not apply: another device, another model, or nothing to choose from."""
         if run.device.type != "cpu":
             return "the model's operators run on the " + run.device.type.upper()
+        if _THREADS.is_used_beside(self):
+            return "another model has set the number of threads, which is that of the process"
         if not self.settings(run):
             return f"there is only {run.threads} thread to choose from"
         return ""
@@ -42,12 +44,11 @@ class IntraopThreads(Strategy):
 
     def enable(self, run: Run, setting: Any) -> None:
         """Set the number of threads."""
-        self._before = torch.get_num_threads()
-        torch.set_num_threads(setting)
+        _THREADS.use(self, setting)
 
     def disable(self, run: Run) -> None:
-        """Set the number that was set before."""
-        torch.set_num_threads(self._before)
+        """Set the number that another model wants, or that was set before."""
+        _THREADS.leave(self)
 
     def describe(self, setting: Any) -> str:
         """Return `threads=n`."""

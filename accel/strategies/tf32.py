@@ -10,6 +10,7 @@ from accel.precision import allows_tf32, fp32_precision
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
+from accel.strategies.process_setting import ProcessSetting
 
 
 class TF32(Strategy):
@@ -24,9 +25,6 @@ class TF32(Strategy):
     treats = frozenset({Bottleneck.COMPUTE})
     exactness = Exactness.REDUCED
 
-    def __init__(self) -> None:
-        self._set: fp32_precision | None = None
-
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no CUDA, too old a GPU, or on already."""
         if not run.cuda:
@@ -37,9 +35,22 @@ class TF32(Strategy):
 
     def enable(self, run: Run, setting: Any) -> None:
         """Allow TF32; what was set is remembered."""
-        self._set = fp32_precision("tf32")
+        _TF32.use(self, True)
 
     def disable(self, run: Run) -> None:
-        """Set the precision that was set before."""
-        if self._set is not None:
-            self._set.restore()
+        """Set the precision that was set before, unless another model wants TF32."""
+        _TF32.leave(self)
+
+
+_set: list[fp32_precision] = []
+"""What puts the precision back; empty while TF32 is not allowed."""
+
+
+def _allow(tf32: bool) -> None:
+    if tf32 and not _set:
+        _set.append(fp32_precision("tf32"))
+    while not tf32 and _set:
+        _set.pop().restore()
+
+
+_TF32 = ProcessSetting(lambda: False, _allow)

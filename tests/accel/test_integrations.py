@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
 import textwrap
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import accel
+from accel import entry
 from accel.errors import InvalidArgument
 from accel.integrations.following import Following
 from accel.integrations.trackers import log_batches, log_report, metrics
@@ -20,6 +25,7 @@ from accel.report import Report, StrategyRow
 from accel.report.model import BatchRow
 from tests import warm
 from tests.accel.frameworks import LET_TORCHVISION_IMPORT, need
+from tests.accel.loops import Quick, advance, advance_until, in_trial, make, training
 
 OPTIONS: dict[str, Any] = {"allow": "exact", "budget": 60, "enable": (), "disable": (), "report": None, "cache": True}
 
@@ -142,6 +148,81 @@ def test_what_is_trained_between_begin_and_end_is_optimized_and_the_same(
     following = Following(**OPTIONS)
     following.begin()
     assert DataLoader.__iter__ is iterate
+
+
+def fit(following: Following, job: tuple[Any, Any, Any], steps: int) -> Report:
+    """Train from the first batch of an epoch, as a Trainer does, and return the report."""
+    following.begin()
+    advance(training(*job), steps)
+    following.end()
+    found = following.report
+    assert found is not None
+    return copy.deepcopy(found)  # it goes on changing
+
+
+def test_a_second_training_of_a_model_is_followed_like_the_first(only_quick: None, tmp_path: Path) -> None:
+    following = Following(**{**OPTIONS, "cache": False, "report": tmp_path / "fit.json"})
+    job = make()
+    first, second = fit(following, job, 240), fit(following, job, 230)
+    for found, steps in ((first, 240), (second, 230)):
+        assert found.steps >= steps - 4
+        assert found.state == "done" and found.plan == {"quick": None}
+    assert Quick.on  # what has been kept stays on
+    accel.undo(job[0])
+    assert following.report is None
+    assert Report.load(tmp_path / "fit.json").steps == first.steps
+    assert Report.load(tmp_path / "fit-2.json").steps == second.steps
+
+
+def test_the_model_of_an_earlier_training_is_let_go(only_quick: None) -> None:
+    following = Following(**{**OPTIONS, "cache": False})
+    fold = make()
+    fit(following, fold, 26)
+    seen = weakref.ref(fold[0])
+    del fold
+    fit(following, make(1), 26)
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_model_that_the_script_optimizes_itself_meanwhile_is_left_to_it(only_quick: None) -> None:
+    following = Following(**{**OPTIONS, "cache": False})
+    model, loader, optimizer = make()
+    fit(following, (model, loader, optimizer), 26)
+    accel.undo(model)
+    accel.optimize(model, loader, optimizer)
+    following.begin()
+    assert entry.optimized(model) is not None
+    following.end()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_is_on_trial_when_a_training_ends_is_switched_off(only_quick: None, together: bool) -> None:
+    following = Following(**{**OPTIONS, "cache": False})
+    model, loader, optimizer = make()
+    following.begin()
+    loop = training(model, loader, optimizer)
+    advance_until(loop, in_trial)
+    found = entry.optimized(model)
+    assert found is not None and found.session.active == {"quick": None}
+    following.end(together)
+    assert not Quick.on
+    steps = accel.explain(model).steps
+    advance(loop, 40)  # as a notebook may go on with the iterator that it has
+    assert not Quick.on and accel.explain(model).steps == steps
+
+
+def test_several_ranks_keep_what_is_on_unless_it_is_on_trial(only_quick: None) -> None:
+    model, loader, optimizer = accel.optimize(*make(), allow="exact", budget=60)
+    loop = training(model, loader, optimizer)
+    advance_until(loop, in_trial)
+    found = entry.optimized(model)
+    assert found is not None
+    assert found.journal.kept == {}
+    found.session.run.world_size = 2  # only rank 0 knows the plan
+    assert found.journal.kept == {}
+    advance_until(loop, lambda: not found.session.searching)
+    assert found.journal.kept == {"quick": None}
 
 
 TRAINER = """

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 
 import pytest
 
 from accel.errors import AccelError, ReportError
+from accel.profiler.report import ProfileReport, from_json
 from accel.report import Event, Machine, Report, StrategyRow
+from accel.report.model import BatchRow
 
 
 def _report() -> Report:
@@ -35,6 +39,19 @@ def test_round_trip_keeps_every_field(tmp_path: Path) -> None:
     report = _report()
     report.save(tmp_path / "deep" / "r.json")
     assert Report.load(tmp_path / "deep" / "r.json") == report
+
+
+def test_what_json_and_utf_8_can_not_hold_does_not_keep_a_report_from_being_saved(tmp_path: Path) -> None:
+    rows = [BatchRow(step=16, batch=32, goodput=math.nan, noise=math.inf)]  # of pure noise
+    command = "python train.py --name caf\udce9"  # an argument in Latin-1, as Python has it
+    report = dataclasses.replace(_report(), batch_rows=rows, max_batch_size=64, command=command)
+    for name in ("r.json", "r.html"):
+        report.save(tmp_path / name)
+    loaded = Report.load(tmp_path / "r.json")
+    assert (loaded.batch_rows[0].noise, loaded.batch_rows[0].goodput, loaded.batch_rows[0].batch) == (None, None, 32)
+    assert loaded.command == "python train.py --name caf\\udce9"
+    profile = ProfileReport(command=command, samples_per_s=math.inf)
+    assert from_json(profile.to_json()).command == loaded.command
 
 
 def test_json_carries_its_schema_version() -> None:
@@ -97,8 +114,8 @@ def test_value_without_json_form_leaves_the_old_file(tmp_path: Path) -> None:
     _report().save(path)
     old = path.read_text(encoding="utf-8")
     broken = _report()
-    broken.speedup = float("nan")
-    with pytest.raises(ValueError, match="JSON compliant"):
+    broken.plan = {"channels_last": object()}
+    with pytest.raises(TypeError, match="not JSON serializable"):
         broken.save(path)
     assert path.read_text(encoding="utf-8") == old
 

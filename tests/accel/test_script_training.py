@@ -228,6 +228,67 @@ def test_a_loader_without_a_length_is_followed(training: ScriptTraining) -> None
         len(iter(DataLoader(Stream())))
 
 
+class Reassigned:
+    """Assigns the step of an optimizer before and after each one, as accelerate does when it scales the loss."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._plain = optimizer, optimizer.step
+        self.zero_grad = optimizer.zero_grad
+
+    def step(self) -> None:
+        self._optimizer.step = lambda: self._plain()  # type: ignore[method-assign]
+        self._optimizer.step()
+        self._optimizer.step = self._plain  # type: ignore[method-assign]
+
+
+def test_an_optimizer_whose_step_is_assigned_at_each_one_is_followed(training: ScriptTraining) -> None:
+    model, loader, optimizer = make()
+    epochs(model, loader, Reassigned(optimizer), 1)
+    assert 8 <= steps_of(model) <= 11
+    epochs(model, loader, Reassigned(optimizer), 12)
+    report = accel.explain(model)
+    assert report.state == "done" and report.plan == {"quick": None}
+    assert report.steps >= 13 * 13 - 5
+    assert entry._optimized[model].session.run.loader is loader
+
+
+def test_the_bits_are_the_same_where_a_step_is_assigned_at_each_one(only_quick: None) -> None:
+    def run() -> dict[str, Tensor]:
+        model, loader, optimizer = make()
+        epochs(model, loader, Reassigned(optimizer), 8)
+        return everything(model, optimizer)
+
+    plain = run()
+    training = ScriptTraining(dict(OPTIONS), threading.get_ident(), whole="")
+    training.start()
+    followed = run()
+    training.stop()
+    assert training.models == 1
+    assert_same(followed, plain)
+
+
+def test_why_such_an_optimizer_without_a_loader_is_left_alone_is_told(training: ScriptTraining) -> None:
+    model, _, optimizer = make()
+    for _ in range(20):
+        step(model, Reassigned(optimizer), torch.randn(8, 6), torch.randint(9, (8,)))
+    assert training.models == 0
+    assert training.why_nothing().startswith("the script puts another step in place of its optimizer's")
+    assert "_compiled_call_impl" not in vars(model)
+
+
+def test_a_failure_of_accel_s_own_at_a_batch_ends_accel_and_not_the_script(
+    training: ScriptTraining, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(entry, "optimize", broken)
+    model, loader, optimizer = make()
+    epochs(model, loader, Reassigned(optimizer), 2)
+    assert capsys.readouterr().err == "accel: RuntimeError: broken; the script goes on without accel\n"
+    assert entry.optimized(model) is None
+
+
 def test_batches_taken_by_another_thread_say_nothing_of_the_training(training: ScriptTraining) -> None:
     model, loader, optimizer = make()
     iterator = iter(loader)

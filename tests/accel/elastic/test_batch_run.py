@@ -182,6 +182,18 @@ def test_the_batch_is_decided_by_the_last_known_noise_while_it_is_hidden(
     assert loader.batch_sampler.batch_sizes == (64,)
 
 
+def test_a_noise_scale_without_an_upper_end_is_none_in_the_report(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pure = NoiseInterval(math.inf, 4000.0, math.inf)
+    monkeypatch.setattr("accel.elastic.batch_run.interval_of", lambda estimate: pure)
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    train(model, loader, optimizer, clock, nothing)
+    controller = batch_run(model).controller
+    assert controller is not None and math.inf in [decision.noise for decision in controller.decisions]
+    assert math.inf not in [row.noise for row in accel.explain(model).batch_rows]
+
+
 @pytest.mark.parametrize(("most", "reached"), [(64, 64), (99, 99 // 2 * 2), (90, 90)])
 def test_a_loop_that_accumulates_keeps_its_batches_per_step(
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, most: int, reached: int

@@ -27,7 +27,7 @@ from accel.goodput import (
 )
 from accel.goodput.gradient_tap import GradientTap
 from accel.goodput.noise_meter import NoiseMeter
-from accel.goodput.noise_schedule import _AFTERWARDS, _EVENTS_S, NoiseSchedule
+from accel.goodput.noise_schedule import _AFTERWARDS, _EVENTS_S, OVERHEAD, NoiseSchedule
 from tests.accel.goodput.noise_loops import (
     OPTIMIZERS,
     Kept,
@@ -430,6 +430,18 @@ def test_the_first_measurements_are_made_up_for() -> None:
         measured_s += 2e-3
     took_s = _AFTERWARDS * measured_s + _EVENTS_S * steps
     assert 0.9 * 0.03 < took_s / (steps * 1e-3) < 1.01 * 0.03
+
+
+def test_by_default_the_share_is_one_and_a_half_percent() -> None:
+    """At most 3 % are promised, and the meter can't see all of its cost."""
+    agreed, given = NoiseSchedule(), NoiseSchedule(0.015)
+    meter = NoiseMeter(nn.Linear(1, 1), [])
+    assert OVERHEAD == 0.015
+    for schedule in (agreed, given, meter._schedule):
+        schedule.note_step(1e-3)
+        for _ in range(60):
+            schedule.pay(2e-3, 1e-3)
+    assert agreed.steps_left == given.steps_left == meter._schedule.steps_left
 
 
 def test_steps_as_short_as_their_events_are_measured_at_half_the_share() -> None:

@@ -273,3 +273,42 @@ def test_state_that_is_replaced_is_refused(kind: str) -> None:
     (expected, _), (found, run) = outcome(False), outcome(True)
     assert torch.equal(found[0], expected[0])
     assert "an optimizer's state must be written to in place" in run.why_eager[0]
+
+
+class Shifting(nn.Module):
+    """Writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x.sub_(x.mean()))
+
+
+def test_what_a_model_writes_to_its_input_is_not_lost() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+        losses = []
+        for seed in range(6):
+            x = batch(8, seed)
+            optimizer.zero_grad()
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses
+
+    calls = both(loop, Shifting, warmup=2)
+    assert calls.captures == 0
+    assert calls.why_eager[0].startswith("it writes to its inputs")
+
+
+def test_what_a_step_writes_to_its_input_is_not_lost() -> None:
+    run = taped_step(lambda x: x.add_(1).sum(), warmup=1)
+    for seed in range(4):
+        x = batch(8, seed)
+        assert torch.equal(run(x), x.sum())
+        assert torch.equal(x, batch(8, seed) + 1)
+    assert run.why_eager[0].startswith("it writes to its inputs")
+    with pytest.raises(CaptureError, match="can't be captured: it writes to its inputs"):
+        taped_step(lambda x: x.add_(1).sum(), warmup=0, strict=True)(batch(8, 0))

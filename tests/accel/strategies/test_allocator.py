@@ -42,26 +42,59 @@ def test_large_requests_come_from_the_heap_while_it_is_on() -> None:
             libc.free(block)
 
 
-def test_it_trims_only_what_it_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thresholds_are_those_that_were_found(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
     monkeypatch.setattr(allocator, "_set", lambda parameter, value: calls.append((parameter, value)))
     strategy = Allocator()
     strategy.enable(run_of(), None)
-    threshold = strategy._thresholds
     assert calls == [(-4, 0), (-1, 2**31 - 1)]
     strategy.disable(run_of())
-    assert threshold is not None
-    assert calls[2:] == [(-3, threshold[0]), (-1, threshold[1]), (-4, 65536)]
+    ((mmap, trim),) = allocator._thresholds
+    assert calls[2:] == [(-3, mmap), (-1, trim), (-4, 65536)]
 
 
 def test_thresholds_are_those_of_before() -> None:
     strategy = Allocator()
     strategy.enable(run_of(), None)
-    assert strategy._thresholds is not None
-    wanted = strategy._thresholds[0]
     strategy.disable(run_of())
     # What lies free at the end of the heap serves larger requests, too.
-    assert mmap_threshold() >= wanted
+    assert mmap_threshold() >= allocator._thresholds[0][0]
+
+
+@pytest.mark.parametrize("first_leaves", [False, True])
+def test_it_stays_on_for_the_model_that_keeps_it(first_leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one finds nothing to win, as it is on already, and is undone."""
+    libc, first, second = allocator._libc(), Allocator(), Allocator()
+    trimmed: list[int] = []
+
+    class Noted:
+        def __getattr__(self, name: str) -> Any:
+            return trimmed.append if name == "malloc_trim" else getattr(libc, name)
+
+    monkeypatch.setattr(allocator, "_libc", Noted)
+    blocks: list[int] = []
+
+    def is_mapped() -> bool:
+        blocks.append(libc.malloc((64 + 128 * len(blocks)) << 20))
+        return allocator._is_mapped(blocks[-1])
+
+    first.enable(run_of(), None)
+    second.enable(run_of(), None)
+    leaves, stays = (first, second) if first_leaves else (second, first)
+    leaves.disable(run_of())
+    leaves.close(run_of())
+    try:
+        assert not is_mapped()
+        assert trimmed == []
+        assert leaves.refusal(run_of()) == "it is on already, for another model of this process"
+        assert stays.refusal(run_of()) == ""
+    finally:
+        stays.disable(run_of())
+    stays.close(run_of())
+    assert is_mapped()
+    assert trimmed == [0]
+    for block in blocks:
+        libc.free(block)
 
 
 def test_it_needs_a_model_on_the_cpu() -> None:

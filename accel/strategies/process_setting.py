@@ -1,0 +1,71 @@
+"""A setting of the whole process that strategies of several models switch, each of them on and off by itself.
+
+The runs of a GAN's two models, or of the folds of a cross validation, know nothing of each other. If each put back what
+it found, the first to leave would take the setting away from the others, and the last would leave another one's behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class ProcessSetting(Generic[T]):
+    """What each user wants of a setting: the last to come has its way, and the last to leave puts it back.
+
+    Args:
+        read: returns what is set.
+        write: sets it.
+
+    Example:
+        >>> level = [0]
+        >>> setting = ProcessSetting(lambda: level[0], lambda value: level.__setitem__(0, value))
+        >>> setting.use("first", 1)
+        >>> setting.use("second", 2)
+        >>> setting.leave("first")
+        >>> level
+        [2]
+        >>> setting.leave("second")
+        >>> level
+        [0]
+    """
+
+    def __init__(self, read: Callable[[], T], write: Callable[[T], None]) -> None:
+        self._read, self._write = read, write
+        self._wanted: dict[object, T] = {}
+        self._before: list[T] = []
+        """What was set before the first user; empty while there is none."""
+        self._lock = threading.Lock()
+
+    def use(self, user: object, value: T) -> None:
+        """Set it for a user, until it leaves or another one comes."""
+        with self._lock:
+            if not self._before:
+                self._before.append(self._read())
+            self._wanted.pop(user, None)
+            self._wanted[user] = value
+            self._write(value)
+
+    def leave(self, user: object) -> None:
+        """Set what the last of the others wants, or what was set before the first; who is no user changes nothing."""
+        with self._lock:
+            if user not in self._wanted:
+                return
+            had_its_way = next(reversed(self._wanted)) is user
+            del self._wanted[user]
+            if self._wanted:
+                if had_its_way:
+                    self._write(next(reversed(self._wanted.values())))
+            else:
+                self._write(self._before.pop())
+
+    def is_used(self) -> bool:
+        """Return whether it has a user."""
+        return bool(self._wanted)
+
+    def is_used_beside(self, user: object) -> bool:
+        """Return whether another one uses it."""
+        return any(other is not user for other in self._wanted)

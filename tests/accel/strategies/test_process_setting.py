@@ -1,0 +1,81 @@
+"""Strategies that set something of the whole process, in the runs of two models: neither takes it from the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accel.strategies import cudnn_benchmark, intraop_threads, tf32
+from accel.strategies.base import Strategy
+from accel.strategies.cudnn_benchmark import CudnnBenchmark
+from accel.strategies.intraop_threads import IntraopThreads
+from accel.strategies.tf32 import TF32
+
+
+def run_of(threads: int = 4) -> Any:
+    return SimpleNamespace(device=torch.device("cpu"), threads=threads)
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_the_last_of_two_models_puts_the_threads_back() -> None:
+    first, second, run = IntraopThreads(), IntraopThreads(), run_of()
+    first.enable(run, 2)
+    second.enable(run, 1)
+    first.disable(run)
+    assert torch.get_num_threads() == 1  # the second one's, which is on
+    first.enable(run, 3)
+    assert torch.get_num_threads() == 3
+    first.disable(run)
+    assert torch.get_num_threads() == 1
+    second.disable(run)
+    assert torch.get_num_threads() == 4
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_threads_are_tried_for_one_model_at_a_time() -> None:
+    first, second, run = IntraopThreads(), IntraopThreads(), run_of()
+    first.enable(run, 2)
+    try:
+        assert first.refusal(run) == ""
+        assert second.refusal(run) == "another model has set the number of threads, which is that of the process"
+    finally:
+        first.disable(run)
+    assert second.refusal(run) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_on"),
+    [
+        (CudnnBenchmark, lambda: torch.backends.cudnn.benchmark),
+        (TF32, lambda: torch.backends.cuda.matmul.allow_tf32),
+    ],
+)
+@pytest.mark.parametrize("first_leaves", [True, False])
+def test_a_switch_stays_on_for_the_model_that_keeps_it(
+    kind: type[Strategy], is_on: Callable[[], bool], first_leaves: bool
+) -> None:
+    run, before = run_of(), is_on()
+    first, second = kind(), kind()
+    first.enable(run, None)
+    second.enable(run, None)
+    leaves, stays = (first, second) if first_leaves else (second, first)
+    leaves.disable(run)
+    leaves.disable(run)  # as after an enable that failed
+    try:
+        assert is_on()
+    finally:
+        stays.disable(run)
+    assert is_on() == before
+    assert not any(setting.is_used() for setting in (cudnn_benchmark._BENCHMARK, tf32._TF32, intraop_threads._THREADS))
