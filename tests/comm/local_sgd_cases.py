@@ -420,6 +420,7 @@ def traffic(rank: int, world: int, per_host: int) -> dict[str, dict[str, float]]
             before = sockets()
             for _ in range(times):
                 call()
+            dist.barrier()  # on a busy machine some of it waits in the kernel until the peer reads
             after = sockets()
             both: list[Any] = [None] * world
             dist.all_gather_object(both, (before, after))

@@ -140,10 +140,10 @@ def test_bytes_are_those_of_the_formula(hosts: int, per_host: int) -> None:
         for uplink in of_a_host(f"{within}, {momentum}, dense", "between"):
             assert uplink == pytest.approx(2 * (world - 1) / world, rel=0.01)
         for uplink in of_a_host(f"{within}, {momentum}, local", "between"):
-            assert uplink < 1e-4
+            assert uplink < 1e-3  # a barrier
         for inside in of_a_host(f"{within}, {momentum}, local", "within"):
             expected = 2 * (per_host - 1) if within == "host" else 0
-            assert inside == pytest.approx(expected, rel=0.01, abs=1e-4)
+            assert inside == pytest.approx(expected, rel=0.01, abs=1e-3)
 
 
 REFUSED = {
