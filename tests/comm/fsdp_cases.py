@@ -296,6 +296,7 @@ def traffic(rank: int, world: int) -> dict[str, float]:
         before = sockets()
         for _ in range(2):
             backwards()
+        dist.barrier()  # on a busy machine some of it waits in the kernel until the peer reads
         both: list[Any] = [None] * world
         after = sockets()
         dist.all_gather_object(both, (before, after))
