@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -35,6 +38,9 @@ def step(x, y):
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Two threads wait for each other in each operation as soon as the machine has other work, which took 150 ms a step."""
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **ONE_THREAD}
+"""That of an interpreter of its own."""
+
 QUIET = "from accel.profiler import naming\nnaming._crowded = lambda evidence: None\n"
 """Code to run first: what else runs on the machine is no reason for the profiler to name nothing."""
 
@@ -63,3 +69,9 @@ def report(folder: Path, name: str = "accel-profile.json") -> schema.ProfileRepo
 
 def causes(profile: schema.ProfileReport) -> list[str]:
     return [finding.cause for finding in profile.findings]
+
+
+def in_an_interpreter_of_its_own(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run what the other tests run in a forked process, as proof that it is alike."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)

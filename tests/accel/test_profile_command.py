@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -17,10 +16,15 @@ from click.testing import CliRunner
 from accel.commands.cli import main
 from accel.report.rendering import as_verdict
 from tests import warm
-from tests.accel.profiled import ONE_THREAD, ROOT, accel_profile, causes, profile_ranks, report, script
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **ONE_THREAD}
-"""That of an interpreter of its own."""
+from tests.accel.profiled import (
+    ENVIRONMENT,
+    ONE_THREAD,
+    accel_profile,
+    causes,
+    in_an_interpreter_of_its_own,
+    report,
+    script,
+)
 
 
 def test_a_slow_loader_is_named_tried_and_written_down(tmp_path: Path) -> None:
@@ -134,67 +138,6 @@ def test_a_syntax_error_is_shown_alone(tmp_path: Path) -> None:
     assert "SyntaxError" in done.stderr and "profiler/script.py" not in done.stderr
 
 
-def test_no_confirm_changes_nothing(tmp_path: Path) -> None:
-    """The same weights as without the profiler, to the bit."""
-    body = """
-    for epoch in range(4):
-        for x, y in DataLoader(data, batch_size=8, shuffle=True):
-            step(x, y)
-    print(sum(p.double().sum().item() for p in model.parameters()), torch.rand(1).item())
-    """
-    script(tmp_path, body)
-    done = accel_profile(tmp_path, "--no-confirm", "train.py")
-    plain = warm.run(["train.py"], cwd=tmp_path, environment=ONE_THREAD)
-
-    assert done.stdout == plain.stdout
-    assert report(tmp_path).experiments == []
-
-
-def test_experiments_leave_the_training_as_it_was_too(tmp_path: Path) -> None:
-    """Fetching ahead and the like change nothing the model learns."""
-    body = """
-    def slow(samples):
-        time.sleep(0.003)
-        return torch.utils.data.default_collate(samples)
-
-    for epoch in range(5):
-        for x, y in DataLoader(data, batch_size=8, shuffle=True, collate_fn=slow):
-            step(x, y)
-    print(sum(p.double().sum().item() for p in model.parameters()), torch.rand(1).item())
-    """
-    script(tmp_path, body)
-    done = accel_profile(tmp_path, "train.py")
-    plain = warm.run(["train.py"], cwd=tmp_path, environment=ONE_THREAD)
-
-    assert done.stdout == plain.stdout
-
-
-def test_experiments_stay_within_the_steps(tmp_path: Path) -> None:
-    """The collector is itself again between two epochs and after the last, whenever that is."""
-    script(
-        tmp_path,
-        """
-        import gc
-        kept = [[] for _ in range(50_000)]  # a collection takes some milliseconds
-        between, left, began = [], 25, time.monotonic()
-        while left:  # a second, in which the profiler has seen enough, and 175 steps more
-            for number, (x, y) in enumerate(loader):
-                step(x, y)
-                gc.collect()
-                if number == 6:
-                    break
-            between.append(gc.isenabled() and gc.collect.__module__ == "gc")
-            left -= time.monotonic() - began > 1
-        with torch.no_grad():
-            print(all(between), gc.isenabled(), tuple(model(data.tensors[0]).shape))
-        """,
-    )
-    done = accel_profile(tmp_path, "train.py")
-
-    assert done.stdout == "True True (320, 2)\n", done.stderr
-    assert "no garbage collection" in [tried.name for tried in report(tmp_path).experiments]
-
-
 def test_work_between_two_epochs_is_named_as_such(tmp_path: Path) -> None:
     script(
         tmp_path,
@@ -275,12 +218,6 @@ def test_a_package_runs_its_main_module(tmp_path: Path) -> None:
 
     assert done.stdout == "package __main__ package ['x']\n", done.stderr
     assert done.returncode == 0
-
-
-def in_an_interpreter_of_its_own(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run what the other tests run in a forked process, as proof that it is alike."""
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 RAISES = """
@@ -481,119 +418,6 @@ def test_classes_of_the_script_pickle_for_spawned_workers(tmp_path: Path) -> Non
 
     assert done.stdout == "ended\n", done.stderr
     assert report(tmp_path).host.loader == "DataLoader, 1 workers"
-
-
-DISTRIBUTED = """
-import torch.distributed as dist
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-model = nn.parallel.DistributedDataParallel(model)
-"""
-
-
-def test_ranks_make_one_report(tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        DISTRIBUTED
-        + """
-for epoch in range(5):
-    for x, y in loader:
-        if rank == 1:
-            time.sleep(0.01)
-        step(x, y)
-dist.destroy_process_group()
-""",
-    )
-    first, second = profile_ranks(tmp_path, 2, "--no-confirm", "train.py")
-
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    found = report(tmp_path)
-    assert [row.rank for row in found.ranks] == [0, 1]
-    assert "straggler.rank" in causes(found)
-    assert [row.straggler for row in found.ranks] == [False, True]
-    straggler: Any = next(f for f in found.findings if f.cause == "straggler.rank")
-    assert "rank 1" in straggler.why[0]
-    assert "in host" in straggler.why[1]
-
-
-@pytest.mark.slow
-def test_torchrun_starts_ranks_that_make_one_report(tmp_path: Path) -> None:
-    script(tmp_path, DISTRIBUTED + "\nfor x, y in loader:\n    step(x, y)\ndist.destroy_process_group()\n")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = in_an_interpreter_of_its_own(tmp_path, *launcher, "-m", "accel", "profile", "--no-confirm", "train.py")
-
-    assert done.returncode == 0, done.stderr
-    assert [row.rank for row in report(tmp_path).ranks] == [0, 1]
-
-
-def test_ranks_try_the_exchange_and_put_the_weights_back(tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        """
-model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)], nn.Linear(256, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-data = TensorDataset(torch.randn(1600, 256), torch.zeros(1600, dtype=torch.long))
-loader = DataLoader(data, batch_size=2)
-"""
-        + DISTRIBUTED
-        + """
-for number, (x, y) in zip(range(220), loader):
-    step(x, y)
-total = torch.stack([p.detach().double().sum() for p in model.parameters()])
-totals = [torch.empty_like(total) for _ in range(2)]
-dist.all_gather(totals, total)
-if rank == 0:
-    print("ranks agree:", bool(torch.equal(*totals)))
-dist.destroy_process_group()
-""",
-    )
-    first, second = profile_ranks(tmp_path, 2, "train.py")
-
-    assert "ranks agree: True" in first.stdout, first.stderr + second.stderr
-    found = report(tmp_path)
-    assert [e.name for e in found.experiments] == ["no gradient exchange"]
-    assert found.experiments[0].changes_learning
-
-
-def test_ranks_agree_between_epochs_while_the_exchange_is_tried(tmp_path: Path) -> None:
-    """What is saved there is the same on all ranks; the first rank alone evaluates, in the midst of an epoch too."""
-    script(
-        tmp_path,
-        """
-model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)], nn.Linear(256, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-data = TensorDataset(torch.randn(1600, 256), torch.zeros(1600, dtype=torch.long))
-torch.manual_seed(int(__import__("os").environ["RANK"]))
-loader, validation = DataLoader(data, batch_size=2, shuffle=True), DataLoader(data, batch_size=800)
-"""
-        + DISTRIBUTED
-        + """
-def evaluate():
-    for x, y in validation:
-        with torch.no_grad():
-            model.module(x)
-
-agree = []
-for epoch in range(20):
-    for number, (x, y) in enumerate(loader):
-        if rank == 0 and number == 5:
-            evaluate()
-        step(x, y)
-        if number == 9:
-            break
-    total = torch.stack([p.detach().double().sum() for p in model.parameters()])
-    totals = [torch.empty_like(total) for _ in range(2)]
-    dist.all_gather(totals, total)
-    agree.append(torch.equal(*totals))
-if rank == 0:
-    print("ranks agree:", agree.count(True))
-dist.destroy_process_group()
-""",
-    )
-    first, second = profile_ranks(tmp_path, 2, "train.py")
-
-    assert first.stdout == "ranks agree: 20\n", first.stderr + second.stderr
-    assert [tried.name for tried in report(tmp_path).experiments] == ["no gradient exchange"]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from accel.profiler.script import Script
 from tests import warm
 from tests.accel.loops import QUIET
 from tests.accel.profiled import ONE_THREAD, ROOT, accel_profile, report, script
+from tests.accel.sigterm import send
 
 
 def under(command: str, folder: Path, body: str, before: str = "") -> CompletedProcess[str]:
@@ -44,10 +45,6 @@ def default_handler() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def send() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_script_that_saves_when_it_is_terminated_has_its_checkpoint(tmp_path: Path) -> None:

@@ -47,6 +47,16 @@ def steps_of(model: nn.Module) -> int:
     return accel.explain(model).steps
 
 
+def assert_followed_with_the_same_bits(run: Callable[[], dict[str, Tensor]]) -> None:
+    plain = run()
+    training = ScriptTraining(dict(OPTIONS), threading.get_ident(), whole="")
+    training.start()
+    followed = run()
+    training.stop()
+    assert training.models == 1
+    assert_same(followed, plain)
+
+
 def test_a_loop_over_a_loader_is_optimized_in_the_middle_of_its_first_epoch(training: ScriptTraining) -> None:
     model, loader, optimizer = make()
     epochs(model, loader, optimizer, 1)
@@ -70,13 +80,7 @@ def test_the_bits_are_those_of_the_plain_script(only_quick: None) -> None:
                     model(x)
         return everything(model, optimizer)
 
-    plain = run()
-    training = ScriptTraining(dict(OPTIONS), threading.get_ident(), whole="")
-    training.start()
-    followed = run()
-    training.stop()
-    assert training.models == 1
-    assert_same(followed, plain)
+    assert_followed_with_the_same_bits(run)
 
 
 def test_a_loop_that_makes_its_own_batches_ends_its_steps_where_the_optimizer_steps(training: ScriptTraining) -> None:
@@ -258,13 +262,7 @@ def test_the_bits_are_the_same_where_a_step_is_assigned_at_each_one(only_quick: 
         epochs(model, loader, Reassigned(optimizer), 8)
         return everything(model, optimizer)
 
-    plain = run()
-    training = ScriptTraining(dict(OPTIONS), threading.get_ident(), whole="")
-    training.start()
-    followed = run()
-    training.stop()
-    assert training.models == 1
-    assert_same(followed, plain)
+    assert_followed_with_the_same_bits(run)
 
 
 def test_why_such_an_optimizer_without_a_loader_is_left_alone_is_told(training: ScriptTraining) -> None:

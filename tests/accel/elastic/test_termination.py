@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from accel.elastic.termination import Termination
+from tests.accel.sigterm import send
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +23,6 @@ def _signals_as_they_were() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def send() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_signal_is_noted_and_nothing_else_happens() -> None:
