@@ -19,8 +19,8 @@ is no multiple of 16, hooks of a profiler, the interpreter.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
-from operator import attrgetter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ _MOST = 1024
 """Plans that a kernel keeps: a loop with other shapes in each step must not fill the memory."""
 PLANS = 512
 """Shapes whose plans an op keeps."""
-_DTYPE = attrgetter("dtype")
+_DTYPE, _ADDRESS = attrgetter("dtype"), torch.Tensor.data_ptr
 _ALIGNMENT = 16
 """Bytes; Triton compiles a kernel of its own for tensors that are not aligned so."""
 
@@ -46,8 +46,21 @@ def next_power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _alignments(tensors: tuple[Tensor | None, ...]) -> list[bool]:
-    return [tensor is not None and tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors]
+def _key(
+    device: int, dtypes: Sequence[torch.dtype | None], tensors: Sequence[Tensor | None], *, aligned: bool
+) -> tuple[Hashable, ...]:
+    """Return what Triton compiles a kernel of its own for: which of the tensors begin at no multiple of 16 too."""
+    if aligned:
+        return (device, *dtypes)
+    return (device, *dtypes, *(tensor is not None and tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors))
+
+
+def _are_observed(*kernels: Any) -> bool:
+    """Return whether a hook must see a launch, which only Triton's own path calls."""
+    runtime = triton.knobs.runtime
+    if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+        return True
+    return any([kernel.pre_run_hooks for kernel in kernels])
 
 
 class _Bound:
@@ -73,14 +86,14 @@ class LaunchPlan:
         TypeError: if a tensor comes after a number.
     """
 
-    __slots__ = ("_bound", "_compiles", "_constants", "_grid", "_kernel", "_lacks", "_last", "_launched", "_numbers")
+    __slots__ = ("_bound", "_constants", "_grid", "_lacks", "_last", "_launched", "_numbers", "compiles", "kernel")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
+        self.kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
         if wrong := [type(number).__name__ for number in numbers if isinstance(number, Tensor)]:
             raise TypeError(f"a kernel's tensors must come before its numbers. Found: {wrong[0]} after a number")
         self._launched = (*grid, 1, 1)[:3]
-        self._compiles = isinstance(kernel, triton.runtime.JITFunction)  # not so in the interpreter
+        self.compiles = isinstance(kernel, triton.runtime.JITFunction)  # not so in the interpreter
         self._bound: dict[Hashable, _Bound] = {}
         self._lacks = False
         """Whether it has been launched without some of its tensors."""
@@ -89,8 +102,8 @@ class LaunchPlan:
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch the kernel on these tensors; None in place of one that the kernel does without."""
-        if not self._compiles:
-            self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
+        if not self.compiles:
+            self.kernel[self._grid](*tensors, *self._numbers, **self._constants)
             return
         driver = triton.runtime.driver.active
         device, where = driver.get_current_device(), tensors[0].get_device()  # type: ignore[union-attr]
@@ -119,27 +132,89 @@ class LaunchPlan:
         bound, key = self._last, None
         if addresses % _ALIGNMENT or bound is None or bound.dtypes != dtypes or bound.device != device:
             # A slice of an output begins anywhere: it has a kernel of its own, and a launch as short.
-            key = (device, *dtypes, *(_alignments(tensors) if addresses % _ALIGNMENT else ()))
+            key = _key(device, dtypes, tensors, aligned=addresses % _ALIGNMENT == 0)
             bound = self._bound.get(key)
-        if bound is None or self._is_observed():
-            compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
+        if bound is None or _are_observed(self.kernel):
+            compiled = self.kernel[self._grid](*tensors, *self._numbers, **self._constants)
             if compiled is not None and key is not None:  # None where a hook of Triton's forbids it
                 self._bound[key] = _Bound(device, dtypes, compiled, self._rest(tensors))
             return
         if addresses % _ALIGNMENT == 0:
             self._last = bound
+        self.run(bound, driver.get_current_stream(device), tensors)
+
+    def run(self, bound: _Bound, stream: int, tensors: tuple[Tensor | None, ...]) -> None:
+        """Launch what is bound to tensors like these."""
         x, y, z = self._launched
-        stream = driver.get_current_stream(device)
         bound.run(x, y, z, stream, bound.function, bound.packed, None, None, None, *tensors, *bound.rest)
 
-    def _is_observed(self) -> bool:
-        runtime = triton.knobs.runtime
-        return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls or self._kernel.pre_run_hooks)
+    def bound_to(self, device: int, tensors: Sequence[Tensor | None]) -> _Bound | None:
+        """Return what it launches on such tensors; None if it has not been launched on any."""
+        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        aligned = all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors if tensor is not None)
+        return self._bound.get(_key(device, dtypes, tensors, aligned=aligned))
 
     def _rest(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         """Return what a launch takes after the tensors: Triton passes compile-time arguments too."""
-        names = self._kernel.arg_names[len(tensors) + len(self._numbers) :]
+        names = self.kernel.arg_names[len(tensors) + len(self._numbers) :]
         return *self._numbers, *(self._constants[name] for name in names)
+
+
+class LaunchSequence:
+    """Launches of several kernels on the tensors of one call, which are looked at once and not for each launch.
+
+    Args:
+        launches: plans, each with the places of its tensors, two or more, in the call.
+    """
+
+    __slots__ = ("_bound", "_compiles", "_kernels", "_last", "_launches")
+
+    def __init__(self, *launches: tuple[LaunchPlan, tuple[int, ...]]) -> None:
+        self._launches = [(plan, itemgetter(*places)) for plan, places in launches]
+        self._kernels = [plan.kernel for plan, _ in launches]
+        self._compiles = all(plan.compiles for plan, _ in launches)
+        self._bound: dict[Hashable, list[_Bound]] = {}
+        self._last: tuple[Any, list[_Bound]] = None, []
+        """What the tensors of the last call were like, and its launches; most calls are like the one before."""
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launch the kernels, one after the other, each on its part of these tensors, all on one device."""
+        if not self._compiles:
+            self.launch_each(*tensors)
+            return
+        driver = triton.runtime.driver.active
+        device, where = driver.get_current_device(), tensors[0].get_device()  # type: ignore[union-attr]
+        if where >= 0 and where != device:
+            with torch.cuda.device(where):
+                self(*tensors)
+            return
+        like = device, list(map(_DTYPE, tensors)), [address % _ALIGNMENT for address in map(_ADDRESS, tensors)]
+        last, bounds = self._last
+        if like != last:
+            key = (device, *like[1], *map(bool, like[2]))
+            bounds = self._bound.get(key) or self._bound_to(key, tensors)
+            if bounds:
+                self._last = like, bounds
+        if not bounds or _are_observed(*self._kernels):
+            self.launch_each(*tensors)
+            return
+        stream = driver.get_current_stream(device)
+        for (plan, of), bound in zip(self._launches, bounds, strict=True):
+            plan.run(bound, stream, of(tensors))
+
+    def _bound_to(self, key: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> list[_Bound]:
+        """Return what the plans launch on such tensors, and keep it; [] if one has not been launched on any."""
+        bound = [plan.bound_to(key[0], of(tensors)) for plan, of in self._launches]
+        known = [each for each in bound if each is not None]
+        if len(known) < len(bound):
+            return []
+        self._bound[key] = known
+        return known
+
+    def launch_each(self, *tensors: Tensor) -> None:
+        """Launch the kernels, each by a look at its own tensors."""
+        for plan, of in self._launches:
+            plan(*of(tensors))
 
 
 class PreparedLaunch(NamedTuple):
@@ -147,6 +222,42 @@ class PreparedLaunch(NamedTuple):
 
     plan: LaunchPlan
     tensors: tuple[Tensor | None, ...]
+
+
+class PreparedLaunches:
+    """Launches one after the other, always on the same tensors, which nobody gives another dtype.
+
+    Args:
+        launches: of them.
+    """
+
+    __slots__ = ("_bound", "_device", "_kernels", "_launches")
+
+    def __init__(self, launches: Iterable[PreparedLaunch]) -> None:
+        self._launches = list(launches)
+        self._kernels = [plan.kernel for plan, _ in self._launches]
+        self._bound: list[_Bound] = []
+        """[] before the first call, and where Triton's interpreter is at work."""
+        self._device = -1
+
+    def __call__(self) -> None:
+        """Launch the kernels on the present device."""
+        driver = triton.runtime.driver.active if self._bound else None
+        if driver is None or driver.get_current_device() != self._device or _are_observed(*self._kernels):
+            self.launch_each()
+            return
+        stream = driver.get_current_stream(self._device)
+        for (plan, tensors), bound in zip(self._launches, self._bound, strict=True):
+            plan.run(bound, stream, tensors)
+
+    def launch_each(self) -> None:
+        """Launch the kernels, each by a look at its tensors."""
+        for plan, tensors in self._launches:
+            plan(*tensors)
+        if all(plan.compiles for plan, _ in self._launches):
+            self._device = triton.runtime.driver.active.get_current_device()  # type: ignore[union-attr]
+            bound = [plan.bound_to(self._device, tensors) for plan, tensors in self._launches]
+            self._bound = [each for each in bound if each is not None] if None not in bound else []
 
 
 class PlannedKernel:

@@ -24,7 +24,7 @@ def optimizers() -> Iterator[Variant]:
 
 def _forms() -> Iterator[tuple[Any, str]]:
     """Yield what parameters of a model are: of one dtype, 16-bit with gradients in fp32, at odd addresses."""
-    from accel.kernels.optimizers.device import Form
+    from accel.kernels.optimizers.address_table import Form
 
     kinds = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
     plain = Form(torch.float32, torch.float32, False, True, True, False, False)
@@ -63,7 +63,8 @@ def _updates(form: Any, name: str) -> Iterator[Variant]:
 
 
 def _fixed(form: Any) -> dict[str, Any]:
-    from accel.kernels.optimizers.device import BLOCK, CHUNK, constants
+    from accel.kernels.optimizers.address_table import CHUNK
+    from accel.kernels.optimizers.launches import BLOCK, constants
 
     return {**constants(form), "CHUNK": CHUNK, "BLOCK": BLOCK}
 
@@ -80,7 +81,8 @@ def _sums(form: Any, name: str) -> Iterator[Variant]:
 
 
 def _scalars() -> Iterator[Variant]:
-    from accel.kernels.optimizers.device import _TENSORS, CHUNK
+    from accel.kernels.optimizers.address_table import CHUNK
+    from accel.kernels.optimizers.launches import TENSORS
     from accel.kernels.optimizers.triton_scalars import ratio_kernel, scalars_kernel
 
     tables = {"addresses": "i64", "layout": "i64", "hypers": "fp64", "scalars": "fp64"}
@@ -93,7 +95,7 @@ def _scalars() -> Iterator[Variant]:
     ):
         given = {**tables, **outputs, **{name: optional[name] for name in there}}
         absent: dict[str, Any] = {name: None for name in optional if name not in there}
-        form = {"ADAPTIVE": adaptive, "LAYERWISE": layerwise, "CHECKS": words == " checked", "BLOCK": _TENSORS}
+        form = {"ADAPTIVE": adaptive, "LAYERWISE": layerwise, "CHECKS": words == " checked", "BLOCK": TENSORS}
         yield Variant(f"optimizer scalars {kind}{words}", scalars_kernel, given, {**absent, **form})
     given = {"layout": "i64", "hypers": "fp64", "scalars": "fp64", "overflow": "fp32"}
     given |= {"first_squares": "fp64", "second_squares": "fp64"}

@@ -289,7 +289,30 @@ def _check_labels(op: str, name: str, labels: Tensor) -> None:
         raise ValueError(f"{op}: {name} must be integers. Found: {labels.dtype}. Convert them with .long().")
 
 
+def _fits_3d(gts: Fcos3dGts, config: FcosConfig) -> bool:
+    """Return the same of what FCOS3D takes beside that."""
+    pairs, device, columns = gts.valid.shape, gts.boxes.device, gts.boxes_3d.shape[-1:]
+    return (
+        config.center_sampling
+        and gts.boxes_3d.shape == (*pairs, *columns)
+        and columns[0] >= 3
+        and gts.centers.shape == (*pairs, 2)
+        and gts.depths.shape == pairs
+        and gts.attr_labels.shape == pairs
+        and gts.boxes_3d.device == device
+        and gts.centers.device == device
+        and gts.depths.device == device
+        and gts.attr_labels.device == device
+        and gts.attr_labels.dtype in _LABELS
+        and gts.boxes_3d.is_floating_point()
+        and gts.centers.is_floating_point()
+        and gts.depths.is_floating_point()
+    )
+
+
 def check_3d(gts: Fcos3dGts, config: FcosConfig) -> None:
+    if _fits_3d(gts, config):
+        return
     pairs = gts.valid.shape
     shapes = {
         "gts.boxes_3d": (gts.boxes_3d, (*pairs, max(3, gts.boxes_3d.shape[-1]))),

@@ -158,6 +158,48 @@ def rules_of(variant: str | Rules) -> Rules:
     return VARIANTS[variant]
 
 
+def _fits(
+    boxes: Tensor,
+    cls: Tensor,
+    obj: Tensor | None,
+    points: Tensor | None,
+    strides: Tensor | None,
+    gt_boxes: Tensor,
+    gt_classes: Tensor,
+    gt_mask: Tensor | None,
+    rules: Rules,
+) -> bool:
+    """Return whether a usual call is surely right, each property read once: the checks one by one take 2 µs more."""
+    if obj is None or points is None or strides is None:
+        return False
+    shape, pairs, device = boxes.shape, gt_classes.shape, boxes.device
+    anchors = shape[:2]
+    return (
+        len(shape) == 3
+        and len(pairs) == 2
+        and shape[2] == 4
+        and cls.shape[:2] == anchors
+        and cls.dim() == 3
+        and cls.shape[2] > 0
+        and obj.shape == anchors
+        and points.shape == (anchors[1], 2)
+        and strides.shape == anchors[1:]
+        and gt_boxes.shape == (*pairs, 4)
+        and pairs[0] == anchors[0]
+        and cls.device == device
+        and obj.device == device
+        and points.device == device
+        and strides.device == device
+        and gt_boxes.device == device
+        and gt_classes.device == device
+        and (gt_mask is None or (gt_mask.shape == pairs and gt_mask.device == device and gt_mask.dtype is torch.bool))
+        and boxes.is_floating_point()
+        and cls.is_floating_point()
+        and gt_classes.dtype in (torch.int64, torch.int32)
+        and rules.region != "given"
+    )
+
+
 def validate(
     boxes: Tensor,
     cls: Tensor,
@@ -171,13 +213,15 @@ def validate(
     rules: Rules,
     chunk: int | None,
 ) -> None:
+    usual = boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, rules
+    if chunk is None and candidates is None and _fits(*usual):
+        return
     if boxes.ndim != 3 or boxes.shape[2] != 4:
         raise ValueError(f"simota_assign: boxes must be [B, A, 4]. Found: {list(boxes.shape)}")
     if gt_boxes.ndim != 3:
         raise ValueError(f"simota_assign: gt_boxes must be [B, G, 4], padded. Found: {list(gt_boxes.shape)}")
     device, (batch, count, _), gts = boxes.device, boxes.shape, gt_boxes.shape[1]
     of_anchors, of_truths = (batch, count), (batch, gts)
-    # A loop over what is allowed, and no call for each: a function that checks one of them took 1.5 µs more in all.
     for name, tensor, shape, other in (
         ("cls", cls, (batch, count, cls.shape[-1]), None),
         ("obj", obj, of_anchors, None),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel.kernels.launching import PLANS, LaunchPlan, ceil_div, next_power_of_2
+from accel.kernels.launching import PLANS, LaunchSequence, ceil_div, next_power_of_2
 from accel.kernels.simota.inputs import Assignment, Rules
 from accel.kernels.simota.triton import candidate_kernel, list_kernel, match_kernel, near_kernel, resolve_kernel
 
@@ -35,22 +35,14 @@ class _Sizes(NamedTuple):
     strides_step: int
     has_obj: bool
     has_mask: bool
+    has_candidates: bool
     xyxy: bool
     rules: Rules
 
 
-class _Plans(NamedTuple):
-    """The launches of an assignment."""
-
-    near: LaunchPlan
-    list: LaunchPlan
-    candidate: LaunchPlan
-    match: LaunchPlan
-    resolve: LaunchPlan
-
-
 @functools.lru_cache(PLANS)
-def _plans(sizes: _Sizes) -> _Plans:
+def _launches(sizes: _Sizes) -> LaunchSequence:
+    """Return what launches an assignment on tensors in the order of `assign`."""
     images, count, gts, rules = sizes.images, sizes.anchors, sizes.gts, sizes.rules
     grid = (images, ceil_div(count, _BLOCK))
     # Products are not fused with sums, so that an IoU has the bits of the published one.
@@ -60,18 +52,27 @@ def _plans(sizes: _Sizes) -> _Plans:
     places = (sizes.points_step, sizes.strides_step, rules.radius)
     prices = (rules.cls_weight, rules.iou_weight, rules.log_eps, rules.union_eps)
     numbers = (count, gts, sizes.row, sizes.gt_row, *prices)
-    return _Plans(
-        near_kernel.plan(grid, count, gts, sizes.gt_row, *places, **truths, BLOCK=_BLOCK),
-        list_kernel.plan((images,), count, BLOCK=1024),
-        candidate_kernel.plan(
-            (images, ceil_div(count, 16)),
-            *(count, sizes.box_row, sizes.row, sizes.obj_row, *places),
-            **{**classes, **form},
-            ROWS=16,
-            BLOCK_C=min(128, next_power_of_2(sizes.classes)),
-        ),
-        match_kernel.plan((images, gts), *numbers, **{**classes, **truths}, TOPK=rules.topk, BLOCK=_BLOCK),
-        resolve_kernel.plan(grid, *numbers, **{**classes, **truths}, BLOCK=_BLOCK),
+    near = near_kernel.plan(grid, count, gts, sizes.gt_row, *places, **truths, BLOCK=_BLOCK)
+    listing = list_kernel.plan((images,), count, BLOCK=1024)
+    candidate = candidate_kernel.plan(
+        (images, ceil_div(count, 16)),
+        *(count, sizes.box_row, sizes.row, sizes.obj_row, *places),
+        **{**classes, **form},
+        ROWS=16,
+        BLOCK_C=min(128, next_power_of_2(sizes.classes)),
+    )
+    match = match_kernel.plan((images, gts), *numbers, **{**classes, **truths}, TOPK=rules.topk, BLOCK=_BLOCK)
+    resolve = resolve_kernel.plan(grid, *numbers, **{**classes, **truths}, BLOCK=_BLOCK)
+    boxes, cls, obj, points, strides, gt_boxes, gt_classes, mask, fg, marked, ints, planes = range(12)
+    matched, iou, label, num_fg = range(12, 16)
+    own = (gt_boxes, gt_classes, mask)
+    return LaunchSequence(
+        # Until the foreground is known, its place holds the candidates, where they are not given.
+        *([] if sizes.has_candidates else [(near, (points, strides, gt_boxes, mask, fg))]),
+        (listing, (marked, ints, num_fg)),
+        (candidate, (boxes, cls, obj, points, strides, ints, planes)),
+        (match, (cls, planes, *own, ints)),
+        (resolve, (cls, planes, *own, ints, fg, matched, iou, label, num_fg)),
     )
 
 
@@ -120,25 +121,33 @@ def assign(
     points, points_step = _shared(points, 2)
     strides, strides_step = _shared(strides, 1)
     gt_classes = gt_classes.contiguous()
-    # What is not read is not left out: a launch with all its tensors takes less of the host's time.
-    mask = gt_classes if gt_mask is None else gt_mask.contiguous()
     rows = (box_row, row, obj_row, gt_row, points_step, strides_step)
-    given = (obj is not None, gt_mask is not None)
-    sizes = _Sizes(batch, count, gt_boxes.shape[1], classes, *rows, *given, xyxy, rules)
-    near, listing, candidate, match, resolve = _plans(sizes)
+    given = (obj is not None, gt_mask is not None, candidates is not None)
+    launch = _launches(_Sizes(batch, count, gt_boxes.shape[1], classes, *rows, *given, xyxy, rules))
     fg = boxes.new_empty(batch, count, dtype=torch.bool)
     ints = boxes.new_empty((_INTS * count + 1) * batch, dtype=torch.int32)
-    num_fg = boxes.new_empty(batch, dtype=torch.int64)
     planes = boxes.new_empty(_PLANES, batch, count, dtype=torch.float32)
-    if candidates is None:
-        # Until the foreground is known, its place holds the candidates.
-        near(points, strides, gt_boxes, mask, fg)
-    listing(fg if candidates is None else candidates.contiguous(), ints, num_fg)
-    candidate(boxes, cls, obj, points, strides, ints, planes)
-    truths = (gt_boxes, gt_classes, mask)
-    match(cls, planes, *truths, ints)
     matched = boxes.new_empty(batch, count, dtype=torch.int64)
     iou = boxes.new_empty(batch, count, dtype=torch.float32)
     label = boxes.new_empty(batch, count, dtype=torch.int64)
-    resolve(cls, planes, *truths, ints, fg, matched, iou, label, num_fg)
+    num_fg = boxes.new_empty(batch, dtype=torch.int64)
+    # What is not read is not left out: a launch with all its tensors takes less of the host's time.
+    launch(
+        boxes,
+        cls,
+        boxes if obj is None else obj,
+        boxes if points is None else points,
+        boxes if strides is None else strides,
+        gt_boxes,
+        gt_classes,
+        gt_classes if gt_mask is None else gt_mask.contiguous(),
+        fg,
+        fg if candidates is None else candidates.contiguous(),
+        ints,
+        planes,
+        matched,
+        iou,
+        label,
+        num_fg,
+    )
     return Assignment(fg, matched, iou, label, num_fg)

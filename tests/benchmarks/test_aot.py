@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import linecache
 import runpy
+import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from benchmarks.kernels.aot_key import digest
 
 ROW = Row("op forward", 90, 128, 0, 4096, "wgmma.mma_async", "0123")
 RECORDED_WITH = "3.6.0"
+_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+"""Of a core, for one program: NVIDIA's tuning guides."""
 SAMPLE = ("window_attention forward 7x7 D32 fp16 masked",)  # tensor cores of all three generations
 
 
@@ -50,6 +53,24 @@ def test_a_sample_compiles_to_its_rows(same_compiler: None) -> None:
 @pytest.mark.slow
 def test_every_variant_compiles_to_its_row(same_compiler: None) -> None:
     assert aot.problems(aot.compile_all(aot.names(), jobs=2), aot.read()) == []
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_programs_of_window_attention_are_as_many_as_a_core_holds(
+    same_compiler: None, kind: str, architecture: int
+) -> None:
+    """By registers and shared memory of the median variant in half precision."""
+    from accel.kernels.window_attention.launchers import _PROGRAMS_PER_CORE
+
+    threads = 4 * 32
+    held = [
+        min(65536 // (row.registers * threads), _SHARED_BYTES[architecture] // row.shared_bytes)
+        for row in aot.read()
+        if row.variant.startswith((f"window_attention {kind} 7x7", f"window_attention {kind} 8x8"))
+        if row.architecture == architecture and "fp32" not in row.variant
+    ]
+    assert statistics.median(held) == _PROGRAMS_PER_CORE[kind]
 
 
 def test_what_is_excused_is_what_the_table_has() -> None:

@@ -95,7 +95,7 @@ def test_powers_of_2_are_tritons() -> None:
 _SCRIPT = '''
 import torch, triton, triton.language as tl
 from triton.runtime.jit import JITFunction
-from accel.kernels.launching import PlannedKernel
+from accel.kernels.launching import LaunchSequence, PlannedKernel, PreparedLaunches
 from benchmarks.kernels import no_op_driver
 
 no_op_driver.install()
@@ -150,6 +150,35 @@ triton.knobs.runtime.launch_enter_hook.add(hook)
 check(plain, planned=False)
 triton.knobs.runtime.launch_enter_hook.remove(hook)
 check(plain, planned=True)
+
+first, second = (scale.plan((7,), 100, times, BLOCK=16, ADD=1) for times in (2.0, 3.0))
+sequence = LaunchSequence((first, (0, 1, 2)), (second, (2, 1, 3)))
+last = torch.empty(100)
+for a, c, d in ((x, out, last), (half, out, last), (x, shifted, last), (x, out, shifted), (x, out, last)):
+    for planned in (False, True, True):
+        bound.clear()
+        sequence(a, factor, c, d)
+        assert not (planned and bound)
+        ours = launched[-2:]
+        scale.kernel[(7,)](a, factor, c, 100, 2.0, BLOCK=16, ADD=1)
+        scale.kernel[(7,)](c, factor, d, 100, 3.0, BLOCK=16, ADD=1)
+        assert all(map(same, ours, launched[-2:])), launched[-4:]
+
+kept = PreparedLaunches(scale.prepared((7,), x, by, out, 100, 2.0, BLOCK=16, ADD=1) for by in (None, factor))
+for planned in (False, True, True):
+    bound.clear()
+    kept()
+    assert not (planned and bound)
+    ours = launched[-2:]
+    for by in (None, factor):
+        scale.kernel[(7,)](x, by, out, 100, 2.0, BLOCK=16, ADD=1)
+    assert all(map(same, ours, launched[-2:])), launched[-4:]
+
+triton.knobs.runtime.launch_enter_hook.add(hook)
+bound.clear()
+sequence(x, factor, out, last)
+kept()
+assert len(bound) == 4
 print("the same")
 '''
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from accel.kernels import support
-from accel.kernels.optimizers import Batch, Hypers, Kind, Scaling, Updater, cost, device, rules, update_ref
-from accel.kernels.optimizers.device import CHUNK, AddressTable, Form, Launcher, TableEntry
+from accel.kernels.optimizers import Batch, Hypers, Kind, Scaling, Updater, address_table, cost, rules, update_ref
+from accel.kernels.optimizers.address_table import CHUNK, AddressTable, Form, TableEntry
+from accel.kernels.optimizers.device import Launcher
 from accel.kernels.optimizers.regular import copy_back, is_dense, regular
+from tests.sampling import examples
 
 FORM = Form(torch.float32, torch.float32, False, True, True, False, False)
 
@@ -47,7 +52,7 @@ def test_columns_and_rows_are_those_of_the_kernels() -> None:
     if support.has_triton():
         from accel.kernels.optimizers import triton_scalars
 
-        assert device._ROWS == triton_scalars.GRAD + 1
+        assert address_table.ROWS == triton_scalars.GRAD + 1
         assert triton_scalars.SCALARS == rules.COLUMNS
 
 
@@ -133,9 +138,71 @@ def test_launches_are_kept_while_their_tensors_are_the_same(interpreted: None) -
     other = launches(Scaling())
     assert other is not plain and launches(Scaling()) is other
     twin = copy.deepcopy(update)
-    assert twin._launcher is not None and twin._launcher._kept == []
+    assert twin._launcher is not None and twin._launcher._kept is None
     with support.interpreted():
         assert twin([batch]).norm is None
+
+
+def _square(dtype: torch.dtype = torch.float32) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    params, grads, states = ([torch.randn(4, 4, generator=generator) for _ in range(3)] for _ in range(3))
+    return Batch(Hypers(0.1, 0.9), [p.to(dtype) for p in params], [g.to(dtype) for g in grads], [states])
+
+
+def _transpose(tensor: Tensor) -> None:
+    """Change the order in memory, at the same address."""
+    tensor.data = tensor.data.t()
+
+
+def _with_another_gradient(batch: Batch) -> None:
+    batch.grads[1] = torch.full_like(batch.grads[1], 0.5)
+
+
+def _in_half_precision(batch: Batch) -> None:
+    batch.params[0].data, batch.grads[0] = batch.params[0].data.half(), batch.grads[0].half()
+
+
+def _unaligned(batch: Batch) -> None:
+    batch.grads[2] = torch.ones(17)[1:].view(4, 4)
+
+
+def _without_one(batch: Batch) -> None:
+    for column in (batch.params, batch.grads, *batch.states):
+        column.append(column.pop(0))
+        if len(column) > 1:
+            column.pop()
+
+
+CHANGES: dict[str, Callable[[Batch], object]] = {
+    "nothing": lambda batch: None,
+    "gradient": _with_another_gradient,
+    "gradient in place": lambda batch: batch.grads[0].mul_(2),
+    "order of a parameter": lambda batch: _transpose(batch.params[-1]),
+    "order of a parameter and its state": lambda batch: [*map(_transpose, (batch.params[-1], batch.states[0][-1]))],
+    "order of a gradient": lambda batch: _transpose(batch.grads[-1]),
+    "dtype": _in_half_precision,
+    "alignment": lambda batch: _unaligned(batch) if len(batch.params) == 3 else None,
+    "parameters": _without_one,
+    "learning rate": lambda batch: setattr(batch, "row", batch.row._replace(lr=0.3)),
+    "option": lambda batch: setattr(batch, "nesterov", not batch.nesterov),
+}
+
+
+@settings(max_examples=examples(10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.lists(st.sampled_from(sorted(CHANGES)), min_size=2, max_size=5))
+@example(changes=["nothing", "order of a parameter", "nothing", "gradient", "nothing"])
+@example(changes=["order of a parameter and its state", "nothing", "gradient in place", "order of a gradient"])
+@example(changes=["dtype", "nothing", "gradient", "option", "nothing", "parameters", "nothing"])
+def test_a_step_takes_the_tensors_as_they_are_now(changes: list[str], interpreted: None) -> None:
+    """Whatever a loop changes between two steps, the table that is kept does not hide it."""
+    update, batch = Updater("sgd"), _square()
+    for change in changes:
+        CHANGES[change](batch)
+        alone = copy.deepcopy(batch)
+        update([batch])
+        Updater("sgd")([alone])
+        for one, other in zip(_all(batch), _all(alone), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_a_capture_is_refused_what_it_cannot_do(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -458,9 +458,9 @@ def test_kernels_round_each_product(interpreted: None, monkeypatch: pytest.Monke
     """A compiler for GPUs fuses products with sums: the IoU would have other bits than the published one."""
     from accel.kernels.simota import launchers
 
-    made, plans = [], launchers._plans
-    monkeypatch.setattr(launchers, "_plans", lambda sizes: made.append(plans(sizes)) or made[-1])
+    made, launches = [], launchers._launches
+    monkeypatch.setattr(launchers, "_launches", lambda sizes: made.append(launches(sizes)) or made[-1])
     scene(7, 1, size=24).assign()
-    (launched,) = made
-    computing = [plan for plan in launched if plan is not launched.list]
+    (sequence,) = made
+    computing = [plan for plan, _ in sequence._launches if plan.kernel is not launchers.list_kernel.kernel]
     assert [plan._constants.get("enable_fp_fusion") for plan in computing] == [False] * 4

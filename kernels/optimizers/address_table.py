@@ -1,0 +1,206 @@
+"""The table of a step's tensors on the device: their addresses, and which programs walk through which of them.
+
+It lives as long as tensors keep their sizes and dtypes; addresses are sent again when they change, as those of
+gradients do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import and_, attrgetter, is_, or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel.kernels.optimizers.regular import Copies, regular
+from accel.kernels.optimizers.rules import COLUMNS, Batch
+
+CHUNK = 8192
+"""Elements of a program: 100 M parameters are 12,000 programs, many for each core, so that the last ones are few."""
+ROWS = 7
+"""Of the table of addresses."""
+_ALIGNMENT_BYTES = 16
+_DTYPE = attrgetter("dtype")
+_ADDRESS = torch.Tensor.data_ptr
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for: tensors of one form share a launch."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    has_master: bool
+    aligned: bool
+    has_buffer: bool
+    nesterov: bool
+    amsgrad: bool
+
+
+class TableEntry(NamedTuple):
+    """What decides the table's layout, of one tensor."""
+
+    form: Form
+    numel: int
+    group: int
+
+
+@dataclass(frozen=True)
+class AddressTable:
+    """The layout of a step's tensors on the device.
+
+    Attributes:
+        entries: of all tensors, in order.
+        addresses: [7, T].
+        layout: [3, T].
+        launches: form → [2, C]: the tensor and the chunk of each program.
+        chunks: P, of all tensors.
+        scalars: [T, 16], float64.
+        squares: [2, P], float64: of chunks.
+        infinite: [P], int32.
+    """
+
+    entries: list[TableEntry]
+    addresses: Tensor
+    layout: Tensor
+    launches: dict[Form, Tensor]
+    chunks: int
+    scalars: Tensor
+    squares: Tensor
+    infinite: Tensor
+
+    @classmethod
+    def of(cls, entries: list[TableEntry], device: torch.device) -> AddressTable:
+        """Lay tensors out."""
+        numel = torch.tensor([entry.numel for entry in entries], dtype=torch.int64)
+        counts = (numel + CHUNK - 1) // CHUNK
+        first = counts.cumsum(0) - counts
+        group = torch.tensor([entry.group for entry in entries], dtype=torch.int64)
+        launches = {}
+        for form in dict.fromkeys(entry.form for entry in entries):
+            own = torch.tensor([i for i, entry in enumerate(entries) if entry.form == form])
+            tensors = own.repeat_interleave(counts[own])
+            if len(tensors):
+                begin = (counts[own].cumsum(0) - counts[own]).repeat_interleave(counts[own])
+                work = torch.stack((tensors, torch.arange(len(tensors)) - begin))
+                launches[form] = sent(work.to(torch.int32), device)
+        total = int(counts.sum())
+        return cls(
+            entries,
+            torch.zeros(ROWS, len(entries), dtype=torch.int64, device=device),
+            sent(torch.stack((numel, first, group)), device),
+            launches,
+            total,
+            torch.empty(len(entries), COLUMNS, dtype=torch.float64, device=device),
+            torch.empty(2, total, dtype=torch.float64, device=device),
+            torch.empty(total, dtype=torch.int32, device=device),
+        )
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a CPU tensor on a device, without waiting for it."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def fingerprint(batches: Sequence[Batch]) -> list[Any]:
+    """Return what the table of a step depends on: where tensors lie and how, and the options of each group.
+
+    It is made at every step, so each line goes through all tensors without Python for each. States are not looked at
+    beyond their addresses: they are made here, in the order and dtype that the update takes.
+    """
+    seen: list[Any] = []
+    for batch in batches:
+        given = [*batch.params, *batch.grads]
+        contiguous = list(map(torch.Tensor.is_contiguous, given))
+        seen += (
+            list(map(_ADDRESS, given)),
+            list(map(_ADDRESS, chain(*batch.states, batch.steps))),
+            [None if master is None else master.data_ptr() for master in batch.masters],
+            list(map(_DTYPE, given)),
+            list(map(torch.Tensor.numel, batch.params)),
+            None if all(contiguous) else list(map(torch.Tensor.stride, given)),
+            (len(batch.states), batch.nesterov, batch.amsgrad),
+        )
+    return seen
+
+
+class Listed(NamedTuple):
+    """A step's tensors, those that lie in another order or have gaps as copies.
+
+    Attributes:
+        listing: of them.
+        copies: to be copied back after the update.
+        is_copied: some are copies, which the next step makes anew.
+    """
+
+    listing: TensorListing
+    copies: Copies
+    is_copied: bool
+
+
+def listed(batches: Sequence[Batch]) -> Listed:
+    """Return the tensors of a step."""
+    straight, copies, is_copied = [], [], False
+    for batch in batches:
+        same, back = regular(batch)
+        straight.append(same)
+        copies += back
+        is_copied = is_copied or bool(back) or not all(map(is_, same.grads, batch.grads))  # they are not copied back
+    return Listed(TensorListing(straight), copies, is_copied)
+
+
+class TensorListing:
+    """The tensors of a step: their addresses, and what decides how the table is laid out.
+
+    Gradients may lie elsewhere at every step, so each line goes through all tensors without Python for each.
+    """
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._batches = batches
+        self._rows: list[list[int]] = [[] for _ in range(ROWS)]
+        self.signature: list[Any] = []
+        for batch in batches:
+            self._add(batch)
+        self.addresses = list(chain.from_iterable(self._rows))
+        joined = self._rows[0]
+        for row in (*self._rows[1:5], self._rows[6]):  # all but step counters, which are read one by one
+            joined = list(map(or_, joined, row))
+        self._odd = list(map(and_, joined, repeat(_ALIGNMENT_BYTES - 1)))
+        self.signature.append(self._odd)
+
+    def _add(self, batch: Batch) -> None:
+        nothing = [0] * len(batch.params)
+        states = [list(map(_ADDRESS, column)) for column in batch.states]
+        masters = [0 if m is None else m.data_ptr() for m in batch.masters] or nothing
+        own = (
+            list(map(_ADDRESS, batch.params)),
+            *states,
+            *[nothing] * (3 - len(states)),
+            masters,
+            list(map(_ADDRESS, batch.steps)) or nothing,
+            list(map(_ADDRESS, batch.grads)),
+        )
+        for row, column in zip(self._rows, own, strict=True):
+            row += column
+        self.signature += [
+            list(map(_DTYPE, batch.params)),
+            list(map(_DTYPE, batch.grads)),
+            list(map(torch.Tensor.numel, batch.params)),
+            list(map(bool, masters)),
+            (bool(batch.states), batch.nesterov, batch.amsgrad),
+        ]
+
+    def entries(self) -> list[TableEntry]:
+        """Return what the table is laid out from."""
+        entries: list[TableEntry] = []
+        for group, batch in enumerate(self._batches):
+            for p, g in zip(batch.params, batch.grads, strict=True):
+                has_master = self._rows[4][len(entries)] != 0
+                aligned = self._odd[len(entries)] == 0
+                form = Form(p.dtype, g.dtype, has_master, aligned, bool(batch.states), batch.nesterov, batch.amsgrad)
+                entries.append(TableEntry(form, p.numel(), group))
+        return entries
