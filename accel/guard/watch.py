@@ -29,6 +29,7 @@ _GROWTH = 1e3
 _DIVERGED_STEPS = 20
 _DIVERGES = "the run diverges"
 _LONGEST_EXCUSE = 64
+_WIDE = (torch.float32, torch.float64)
 
 
 class Excuse:
@@ -176,12 +177,10 @@ class Watch:
         """Return whether the gradients that `optimizer` will use are finite; on a GPU, without waiting, always."""
         if self._device.type != "cpu":
             return True
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        dense = [g for g in gradients if not g.is_sparse]
-        if not dense:
-            return True
+        gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+        dense = [g for g in gradients if g is not None and not g.is_sparse]
         # One multi-tensor call: 12 µs for ten small tensors, against 35 µs one by one.
-        if math.isfinite(math.fsum(norm.item() for norm in torch._foreach_norm(dense))):
+        if not dense or math.isfinite(math.fsum(norm.item() for norm in torch._foreach_norm(dense))):
             return True
         return all(bool(g.isfinite().all()) for g in dense)  # a norm overflows before its elements do
 
@@ -215,8 +214,10 @@ def _norm(outputs: Any) -> Tensor | None:
     gradients = [t for t in dense if t.is_floating_point() and t.numel()]
     if not gradients:
         return None
-    norms = [torch.linalg.vector_norm(t.float() if t.dtype != torch.float64 else t) for t in gradients]
-    return norms[0] if len(norms) == 1 else torch.stack([n.float() for n in norms]).sum()
+    wide = [t if t.dtype in _WIDE else t.float() for t in gradients]
+    if len(wide) == 1:
+        return torch.linalg.vector_norm(wide[0])
+    return torch.stack([norm.float() for norm in torch._foreach_norm(wide)]).sum()
 
 
 def _size(outputs: Any) -> float | None:

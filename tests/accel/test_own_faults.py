@@ -303,7 +303,8 @@ def test_what_moves_is_found_and_put_back() -> None:
     moving.restore(saved)
     assert counter.calls == 3
     assert [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])] == []
-    assert len(moving._copies) == 4  # three statistics and the cache, not the table
+    assert moving._copied is not None
+    assert len(moving._copied.places) == 4  # three statistics and the cache, not the table
 
     model.cache = torch.ones(7)
     moving.saved()
