@@ -183,7 +183,7 @@ class LaunchSequence:
             self.launch_each(*tensors)
             return
         driver = triton.runtime.driver.active
-        device, where = driver.get_current_device(), tensors[0].get_device()  # type: ignore[union-attr]
+        device, where = driver.get_current_device(), tensors[0].get_device()
         if where >= 0 and where != device:
             with torch.cuda.device(where):
                 self(*tensors)
@@ -255,7 +255,7 @@ class PreparedLaunches:
         for plan, tensors in self._launches:
             plan(*tensors)
         if all(plan.compiles for plan, _ in self._launches):
-            self._device = triton.runtime.driver.active.get_current_device()  # type: ignore[union-attr]
+            self._device = triton.runtime.driver.active.get_current_device()
             bound = [plan.bound_to(self._device, tensors) for plan, tensors in self._launches]
             self._bound = [each for each in bound if each is not None] if None not in bound else []
 

@@ -215,9 +215,8 @@ def _norm(outputs: Any) -> Tensor | None:
     if not gradients:
         return None
     wide = [t if t.dtype in _WIDE else t.float() for t in gradients]
-    if len(wide) == 1:
-        return torch.linalg.vector_norm(wide[0])
-    return torch.stack([norm.float() for norm in torch._foreach_norm(wide)]).sum()
+    norms: list[Tensor] = torch._foreach_norm(wide)
+    return norms[0] if len(norms) == 1 else torch.stack([norm.float() for norm in norms]).sum()
 
 
 def _size(outputs: Any) -> float | None:

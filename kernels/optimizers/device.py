@@ -57,8 +57,8 @@ class Launcher:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out launches, which hold compiled kernels, and what graphs read, which a copy has none of."""
-        emptied = {"_fingerprint": [], "_kept_for": (), "_kept": None, "_captured": {}, "_read_by_graphs": []}
-        return {**self.__dict__, **emptied}
+        emptied: dict[str, Any] = {"_fingerprint": [], "_kept_for": (), "_kept": None}
+        return {**self.__dict__, **emptied, "_captured": {}, "_read_by_graphs": []}
 
     def send(self, rows: Sequence[Hypers]) -> None:
         """Send the numbers of the parameter groups that changed; tensors among them are copied on the device.
