@@ -215,7 +215,7 @@ def _norm(outputs: Any) -> Tensor | None:
     if not gradients:
         return None
     wide = [t if t.dtype in _WIDE else t.float() for t in gradients]
-    norms: list[Tensor] = torch._foreach_norm(wide)
+    norms: tuple[Tensor, ...] = torch._foreach_norm(wide)
     return norms[0] if len(norms) == 1 else torch.stack([norm.float() for norm in norms]).sum()
 
 
