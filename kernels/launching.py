@@ -167,28 +167,30 @@ class LaunchSequence:
         launches: plans, each with the places of its tensors, two or more, in the call.
     """
 
-    __slots__ = ("_bound", "_compiles", "_kernels", "_last", "_launches")
+    __slots__ = ("_bound", "_compiles", "_kernels", "_lacks", "_last", "_launches")
 
     def __init__(self, *launches: tuple[LaunchPlan, tuple[int, ...]]) -> None:
         self._launches = [(plan, itemgetter(*places)) for plan, places in launches]
         self._kernels = [plan.kernel for plan, _ in launches]
         self._compiles = all(plan.compiles for plan, _ in launches)
         self._bound: dict[Hashable, list[_Bound]] = {}
+        self._lacks = False
+        """Whether it has been launched without some of its tensors."""
         self._last: tuple[Any, list[_Bound]] = None, []
         """What the tensors of the last call were like, and its launches; most calls are like the one before."""
 
-    def __call__(self, *tensors: Tensor) -> None:
-        """Launch the kernels, one after the other, each on its part of these tensors, all on one device."""
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch the kernels, one after the other, each on its part of these tensors, all on the first one's device."""
         if not self._compiles:
             self.launch_each(*tensors)
             return
         driver = triton.runtime.driver.active
-        device, where = driver.get_current_device(), tensors[0].get_device()
+        device, where = driver.get_current_device(), tensors[0].get_device()  # type: ignore[union-attr]
         if where >= 0 and where != device:
             with torch.cuda.device(where):
                 self(*tensors)
             return
-        like = device, list(map(_DTYPE, tensors)), [address % _ALIGNMENT for address in map(_ADDRESS, tensors)]
+        like = device, *self._looked_at(tensors)
         last, bounds = self._last
         if like != last:
             key = (device, *like[1], *map(bool, like[2]))
@@ -202,7 +204,18 @@ class LaunchSequence:
         for (plan, of), bound in zip(self._launches, bounds, strict=True):
             plan.run(bound, stream, of(tensors))
 
-    def _bound_to(self, key: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> list[_Bound]:
+    def _looked_at(self, tensors: tuple[Tensor | None, ...]) -> tuple[list[torch.dtype | None], list[int]]:
+        """Return dtypes, and by how much addresses miss a multiple of 16 bytes."""
+        if not self._lacks:
+            try:
+                odd = [address % _ALIGNMENT for address in map(_ADDRESS, tensors)]  # type: ignore[arg-type]
+                return list(map(_DTYPE, tensors)), odd
+            except TypeError:  # there is a None
+                self._lacks = True
+        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        return dtypes, [0 if tensor is None else tensor.data_ptr() % _ALIGNMENT for tensor in tensors]
+
+    def _bound_to(self, key: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> list[_Bound]:
         """Return what the plans launch on such tensors, and keep it; [] if one has not been launched on any."""
         bound = [plan.bound_to(key[0], of(tensors)) for plan, of in self._launches]
         known = [each for each in bound if each is not None]
@@ -211,7 +224,7 @@ class LaunchSequence:
         self._bound[key] = known
         return known
 
-    def launch_each(self, *tensors: Tensor) -> None:
+    def launch_each(self, *tensors: Tensor | None) -> None:
         """Launch the kernels, each by a look at its own tensors."""
         for plan, of in self._launches:
             plan(*of(tensors))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from accel.kernels.launching import PLANS, LaunchPlan, ceil_div
+from accel.kernels.launching import PLANS, LaunchPlan, LaunchSequence, ceil_div
 from accel.kernels.window_attention import blocks_triton as block_kernels
 from accel.kernels.window_attention import triton as kernels
 from accel.kernels.window_attention.attention import CheckedCall, Spec
@@ -162,8 +162,7 @@ class _BackwardPlan:
 class _BlocksBackwardPlan:
     """The launches over windows of several blocks, and how what they hand on is laid out."""
 
-    rows: LaunchPlan
-    columns: LaunchPlan
+    rows_and_columns: LaunchSequence
     table: LaunchPlan
     softmax: tuple[int, ...]
     """Shape of the softmax's sums, [2, B·Y·X, H]."""
@@ -189,9 +188,13 @@ def _backward_plan(layer: _Layer) -> _BackwardPlan | _BlocksBackwardPlan:
     numbers, fixed = layer.arguments(tiles_of_rows)
     rows = block_kernels._rows_kernel.plan(grid, *numbers, **fixed)
     numbers, fixed = layer.arguments(tiles_of_columns)
+    columns = block_kernels._columns_kernel.plan(layer.block_grid(tiles_of_columns), *numbers, **fixed)
+    *inputs, dqkv, softmax, dbias, dscale = range(10)
     return _BlocksBackwardPlan(
-        rows,
-        block_kernels._columns_kernel.plan(layer.block_grid(tiles_of_columns), *numbers, **fixed),
+        LaunchSequence(
+            (rows, (*inputs, dqkv, softmax, dbias, dscale)),
+            (columns, (*inputs, softmax, dqkv)),
+        ),
         _table_plan(spec, 1, fixed["NP"], 1),
         (2, layer.shape[:-1].numel(), spec.heads),
         (grid[0], *pairs),
@@ -291,8 +294,7 @@ def backward(
             plan.windows(qkv, table, head_scale, regions, seed, dout, dqkv, dbias, dscale)
         else:
             softmax = qkv.new_empty(plan.softmax, dtype=torch.float32)
-            plan.rows(qkv, table, head_scale, regions, seed, dout, dqkv, softmax, dbias, dscale)
-            plan.columns(qkv, table, head_scale, regions, seed, dout, softmax, dqkv)
+            plan.rows_and_columns(qkv, table, head_scale, regions, seed, dout, dqkv, softmax, dbias, dscale)
             # Whole rows at a time: the table's kernel goes along diagonals, of which it uses 4 of the 32 bytes it gets.
             dbias = dbias.sum(0, keepdim=True)
     except OutOfResources as error:

@@ -154,14 +154,15 @@ check(plain, planned=True)
 first, second = (scale.plan((7,), 100, times, BLOCK=16, ADD=1) for times in (2.0, 3.0))
 sequence = LaunchSequence((first, (0, 1, 2)), (second, (2, 1, 3)))
 last = torch.empty(100)
-for a, c, d in ((x, out, last), (half, out, last), (x, shifted, last), (x, out, shifted), (x, out, last)):
+slices = ((x, out, last), (half, out, last), (x, shifted, last), (x, out, shifted), (x, out, last))
+for by, (a, c, d) in ((by, each) for by in (factor, None, factor) for each in slices):
     for planned in (False, True, True):
         bound.clear()
-        sequence(a, factor, c, d)
+        sequence(a, by, c, d)
         assert not (planned and bound)
         ours = launched[-2:]
-        scale.kernel[(7,)](a, factor, c, 100, 2.0, BLOCK=16, ADD=1)
-        scale.kernel[(7,)](c, factor, d, 100, 3.0, BLOCK=16, ADD=1)
+        scale.kernel[(7,)](a, by, c, 100, 2.0, BLOCK=16, ADD=1)
+        scale.kernel[(7,)](c, by, d, 100, 3.0, BLOCK=16, ADD=1)
         assert all(map(same, ours, launched[-2:])), launched[-4:]
 
 kept = PreparedLaunches(scale.prepared((7,), x, by, out, 100, 2.0, BLOCK=16, ADD=1) for by in (None, factor))
