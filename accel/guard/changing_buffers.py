@@ -14,6 +14,7 @@ from accel.guard import own_state
 # An observation copies the buffers; a few show which of them change in every call.
 _OBSERVATIONS = 8
 _ELEMENTS = 1_000_000
+_PLAIN = (Tensor, nn.Parameter)
 _SCALARS = (int, float, bool, str, type(None))
 
 
@@ -76,8 +77,8 @@ class ChangingBuffers:
         """Restore the latest copy."""
         values, states = saved
         own_state.put_back(states)
-        if self._copied is not None and self._copied.places == _places(self._buffers.values()):  # not resized since
-            self._copied.put_back()
+        if self._copied is not None:
+            self._copied.put_back(self._buffers.values())
         for ((_, name), owner), value in zip(self._attributes.items(), values, strict=True):
             owner[name] = value
 
@@ -86,39 +87,50 @@ def _is_small(buffer: Tensor) -> bool:
     return not is_lazy(buffer) and buffer.numel() <= _ELEMENTS
 
 
-def _places(buffers: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Return where the buffers lie, and how large they are."""
-    return [(buffer.data_ptr(), buffer.numel()) for buffer in buffers]
+def _places(buffers: Iterable[Tensor]) -> list[tuple[object, torch.Size]]:
+    """Return where the buffers lie, and their shapes; one that may have no address is never where it was."""
+    return [(b.data_ptr() if type(b) in _PLAIN and b.layout == torch.strided else object(), b.shape) for b in buffers]
 
 
 class _Copies:
-    """A copy of buffers, which is taken anew in each call: with what that needs made once, 0.1 ms less a call.
+    """A copy of buffers, which is taken anew in each call; what that needs is made once.
 
     Args:
         buffers: of any dtypes and devices.
         places: of them; another place is for another copy.
     """
 
-    def __init__(self, buffers: Iterable[Tensor], places: list[tuple[int, int]]) -> None:
+    def __init__(self, buffers: Iterable[Tensor], places: list[tuple[object, torch.Size]]) -> None:
         self.places = places
-        self._pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         # What is made in inference mode operators refuse to write in the next training step.
         with torch.inference_mode(False):
-            for buffer in buffers:
-                # Detached: torch's no_grad is lines of Python, and Ctrl-C between two of them leaves gradients off.
-                # A parameter by `data`, as the model writes it: its version is that of the graphs there may be.
-                own = buffer.data if isinstance(buffer, nn.Parameter) else buffer.detach()
-                # One call per dtype and device: separately, a hundred of BatchNorm's take 0.5 ms on a GPU.
-                owns, copies = self._pairs.setdefault((own.dtype, own.device), ([], []))
-                owns.append(own)
-                copies.append(own.clone())
+            owns = [_detached(buffer) for buffer in buffers]
+            self._copies = [own.clone() for own in owns]
+        self._pairs = _pairs(self._copies, owns)
 
     def take(self) -> None:
-        """Copy the buffers."""
-        for owns, copies in self._pairs.values():
+        """Copy the buffers, which lie where they lay."""
+        for copies, owns in self._pairs:
             torch._foreach_copy_(copies, owns)
 
-    def put_back(self) -> None:
-        """Make the buffers what they were when the copy was taken."""
-        for owns, copies in self._pairs.values():
+    def put_back(self, buffers: Iterable[Tensor]) -> None:
+        """Make the buffers what they were, wherever they lie now; one that has been resized stays as it is."""
+        same = [(_detached(b), copy) for b, copy in zip(buffers, self._copies, strict=False) if b.shape == copy.shape]
+        for owns, copies in _pairs(*map(list, zip(*same, strict=True))) if same else []:
             torch._foreach_copy_(owns, copies)
+
+
+def _detached(buffer: Tensor) -> Tensor:
+    """Return its memory: torch's no_grad is lines of Python, and Ctrl-C between two of them leaves gradients off."""
+    # A parameter by `data`, as the model writes it: its version is that of the graphs there may be.
+    return buffer.data if isinstance(buffer, nn.Parameter) else buffer.detach()
+
+
+def _pairs(some: list[Tensor], others: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Return both by dtype and device, for one call each: a hundred of BatchNorm's one by one take 0.5 ms on a GPU."""
+    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for one, other in zip(some, others, strict=True):
+        firsts, seconds = kinds.setdefault((one.dtype, one.device), ([], []))
+        firsts.append(one)
+        seconds.append(other)
+    return list(kinds.values())

@@ -29,7 +29,6 @@ _GROWTH = 1e3
 _DIVERGED_STEPS = 20
 _DIVERGES = "the run diverges"
 _LONGEST_EXCUSE = 64
-_WIDE = (torch.float32, torch.float64)
 
 
 class Excuse:
@@ -214,9 +213,8 @@ def _norm(outputs: Any) -> Tensor | None:
     gradients = [t for t in dense if t.is_floating_point() and t.numel()]
     if not gradients:
         return None
-    wide = [t if t.dtype in _WIDE else t.float() for t in gradients]
-    norms: tuple[Tensor, ...] = torch._foreach_norm(wide)
-    return norms[0] if len(norms) == 1 else torch.stack([norm.float() for norm in norms]).sum()
+    norms = [torch.linalg.vector_norm(t.float() if t.dtype != torch.float64 else t) for t in gradients]
+    return norms[0] if len(norms) == 1 else torch.stack([n.float() for n in norms]).sum()
 
 
 def _size(outputs: Any) -> float | None:

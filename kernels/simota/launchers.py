@@ -131,16 +131,15 @@ def assign(
     iou = boxes.new_empty(batch, count, dtype=torch.float32)
     label = boxes.new_empty(batch, count, dtype=torch.int64)
     num_fg = boxes.new_empty(batch, dtype=torch.int64)
-    # What is not read is not left out: a launch with all its tensors takes less of the host's time.
     launch(
         boxes,
         cls,
-        boxes if obj is None else obj,
-        boxes if points is None else points,
-        boxes if strides is None else strides,
+        obj,
+        points,
+        strides,
         gt_boxes,
         gt_classes,
-        gt_classes if gt_mask is None else gt_mask.contiguous(),
+        gt_classes if gt_mask is None else gt_mask.contiguous(),  # not read without a mask
         fg,
         fg if candidates is None else candidates.contiguous(),
         ints,

@@ -124,7 +124,7 @@ def test_copies_made_in_an_evaluation_in_inference_mode_serve_the_next_training_
     with torch.inference_mode():
         moving.restore(moving.saved())
     assert moving._copied is not None
-    assert not any(copy.is_inference() for _, copies in moving._copied._pairs.values() for copy in copies)
+    assert not any(copy.is_inference() for copy in moving._copied._copies)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     saved = moving.saved()
     model(torch.randn(4, 2))

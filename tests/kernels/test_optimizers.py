@@ -143,10 +143,10 @@ def test_launches_are_kept_while_their_tensors_are_the_same(interpreted: None) -
         assert twin([batch]).norm is None
 
 
-def _square(dtype: torch.dtype = torch.float32) -> Batch:
+def _square() -> Batch:
     generator = torch.Generator().manual_seed(1)
     params, grads, states = ([torch.randn(4, 4, generator=generator) for _ in range(3)] for _ in range(3))
-    return Batch(Hypers(0.1, 0.9), [p.to(dtype) for p in params], [g.to(dtype) for g in grads], [states])
+    return Batch(Hypers(0.1, 0.9), params, grads, [states])
 
 
 def _transpose(tensor: Tensor) -> None:
