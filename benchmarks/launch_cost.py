@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from accel.kernels.optimizers.rules import Kind
 
 _CALLS, _BATCHES = 20, 200
-_MOST_BATCHES = 2 * _BATCHES
+_MOST_BATCHES = 10 * _BATCHES
 _QUIET = 1.1
 """Factor of its least time that a fixed piece of Python may take before and after a round that counts."""
 
@@ -53,7 +53,8 @@ RECORD = Record(
     },
     key=("call",),
     head=f"{SOURCE}. {_BATCHES} rounds of {_CALLS} calls each, in turns, with a driver that launches nothing; medians "
-    "of the processor's time. They are the quietest of up to twice as many, by a fixed piece of Python beside each.",
+    "of the processor's time. They are the quietest of up to ten times as many, by a fixed piece of Python beside "
+    "each.",
 )
 LINE = (
     "{call:44} {launches:2} launches: {call_us:6.1f} µs, bare {bare_us:5.1f}, "
@@ -173,20 +174,28 @@ class _Empty(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, other: Tensor, shape: Sequence[int], sums: Sequence[int] = (), added: Sequence[int] = ()
+        ctx: Any,
+        x: Tensor,
+        other: Tensor,
+        shape: Sequence[int],
+        sums: Sequence[int] = (),
+        added: Sequence[int] = (),
+        third: Tensor | None = None,
     ) -> Tensor:
-        ctx.save_for_backward(x, other)
+        ctx.save_for_backward(x, other, third)
         ctx.sums, ctx.added = sums, added
         return x.new_empty(shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, other = ctx.saved_tensors
-        if ctx.sums:  # what one launch hands to the next
-            x.new_empty(ctx.sums, dtype=torch.float32)
-        for shape in ctx.added:  # by torch, whose sums take their time on a CPU
-            x.new_empty(shape, dtype=torch.float32).sum(0, keepdim=True)
-        return torch.empty_like(x), torch.empty_like(other) if ctx.needs_input_grad[1] else None, None, None, None
+        x, other, third = ctx.saved_tensors
+        # In the op's order, and kept until the call ends as there: memory taken anew costs more than a sum.
+        grads_of = [torch.empty_like(x), torch.empty_like(other) if ctx.needs_input_grad[1] else None]
+        between = [x.new_empty(shape, dtype=torch.float32) for shape in (*ctx.added, ctx.sums) if shape]
+        # By torch, whose sums take their time on a CPU.
+        added = [partial_sums.sum(0, keepdim=True) for partial_sums in between[: len(ctx.added)]]
+        of_third = None if third is None else added[-1].view(third.shape)
+        return *grads_of, None, None, None, of_third
 
 
 class _Sums(TorchDispatchMode):
@@ -248,24 +257,30 @@ def _window_attention() -> Iterator[Call]:
     yield from _windows("window_attention", 7, 56)
     # One window of one head: torch's sums of the bias gradient would take ten times as long as what is to be measured.
     yield from _windows("window_attention 16x16", 16, 16, heads=1)
-    yield from _windows("window_attention 16x16 by cosines", 16, 16, heads=1, head_scale=torch.ones(1))
+    yield from _windows("window_attention 16x16 by cosines", 16, 16, heads=1, by_cosines=True)
     yield from _windows("window_attention with dropout", 7, 56, dropout=0.1)
 
 
-def _windows(name: str, side: int, size: int, heads: int = 3, **options: Any) -> Iterator[Call]:
+def _windows(
+    name: str, side: int, size: int, heads: int = 3, by_cosines: bool = False, **options: Any
+) -> Iterator[Call]:
     from accel.kernels.window_attention import shifted_window_attention
 
     qkv, table = torch.randn(1, size, size, 96 * heads).half(), torch.randn((2 * side - 1) ** 2, heads).half()
     trained, shape = (qkv.clone().requires_grad_(), table.clone().requires_grad_()), (1, size, size, 32 * heads)
-    sums = (2, heads, side**2, side**2)  # of the bias gradient
+    scale = torch.ones(heads, requires_grad=True) if by_cosines else None
+    sums = (2, heads, side**2, side**2) if side < 8 else (2, size**2, heads)  # of the bias gradient or the softmax
     attend: Callable[..., Tensor] = partial(
         shifted_window_attention, heads=heads, window=(side, side), shift=(side // 2, side // 2), **options
     )
-    backward = _backward_of(attend(*trained), trained)
-    empty = partial(_Empty.apply, *trained, shape, sums, _summed(backward))
-    yield Call(f"{name}, no gradient", partial(attend, qkv, table), partial(qkv.new_empty, shape))
-    yield Call(f"{name}, forward", partial(attend, *trained), empty)
-    yield Call(f"{name}, backward", backward, _backward_of(empty(), trained))
+    learnt = (*trained, scale) if scale is not None else trained
+    train: Callable[..., Tensor] = partial(attend, *trained, head_scale=scale)
+    backward = _backward_of(train(), learnt)
+    empty = partial(_Empty.apply, *trained, shape, sums, _summed(backward), scale)
+    use: Callable[..., Tensor] = partial(attend, qkv, table, head_scale=None if scale is None else scale.detach())
+    yield Call(f"{name}, no gradient", use, partial(qkv.new_empty, shape))
+    yield Call(f"{name}, forward", train, empty)
+    yield Call(f"{name}, backward", backward, _backward_of(empty(), learnt))
 
 
 def _rows() -> Iterator[Call]:

@@ -282,8 +282,9 @@ def backward(
     regions: Tensor | None,
     seed: Tensor | None,
     plans: CallPlans,
+    needs_scale: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Launch the backward pass, and return the gradients of qkv, table and head_scale."""
+    """Launch the backward pass, and return the gradients of qkv, table and, where it is needed, head_scale."""
     plan = plans.backward
     dqkv, dtable = torch.empty_like(qkv), torch.empty_like(table)
     dbias = qkv.new_empty(plan.sums, dtype=torch.float32)
@@ -300,6 +301,6 @@ def backward(
     except OutOfResources as error:
         raise plans.too_large(error) from error
     plan.table(dbias, dtable)
-    if head_scale is None or dscale is None:
+    if head_scale is None or dscale is None or not needs_scale:
         return dqkv, dtable, None
-    return dqkv, dtable, dscale.sum(0).to(head_scale.dtype).view_as(head_scale)
+    return dqkv, dtable, dscale.sum(0).to(head_scale.dtype).view(head_scale.shape)

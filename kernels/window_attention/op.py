@@ -44,7 +44,8 @@ class WindowAttentionFunction(torch.autograd.Function):
 
 def _launch(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     qkv, table, head_scale, regions, seed = ctx.saved_tensors
-    dqkv, dtable, dscale = backward(dout, qkv, table, head_scale, regions, seed, ctx.plans)
+    needs_scale = ctx.needs_input_grad[2]
+    dqkv, dtable, dscale = backward(dout, qkv, table, head_scale, regions, seed, ctx.plans, needs_scale)
     return dqkv, dtable, dscale, None, None, None
 
 
