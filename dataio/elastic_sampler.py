@@ -314,6 +314,26 @@ class ElasticSampler(Sampler[list[int]]):
             position, step = min(position + width, self.length), step + 1
         return step - self._taken + self._deal_at(step).steps(self.length - position)
 
+    def samples_ahead(self, steps: int) -> list[int]:
+        """Return the samples of each step that follows the one in hand, on all ranks together, repeats left out.
+
+        Args:
+            steps: how many of them, at least 0; the epoch may have fewer left.
+
+        Example:
+            >>> sampler = ElasticSampler(10, batch_size=4)
+            >>> batches = sampler.consumed(sampler)
+            >>> len(next(batches)), sampler.samples_ahead(5)
+            (4, [4, 2])
+        """
+        dealt = list(self._under_way)[:steps]
+        ahead = [step.fresh_of_all for step in dealt]
+        position, number = (dealt[-1].stop if dealt else self._position), self._taken + len(dealt)
+        while len(ahead) < steps and (width := self._deal_at(number).width(self.length - position)):
+            ahead.append(min(width, self.length - position))
+            position, number = position + ahead[-1], number + 1
+        return ahead
+
     def __iter__(self) -> Iterator[list[int]]:
         self._under_way, self._in_hand = deque(), None
         return self._batches(self._under_way, self._position, self._taken, self.epoch)

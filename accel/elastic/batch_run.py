@@ -24,22 +24,24 @@ from torch import Tensor
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.batch_choice import LEAST_STEPS, most_tried
-from accel.elastic.controller import BatchController, BatchDecision
+from accel.elastic.batch_report import profile_of, rows_of
+from accel.elastic.controller import TIMED, BatchController, BatchDecision
+from accel.elastic.exchange import exchange_of
 from accel.elastic.loss_trend import LossTrend
+from accel.elastic.meeting import met
 from accel.elastic.noise_interval import interval_of
 from accel.elastic.rehearsal import BatchRehearsal
 from accel.elastic.scaling_rules import Rule
+from accel.elastic.step_batches import StepBatches
 from accel.elastic.step_end import StepEnd
 from accel.elastic.step_rates import StepRates
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
-from accel.goodput.goodput import BatchLimits
 from accel.goodput.job import JobProfile
 from accel.goodput.noise_meter import NoiseMeter
 from accel.goodput.noise_scale import NoiseScale
 from accel.profiler.host import seconds_since_start
 from accel.report.model import BatchRow
-from accel.report.words import finite
 from accel.run import backward
 from accel.run.context import Run
 from accel.run.ranks import Ranks
@@ -115,6 +117,8 @@ class BatchRun(Onlooker):
         self._local_base = sampler.batch_sizes[sampler.rank]
         self._fits = self._local_base
         """The largest batch of this rank that fits into memory, as far as is known."""
+        self._step = StepBatches(sampler)
+        self._exchange = ""
         self._rehearsal = BatchRehearsal(run.model, lambda *args, **kwargs: run.gate.plain(*args, **kwargs), run.device)
         self._planned: BatchDecision | None = None
         """A larger batch than any before, until it has been rehearsed."""
@@ -133,7 +137,6 @@ class BatchRun(Onlooker):
         self._batches = self._samples = 0
         """Of the present step: a loop may accumulate the gradients of several batches."""
         self._standing: tuple[int, int] | None = None
-        self._per_step = 1
         self._is_settled = False
         """As rank 0 has it."""
         self._is_first = True
@@ -155,20 +158,7 @@ class BatchRun(Onlooker):
 
     def rows(self) -> list[BatchRow]:
         """Return the changes of the batch size, the user's own first."""
-        if self.controller is None:
-            return []
-        return [
-            BatchRow(
-                step=decision.step,
-                batch=decision.batch,
-                tried=decision.tried,
-                why=decision.why,
-                goodput=decision.goodput or None,
-                measured=decision.measured or None,
-                noise=finite(decision.noise),  # that of pure noise is infinite
-            )
-            for decision in self.controller.decisions
-        ]
+        return [] if self.controller is None else rows_of(self.controller.decisions)
 
     # -- whose turn it is (turns.Searcher) -----------------------------------------------------------------------------
 
@@ -215,10 +205,9 @@ class BatchRun(Onlooker):
         self._samples += self._sampler.samples_in_hand
         if self._base is None:
             return
+        samples = self._step.begin_batch()
         if self._alive and self._is_metered and self._meter is not None:
-            self._meter.begin_batch(self._sampler.fresh)
-        # By the batch in hand: steps that a suspended session does not hear of would add up.
-        samples = self._sampler.samples_in_hand * self._per_step
+            self._meter.begin_batch(self._sampler.fresh, self._step.accumulated)
         try:
             self._rates.follow(samples, self._base, self._known_noise, self._epoch)
         except Exception as error:  # of a rule of the user's, say
@@ -226,7 +215,7 @@ class BatchRun(Onlooker):
 
     # -- the backward pass (backward.BackwardListener) -----------------------------------------------------------------
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, roots: list[Tensor]) -> None:
         """Nothing: what the pass begins at is the same at its end."""
 
     def backward_ended(self, roots: list[Tensor]) -> None:
@@ -268,10 +257,19 @@ class BatchRun(Onlooker):
             self._meter.end_step()
         elif self._meter is not None:
             self._meter.skip_step(self._samples // self._sampler.num_replicas)
-        if is_usual and self.controller is not None:
-            self.controller.timed(self._samples, self.end.at - self._began)
+        if is_usual and self.controller is not None and not self._exchange_changed(self.controller):
+            self.controller.timed(self._samples, self.end.at - self._began, self._batches // self._step.by_loop)
         if self._steps >= self._decision_due and not self._is_busy:
             self._decide() if self._planned is None else self._rehearse(self._planned)
+
+    def _exchange_changed(self, controller: BatchController) -> bool:
+        """Notice that gradients are exchanged in another way, the same on all ranks, and decide soon."""
+        before, self._exchange = self._exchange, exchange_of(self._session)
+        if self._exchange == before:
+            return False
+        controller.exchanged_by(self._exchange)
+        self._decision_due = min(self._decision_due, self._steps + TIMED + 1)
+        return True
 
     def _decide(self) -> None:
         if self.controller is None:
@@ -291,12 +289,12 @@ class BatchRun(Onlooker):
         self._planned, self._session.events.heard = None, None
         self._session.leave_out_step()
         local = self._local(planned)
-        problem = self._rehearsal.problem(local)
+        problem = self._rehearsal.problem(local, keeps_gradients=planned.accumulated > 1)
         mine = problem, self._sampler.dealt_ahead
         decision, ahead = self._met("rehearse a larger batch", mine, partial(self._rehearsed, planned))
         self._decision_due = self._steps + decision.steps
         if decision.batch == planned.batch:
-            self._fits = local
+            self._fits, self._step.has_room = max(self._fits, local), self._step.has_room or planned.accumulated > 1
         else:
             self._say(f"batch size {decision.batch}: {decision.why}")
         self._take(decision, ahead)
@@ -307,25 +305,31 @@ class BatchRun(Onlooker):
         assert self.controller is not None
         decision, problem = planned, next((problem for problem, _ in brought if problem), "")
         if problem:
-            why = f"{planned.batch} samples are too many: {problem}"
-            decision = self.controller.refuse(planned.batch, self._steps, self._known_noise, why)
+            if planned.accumulated > 1:
+                why = f"gradients are not accumulated: {problem}"
+                decision = self.controller.accumulate_no_more(self._steps, self._known_noise, why)
+            else:
+                why = f"{planned.batch} samples are too many: {problem}"
+                decision = self.controller.refuse(planned.batch, self._steps, self._known_noise, why)
         return decision, max(ahead for _, ahead in brought)
 
     def _begin(self) -> None:
         """Make the controller, with the batch that the loop has without it."""
         self._ranks = Ranks()
         self._ranks.join(since=self._called_at)
-        self._per_step = max(1, self._batches)
+        self._step.by_loop = max(1, self._batches)
         replicas = self._sampler.num_replicas
-        if self._base is None or self._per_step != self._restored["micro_batches"]:
-            self._base = self._local_base * replicas * self._per_step
+        if self._base is None or self._step.by_loop != self._restored["micro_batches"]:
+            self._base = self._local_base * replicas * self._step.by_loop
         most = most_tried(self._base, self.max_batch_size, self._sampler.length)
         if most < self.max_batch_size:
             self._say(f"batches above {most} samples are not tried: epochs would have less than {LEAST_STEPS} steps")
         nodes = -(-replicas // int(os.environ.get("LOCAL_WORLD_SIZE", replicas)))
         self.controller = BatchController(
-            self._base, most, replicas=replicas, nodes=nodes, micro_batches=self._per_step
+            self._base, most, replicas=replicas, nodes=nodes, micro_batches=self._step.by_loop
         )
+        self._step.watch(self._run.model, self._run.optimizers, self._scaler)
+        self.controller.accumulates = not self._step.refusal
         gather = partial(self._gathered, "measure the gradient noise") if replicas > 1 else None
         self._meter = NoiseMeter(
             self._run.model,
@@ -349,41 +353,40 @@ class BatchRun(Onlooker):
         if noise is None or not noise.is_known:
             # Few measurements may hide the signal for a while. What was known before holds: φ grows in most trainings.
             noise = self._known_noise
-        decision = self.controller.decide(self._steps, noise)
+        if self.controller.accumulates and self._step.refusal:
+            why = f"the loop's gradients can't be accumulated: {self._step.refusal}"
+            decision = self.controller.accumulate_no_more(self._steps, noise, why)
+        else:
+            decision = self.controller.decide(self._steps, noise)
         return _Agreed(decision, max(ahead), self.controller.is_settled, noise)
 
     def _gathered(self, what: str, mine: Any) -> list[Any]:
         return self._met(what, mine, list)
 
     def _met(self, what: str, mine: Any, answer: Callable[[list[Any]], T]) -> T:
-        """Return rank 0's answer to what the ranks bring, on all of them; they must have come for the same."""
         assert self._ranks is not None
-
-        def checked(brought: list[tuple[str, Any]]) -> T:
-            if any(other != what for other, _ in brought):
-                raise RuntimeError(f"ranks are not at the same point: {', '.join(other for other, _ in brought)}")
-            return answer([own for _, own in brought])
-
-        return self._ranks.decide((what, mine), checked, f"did not come to {what}")
+        return met(self._ranks, what, mine, answer)
 
     def _take(self, decision: BatchDecision, most_ahead: int) -> None:
         """Let the loader make batches of the size decided."""
-        local, now = self._local(decision), self._sampler.batch_sizes[self._sampler.rank]
-        if local == now:
+        local, now = self._local(decision), self._step.local
+        if local == now and decision.accumulated == self._step.steps_of(now):
             return
-        if local > self._fits:
+        if local > self._fits or (decision.accumulated > 1 and not self._step.has_room):
             self._planned, self._decision_due = decision, self._steps + _HEARD
             self._rehearsal.prepare(now)
             self._session.events.heard = self._rehearsal.hear
             return
-        alone = self._sampler.num_replicas == 1
-        self._sampler.set_batch_size(local, delay=None if alone else most_ahead + _AHEAD)
+        self._step.decide(local, decision.accumulated)
+        if local != now:
+            alone = self._sampler.num_replicas == 1
+            self._sampler.set_batch_size(local, delay=None if alone else most_ahead + _AHEAD)
         self._session.begin_again()
         self._say(f"batch size {decision.batch}: {decision.why}")
 
     def _local(self, decision: BatchDecision) -> int:
         """Return the samples of one of this rank's batches."""
-        return decision.batch // (self._sampler.num_replicas * self._per_step)
+        return decision.batch // (self._sampler.num_replicas * self._step.by_loop * decision.accumulated)
 
     # -- what a scheduler needs to know ------------------------------------------------------------------------------
 
@@ -394,19 +397,12 @@ class BatchRun(Onlooker):
             save_s: what a checkpoint takes, which a change of the placement costs beside the start of a process.
         """
         controller, noise = self.controller, self._known_noise
-        if controller is None or controller.model is None or noise is None:
+        if controller is None or noise is None:
             return None
-        fits = controller.fits
-        limits = BatchLimits(
+        return profile_of(
+            controller,
+            noise,
             max_batch_size=most_tried(controller.base_batch, self.max_batch_size, self._sampler.length),
-            local_max=None if fits is None else max(1, fits // (controller.replicas * controller.micro_batches)),
-            max_accumulation=controller.micro_batches - 1,
-        )
-        return JobProfile(
-            model=controller.model,
-            noise=noise,
-            base_batch=controller.base_batch,
-            limits=limits,
             most_replicas=self._most_replicas,
             restart_s=self._start_s + save_s,
             progress=self.progress,
@@ -424,8 +420,9 @@ class BatchRun(Onlooker):
             "progress": self.progress,
             "most_replicas": self._most_replicas,
             "loader_batch": self._local_base,
-            "micro_batches": self._per_step,
+            "micro_batches": self._step.by_loop,
             "fits": self._fits,
+            "accumulated": self._step.steps_of(self._step.local),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -439,14 +436,16 @@ class BatchRun(Onlooker):
         known, controller = state.get("known_noise"), state.get("controller") or {}
         self._known_noise = None if known is None else NoiseInterval(*known)
         self._base = controller.get("base") if state.get("loader_batch") == self._local_base else None
-        self._per_step = int(state.get("micro_batches", 1))
+        self._step.by_loop = int(state.get("micro_batches", 1))
         local = self._local_base
         if self._base is not None:
-            shares = self._sampler.num_replicas * self._per_step
+            shares = self._sampler.num_replicas * self._step.by_loop
             # Fewer ranks have more of it each: what has not been there before is rehearsed first.
             known = max(int(state.get("fits", 1)), -(-self._base // shares))
             local = max(1, min(round(controller["batch"] / shares), self.max_batch_size // shares, known))
             self._fits = max(self._fits, local)
+            if state.get("accumulated", 1) > 1:
+                self._step.decide(local, max(1, round(controller["batch"] / (shares * local))))
         self._sampler.set_batch_size(local)
 
     def check(self) -> None:
@@ -488,6 +487,7 @@ class BatchRun(Onlooker):
             self._meter.close()
         # Ranks may end at different steps: with batches or learning rates of their own they would be no replicas.
         if self._sampler.num_replicas == 1:
+            self._step.close()
             self._rates.follow_no_more()
             self._sampler.set_batch_size(self._local_base)
 

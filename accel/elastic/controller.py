@@ -4,6 +4,10 @@ The present batch is *settled*: its steps have been timed. A better one that has
 One that has not is *tried*: real steps are trained with it, and it stays only if its measured time still makes it
 better. At most twice the largest batch timed so far is tried, so a prediction that is wrong costs a few steps.
 
+A batch whose share does not fit into a rank's memory, or was tried in vain on several ranks, may still be one whose
+gradients are accumulated over several of the loop's steps: it competes with the others by its goodput, and is tried as
+they are.
+
     settled ──a larger batch is better, as predicted──▶ tried ──as measured too──▶ settled
        ▲                                                  │ no
        └──────────────────────────────────────────────────┘
@@ -14,9 +18,10 @@ It knows numbers only: no model, no clock, no process group. `accel.elastic.batc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel.elastic.batch_choice import Better, better, candidates
 from accel.elastic.machine_speed import MachineSpeed
@@ -39,6 +44,15 @@ _ASKED_AGAIN = 2048
 """Steps until a batch that did not fit into memory is tried again: others may have used it. Doubled each time."""
 
 
+class Shares(NamedTuple):
+    """How the samples of a step are dealt."""
+
+    local: int
+    """To each rank in each of the loop's batches."""
+    steps: int
+    """Of the loop, whose gradients are one step of its optimizer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchDecision:
     """What was decided between two steps."""
@@ -47,6 +61,8 @@ class BatchDecision:
     """Steps that had ended."""
     batch: int
     """Samples of a step from now on, over all ranks."""
+    accumulated: int = 1
+    """Steps of the loop, whose gradients are accumulated to this one."""
     tried: bool
     """The batch has not been timed before: it is settled or undone at the next decision."""
     why: str
@@ -70,6 +86,9 @@ class BatchController:
         nodes: hosts.
         micro_batches: batches of a rank in a step, whose gradients the loop accumulates.
 
+    Attributes:
+        accumulates: steps of the loop may be accumulated to one of its optimizer; set by whoever does it.
+
     Raises:
         InvalidArgument: if `max_batch_size` is below the user's batch.
 
@@ -91,7 +110,10 @@ class BatchController:
                 f"rank{'s'[: replicas > 1]}, got {max_batch_size}; raise it, or leave it out to keep the batch"
             )
         self.base_batch, self.replicas, self.nodes, self.micro_batches = base_batch, replicas, nodes, micro_batches
+        self.accumulates = False
+        self._most = max_batch_size
         self.sizes = candidates(base_batch, max_batch_size, self._shares)
+        """Those that every rank takes at once; more are accumulated."""
         self.decisions: list[BatchDecision] = []
         self.times = Observations()
         self.model: ThroughputModel | None = None
@@ -101,10 +123,15 @@ class BatchController:
         self._asked_again, self._refusals = math.inf, 0
         """The step from which on it is not known any more, and how often one did not fit."""
         self._patience = _PATIENCE[0]
-        self._timed: set[int] = set()
-        self._failures: dict[int, tuple[int, float]] = {}
-        """Batches tried in vain: how often, and at which step last; inf once that is forgotten."""
+        self._timed: set[Configuration] = set()
+        self._failures: dict[Configuration, tuple[int, float]] = {}
+        """What was tried in vain: how often, and at which step last; inf once that is forgotten."""
         self._speed = MachineSpeed()
+        self._exchange = ""
+        self._scales = {"": 1.0}
+        """Time of the gradients' exchange, in those of the plain one, by what shortens it."""
+        self._unscaled: list[float] = []
+        """Times of steps since the exchange has become another one whose scale is not known yet, s."""
 
     @property
     def batch(self) -> int:
@@ -119,29 +146,52 @@ class BatchController:
     @property
     def fits(self) -> int | None:
         """The largest batch that is known to be small enough for memory; None while all of them were."""
-        return None if math.isinf(self._largest) else max(self._fitting())
+        return None if math.isinf(self._largest) else max(self._whole(self._largest))
+
+    def shares(self, batch: int) -> Shares:
+        """Return how a batch is dealt: at once, or what doesn't go so in as few equal pieces as possible."""
+        whole = self._whole()
+        steps = 1 if batch <= whole[-1] else -(-batch // whole[-1])
+        return Shares(batch // (self._shares * steps), steps)
 
     @property
     def is_settled(self) -> bool:
         """True once the noise is known, while nothing is being tried and the last decision changed nothing."""
         return self._settled == self._now and self._patience > _PATIENCE[0]
 
-    def timed(self, batch: int, seconds: float) -> None:
+    def timed(self, batch: int, seconds: float, accumulated: int = 1) -> None:
         """Take in the time of one step.
 
         Args:
             batch: samples of it, over all ranks; others than those decided on, as an epoch's last, are left out.
             seconds: > 0.
+            accumulated: steps of the loop that it was; others than decided on are left out, too.
         """
-        if batch != self._now or not seconds > 0:
+        if batch != self._now or accumulated != self.shares(batch).steps or not seconds > 0:
+            return
+        if self._exchange not in self._scales:
+            self._unscaled.append(seconds)
             return
         configuration = self._configuration(batch)
         self.times.add(configuration, seconds)
         if self.times.count(configuration) >= self._judged_after(batch):
-            self._timed.add(batch)
+            self._timed.add(configuration)
+
+    def exchanged_by(self, name: str) -> None:
+        """Take in that gradients are exchanged in another way from now on.
+
+        How much shorter it makes the exchange is seen by the present batch, and then reckoned with at all others.
+
+        Args:
+            name: of what shortens the exchange; "" for the plain one.
+        """
+        if name != self._exchange:
+            self._exchange, self._unscaled, self._patience = name, [], _PATIENCE[0]
 
     def steps_missing(self) -> int:
         """Return how many steps of the present batch have still to be timed before the next decision."""
+        if self._exchange not in self._scales:
+            return max(0, TIMED - len(self._unscaled))
         return max(0, self._judged_after(self._now) - self.times.count(self._configuration(self._now)))
 
     def refuse(self, batch: int, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
@@ -156,13 +206,26 @@ class BatchController:
         self._largest = min(self._largest, batch)
         if math.isinf(self._asked_again):
             self._asked_again, self._refusals = step + _ASKED_AGAIN * 2**self._refusals, self._refusals + 1
+        return self._fall_back(step, noise, why)
+
+    def accumulate_no_more(self, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
+        """Take only batches that every rank takes at once from now on, and return what to do instead.
+
+        Args:
+            step: steps that have ended.
+            noise: the noise scale; None while it is not known.
+            why: said in the report.
+        """
+        self.accumulates = False
+        return self._fall_back(step, noise, why)
+
+    def _fall_back(self, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
         fitting = self._fitting()
         if self._settled not in fitting:
-            self._settled = max((size for size in fitting if size in self._timed), default=fitting[-1])
+            self._settled = max(self._known(fitting), default=self._whole()[-1])
         self._now, self._patience = self._settled, _PATIENCE[0]
         if noise is not None and noise.is_known and self._timed:
-            timed = [size for size in fitting if size in self._timed]
-            choice = better(self._settled, timed, self.base_batch, noise, self._seconds)
+            choice = better(self._settled, self._known(fitting), self.base_batch, noise, self._seconds)
             self._now = self._settled = self._settled if choice is None else choice.batch
         return self._decided(step, noise, why, self.steps_missing() or self._patience)
 
@@ -176,7 +239,10 @@ class BatchController:
         before, settled = self._now, self._settled
         if missing := self.steps_missing():
             return self._decided(step, noise, "the steps of this batch are still being timed", missing)
-        self._speed.timed(self._now, self._median(self._now))
+        if self._exchange not in self._scales:
+            self._learn_scale()
+        own = self._configuration(self._now)
+        self._speed.timed(own, self.times.median(own))
         self._complete_last(noise)
         self.model = fit(self.times, self.model)
         if noise is None or not noise.is_known:
@@ -186,36 +252,92 @@ class BatchController:
             self._largest = self._asked_again = math.inf
         choice = better(settled, self._reachable(), self.base_batch, noise, self._seconds)
         self._now = settled if choice is None else choice.batch
-        if self._now in self._timed:
+        if self._is_timed(self._now):
             self._settled = self._now
+            self._forgive_smaller()
         if before > max(self._now, settled):
-            count, _ = self._failures.get(before, (0, 0))
-            self._failures[before] = (count + 1, step)
+            tried = self._configuration(before)
+            count, _ = self._failures.get(tried, (0, 0))
+            self._failures[tried] = (count + 1, step)
         self._patience = _PATIENCE[0] if self._now != before else min(2 * self._patience, _PATIENCE[1])
         return self._decided(step, noise, self._why(before, settled, choice), self._patience)
 
+    def _learn_scale(self) -> None:
+        """Find the scale of the present exchange by the time of the present batch with it and without."""
+        plainly = self._configuration(self._now)._replace(communication_scale=1.0)
+        scale = 1.0
+        if plainly in self._timed:
+            model = self.model or fit(self.times)
+            ratio = statistics.median(self._unscaled) / self._now_s(plainly)
+            scale = model.communication_scale(*plainly[:4], ratio)
+        self._scales[self._exchange] = round(scale, 3)
+        for seconds in self._unscaled:
+            self.timed(self._now, seconds, self.shares(self._now).steps)
+
     def _forget_old_failures(self, step: int) -> None:
         """Let a batch that was tried in vain be tried again later: the machine may have been busy just then."""
-        for batch, (count, since) in list(self._failures.items()):
-            if batch in self._timed and step - since >= _RETRY * 2**count:
-                self._timed.discard(batch)
-                self.times.forget(self._configuration(batch))
-                self._failures[batch] = (count, math.inf)  # else its new times would be forgotten, too
+        accumulates = self.shares(self._settled).steps > 1
+        for tried, (count, since) in list(self._failures.items()):
+            if accumulates and self._is_whole(tried):
+                continue  # without that limit the batch that stands would be taken at once
+            if tried in self._timed and step - since >= _RETRY * 2**count:
+                self._timed.discard(tried)
+                self.times.forget(tried)
+                self._failures[tried] = (count, math.inf)  # else its new times would be forgotten, too
+
+    def _forgive_smaller(self) -> None:
+        """Let what was tried in vain limit no batch that stands."""
+        if self.shares(self._settled).steps == 1:
+            for tried, (count, _) in self._failures.items():
+                if self._samples(tried) <= self._settled:
+                    self._failures[tried] = (count, math.inf)
 
     def _judged_after(self, batch: int) -> int:
         """Return the steps by which a batch is judged: a gain as small as the margin must not stay by a lucky dozen."""
-        count, since = self._failures.get(batch, (0, 0))
+        count, since = self._failures.get(self._configuration(batch), (0, 0))
         return TIMED * (1 + count) if math.isinf(since) else TIMED
 
     def _reachable(self) -> list[int]:
-        return [size for size in self._fitting() if size <= _GROWTH * max(self._timed)]
+        fitting = self._fitting()
+        # What was timed once may be dealt in another way now, as after a refusal.
+        largest = max(self._known(fitting), default=self._settled)
+        return [size for size in fitting if size <= _GROWTH * largest]
 
     def _fitting(self) -> list[int]:
-        return [size for size in self.sizes if size < self._largest] or self.sizes[:1]
+        """Return the batches that may be chosen, ascending."""
+        whole = self._whole()
+        if not self.accumulates or whole[-1] == self.sizes[-1]:
+            return whole
+        return [*whole, *(whole[-1] * steps for steps in candidates(1, self._most // whole[-1])[1:])]
+
+    def _whole(self, limit: float | None = None) -> list[int]:
+        """Return those that every rank takes at once, below what does not fit or was in vain; at least the smallest."""
+        below = self._limit() if limit is None else limit
+        return [size for size in self.sizes if size < below] or self.sizes[:1]
+
+    def _limit(self) -> float:
+        if not self.accumulates or self.replicas == 1:
+            return self._largest  # one rank gains nothing by taking in several pieces what fits
+        at_once = [each for each, (_, since) in self._failures.items() if math.isfinite(since) and self._is_whole(each)]
+        return min([self._largest, *map(self._samples, at_once)])
+
+    def _is_whole(self, configuration: Configuration) -> bool:
+        return configuration.accumulation == self.micro_batches - 1
+
+    @staticmethod
+    def _samples(configuration: Configuration) -> int:
+        return configuration.replicas * configuration.local_batch * (configuration.accumulation + 1)
+
+    def _known(self, sizes: Sequence[int]) -> list[int]:
+        return [size for size in sizes if self._is_timed(size)]
+
+    def _is_timed(self, batch: int) -> bool:
+        return self._configuration(batch) in self._timed
 
     def _configuration(self, batch: int) -> Configuration:
-        local = batch // self._shares
-        return Configuration(self.nodes, self.replicas, local, self.micro_batches - 1)
+        local, steps = self.shares(batch)
+        scale = self._scales.get(self._exchange, 1.0)
+        return Configuration(self.nodes, self.replicas, local, self.micro_batches * steps - 1, scale)
 
     def _seconds(self, batch: int) -> float:
         """Return the time of a step: measured; of a batch that was never timed, predicted.
@@ -223,22 +345,39 @@ class BatchController:
         While only one batch has been timed nothing says what a larger one takes. It is then hoped to take as long: a
         try shows.
         """
-        if batch in self._timed:
-            return self._median(batch) * self._speed.since(batch)
-        nearest = min(self._timed, key=lambda known: abs(known - batch))
-        known_s = self._median(nearest) * self._speed.since(nearest)
+        own = self._configuration(batch)
+        if own in self._timed:
+            return self._now_s(own)
+        if not self._is_whole(own) and self.replicas > 1 and all(map(self._is_whole, self._timed)):
+            return self._hoped_s(batch)
+        scale = own.communication_scale
+        nearest = min(self._timed, key=lambda t: (t.communication_scale != scale, abs(self._samples(t) - batch)))
+        known_s, known = self._now_s(nearest), self._samples(nearest)
         if len(self._timed) == 1:
-            return known_s if batch > nearest else known_s * batch / nearest
-        assert self.model is not None
-        return known_s * self._predicted_s(batch) / self._predicted_s(nearest)
+            steps = (own.accumulation + 1) / (nearest.accumulation + 1)
+            return known_s * max(1.0, steps) if batch > known else known_s * batch / known
+        return known_s * self._predicted_s(own) / self._predicted_s(nearest)
 
-    def _median(self, batch: int) -> float:
-        return self.times.median(self._configuration(batch))
+    def _hoped_s(self, batch: int) -> float:
+        """Return the least time of a step that is accumulated, while none has been timed.
 
-    def _predicted_s(self, batch: int) -> float:
+        On one number of ranks nothing tells the exchange of gradients, which is saved, from other work that does not
+        depend on the batch. It is hoped to be all of that: a try shows.
+        """
+        steps = self.shares(batch).steps
+        piece = batch // steps
+        times = {self._samples(each): self._now_s(each) for each in self._timed}
+        least, most = min(times), max(times)
+        sample_s = max(0.0, (times[most] - times[least]) / (most - least)) if most > least else 0.0
+        return self._seconds(piece) + (steps - 1) * piece * sample_s
+
+    def _now_s(self, configuration: Configuration) -> float:
+        """Return the time of what was timed, as the machine is now."""
+        return self.times.median(configuration) * self._speed.since(configuration)
+
+    def _predicted_s(self, configuration: Configuration) -> float:
         assert self.model is not None
-        local = batch / self._shares
-        return float(self.model.step_s(self.nodes, self.replicas, local, self.micro_batches - 1))
+        return float(self.model.step_s(*configuration))
 
     def _goodput(self, batch: int, noise: NoiseInterval | None) -> float:
         # Without a known noise scale a larger batch counts for no more than the user's.
@@ -251,18 +390,23 @@ class BatchController:
         if choice is None:
             return f"a step of {before} samples takes too long for what it is worth"
         noise = "pure noise" if choice.noise == float("inf") else f"a noise scale of {choice.noise:.3g}"
+        local, steps = self.shares(self._now)
+        how = f", accumulated over {steps} steps of {local} samples a rank" if steps > 1 else ""
+        if self._exchange:
+            how += f"; by {self._exchange} the exchange takes {self._scales[self._exchange]:.2f} of the plain one"
         return (
             f"{choice.ratio:.2f}x the goodput of {settled}: {choice.speed:.2f}x the samples per second, each worth "
-            f"{choice.worth:.2f} at {noise}"
+            f"{choice.worth:.2f} at {noise}{how}"
         )
 
     def _decided(self, step: int, noise: NoiseInterval | None, why: str, steps: int) -> BatchDecision:
         """Return the decision, and keep it if it changes the batch."""
         goodput = self._goodput(self._now, noise) if self._timed else 0.0
-        is_timed = self._now in self._timed
+        is_timed = self._is_timed(self._now)
         decision = BatchDecision(
             step=step,
             batch=self._now,
+            accumulated=self.shares(self._now).steps,
             tried=not is_timed,
             why=why,
             goodput=goodput,
@@ -270,7 +414,8 @@ class BatchController:
             noise=None if noise is None else noise.phi,
             steps=steps,
         )
-        if not self.decisions or self.decisions[-1].batch != decision.batch:
+        last = self.decisions[-1] if self.decisions else None
+        if last is None or (last.batch, last.accumulated) != (decision.batch, decision.accumulated):
             self.decisions.append(decision)
         return decision
 
@@ -288,6 +433,7 @@ class BatchController:
             "times": self.times.state_dict(),
             "base": self.base_batch,
             "batch": self._settled,
+            "scales": dict(self._scales),
             "largest_local": None if math.isinf(self._largest) else self._largest / self._shares,
             "decisions": [asdict(decision) for decision in self.decisions],
         }
@@ -299,10 +445,12 @@ class BatchController:
         """
         self.times.load_state_dict(state["times"])
         self.decisions = [BatchDecision(**each) for each in state["decisions"]]
+        self._scales |= state.get("scales", {})
         largest = state.get("largest_local")
         self._largest = math.inf if largest is None else largest * self._shares
         self._asked_again = math.inf if largest is None else _ASKED_AGAIN  # steps are this process's
-        self._timed = {size for size in self.sizes if self.times.count(self._configuration(size)) >= TIMED}
+        likely = map(self._configuration, (*self.sizes, *self._fitting()))
+        self._timed = {each for each in likely if self.times.count(each) >= TIMED}
         self._settled = self._now = min(self._fitting(), key=lambda size: abs(size - state["batch"]))
         if len(self._timed) > 1:
             self.model = fit(self.times)  # of a batch that was not timed on so many ranks, the time is predicted

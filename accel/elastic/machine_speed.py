@@ -7,6 +7,8 @@ batch, so that two such factors multiply; while one batch stays, errors of its m
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 
 class MachineSpeed:
     """The time that a step of any batch takes, in those of its own first ones.
@@ -21,19 +23,19 @@ class MachineSpeed:
     """
 
     def __init__(self) -> None:
-        self._batch = 0
+        self._batch: Hashable = None
         self._first_s = 1.0
         """Time of a step of the present batch when it was taken."""
         self._before = self._now = 1.0
         """Slowness when the present batch was taken, and now."""
-        self._then: dict[int, float] = {}
+        self._then: dict[Hashable, float] = {}
         """Batch → slowness when it was last timed."""
 
-    def timed(self, batch: int, seconds: float) -> None:
+    def timed(self, batch: Hashable, seconds: float) -> None:
         """Take in the present time of a step.
 
         Args:
-            batch: samples of the step, those of all ranks.
+            batch: what was timed: samples of the step, say.
             seconds: median of its last steps, > 0.
         """
         if batch != self._batch:
@@ -41,6 +43,6 @@ class MachineSpeed:
         self._now = self._before * seconds / self._first_s
         self._then[batch] = self._now
 
-    def since(self, batch: int) -> float:
+    def since(self, batch: Hashable) -> float:
         """Return how many times as long a step of a batch takes now as when it was last timed; 1 if it never was."""
         return self._now / self._then.get(batch, self._now)

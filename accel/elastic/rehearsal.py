@@ -81,26 +81,32 @@ class BatchRehearsal:
             with contextlib.suppress(Exception):  # inputs that can't be copied: then nothing is rehearsed
                 self._recording = guard.record(self._model, self._device, args, kwargs)
 
-    def problem(self, samples: int) -> str:
+    def problem(self, samples: int, *, keeps_gradients: bool = False) -> str:
         """Return why the loop can't take a batch of so many samples, '' if nothing speaks against it; record no more.
 
         Nothing does where no call was recorded, such as of a model whose inputs don't have a dimension of the samples.
 
         Args:
             samples: of the larger batch, on this rank.
+            keeps_gradients: memory is held for another gradient of each parameter.
         """
         recording, self._recording = self._recording, None
-        if reason := self._exhausted(samples):
+        held = self._trained() if keeps_gradients else []
+        if reason := self._exhausted(samples, sum(parameter.nbytes for parameter in held)):
             return reason
         if recording is None:
             return ""
         with guard.untouched(self._model, self._device), GradientScales(self._model).unnoticed():
-            reason = self._rehearsed(recording, samples)
+            reason = self._rehearsed(recording, samples, held)
         if reason and self._device.type == "cuda":
             torch.cuda.empty_cache()  # only now: the exception held the frames, and they the tensors
         return reason
 
-    def _rehearsed(self, recording: Recording, samples: int) -> str:
+    def _rehearsed(self, recording: Recording, samples: int, held: list[nn.Parameter]) -> str:
+        try:
+            _gradients = [torch.zeros_like(parameter) for parameter in held]
+        except Exception as error:
+            return _TOO_MANY if is_out_of_memory(error) else ""
         problem = ""
         for left_alone in self._by_chance(recording):
             try:
@@ -197,15 +203,20 @@ class BatchRehearsal:
         hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
         return any(getattr(parameter, name, None) for parameter in self._trained() for name in hooks)
 
-    def _exhausted(self, samples: int) -> str:
-        """Return '' unless a CPU's memory would not do, by what the process took more since it began to train."""
+    def _exhausted(self, samples: int, held: int) -> str:
+        """Return '' unless a CPU's memory would not do, by what the process took more since it began to train.
+
+        Args:
+            samples: of the larger batch.
+            held: bytes that are held beside it.
+        """
         available = available_memory() if self._device.type == "cpu" else None
         now, before = resident_memory(), self._resident_before
         if available is None or now is None or before is None:
             return ""
         # What a script took most before it trained, while it loaded its data, says nothing of a step.
         most = now.most if now.most > before.most else max(now.now, before.now)
-        needed = before.now + (most - before.now) * samples / self._samples - now.now
+        needed = before.now + (most - before.now) * samples / self._samples - now.now + held
         available //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of a host rehearse together
         if needed <= _MOST * available:
             return ""

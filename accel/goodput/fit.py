@@ -58,6 +58,10 @@ _ENOUGH = 1e-4
 """A step that lowers the loss by less than this share is the last; the loss is then within 1 % of the least one."""
 _LONGEST = 2.0
 """A step changes no time by more than e²."""
+_MOVED = 3.0
+"""What is left of a time that is taken for another's is e^-3 of it."""
+_MISSED = 3.0
+"""Deviations by which a fit misses a time that it does not explain."""
 _FARTHEST = 10.0
 """A start is brought to within e^10 of what the priors say: times of 0 have no logarithm."""
 
@@ -147,11 +151,35 @@ class Problem:
         return _Point(theta, float(2 * (root - 1).sum() + shift @ shift), gradient, curvature)
 
     def minimise(self, start: Floats | None = None) -> Floats:
-        """Return the θ of the least loss, beginning at the priors' centres, or at `start` if the loss is less there."""
-        point, damping = self._evaluate(self.centre), 1e-2
+        """Return the θ of the least loss, beginning at the priors' centres, or at `start` if the loss is less there.
+
+        Accumulated steps tell the exchange from other work that does not depend on the batch. Where that had been taken
+        for computation there is a ridge between the two, so the other side of it is a beginning, too.
+        """
+        point = self._evaluate(self.centre)
         if start is not None:
             near = np.clip(start, self.centre - _FARTHEST, self.centre + _FARTHEST)
             point = min(point, self._evaluate(near), key=lambda each: each.loss)
+        least = self._descend(point)
+        if self._misses_accumulated(least):
+            least = min(least, self._descend(self._evaluate(self._by_exchange(least.theta))), key=lambda p: p.loss)
+        return least.theta
+
+    def _misses_accumulated(self, point: _Point) -> bool:
+        log, _ = self.predict(point.theta)
+        misses = np.abs(log - self._log_seconds) > _MISSED * self._deviation
+        return bool((misses & self._has_extra & self._is_sync).any())
+
+    def _by_exchange(self, theta: Floats) -> Floats:
+        """Return θ with the fixed part of the computation as part of the exchange."""
+        fixed_s, exchange_s = np.exp(theta[0]), float((self._sync[self._is_sync] @ np.exp(theta[_SYNC])).mean())
+        moved = theta.copy()
+        moved[0] -= _MOVED
+        moved[_SYNC] += np.log1p(fixed_s / exchange_s)
+        return moved
+
+    def _descend(self, point: _Point) -> _Point:
+        damping = 1e-2
         for _ in range(ROUNDS):
             scaled = point.curvature + damping * np.diag(np.diag(point.curvature))
             step = np.clip(np.linalg.solve(scaled, -point.gradient), -_LONGEST, _LONGEST)
@@ -165,7 +193,7 @@ class Problem:
             point, damping = trial, max(damping / 5, 1e-9)
             if is_enough:
                 break
-        return point.theta
+        return point
 
 
 class _Point(NamedTuple):

@@ -28,6 +28,8 @@ class GradientScales:
 
     def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler | None = None) -> None:
         self._model, self._scaler = model, scaler
+        self.accumulated = 1
+        """Batches whose gradients are divided by their number only once they have arrived."""
 
     def of_call(self) -> float:
         """Return the factor that a call of the model brings in now."""
@@ -36,7 +38,8 @@ class GradientScales:
 
     def of_loss(self) -> float:
         """Return the factor on the loss."""
-        return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else 1.0
+        scaled = self._scaler is not None and self._scaler.is_enabled()
+        return (float(self._scaler.get_scale()) if scaled and self._scaler is not None else 1.0) * self.accumulated
 
     @contextlib.contextmanager
     def unnoticed(self) -> Iterator[None]:

@@ -139,8 +139,15 @@ class NoiseMeter:
         if self._schedule.is_due() and not self.refusal:
             self._begin_measuring()
 
-    def begin_batch(self, samples: int) -> None:
-        """A batch of so many samples has been delivered to this rank; 0 if their number is not known."""
+    def begin_batch(self, samples: int, accumulated: int = 1) -> None:
+        """A batch has been delivered to this rank.
+
+        Args:
+            samples: in it; 0 if their number is not known.
+            accumulated: batches whose gradients, each that of its own mean loss, are divided by their number only once
+                they have arrived. A loop that accumulates by itself divides its losses.
+        """
+        self._scales.accumulated = accumulated
         self._batches += 1
         self._samples_passed += samples
         if self._measured is not None and not self._measured.updated:

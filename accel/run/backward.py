@@ -18,8 +18,8 @@ from torch import Tensor
 class BackwardListener(Protocol):
     """Called around each backward pass."""
 
-    def backward_begins(self) -> None:
-        """A backward pass begins."""
+    def backward_begins(self, roots: list[Tensor]) -> None:
+        """A backward pass begins, from these tensors."""
 
     def backward_ended(self, roots: list[Tensor]) -> None:
         """It has ended; it started from these tensors."""
@@ -58,16 +58,17 @@ class _Mark:
             if self._inside or not self.listeners:  # a backward pass within one (checkpointing) belongs to it
                 original(*args, **kwargs)
                 return
+            given = args[0] if args else kwargs.get("tensors", ())
+            roots = [given] if isinstance(given, Tensor) else list(given)
             try:
                 self._inside = True
                 for listener in list(self.listeners):
-                    listener.backward_begins()
+                    listener.backward_begins(roots)
                 original(*args, **kwargs)
             finally:
                 self._inside = False
-            roots = args[0] if args else kwargs["tensors"]
             for listener in list(self.listeners):
-                listener.backward_ended([roots] if isinstance(roots, Tensor) else list(roots))
+                listener.backward_ended(roots)
 
         return backward
 

@@ -416,12 +416,22 @@ class Experiments:
             return
         self.closing, self._closed = outcome, plan
         if outcome.verdict != "keep" and not agrees(plan.keys(), outcome):
-            others = [name for name in plan if not self._candidates[name].lasting]
-            for name in others or plan:
+            for name in self._first_undone(plan):
                 self._remove(name, f"{what} was not shown to be faster than plain in the closing trial")
-            yield from self._close(what, agrees)  # what has a lasting effect has had its trial
+            yield from self._close(what, agrees)
             return
         yield from self._measure_anatomy()
+
+    def _first_undone(self, plan: Choices) -> list[str]:
+        """Return what is undone of a plan that is not faster; the rest is tried once more without it.
+
+        First what depends on the host (threads, workers): when other processes come or go it can lose more than all
+        else gives. What has a lasting effect has had its trial, and goes last.
+        """
+        lasting = [name for name in plan if self._candidates[name].lasting]
+        others = [name for name in plan if name not in lasting]
+        loose = [name for name in others if self._candidates[name].host_dependent]
+        return (loose if len(loose) < len(others) else []) or others or lasting
 
 
 def _compared(candidate: Candidate) -> str:

@@ -257,7 +257,7 @@ class StepEvents:
 
     # -- the backward pass (backward.BackwardListener) -----------------------------------------------------------------
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, roots: list[Tensor]) -> None:
         """Record whether gradients are there already."""
         self._guard.backward_begins()
 

@@ -155,6 +155,28 @@ def test_a_strategy_that_paid_only_on_a_busy_machine_is_undone_on_a_quiet_one() 
     assert "no longer pays" in controller.rows["threads"].why
 
 
+def test_what_depends_on_the_host_takes_nothing_else_with_it_out_of_a_closing_trial() -> None:
+    class Frees(Machine):
+        """One thread is faster until the closing trial, which is the first to go back to the plain loop."""
+
+        tried = freed = False
+
+        def answer(self, action: Action) -> Result:
+            self.tried = self.tried or "threads" in action.plan
+            self.freed = self.freed or (self.tried and not action.plan)
+            return super().answer(action)
+
+        def seconds(self, plan: dict[str, object]) -> float:
+            return super().seconds(plan) * ((1.4 if self.freed else 0.7) if "threads" in plan else 1.0)
+
+    offered = [candidate("good"), candidate("threads", host_dependent=True)]
+    controller = simulate(offered, Frees(speed={"good": 1.1}), steps=3000)
+
+    assert list(controller.plan) == ["good"]
+    assert "not shown to be faster" in controller.rows["threads"].why
+    assert controller.closing is not None and controller.closing.verdict == "keep"
+
+
 def test_a_machine_that_becomes_slower_costs_no_good_strategy() -> None:
     machine = Machine(speed={"good": 1.5}, noise=0.05, drift=lambda step: 1.0 if step < 1500 else 2.0)
 

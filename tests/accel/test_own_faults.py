@@ -249,7 +249,7 @@ def test_the_mark_on_the_backward_pass_is_taken_out() -> None:
     class Ears:
         heard: ClassVar[list[str]] = []
 
-        def backward_begins(self) -> None:
+        def backward_begins(self, roots: list[Tensor]) -> None:
             self.heard.append("begins")
 
         def backward_ended(self, roots: list[Tensor]) -> None:

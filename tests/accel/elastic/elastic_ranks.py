@@ -19,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 import accel
 from accel import entry
 from accel.elastic import batch_run, rehearsal
+from accel.elastic.accumulation import GradientAccumulation
 from accel.elastic.bucket_order import BucketOrder
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.sample_position import remaining_epochs
@@ -172,7 +173,7 @@ def one_rank_has_less_memory(rank: int, world: int, *, is_asked: bool = False) -
     Where it is asked, it knows before it makes a call.
     """
     if is_asked and rank == 1:
-        rehearsal.BatchRehearsal._exhausted = lambda self, samples: "too much"  # type: ignore[method-assign]
+        rehearsal.BatchRehearsal._exhausted = lambda self, samples, held: "too much"  # type: ignore[method-assign]
     noise = NoiseInterval(5000.0, 4000.0, 6000.0)
     batch_run.interval_of = lambda estimate: noise  # type: ignore[assignment]
     model = DistributedDataParallel(_Bounded(4 if rank == 1 else 10**6))
@@ -198,6 +199,72 @@ def one_rank_has_less_memory(rank: int, world: int, *, is_asked: bool = False) -
 
 def one_rank_knows_that_it_has_less_memory(rank: int, world: int) -> dict[str, Any]:
     return one_rank_has_less_memory(rank, world, is_asked=True)
+
+
+def accumulates_as_one_batch(rank: int, world: int) -> dict[str, Any]:
+    """Train with three batches a step, clipped, and with one of as many samples; count the exchanges."""
+
+    def trained(pieces: int) -> tuple[list[float], int]:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        exchanged = []
+
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
+            exchanged.append(bucket.index())
+            work: Any = torch.distributed.all_reduce(bucket.buffer().div_(world), async_op=True)
+            return work.get_future().then(lambda future: future.value()[0])
+
+        model.register_comm_hook(None, hook)
+        accumulation = GradientAccumulation(model, [optimizer])
+        draw = torch.Generator().manual_seed(rank)
+        for _ in range(10):
+            for x in torch.randn(6, 3, generator=draw).double().chunk(pieces):
+                accumulation.begin_batch([len(x) * world] * pieces)
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+        accumulation.close()
+        return numbers(model), len(exchanged)
+
+    (weights, exchanges), (expected, plainly) = trained(3), trained(1)
+    return {"weights": weights, "expected": expected, "exchanges": exchanges, "plainly": plainly}
+
+
+def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
+    """Train under `max_batch_size` where no more than 8 samples fit at once and the exchange takes long."""
+    noise = NoiseInterval(50000.0, 40000.0, 60000.0)
+    batch_run.interval_of = lambda estimate: noise  # type: ignore[assignment]
+    torch.manual_seed(0)
+    model: Any = DistributedDataParallel(_Bounded(8))
+
+    def slowly(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
+        time.sleep(0.02)
+        work: Any = torch.distributed.all_reduce(bucket.buffer().div_(world), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    model.register_comm_hook(None, slowly)
+    data = TensorDataset(torch.randn(4000, 3), torch.arange(4000))
+    loader: Any = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    settings: dict[str, Any] = {"max_batch_size": 64, "allow": "exact", "cache": False, "budget": 0.0001}
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, **settings)
+    taken, most = [], 0
+    steps: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    for x, index in loader:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        taken += index.tolist()
+        most = max(most, len(x))
+    run = entry.optimized(model)
+    assert run is not None and run.elastic is not None and run.elastic.batch is not None
+    why = [row.why for row in run.elastic.batch.rows()]
+    note = run.elastic.batch.note
+    accel.undo(model)
+    return {"taken": taken, "most": most, "why": why, "note": note, "weights": numbers(model), "steps": len(steps)}
 
 
 PAUSE_AT, ASK_AT, LATE_STEPS = 20, 40, 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import accel
 from accel import entry
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.batch_run import BatchRun
+from accel.elastic.controller import BatchController, BatchDecision
 from accel.elastic.scaling_rules import BatchScale, Linear, NoScaling
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
@@ -215,6 +217,59 @@ def test_a_loop_that_accumulates_keeps_its_batches_per_step(
     assert controller.batch == reached
     assert loader.batch_sampler.batch_sizes == (reached // 2,)
     assert sorted(seen) == list(range(3000))
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["plain", "clips"])
+def test_a_step_of_several_batches_is_one_of_all_their_samples(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, clips: bool
+) -> None:
+    known_noise(monkeypatch, 5000.0)
+
+    def decide(self: BatchController, step: int, noise: NoiseInterval | None) -> BatchDecision:
+        self.accumulates, self._largest = True, 9
+        self._now = 8 if step < 20 else 24 if step < 60 else 32
+        return self._decided(step, noise, "as the test says", 4)
+
+    monkeypatch.setattr(BatchController, "decide", decide)
+    monkeypatch.setattr(BatchController, "_goodput", lambda self, batch, noise: 1.0)
+    plain = copy.deepcopy(job[0])
+    own = torch.optim.SGD(plain.parameters(), 0.01)
+    data = job[1].dataset
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=32, scaling_rule=NoScaling(), **PLAIN)
+    pending: list[int] = []
+    samples: list[int] = []
+
+    def stepped(*_: Any) -> None:
+        """Take the same step with one batch of all samples since the last one."""
+        samples.append(len(pending))
+        own.zero_grad()
+        nn.functional.mse_loss(plain(data.x[pending]), data.y[pending]).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        own.step()
+        pending.clear()
+
+    optimizer.register_step_post_hook(stepped)
+    for _ in range(2):
+        seen = []
+        for x, y, index in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            clock.now += 1e-3
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            pending += index.tolist()
+            seen += index.tolist()
+            optimizer.step()
+        assert sorted(seen) == list(range(3000))
+        assert not pending  # an epoch ends with a step
+    assert set(samples[:20]) == {8} and {24, 32} <= set(samples) <= {8, 16, 24, 32}
+    assert batch_run(model).note == ""
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert any(row.batch == 32 for row in batch_run(model).rows())
+    accel.undo(model)
+    assert "step" not in optimizer.__dict__
 
 
 def test_the_noise_of_the_loop_itself_lets_it_grow_and_its_labels_noise_does_not(clock: Clock) -> None:

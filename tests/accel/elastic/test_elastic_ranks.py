@@ -62,6 +62,22 @@ def test_no_rank_takes_a_batch_that_one_of_them_has_no_memory_for(case: Any, why
     assert f"samples are too many: {why}" in " ".join(ranks[0]["why"])
 
 
+def test_accumulated_batches_are_exchanged_once_and_are_as_one() -> None:
+    for rank in run_ranks(elastic_ranks.accumulates_as_one_batch, 2, timeout_s=120):
+        assert rank["weights"] == pytest.approx(rank["expected"], rel=1e-9)
+        assert rank["exchanges"] == rank["plainly"]
+
+
+def test_where_the_exchange_takes_long_what_does_not_fit_is_accumulated() -> None:
+    ranks = run_ranks(elastic_ranks.optimized_accumulates, 2, timeout_s=120)
+    assert [rank["note"] for rank in ranks] == ["", ""]
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+    assert sorted(ranks[0]["taken"] + ranks[1]["taken"]) == list(range(4000))
+    assert max(rank["most"] for rank in ranks) == 8
+    assert "accumulated over" in " ".join(ranks[0]["why"])
+    assert ranks[0]["steps"] == ranks[1]["steps"] < 200  # 250 of 16 samples would be as many as fit at once
+
+
 @pytest.mark.parametrize("case", [elastic_ranks.late_leader, elastic_ranks.late_follower], ids=["rank 0", "rank 1"])
 def test_a_rank_that_is_late_once_does_not_end_checkpoints(tmp_path: Path, case: Any) -> None:
     for rank in run_ranks(case, 2, tmp_path, timeout_s=120):

@@ -1,0 +1,83 @@
+"""Which of the loader's batches make one step: one each, as many as the loop accumulates, or as many as decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accel.dataio.elastic_sampler import ElasticSampler
+from accel.elastic.accumulation import GradientAccumulation
+
+
+class StepBatches:
+    """Group the batches of a training loader into steps.
+
+    Args:
+        sampler: of the loader.
+
+    Attributes:
+        by_loop: batches of a step whose gradients the loop accumulates itself; nothing is accumulated beyond them.
+        has_room: memory for accumulated gradients has been rehearsed.
+    """
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self.by_loop = 1
+        self.has_room = False
+        self._sampler = sampler
+        self._accumulation: GradientAccumulation | None = None
+        self._steps_of: dict[int, int] = {}
+        """Steps of the loop that are one of the optimizer, by the rank's batch; one where none are named."""
+
+    def watch(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None = None
+    ) -> None:
+        """See from now on whether gradients can be accumulated; the loop has taken its first steps."""
+        if self.by_loop == 1:
+            self._accumulation = GradientAccumulation(model, optimizers, scaler)
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing can be accumulated here; "" while nothing speaks against it."""
+        return "it does so itself" if self._accumulation is None else self._accumulation.refusal
+
+    @property
+    def local(self) -> int:
+        """Samples of this rank's batches, as decided last."""
+        return self._sampler.batch_sizes[self._sampler.rank]
+
+    def steps_of(self, local: int) -> int:
+        """Return how many steps of the loop, with so many samples a rank, are one of the optimizer."""
+        return self._steps_of.get(local, 1)
+
+    def decide(self, local: int, steps: int) -> None:
+        """Take so many steps of the loop for one, from its next step with so many samples a rank on."""
+        self._steps_of[local] = steps
+
+    @property
+    def accumulated(self) -> int:
+        """Steps of the loop that are the present one of the optimizer."""
+        return 1 if self._accumulation is None else self._accumulation.batches
+
+    def begin_batch(self) -> int:
+        """Return the samples, over all ranks, of the step that the batch in hand belongs to; let one begin with it.
+
+        By the batch in hand: steps that a suspended session does not hear of would add up.
+        """
+        in_hand = self._sampler.samples_in_hand
+        if self._accumulation is None or self._accumulation.refusal:
+            return in_hand * self.by_loop
+        sizes = [in_hand]
+        if not self._accumulation.is_open:
+            # Batches that were dealt before the last decision are as many to a step as they were.
+            steps = self.steps_of(in_hand // self._sampler.num_replicas)
+            sizes += self._sampler.samples_ahead(steps - 1)
+        self._accumulation.begin_batch(sizes)
+        return self._accumulation.samples
+
+    def close(self) -> None:
+        """Accumulate no more; a step under way ends with the loop's next one."""
+        if self._accumulation is not None:
+            self._accumulation.close()
