@@ -20,6 +20,7 @@ from accel.cache.conditions import conditions
 from accel.cache.remembered_plans import RememberedPlans
 from accel.dataio.passes.proxy import LoaderProxy, is_proxy
 from accel.errors import InvalidArgument
+from accel.profiler import stderr
 from accel.report import Report
 from accel.run import Run
 from accel.run.gate import Gate
@@ -443,7 +444,7 @@ def _at_exit() -> None:
             optimized.journal.finish()
             optimized.journal.say_interrupted()
         except Exception as error:
-            print(f"accel: the report could not be written: {error}", file=sys.stderr)
+            stderr.write(f"accel: the report could not be written: {error}")
     if getattr(sys, "last_type", None) is KeyboardInterrupt:
         _die_of_the_interrupt()
 

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -30,6 +29,7 @@ from accel.comm.engine.plan import Plan
 from accel.comm.selection.outcome import explanation, sentence
 from accel.comm.selection.planner import Planner, hook
 from accel.comm.selection.search import PlanSearch
+from accel.profiler import stderr
 
 __all__ = ["AutoComm", "Choice", "choose", "hook"]
 
@@ -158,7 +158,7 @@ class AutoComm(Planner):
         if not any(plan):
             self.take_off_later()
         if self.verbose and self.objects.rank == 0:
-            print(f"accel: {self.verdict()}", file=sys.stderr)
+            stderr.write(f"accel: {self.verdict()}")
         yield
 
     def verdict(self) -> str:

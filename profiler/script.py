@@ -19,6 +19,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
+from accel.profiler import stderr
+
 TERMINATED = 128 + signal.SIGTERM
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -138,7 +140,7 @@ def _exited(leaving: SystemExit) -> Ending:
         return Ending(0, "completed")
     if isinstance(leaving.code, int):
         return Ending(leaving.code & 0xFF, f"exited with {leaving.code & 0xFF}")
-    _print(f"{leaving.code}\n")
+    stderr.write(f"{leaving.code}")
     return Ending(1, "exited with 1")
 
 
@@ -146,16 +148,9 @@ def _show(error: BaseException) -> None:
     """Print the traceback, without the profiler's frames on top."""
     trimmed = _own_frames_removed(error.__traceback__)
     if sys.excepthook is sys.__excepthook__:
-        _print("".join(traceback.format_exception(type(error), error, trimmed)))
+        stderr.write("".join(traceback.format_exception(type(error), error, trimmed)), end="")
     else:
         sys.excepthook(type(error), error, trimmed)
-
-
-def _print(text: str) -> None:
-    """Write to stderr; as in Python itself, nothing comes of it if the script has closed it."""
-    if sys.stderr is not None:  # print() would write to stdout then
-        with contextlib.suppress(OSError, ValueError):
-            print(text, end="", file=sys.stderr)
 
 
 def _own_frames_removed(trace: TracebackType | None) -> TracebackType | None:

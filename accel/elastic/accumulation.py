@@ -1,14 +1,17 @@
 """Several of the loop's steps become one of its optimizer, which gets the mean of their gradients.
 
-    batch        1                     2                     …    n
-    backward     g₁                    g₂                         fₙ·gₙ + what was kept
-    step()       f₁·g₁ kept, left out  f₂·g₂ kept, left out       the optimizer's own
+    batch        1             2             …    n
+    backward     f₁·g₁ kept    f₂·g₂ kept         fₙ·gₙ + what was kept
+    step()       left out      left out           the optimizer's own
 
-The loop stays as it is: it clears gradients, calls `backward` and `step` for each batch. What a step that is left out
-would have used is kept, so that clearing loses nothing; it is there again when the last backward pass begins, so that
-clipping and DistributedDataParallel see the gradient of the whole. Each batch weighs as many samples as it has.
+The loop stays as it is: it clears gradients, calls `backward` and `step` for each batch. What a backward pass brings is
+kept when it ends, so that clearing and clipping change nothing of it; it is there again when the last backward pass
+begins, so that clipping and DistributedDataParallel see the gradient of the whole. Each batch weighs as many samples as
+it has.
 
-PyTorch leaves this to the loop (`no_sync`, and a step every n batches). AdaptDL takes the place of `zero_grad` and
+Batches are counted by their backward passes, which all ranks make alike; a rank may leave a `step` out by itself.
+
+PyTorch leaves all this to the loop (`no_sync`, and a step every n batches). AdaptDL takes the place of `zero_grad` and
 `step` too, and a loop that clips its gradients clips partial sums there.
 """
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,10 +36,12 @@ Step = Callable[..., Any]
 
 _LOOKED_AT = 8
 """Steps in which it is looked for what can't be accumulated."""
-_FRAMES = 6
+_FRAMES = 10
 """Callers of a step among which a GradScaler is looked for: schedulers wrap it, too."""
 _SCALES = "its GradScaler may change its scale between two batches"
 _SCALERS = {torch.amp.GradScaler.step.__code__, torch.amp.GradScaler._maybe_opt_step.__code__}
+_AHEAD = 2
+"""Most batches that are taken to be delivered and not trained on."""
 
 
 class GradientAccumulation:
@@ -49,7 +55,8 @@ class GradientAccumulation:
         scaler: the loop's GradScaler, if it has one that is known.
 
     Attributes:
-        refusal: why gradients can't be accumulated here; "" while nothing speaks against it.
+        refusal: why gradients can't be accumulated here; "" while nothing speaks against it. It is for the caller to
+            begin no more steps of several batches then, on all ranks at once.
 
     Example:
         >>> weight = nn.Parameter(torch.zeros(1))
@@ -72,28 +79,36 @@ class GradientAccumulation:
         self.refusal = _refusal(model, optimizers, scaler)
         self._sizes: list[int] = []
         """Samples of each batch of the step under way, over all ranks; none until it has begun."""
+        self._planned: list[int] = []
+        """The same of a step that begins with the batch delivered last."""
         self._taken = 0
-        """Batches of it whose step was left out."""
+        """Batches of it that have ended."""
         self._kept: dict[Tensor, Tensor] = {}
-        """Of each parameter, the sum of what they brought."""
-        self._of_batch: dict[Tensor, Tensor] | None = None
-        """What the batch in hand has brought, if the loop changes gradients before its step."""
+        """Of each parameter, the weighted sum of what its batches have brought."""
+        self._pending = 0
+        """Batches that were delivered and have not ended."""
         self._passes = 0
         """Backward passes of the batch in hand that have reached the parameters."""
         self._before: list[tuple[int, int]] = []
         self._after: list[tuple[int, int]] = []
-        """What the gradients were before the last of them, and after it."""
+        """What the gradients were before the last backward pass, and after it."""
         self._is_brought = False
         """What was kept is among the gradients of the last batch."""
-        self._changes_gradients = True
-        """The loop clips them, say: what a backward pass has brought is copied when it ends; so it is until a step has
-        shown that it need not be."""
-        self._looked_at = self._steps_of_batch = 0
-        self._closes = self._holds_sync = self._is_stepping = False
+        self._is_delivered = False
+        """A batch was delivered since the last backward pass."""
+        self._fetches_early = False
+        """The loop asks for the next batch between a backward pass and its step."""
+        self._alone_with = 0
+        """Batches of each step, once nobody says of how many one is; 0 before."""
+        self._looked_at = 0
+        self._holds_sync = self._is_stepping = False
         self._gate: Any = None
         if self.refusal:
             return
         (self._optimizer,) = optimizers
+        if (earlier := _AT_WORK.get(self._optimizer)) is not None:
+            earlier.close()
+        _AT_WORK[self._optimizer] = self
         self._replaced: Any = self._optimizer.__dict__.get("step")
         self._gate = _wrapped(self._optimizer, self._step)
         self._optimizer.step = self._gate  # type: ignore[method-assign]
@@ -116,57 +131,78 @@ class GradientAccumulation:
         return sum(self._sizes)
 
     def begin_batch(self, sizes: Sequence[int]) -> None:
-        """A batch has been delivered; if a step begins with it, it is of so many batches.
+        """A batch has been delivered; if a step begins with it, that is of so many batches.
 
         Args:
             sizes: samples of each batch of the step, over all ranks, the one in hand first. One of them makes the step
                 the optimizer's own, bit for bit.
         """
-        self._steps_of_batch = 0
-        if self.refusal:
-            return
-        if not self.is_open:
-            self._sizes = [*sizes]
+        is_known = len(self._sizes) > 1 or self._looked_at >= _LOOKED_AT
+        if self._passes and is_known and not self._fetches_early:
+            self._pass_over()
+        self._pending, self._is_delivered = min(self._pending + 1, _AHEAD), True
+        self._planned = [*sizes]
+        if not self.is_open and not self._passes:
+            self._sizes = self._planned
         self._set_sync()
 
+    def drop(self) -> None:
+        """Forget the step under way: the loop has left its pass over the data."""
+        self._sizes, self._kept, self._taken, self._pending = [], {}, 0, 0
+        self._end_batch()
+        self._set_sync()
+
+    def go_on(self, batches: int) -> None:
+        """Take so many batches for a step from the next one on, without being told of them.
+
+        Args:
+            batches: at least 1.
+        """
+        self._alone_with = batches
+        if not self._sizes:
+            self._sizes = [1] * batches
+            self._set_sync()
+
     def close(self) -> None:
-        """Accumulate no more; what a step under way has of batches before goes into the loop's next step."""
-        self._closes = True
-        if self.is_open:
-            self._shorten()
-        else:
-            self._leave()
+        """Accumulate no more; what a step under way has of batches before is left out."""
+        self.drop()
+        self._leave()
 
     # -- the backward pass (backward.BackwardListener) -----------------------------------------------------------------
 
     def backward_begins(self, roots: list[Tensor]) -> None:
         """With the last batch come those before it, so that what is exchanged is the whole."""
-        if len(self._sizes) < 2:
+        if len(self._sizes) < 2 or not self._has_batch:
             return
-        if (self._passes or self._is_brought) and self._is_cleared():
-            self._passes, self._is_brought = 0, False  # the loop has left out the step of the batch before
-        if self._is_last:
-            if self._is_brought:
-                self._multiply(1 / self._share)  # as it was before the pass that ended
-            else:
-                self._bring_back()
+        if not self._is_last:
+            self._keep(-self._share if self._passes else 0.0)  # it comes again, with what this pass adds
+        elif self._is_brought and not self._is_cleared():
+            self._multiply(1 / self._share)  # as it was before the pass that ended
+        else:
+            self._bring_back()
             self._is_brought = True
         self._before = self._state()
 
     def backward_ended(self, roots: list[Tensor]) -> None:
-        """Let the batch weigh what it should, and note what the gradients are, by which a change of theirs is seen."""
-        is_several = len(self._sizes) > 1
-        if not is_several or self._state() != self._before:  # else it was another model's
+        """Let the batch weigh what it should."""
+        if not self._has_batch:
+            return  # after the step of its batch: another model's, which goes through this one
+        self._is_delivered = False
+        if len(self._sizes) < 2:
             self._passes += 1
-        if is_several and self._is_last:
+            return
+        self._passes += self._state() != self._before  # else it was another model's
+        if self._is_last:
             self._multiply(self._share)
-        if self._is_looked_at:
             self._after = self._state()
-        if self._changes_gradients and not self._is_last:
-            with torch.no_grad():
-                self._of_batch = {p: p.grad.clone() for p in self._parameters() if p.grad is not None}
+        elif self._passes:
+            self._keep(self._share)
 
     # -- a step --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _has_batch(self) -> bool:
+        return self._pending > 0 or self._alone_with > 0
 
     @property
     def _is_last(self) -> bool:
@@ -178,64 +214,67 @@ class GradientAccumulation:
         return self._sizes[self._taken] / self.samples
 
     def _step(self, own: Step, *args: Any, **kwargs: Any) -> Any:
-        self._steps_of_batch += 1
-        if self._is_looked_at and not self._closes:
+        if self._looked_at < _LOOKED_AT or len(self._sizes) > 1:
             self._look(args, kwargs)
         if not self._is_last:
-            self._keep()
+            if not self._passes:  # gradients that the loop has set without a backward pass
+                self._keep(self._share)
             self._taken += 1
             self._end_batch()
-            self._shorten() if self.refusal else self._set_sync()
+            self._set_sync()
             return None
         if len(self._sizes) > 1 and not self._passes and not (self._is_brought and self._state() == self._after):
-            self._take_in_given()
+            self._bring_back()
+            self._multiply(self._share)
         try:
             self._is_stepping = True
             return own(*args, **kwargs)
         finally:
             self._is_stepping = False
-            self._end_batch()
-            self._taken = 0
-            if len(self._sizes) > 1:
-                self._sizes, self._kept = [], {}
-                self._set_sync()
-            if self._closes or self.refusal:
-                self._leave()
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self._end_batch()
+        self._taken = 0
+        self._sizes, self._kept = self._planned if self._pending else [1] * self._alone_with, {}
+        self._set_sync()
+        if self.refusal and self._syncs is None:
+            self._leave()
+
+    def _end_batch(self) -> None:
+        self._passes, self._is_brought = 0, False
+        self._pending = max(0, self._pending - 1)
+
+    def _pass_over(self) -> None:
+        """End a batch whose step the loop has left out; with a step's last one it has left out the whole step."""
+        if self._is_last:
+            self._taken, self._kept = 0, {}
+        else:
+            self._taken += 1
+        self._end_batch()
 
     def _stepped(self, *_: Any) -> None:
         """Refuse if the optimizer has stepped without being asked through its attribute."""
         if not self._is_stepping:
             self.refusal = self.refusal or "it has got hold of the optimizer's own step, which can't be left out"
-            self._leave()
-
-    def _end_batch(self) -> None:
-        self._passes, self._of_batch, self._is_brought = 0, None, False
 
     @torch.no_grad()
-    def _keep(self) -> None:
-        """Add what the batch in hand has brought to what the others have, by its share."""
-        brought = self._of_batch
-        if brought is None:
-            brought = {p: p.grad for p in self._parameters() if p.grad is not None}
+    def _keep(self, share: float) -> None:
+        """Add so many times the gradients to what was kept."""
+        brought = {p: p.grad for p in self._parameters() if p.grad is not None} if share else {}
         known = [p for p in brought if p in self._kept]
         if known:
-            torch._foreach_add_([self._kept[p] for p in known], [brought[p] for p in known], alpha=self._share)
-        self._kept |= {p: gradient * self._share for p, gradient in brought.items() if p not in self._kept}
+            torch._foreach_add_([self._kept[p] for p in known], [brought[p] for p in known], alpha=share)
+        self._kept |= {p: gradient * share for p, gradient in brought.items() if p not in self._kept}
 
     @torch.no_grad()
     def _bring_back(self) -> None:
         """Put what was kept where the last batch's gradient adds to it; the sum is multiplied by that one's share."""
         for parameter, kept in self._kept.items():
-            # A copy: a loop that leaves its step out brings the next batch as the last one.
             if parameter.grad is None:
                 parameter.grad = kept / self._share
             else:
                 parameter.grad.add_(kept, alpha=1 / self._share)
-
-    def _take_in_given(self) -> None:
-        """Make the sum with gradients that the loop has set without a backward pass."""
-        self._bring_back()
-        self._multiply(self._share)
 
     @torch.no_grad()
     def _multiply(self, factor: float) -> None:
@@ -244,20 +283,8 @@ class GradientAccumulation:
             torch._foreach_mul_(gradients, factor)
 
     def _is_cleared(self) -> bool:
-        """Return whether the loop has cleared the gradients since the last backward pass."""
-        if self._state() == self._after:
-            return False
         gradients = [p.grad for p in self._parameters() if p.grad is not None]
         return not gradients or all(float(norm) == 0 for norm in torch._foreach_norm(gradients))
-
-    @torch.no_grad()
-    def _shorten(self) -> None:
-        """Make the next batch the last one, and let all weights add up to 1 again."""
-        sizes = self._sizes[: self._taken + 1]
-        for kept in self._kept.values():
-            kept.mul_(self.samples / sum(sizes))
-        self._sizes = sizes
-        self._set_sync()
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -274,38 +301,38 @@ class GradientAccumulation:
 
     # -- what can't be accumulated -------------------------------------------------------------------------------------
 
-    @property
-    def _is_looked_at(self) -> bool:
-        return self._looked_at < _LOOKED_AT or len(self._sizes) > 1
-
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look for what a loop does that can't be accumulated; a step under way then ends with the next batch."""
         self._looked_at += 1
-        has_changed = self._passes > 0 and self._state() != self._after
-        self._changes_gradients = has_changed or (self._changes_gradients and self._looked_at > 1)
+        self._fetches_early = self._fetches_early or (self._passes > 0 and self._is_delivered)
         self.refusal = self.refusal or self._seen(args, kwargs)
 
     def _seen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         if any(callable(each) for each in (*args, *kwargs.values())):
             return "its step takes a closure, which makes a backward pass of its own"
-        if self._steps_of_batch > 1:
+        if not self._has_batch:
             return "it takes several steps with one batch"
         if _is_called_by_scaler():
             return _SCALES
         return ""
 
     def _leave(self) -> None:
-        self._sizes = []
+        self._alone_with = 0
         if self._gate is None:
             return
         backward.forget(self)
         self._hook.remove()
+        if _AT_WORK.get(self._optimizer) is self:
+            del _AT_WORK[self._optimizer]
         if self._optimizer.__dict__.get("step") is self._gate:
             if self._replaced is None:
                 del self._optimizer.step
             else:
                 self._optimizer.step = self._replaced  # type: ignore[method-assign]
         self._gate = None
+
+
+_AT_WORK: weakref.WeakKeyDictionary[Optimizer, GradientAccumulation] = weakref.WeakKeyDictionary()
+"""Whose step has been put in its place: another one of the same optimizer takes over."""
 
 
 def _wrapped(optimizer: Optimizer, around: Callable[..., Any]) -> Any:
@@ -337,10 +364,10 @@ def _refusal(model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.am
 
 def _is_called_by_scaler() -> bool:
     frame = sys._getframe(1)
-    for _ in range(_FRAMES + 4):  # those of this module
+    for _ in range(_FRAMES):
         if frame.f_back is None:
             return False
         frame = frame.f_back
         if frame.f_code in _SCALERS:
-            return True
+            return bool(frame.f_locals["self"].is_enabled())
     return False

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from accel.elastic.batch_report import profile_of, rows_of
 from accel.elastic.controller import TIMED, BatchController, BatchDecision
 from accel.elastic.exchange import exchange_of
 from accel.elastic.loss_trend import LossTrend
-from accel.elastic.meeting import met
+from accel.elastic.meeting import AgreedBatch, met
 from accel.elastic.noise_interval import interval_of
 from accel.elastic.rehearsal import BatchRehearsal
 from accel.elastic.scaling_rules import Rule
@@ -62,17 +62,6 @@ _HEARD = 2
 """Steps in which a call is recorded before a larger batch is rehearsed: one of them may measure the noise."""
 _AHEAD = 8
 """Batches by which a rank's loader may run further ahead than another's between two decisions."""
-
-
-class _Agreed(NamedTuple):
-    """What rank 0 decides for all."""
-
-    decision: BatchDecision
-    most_ahead: int
-    """Batches that a rank's loader has dealt ahead, at most."""
-    is_settled: bool
-    noise: NoiseInterval | None
-    """The last one that says something, by which all ranks scale their rates."""
 
 
 class BatchRun(Onlooker):
@@ -180,6 +169,10 @@ class BatchRun(Onlooker):
         """The first step of an epoch includes starting the loader: it is not timed."""
         self._is_first = True
 
+    def epoch_ended(self, proxy: LoaderProxy) -> None:
+        """Note that the pass was not left before its end."""
+        self._step.end_pass()
+
     def batch_requested(self) -> None:
         """End the step, if an optimizer has stepped since the last one."""
         has_stepped = self._session.events.boundaries != self._steps
@@ -201,6 +194,7 @@ class BatchRun(Onlooker):
         before, self._standing = self._standing, (self._sampler.epoch, self._sampler.position)
         if self._standing == before:  # the loop only looks at it
             return
+        self._step.begin_pass(proxy._accel_fetching.underway.newest)
         self._batches += 1
         self._samples += self._sampler.samples_in_hand
         if self._base is None:
@@ -277,8 +271,8 @@ class BatchRun(Onlooker):
         assert self._ranks is not None and self._meter is not None
         if self._meter.refusal:
             raise InvalidArgument(f"the gradient noise can't be measured: {self._meter.refusal}")
-        what, ahead = "decide on the batch size", self._sampler.dealt_ahead
-        agreed = self._met(what, ahead, self._decision)
+        mine = self._sampler.dealt_ahead, self._step.refusal
+        agreed = self._met("decide on the batch size", mine, self._decision)
         self._is_settled, self._known_noise = agreed.is_settled, agreed.noise
         self._decision_due = self._steps + agreed.decision.steps
         self._take(agreed.decision, agreed.most_ahead)
@@ -293,7 +287,7 @@ class BatchRun(Onlooker):
         mine = problem, self._sampler.dealt_ahead
         decision, ahead = self._met("rehearse a larger batch", mine, partial(self._rehearsed, planned))
         self._decision_due = self._steps + decision.steps
-        if decision.batch == planned.batch:
+        if (decision.batch, decision.accumulated) == (planned.batch, planned.accumulated):
             self._fits, self._step.has_room = max(self._fits, local), self._step.has_room or planned.accumulated > 1
         else:
             self._say(f"batch size {decision.batch}: {decision.why}")
@@ -346,19 +340,21 @@ class BatchRun(Onlooker):
         if self._restored.get("noise") is not None:
             self._meter.noise.load_state_dict(self._restored["noise"])
 
-    def _decision(self, ahead: list[int]) -> _Agreed:
+    def _decision(self, brought: list[tuple[int, str]]) -> AgreedBatch:
         assert self.controller is not None and self._meter is not None
         # The losses are each rank's own: by them the noise might be known on one rank and not on another.
         noise = interval_of(self._meter.noise.estimate(learns=self._trend.falls()))
         if noise is None or not noise.is_known:
             # Few measurements may hide the signal for a while. What was known before holds: φ grows in most trainings.
             noise = self._known_noise
-        if self.controller.accumulates and self._step.refusal:
-            why = f"the loop's gradients can't be accumulated: {self._step.refusal}"
+        refusal = next((refusal for _, refusal in brought if refusal), "")
+        if self.controller.accumulates and refusal:
+            why = f"the loop's gradients can't be accumulated: {refusal}"
             decision = self.controller.accumulate_no_more(self._steps, noise, why)
         else:
             decision = self.controller.decide(self._steps, noise)
-        return _Agreed(decision, max(ahead), self.controller.is_settled, noise)
+        most_ahead = max(ahead for ahead, _ in brought)
+        return AgreedBatch(decision, most_ahead, self.controller.is_settled, noise)
 
     def _gathered(self, what: str, mine: Any) -> list[Any]:
         return self._met(what, mine, list)
@@ -446,6 +442,7 @@ class BatchRun(Onlooker):
             self._fits = max(self._fits, local)
             if state.get("accumulated", 1) > 1:
                 self._step.decide(local, max(1, round(controller["batch"] / (shares * local))))
+                self._step.watch(self._run.model, self._run.optimizers, self._scaler)
         self._sampler.set_batch_size(local)
 
     def check(self) -> None:
@@ -496,3 +493,5 @@ class BatchRun(Onlooker):
         self._stop()
         if self._sampler.num_replicas == 1:
             self._rates.close()
+        else:
+            self._step.go_on()

@@ -130,6 +130,8 @@ class BatchController:
         self._exchange = ""
         self._scales = {"": 1.0}
         """Time of the gradients' exchange, in those of the plain one, by what shortens it."""
+        self._is_assumed = False
+        """The present scale is none that was measured: the plain exchange is not known."""
         self._unscaled: list[float] = []
         """Times of steps since the exchange has become another one whose scale is not known yet, s."""
 
@@ -185,8 +187,12 @@ class BatchController:
         Args:
             name: of what shortens the exchange; "" for the plain one.
         """
-        if name != self._exchange:
-            self._exchange, self._unscaled, self._patience = name, [], _PATIENCE[0]
+        if name == self._exchange:
+            return
+        if self._is_assumed:  # times under it can't be told from plain ones
+            del self._scales[self._exchange]
+            self.times, self._timed, self._is_assumed = Observations(), set(), False
+        self._exchange, self._unscaled, self._patience = name, [], _PATIENCE[0]
 
     def steps_missing(self) -> int:
         """Return how many steps of the present batch have still to be timed before the next decision."""
@@ -241,6 +247,7 @@ class BatchController:
             return self._decided(step, noise, "the steps of this batch are still being timed", missing)
         if self._exchange not in self._scales:
             self._learn_scale()
+        self._timed = {each for each in self._timed if self.times.count(each)}  # it forgets what was long ago
         own = self._configuration(self._now)
         self._speed.timed(own, self.times.median(own))
         self._complete_last(noise)
@@ -248,7 +255,7 @@ class BatchController:
         if noise is None or not noise.is_known:
             return self._decided(step, noise, "the noise scale is not known yet", _PATIENCE[0])
         self._forget_old_failures(step)
-        if step >= self._asked_again:
+        if step >= self._asked_again and self.shares(settled).steps == 1:  # else it would be taken at once from now on
             self._largest = self._asked_again = math.inf
         choice = better(settled, self._reachable(), self.base_batch, noise, self._seconds)
         self._now = settled if choice is None else choice.batch
@@ -265,11 +272,13 @@ class BatchController:
     def _learn_scale(self) -> None:
         """Find the scale of the present exchange by the time of the present batch with it and without."""
         plainly = self._configuration(self._now)._replace(communication_scale=1.0)
-        scale = 1.0
-        if plainly in self._timed:
+        known = [each for each in self._timed if each.communication_scale == 1.0]
+        scale, self._is_assumed = 1.0, not known
+        if known:
             model = self.model or fit(self.times)
-            ratio = statistics.median(self._unscaled) / self._now_s(plainly)
-            scale = model.communication_scale(*plainly[:4], ratio)
+            nearest = min(known, key=lambda each: abs(self._samples(each) - self._now))
+            plain_s = self._now_s(nearest) * float(model.step_s(*plainly)) / float(model.step_s(*nearest))
+            scale = model.communication_scale(*plainly[:4], statistics.median(self._unscaled) / plain_s)
         self._scales[self._exchange] = round(scale, 3)
         for seconds in self._unscaled:
             self.timed(self._now, seconds, self.shares(self._now).steps)
@@ -318,10 +327,11 @@ class BatchController:
     def _limit(self) -> float:
         if not self.accumulates or self.replicas == 1:
             return self._largest  # one rank gains nothing by taking in several pieces what fits
-        at_once = [each for each, (_, since) in self._failures.items() if math.isfinite(since) and self._is_whole(each)]
-        return min([self._largest, *map(self._samples, at_once)])
+        vain = [each for each, (_, since) in self._failures.items() if math.isfinite(since) and self._is_whole(each)]
+        return min([self._largest, *(self._samples(each) for each in vain if each.replicas == self.replicas)])
 
     def _is_whole(self, configuration: Configuration) -> bool:
+        """Return whether every rank takes its share at once."""
         return configuration.accumulation == self.micro_batches - 1
 
     @staticmethod
@@ -366,7 +376,9 @@ class BatchController:
         """
         steps = self.shares(batch).steps
         piece = batch // steps
-        times = {self._samples(each): self._now_s(each) for each in self._timed}
+        own = self._configuration(piece).communication_scale
+        alike = [each for each in self._timed if each.communication_scale == own]
+        times = {self._samples(each): self._now_s(each) for each in alike or self._timed}
         least, most = min(times), max(times)
         sample_s = max(0.0, (times[most] - times[least]) / (most - least)) if most > least else 0.0
         return self._seconds(piece) + (steps - 1) * piece * sample_s
@@ -433,7 +445,8 @@ class BatchController:
             "times": self.times.state_dict(),
             "base": self.base_batch,
             "batch": self._settled,
-            "scales": dict(self._scales),
+            "scales": {"": 1.0} if self._is_assumed else dict(self._scales),
+            "in_vain": [[*tried, count] for tried, (count, since) in self._failures.items() if math.isfinite(since)],
             "largest_local": None if math.isinf(self._largest) else self._largest / self._shares,
             "decisions": [asdict(decision) for decision in self.decisions],
         }
@@ -446,10 +459,12 @@ class BatchController:
         self.times.load_state_dict(state["times"])
         self.decisions = [BatchDecision(**each) for each in state["decisions"]]
         self._scales |= state.get("scales", {})
+        in_vain = ((Configuration(*tried), count) for *tried, count in state.get("in_vain", []))
+        self._failures = {tried: (count, 0) for tried, count in in_vain if self.times.count(tried)}
         largest = state.get("largest_local")
         self._largest = math.inf if largest is None else largest * self._shares
         self._asked_again = math.inf if largest is None else _ASKED_AGAIN  # steps are this process's
-        likely = map(self._configuration, (*self.sizes, *self._fitting()))
+        likely = *map(self._configuration, (*self.sizes, *self._fitting())), *self._failures
         self._timed = {each for each in likely if self.times.count(each) >= TIMED}
         self._settled = self._now = min(self._fitting(), key=lambda size: abs(size - state["batch"]))
         if len(self._timed) > 1:

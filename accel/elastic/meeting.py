@@ -1,13 +1,26 @@
-"""A meeting of ranks that must have come for the same thing."""
+"""A meeting of ranks that must have come for the same thing, and what they agree on there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from accel.elastic.controller import BatchDecision
+from accel.goodput.efficiency import NoiseInterval
 from accel.run.ranks import Ranks
 
 T = TypeVar("T")
+
+
+class AgreedBatch(NamedTuple):
+    """What rank 0 decides for all."""
+
+    decision: BatchDecision
+    most_ahead: int
+    """Batches that a rank's loader has dealt ahead, at most."""
+    is_settled: bool
+    noise: NoiseInterval | None
+    """The last one that says something, by which all ranks scale their rates."""
 
 
 def met(ranks: Ranks, what: str, mine: Any, answer: Callable[[list[Any]], T]) -> T:

@@ -88,10 +88,11 @@ class BatchRehearsal:
 
         Args:
             samples: of the larger batch, on this rank.
-            keeps_gradients: memory is held for another gradient of each parameter.
+            keeps_gradients: memory is held for two more gradients of each parameter: what was kept of batches before,
+                and the sum that the last one's backward pass begins with.
         """
         recording, self._recording = self._recording, None
-        held = self._trained() if keeps_gradients else []
+        held = 2 * self._trained() if keeps_gradients else []
         if reason := self._exhausted(samples, sum(parameter.nbytes for parameter in held)):
             return reason
         if recording is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -28,6 +29,8 @@ class StepBatches:
         self.has_room = False
         self._sampler = sampler
         self._accumulation: GradientAccumulation | None = None
+        self._pass: weakref.ref[object] | None = None
+        self._has_ended = False
         self._steps_of: dict[int, int] = {}
         """Steps of the loop that are one of the optimizer, by the rank's batch; one where none are named."""
 
@@ -35,7 +38,7 @@ class StepBatches:
         self, model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None = None
     ) -> None:
         """See from now on whether gradients can be accumulated; the loop has taken its first steps."""
-        if self.by_loop == 1:
+        if self.by_loop == 1 and self._accumulation is None and optimizers:
             self._accumulation = GradientAccumulation(model, optimizers, scaler)
 
     @property
@@ -67,17 +70,48 @@ class StepBatches:
         By the batch in hand: steps that a suspended session does not hear of would add up.
         """
         in_hand = self._sampler.samples_in_hand
-        if self._accumulation is None or self._accumulation.refusal:
+        if self._accumulation is None:
             return in_hand * self.by_loop
-        sizes = [in_hand]
-        if not self._accumulation.is_open:
-            # Batches that were dealt before the last decision are as many to a step as they were.
-            steps = self.steps_of(in_hand // self._sampler.num_replicas)
-            sizes += self._sampler.samples_ahead(steps - 1)
-        self._accumulation.begin_batch(sizes)
+        self._accumulation.begin_batch(self._sizes(in_hand))
         return self._accumulation.samples
 
+    def _sizes(self, in_hand: int) -> list[int]:
+        """Return the samples of each batch of a step that begins; all have one size, but for an epoch's last."""
+        # Batches that were dealt before the last decision are as many to a step as they were.
+        steps = self.steps_of(in_hand // self._sampler.num_replicas)
+        if self._accumulation is not None and self._accumulation.refusal and self._sampler.num_replicas == 1:
+            steps = 1  # several ranks go on until they have agreed
+        sizes = [in_hand]
+        for samples in self._sampler.samples_ahead(steps - 1):
+            if samples > in_hand:
+                break
+            sizes.append(samples)
+        return sizes
+
+    def begin_pass(self, one: object) -> None:
+        """A batch of a pass over the data has come: where it is left before its end, so is the step under way.
+
+        Args:
+            one: the loop's iterator; None where it is not known.
+        """
+        if one is not None and (self._pass is None or self._pass() is not one):
+            self._has_ended = False
+            self._pass = weakref.ref(one, self._left)
+
+    def end_pass(self) -> None:
+        """The pass has no more batches."""
+        self._has_ended = True
+
+    def _left(self, one: weakref.ref[object]) -> None:
+        if one is self._pass and not self._has_ended and self._accumulation is not None:
+            self._accumulation.drop()
+
+    def go_on(self) -> None:
+        """Take as many batches for a step as now, whatever comes: of several ranks none may take fewer by itself."""
+        if self._accumulation is not None:
+            self._accumulation.go_on(self.steps_of(self.local))
+
     def close(self) -> None:
-        """Accumulate no more; a step under way ends with the loop's next one."""
+        """Accumulate no more."""
         if self._accumulation is not None:
             self._accumulation.close()

@@ -9,7 +9,6 @@ Everything is decided by counting steps, so the ranks of a launch do the same at
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from accel import entry
 from accel.dataio.passes.proxy import LoaderProxy
+from accel.profiler import stderr
 from accel.run import ranks
 from accel.script.loaders import ScriptLoaders
 from accel.script.optimizer_steps import OptimizerSteps
@@ -287,4 +287,4 @@ def _numbered(report: Path | None, model: int) -> Path | None:
 
 def _say(line: str) -> None:
     if ranks.leads():
-        print(f"accel: {line}", file=sys.stderr, flush=True)
+        stderr.write(f"accel: {line}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import sys
 
+from accel.profiler import stderr
 from accel.report.model import StrategyRow
 from accel.run import ranks
 
@@ -28,7 +28,7 @@ class Announcer:
         """Print one line, once, on the rank that prints."""
         if line not in self._printed and ranks.leads():
             self._printed.add(line)
-            print(f"accel: {line}", file=sys.stderr, flush=True)
+            stderr.write(f"accel: {line}")
 
     def search_has_ended(self) -> None:
         """The report has been printed: from now on, print what changes the plan."""
@@ -49,4 +49,4 @@ class Announcer:
         line = decision_line(row, done, total)
         log.debug(line)
         if prints:
-            print(line, file=sys.stderr, flush=True)
+            stderr.write(line)

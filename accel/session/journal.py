@@ -16,6 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 import accel
+from accel.profiler import stderr
 from accel.profiler.diagnose.consistency import PhaseShares
 from accel.profiler.naming import PHASES_OF
 from accel.profiler.report import utf8
@@ -125,7 +126,7 @@ class Journal:
         from accel.report.summary import summary  # brings rich: only where there is something to print
 
         report = self.report()
-        print(summary(report, self.whole), file=sys.stderr, flush=True)
+        stderr.write(summary(report, self.whole))
         self._announcer.search_has_ended()
         self._write(report)
 
@@ -166,7 +167,7 @@ class Journal:
         try:
             self._save(report, self._target)
         except (OSError, ValueError) as error:  # a full disk must neither end the plan nor raise from `undo`
-            print(f"accel: the report could not be written: {error}", file=sys.stderr, flush=True)
+            stderr.write(f"accel: the report could not be written: {error}")
 
     def _save(self, report: Report, target: Path) -> None:
         if target.suffix in (".json", ".html"):

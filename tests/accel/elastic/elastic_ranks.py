@@ -232,6 +232,29 @@ def accumulates_as_one_batch(rank: int, world: int) -> dict[str, Any]:
     return {"weights": weights, "expected": expected, "exchanges": exchanges, "plainly": plainly}
 
 
+def one_rank_leaves_steps_out(rank: int, world: int) -> dict[str, Any]:
+    """Train where rank 1 finds the norm of its gradient too large for a step now and then, before it is exchanged."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulation = GradientAccumulation(model, [optimizer])
+    draw = torch.Generator().manual_seed(rank)
+    for step in range(40):
+        accumulation.begin_batch([4 * world] * 3)
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, generator=draw)).square().mean().backward()
+        if rank == 0 or step % 3 == 2 or step % 4:
+            optimizer.step()
+    accumulation.close()
+    # The loop has left it in the midst of a step, and goes on with another optimizer.
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        other.zero_grad()
+        model(torch.randn(4, 3, generator=draw)).square().mean().backward()
+        other.step()
+    return {"weights": numbers(model)}
+
+
 def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
     """Train under `max_batch_size` where no more than 8 samples fit at once and the exchange takes long."""
     noise = NoiseInterval(50000.0, 40000.0, 60000.0)

@@ -180,48 +180,139 @@ def test_what_is_left_out_calls_no_hooks_and_returns_none() -> None:
     accumulation.close()
 
 
-def test_a_batch_whose_step_the_loop_leaves_out_counts_for_nothing() -> None:
-    """As where its loss is not finite: its gradient must not get into the others' mean."""
-    steps = [batches([2, 2, 2], seed=n) for n in range(10)]
+def finite_only(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    mse_loss(model(x), y).backward()
+    if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+        optimizer.step()
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_gradient_that_is_not_finite_leaves_out_the_whole_step(at: int) -> None:
     model, optimizer = made()
     accumulation = GradientAccumulation(model, [optimizer])
     expected, own = made()
-    for number, step in enumerate(steps):
-        x, y = batches([2], seed=1000)[0]
-        at = number % 4  # before the first, between two, before the last, not at all
-        bad = [(x * torch.nan, y)] if at < 3 else []
-        for place, (x, y) in enumerate([*step[:at], *bad, *step[at:]]):
+    for number in range(8):
+        step = batches([2, 2, 2], seed=number)
+        is_bad = number % 2 == 1
+        for place, (x, y) in enumerate(step):
+            accumulation.begin_batch([2, 2, 2])
+            finite_only(model, optimizer, x * torch.nan if is_bad and place == at else x, y)
+        if not is_bad:
+            finite_only(expected, own, *joined(step))
+    accumulation.close()
+    assert_alike(model, expected)
+
+
+def test_a_batch_whose_step_the_loop_leaves_out_is_counted() -> None:
+    """All ranks take as many batches for a step, whatever each of them leaves out."""
+    model, optimizer = made()
+    accumulation = GradientAccumulation(model, [optimizer])
+    expected, own = made()
+    for number in range(6):
+        step = batches([2, 2, 2], seed=number)
+        for place, (x, y) in enumerate(step):
             accumulation.begin_batch([2, 2, 2])
             optimizer.zero_grad()
             mse_loss(model(x), y).backward()
-            if place != at or not bad:
+            if place != number % 2:
                 optimizer.step()
-        assert not accumulation.is_open
         plainly(expected, own, *joined(step))
     accumulation.close()
     assert_alike(model, expected)
 
 
-def test_ending_in_the_midst_of_a_step_loses_nothing() -> None:
-    steps = [batches([2, 4, 2, 6], seed=n) for n in range(3)]
-    for left_after in (1, 2, 3):
+def test_undo_in_the_midst_of_a_step_gives_the_loop_its_own_steps_back() -> None:
+    for left_after in (0, 1, 2, 3):
         model, optimizer = made()
         accumulation = GradientAccumulation(model, [optimizer])
-        expected, own = made()
-        for step in steps:
-            for x, y in step:
-                accumulation.begin_batch([2, 4, 2, 6])
-                plainly(model, optimizer, x, y)
-            plainly(expected, own, *joined(step))
-        last = batches([2, 4, 2, 6], seed=99)[: left_after + 1]
-        for number, (x, y) in enumerate(last):
-            if number == left_after:
-                accumulation.close()
-            accumulation.begin_batch([2, 4, 2, 6])
+        for x, y in batches([2, 2, 2, 2], seed=1)[:left_after]:
+            accumulation.begin_batch([2, 2, 2, 2])
             plainly(model, optimizer, x, y)
-        plainly(expected, own, *joined(last))
-        assert_alike(model, expected)
+        expected, own = made()  # no step has been taken yet
+        accumulation.close()
+        for x, y in batches([2] * 5, seed=2):
+            plainly(model, optimizer, x, y)
+            plainly(expected, own, x, y)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
         assert "step" not in optimizer.__dict__
+
+
+def test_a_pass_that_is_left_takes_its_open_step_with_it() -> None:
+    model, optimizer = made()
+    accumulation = GradientAccumulation(model, [optimizer])
+    x, y = batches([2])[0]
+    accumulation.begin_batch([2, 2, 2])
+    plainly(model, optimizer, x, y)
+    accumulation.drop()
+    assert not accumulation.is_open
+    expected, own = made()
+    step = batches([2, 2], seed=3)
+    for x, y in step:
+        accumulation.begin_batch([2, 2])
+        plainly(model, optimizer, x, y)
+    plainly(expected, own, *joined(step))
+    accumulation.close()
+    assert_alike(model, expected)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_it_goes_on_without_being_told(after: int) -> None:
+    """As on several ranks after `undo`: none may take fewer batches for a step by itself."""
+    model, optimizer = made()
+    accumulation = GradientAccumulation(model, [optimizer])
+    expected, own = made()
+    given = batches([2] * 12, seed=4)
+    for number, (x, y) in enumerate(given):
+        if number < 4 + after:
+            accumulation.begin_batch([2, 2])
+        elif number == 4 + after:
+            accumulation.go_on(2)
+        plainly(model, optimizer, x, y)
+    for number in range(0, 12, 2):
+        plainly(expected, own, *joined(given[number : number + 2]))
+    assert_alike(model, expected)
+    again = GradientAccumulation(model, [optimizer])  # takes over
+    assert accumulation not in backward._MARK.listeners
+    for x, y in batches([2, 2], seed=9):
+        again.begin_batch([2])
+        plainly(model, optimizer, x, y)
+        plainly(expected, own, x, y)
+    again.close()
+    assert_alike(model, expected)
+    assert "step" not in optimizer.__dict__
+
+
+@pytest.mark.parametrize("early", ["before the backward pass", "before the step"])
+def test_a_loop_that_fetches_the_next_batch_early(early: str) -> None:
+    model, optimizer = made()
+    accumulation = GradientAccumulation(model, [optimizer])
+    expected, own = made()
+    given = batches([2] * 26, seed=5)
+    several = [1] * 2 + [3] * 8  # batches of each step
+
+    first = 3 if early == "before the backward pass" else 2  # of which it is known then that several make a step
+
+    def fetch(number: int) -> None:
+        if number < len(given):
+            accumulation.begin_batch([2] * (1 if number < first else 3))
+
+    fetch(0)
+    for number, (x, y) in enumerate(given):
+        optimizer.zero_grad()
+        if early == "before the backward pass":
+            fetch(number + 1)
+        mse_loss(model(x), y).backward()
+        if early == "before the step":
+            fetch(number + 1)
+        optimizer.step()
+    assert not accumulation.refusal
+    begin = 0
+    for count in several:
+        plainly(expected, own, *joined(given[begin : begin + count]))
+        begin += count
+    accumulation.close()
+    assert_alike(model, expected)
 
 
 def test_another_models_backward_pass_changes_nothing() -> None:
@@ -334,10 +425,11 @@ def test_what_can_not_be_accumulated_is_seen_before_it_is(loop: Loop, why: str) 
         loop(expected, own, x, y)
     assert why in accumulation.refusal
     for x, y in batches([2, 2, 2, 2]):
-        accumulation.begin_batch([2, 2])  # what was asked for before it was known
+        accumulation.begin_batch([2])
         loop(model, optimizer, x, y)
         loop(expected, own, x, y)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    accumulation.close()
     assert "step" not in optimizer.__dict__
 
 

@@ -1,0 +1,21 @@
+"""A line for the user, on stderr: what is said there must not end a run that has none, or has closed it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+
+def write(text: str, end: str = "\n") -> None:
+    """Write to stderr at once; as in Python itself, nothing comes of it if there is none, or the script has closed it.
+
+    Args:
+        text: what is written.
+        end: what follows it; default a new line.
+
+    Example:
+        >>> write("accel: kept channels_last")
+    """
+    if sys.stderr is not None:  # print() would write to stdout then
+        with contextlib.suppress(OSError, ValueError):
+            print(text, end=end, file=sys.stderr, flush=True)
