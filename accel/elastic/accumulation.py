@@ -9,7 +9,8 @@ kept when it ends, so that clearing and clipping change nothing of it; it is the
 begins, so that clipping and DistributedDataParallel see the gradient of the whole. Each batch weighs as many samples as
 it has.
 
-Batches are counted by their backward passes, which all ranks make alike; a rank may leave a `step` out by itself.
+That is right of loops that take one batch, one backward pass and one step in turn; others are refused, by what is seen
+of them. Batches are counted by what all ranks do alike: a rank may leave a `step` out by itself.
 
 PyTorch leaves all this to the loop (`no_sync`, and a step every n batches). AdaptDL takes the place of `zero_grad` and
 `step` too, and a loop that clips its gradients clips partial sums there.
@@ -25,9 +26,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accel.amp.border import border_of
 from accel.run import backward
@@ -35,13 +38,11 @@ from accel.run import backward
 Step = Callable[..., Any]
 
 _LOOKED_AT = 8
-"""Steps in which it is looked for what can't be accumulated."""
+"""Steps in which a GradScaler is looked for."""
 _FRAMES = 10
-"""Callers of a step among which a GradScaler is looked for: schedulers wrap it, too."""
+"""Callers of a step among which it is looked for: schedulers wrap it, too."""
 _SCALES = "its GradScaler may change its scale between two batches"
 _SCALERS = {torch.amp.GradScaler.step.__code__, torch.amp.GradScaler._maybe_opt_step.__code__}
-_AHEAD = 2
-"""Most batches that are taken to be delivered and not trained on."""
 
 
 class GradientAccumulation:
@@ -79,29 +80,23 @@ class GradientAccumulation:
         self.refusal = _refusal(model, optimizers, scaler)
         self._sizes: list[int] = []
         """Samples of each batch of the step under way, over all ranks; none until it has begun."""
-        self._planned: list[int] = []
-        """The same of a step that begins with the batch delivered last."""
         self._taken = 0
         """Batches of it that have ended."""
         self._kept: dict[Tensor, Tensor] = {}
         """Of each parameter, the weighted sum of what its batches have brought."""
-        self._pending = 0
-        """Batches that were delivered and have not ended."""
+        self._has_batch = False
+        """A batch was delivered, and has not ended by its step."""
         self._passes = 0
-        """Backward passes of the batch in hand that have reached the parameters."""
-        self._before: list[tuple[int, int]] = []
-        self._after: list[tuple[int, int]] = []
-        """What the gradients were before the last backward pass, and after it."""
+        """Backward passes of the batch in hand."""
         self._is_brought = False
         """What was kept is among the gradients of the last batch."""
-        self._is_delivered = False
-        """A batch was delivered since the last backward pass."""
-        self._fetches_early = False
-        """The loop asks for the next batch between a backward pass and its step."""
-        self._alone_with = 0
-        """Batches of each step, once nobody says of how many one is; 0 before."""
+        self._is_under_way = False
+        """A backward pass has begun, and has not ended, or not without an exception."""
+        self._holds_sync = self._is_local = False
+        """DDP is kept from exchanging gradients; those of the last backward pass are not exchanged."""
         self._looked_at = 0
-        self._holds_sync = self._is_stepping = False
+        self._is_stepping = False
+        self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._gate: Any = None
         if self.refusal:
             return
@@ -112,7 +107,7 @@ class GradientAccumulation:
         self._replaced: Any = self._optimizer.__dict__.get("step")
         self._gate = _wrapped(self._optimizer, self._step)
         self._optimizer.step = self._gate  # type: ignore[method-assign]
-        self._hook = self._optimizer.register_step_post_hook(self._stepped)
+        self._hook = register_optimizer_step_pre_hook(self._steps)
         backward.listen(self)
 
     @property
@@ -137,31 +132,18 @@ class GradientAccumulation:
             sizes: samples of each batch of the step, over all ranks, the one in hand first. One of them makes the step
                 the optimizer's own, bit for bit.
         """
-        is_known = len(self._sizes) > 1 or self._looked_at >= _LOOKED_AT
-        if self._passes and is_known and not self._fetches_early:
+        if self._has_batch and self._passes:
             self._pass_over()
-        self._pending, self._is_delivered = min(self._pending + 1, _AHEAD), True
-        self._planned = [*sizes]
-        if not self.is_open and not self._passes:
-            self._sizes = self._planned
+        if not self._has_batch and not self.is_open:  # else the loop may have called the model with the one before
+            self._sizes = [*sizes]
+        self._has_batch, self._passes = True, 0
         self._set_sync()
 
     def drop(self) -> None:
         """Forget the step under way: the loop has left its pass over the data."""
-        self._sizes, self._kept, self._taken, self._pending = [], {}, 0, 0
+        self._sizes, self._kept, self._taken = [], {}, 0
         self._end_batch()
         self._set_sync()
-
-    def go_on(self, batches: int) -> None:
-        """Take so many batches for a step from the next one on, without being told of them.
-
-        Args:
-            batches: at least 1.
-        """
-        self._alone_with = batches
-        if not self._sizes:
-            self._sizes = [1] * batches
-            self._set_sync()
 
     def close(self) -> None:
         """Accumulate no more; what a step under way has of batches before is left out."""
@@ -172,37 +154,31 @@ class GradientAccumulation:
 
     def backward_begins(self, roots: list[Tensor]) -> None:
         """With the last batch come those before it, so that what is exchanged is the whole."""
+        was_ended, self._is_under_way = not self._is_under_way, True
         if len(self._sizes) < 2 or not self._has_batch:
             return
         if not self._is_last:
-            self._keep(-self._share if self._passes else 0.0)  # it comes again, with what this pass adds
-        elif self._is_brought and not self._is_cleared():
-            self._multiply(1 / self._share)  # as it was before the pass that ended
-        else:
+            if self._passes:
+                self._keep(-self._share)  # it comes again, with what this pass adds
+        elif not self._is_brought or self._is_cleared():
             self._bring_back()
             self._is_brought = True
-        self._before = self._state()
+        elif was_ended:
+            self._multiply(1 / self._share)  # as it was before the pass that ended
 
     def backward_ended(self, roots: list[Tensor]) -> None:
         """Let the batch weigh what it should."""
+        self._is_under_way, self._is_local = False, self._holds_sync
         if not self._has_batch:
-            return  # after the step of its batch: another model's, which goes through this one
-        self._is_delivered = False
-        if len(self._sizes) < 2:
-            self._passes += 1
+            self.refusal = self.refusal or "it makes a backward pass that no batch of its own comes before"
             return
-        self._passes += self._state() != self._before  # else it was another model's
-        if self._is_last:
-            self._multiply(self._share)
-            self._after = self._state()
-        elif self._passes:
-            self._keep(self._share)
+        self._passes += 1
+        if self._passes > 1:
+            self.refusal = self.refusal or "it makes several backward passes with one batch"
+        if len(self._sizes) > 1:
+            self._multiply(self._share) if self._is_last else self._keep(self._share)
 
     # -- a step --------------------------------------------------------------------------------------------------------
-
-    @property
-    def _has_batch(self) -> bool:
-        return self._pending > 0 or self._alone_with > 0
 
     @property
     def _is_last(self) -> bool:
@@ -214,16 +190,19 @@ class GradientAccumulation:
         return self._sizes[self._taken] / self.samples
 
     def _step(self, own: Step, *args: Any, **kwargs: Any) -> Any:
-        if self._looked_at < _LOOKED_AT or len(self._sizes) > 1:
-            self._look(args, kwargs)
-        if not self._is_last:
+        if not self.refusal and (self._looked_at < _LOOKED_AT or len(self._sizes) > 1):
+            self._looked_at += 1
+            self.refusal = self._seen(args, kwargs)
+        if not self._has_batch:
+            self._give_up()
+        elif not self._is_last:
             if not self._passes:  # gradients that the loop has set without a backward pass
                 self._keep(self._share)
             self._taken += 1
             self._end_batch()
             self._set_sync()
             return None
-        if len(self._sizes) > 1 and not self._passes and not (self._is_brought and self._state() == self._after):
+        elif len(self._sizes) > 1 and not self._passes:
             self._bring_back()
             self._multiply(self._share)
         try:
@@ -231,19 +210,12 @@ class GradientAccumulation:
             return own(*args, **kwargs)
         finally:
             self._is_stepping = False
-            self._end_step()
-
-    def _end_step(self) -> None:
-        self._end_batch()
-        self._taken = 0
-        self._sizes, self._kept = self._planned if self._pending else [1] * self._alone_with, {}
-        self._set_sync()
-        if self.refusal and self._syncs is None:
-            self._leave()
+            self.drop()
+            if self.refusal and self._syncs is None:
+                self._leave()
 
     def _end_batch(self) -> None:
-        self._passes, self._is_brought = 0, False
-        self._pending = max(0, self._pending - 1)
+        self._has_batch, self._passes, self._is_brought = False, 0, False
 
     def _pass_over(self) -> None:
         """End a batch whose step the loop has left out; with a step's last one it has left out the whole step."""
@@ -253,15 +225,33 @@ class GradientAccumulation:
             self._taken += 1
         self._end_batch()
 
-    def _stepped(self, *_: Any) -> None:
-        """Refuse if the optimizer has stepped without being asked through its attribute."""
-        if not self._is_stepping:
+    def _steps(self, optimizer: Optimizer, *_: Any) -> None:
+        """Give up if these parameters are about to be updated in another way."""
+        if self._is_stepping or optimizer in self._strangers:
+            return
+        if optimizer is self._optimizer:
             self.refusal = self.refusal or "it has got hold of the optimizer's own step, which can't be left out"
+        elif not {id(p) for p in self._parameters()}.isdisjoint(_ids(optimizer)):
+            self.refusal = self.refusal or "another optimizer updates the same parameters"
+        else:
+            self._strangers.add(optimizer)
+            return
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Drop the step under way, and let all ranks have the same gradients; they all come here at the same step."""
+        if self._syncs is not None and self._is_local:
+            ranks = dist.get_world_size(self._syncs.process_group)
+            for gradient in (p.grad for p in self._parameters() if p.grad is not None):
+                dist.all_reduce(gradient, group=self._syncs.process_group)
+                gradient.div_(ranks)
+        self._is_local = False
+        self.drop()
 
     @torch.no_grad()
     def _keep(self, share: float) -> None:
         """Add so many times the gradients to what was kept."""
-        brought = {p: p.grad for p in self._parameters() if p.grad is not None} if share else {}
+        brought = {p: p.grad for p in self._parameters() if p.grad is not None}
         known = [p for p in brought if p in self._kept]
         if known:
             torch._foreach_add_([self._kept[p] for p in known], [brought[p] for p in known], alpha=share)
@@ -289,10 +279,6 @@ class GradientAccumulation:
     def _parameters(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
-    def _state(self) -> list[tuple[int, int]]:
-        """Return by what a change of the gradients is seen."""
-        return [(id(p.grad), p.grad._version) for p in self._parameters() if p.grad is not None]
-
     def _set_sync(self) -> None:
         """Let DistributedDataParallel exchange gradients in a step's last batch only; a loop's `no_sync` is its own."""
         if self._syncs is not None and (len(self._sizes) > 1 or self._holds_sync):
@@ -301,22 +287,16 @@ class GradientAccumulation:
 
     # -- what can't be accumulated -------------------------------------------------------------------------------------
 
-    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._looked_at += 1
-        self._fetches_early = self._fetches_early or (self._passes > 0 and self._is_delivered)
-        self.refusal = self.refusal or self._seen(args, kwargs)
-
     def _seen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         if any(callable(each) for each in (*args, *kwargs.values())):
             return "its step takes a closure, which makes a backward pass of its own"
         if not self._has_batch:
-            return "it takes several steps with one batch"
-        if _is_called_by_scaler():
-            return _SCALES
-        return ""
+            return "it takes a step that no batch of its own comes before"
+        if not self._passes:
+            return "it sets gradients without a backward pass"
+        return _SCALES if _is_called_by_scaler() else ""
 
     def _leave(self) -> None:
-        self._alone_with = 0
         if self._gate is None:
             return
         backward.forget(self)
@@ -333,6 +313,10 @@ class GradientAccumulation:
 
 _AT_WORK: weakref.WeakKeyDictionary[Optimizer, GradientAccumulation] = weakref.WeakKeyDictionary()
 """Whose step has been put in its place: another one of the same optimizer takes over."""
+
+
+def _ids(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _wrapped(optimizer: Optimizer, around: Callable[..., Any]) -> Any:

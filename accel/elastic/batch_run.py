@@ -299,12 +299,13 @@ class BatchRun(Onlooker):
         assert self.controller is not None
         decision, problem = planned, next((problem for problem, _ in brought if problem), "")
         if problem:
-            if planned.accumulated > 1:
+            if planned.accumulated > 1 and self._local(planned) <= self._fits:
                 why = f"gradients are not accumulated: {problem}"
                 decision = self.controller.accumulate_no_more(self._steps, self._known_noise, why)
             else:
-                why = f"{planned.batch} samples are too many: {problem}"
-                decision = self.controller.refuse(planned.batch, self._steps, self._known_noise, why)
+                at_once = planned.batch // planned.accumulated
+                why = f"{at_once} samples are too many: {problem}"
+                decision = self.controller.refuse(at_once, self._steps, self._known_noise, why)
         return decision, max(ahead for _, ahead in brought)
 
     def _begin(self) -> None:
@@ -441,8 +442,8 @@ class BatchRun(Onlooker):
             local = max(1, min(round(controller["batch"] / shares), self.max_batch_size // shares, known))
             self._fits = max(self._fits, local)
             if state.get("accumulated", 1) > 1:
-                self._step.decide(local, max(1, round(controller["batch"] / (shares * local))))
-                self._step.watch(self._run.model, self._run.optimizers, self._scaler)
+                most = min(int(controller["batch"]), self.max_batch_size)
+                self._step.decide(local, max(1, most // (shares * local)))
         self._sampler.set_batch_size(local)
 
     def check(self) -> None:
@@ -493,5 +494,7 @@ class BatchRun(Onlooker):
         self._stop()
         if self._sampler.num_replicas == 1:
             self._rates.close()
-        else:
-            self._step.go_on()
+        elif self._step.steps_of(self._step.local) > 1 and self._base is not None:
+            self._step.close()  # with the rates of what a step is from now on
+            samples = self._step.local * self._sampler.num_replicas
+            self._rates.follow(samples, self._base, self._known_noise, self._epoch)

@@ -191,7 +191,7 @@ class BatchController:
             return
         if self._is_assumed:  # times under it can't be told from plain ones
             del self._scales[self._exchange]
-            self.times, self._timed, self._is_assumed = Observations(), set(), False
+            self.times, self._timed, self._failures, self._is_assumed = Observations(), set(), {}, False
         self._exchange, self._unscaled, self._patience = name, [], _PATIENCE[0]
 
     def steps_missing(self) -> int:
@@ -226,6 +226,7 @@ class BatchController:
         return self._fall_back(step, noise, why)
 
     def _fall_back(self, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
+        self._timed = {each for each in self._timed if self.times.count(each)}
         fitting = self._fitting()
         if self._settled not in fitting:
             self._settled = max(self._known(fitting), default=self._whole()[-1])
@@ -247,6 +248,8 @@ class BatchController:
             return self._decided(step, noise, "the steps of this batch are still being timed", missing)
         if self._exchange not in self._scales:
             self._learn_scale()
+            if missing := self.steps_missing():
+                return self._decided(step, noise, "the steps of this batch are still being timed", missing)
         self._timed = {each for each in self._timed if self.times.count(each)}  # it forgets what was long ago
         own = self._configuration(self._now)
         self._speed.timed(own, self.times.median(own))

@@ -89,14 +89,18 @@ class StepBatches:
         return sizes
 
     def begin_pass(self, one: object) -> None:
-        """A batch of a pass over the data has come: where it is left before its end, so is the step under way.
+        """A batch of a pass over the data has come: where the one before was left, so is the step that it was in.
 
         Args:
             one: the loop's iterator; None where it is not known.
         """
-        if one is not None and (self._pass is None or self._pass() is not one):
-            self._has_ended = False
-            self._pass = weakref.ref(one, self._left)
+        if one is None or (self._pass is not None and self._pass() is one):
+            return
+        if self._pass is not None and not self._has_ended and self._accumulation is not None:
+            self._accumulation.drop()
+        self._has_ended = False
+        # On several ranks iterators may be freed at different times, and all must drop it at the same batch.
+        self._pass = weakref.ref(one, self._left if self._sampler.num_replicas == 1 else None)
 
     def end_pass(self) -> None:
         """The pass has no more batches."""
@@ -105,11 +109,6 @@ class StepBatches:
     def _left(self, one: weakref.ref[object]) -> None:
         if one is self._pass and not self._has_ended and self._accumulation is not None:
             self._accumulation.drop()
-
-    def go_on(self) -> None:
-        """Take as many batches for a step as now, whatever comes: of several ranks none may take fewer by itself."""
-        if self._accumulation is not None:
-            self._accumulation.go_on(self.steps_of(self.local))
 
     def close(self) -> None:
         """Accumulate no more."""

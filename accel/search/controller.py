@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from accel.profiler import naming
 from accel.profiler.diagnose import causes
-from accel.profiler.trial import TrialConfig, Verdict
+from accel.profiler.trial import Outcome, TrialConfig, Verdict
 from accel.report import StrategyRow
 from accel.search import priority
 from accel.search.actions import Action, Candidate, Result
@@ -293,12 +293,22 @@ class Controller(TakeOver):
             self.search_steps += self.steps - steps
             if outcome is None:
                 break  # wrong, failed or interrupted by another regime: already recorded
+            outcome, how = self._with_earlier(name, outcome) if len(settings) == 1 else (outcome, "")
             if outcome.verdict == "keep":
                 self.plan = trial_plan
             self._ledger.judge(candidate, setting, outcome, self.plan)
+            row.why += how
             if outcome.verdict == "keep":
                 yield from self._measure_anatomy()
         self.recollection.tried(name, self.elapsed_s - began_s)
+
+    def _with_earlier(self, name: str, outcome: Outcome) -> tuple[Outcome, str]:
+        """Keep what this run's trial and an earlier one leave open by noise and show together; say so."""
+        if outcome.verdict != "refused" or not self.recollection.shows_with(name, outcome, self._config.keep_gain):
+            return outcome, ""
+        return replace(
+            outcome, verdict="keep"
+        ), ", as in an earlier run: noise left each trial open, both together do not"
 
     def _note_work(self, candidate: Candidate, setting: object, seconds: float) -> None:
         if worked := self.recollection.worked({candidate.name: setting}, seconds):

@@ -415,12 +415,29 @@ class Experiments:
                 yield from self._close(what, agrees)  # a strategy tripped and is gone: close with the rest
             return
         self.closing, self._closed = outcome, plan
-        if outcome.verdict != "keep" and not agrees(plan.keys(), outcome):
+        if outcome.verdict != "keep" and not agrees(plan.keys(), outcome) and not self._bears_out_trials(plan, outcome):
             for name in self._first_undone(plan):
                 self._remove(name, f"{what} was not shown to be faster than plain in the closing trial")
             yield from self._close(what, agrees)
             return
         yield from self._measure_anatomy()
+
+    def _bears_out_trials(self, plan: Choices, outcome: Outcome) -> bool:
+        """Tell whether a closing trial that noise has left open shows no loss, and a gain together with the trials.
+
+        Each of these was measured on top of the ones before, so their product is of the same plan.
+        """
+        rows = [self.rows[name] for name in plan]
+        gains = [(row.gain, row.gain_low) for row in rows if row.gain and row.gain_low and row.status == "kept"]
+        if (
+            outcome.verdict != "refused"
+            or len(gains) < len(rows)
+            or any(self._candidates[name].lasting for name in plan)
+        ):
+            return False
+        gain = math.prod(gain for gain, _ in gains)
+        width = math.hypot(*(math.log(gain / low) for gain, low in gains))
+        return trials.bears_out(outcome, gain, gain * math.exp(-width))
 
     def _first_undone(self, plan: Choices) -> list[str]:
         """Return what is undone of a plan that is not faster; the rest is tried once more without it.

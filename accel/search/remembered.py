@@ -20,7 +20,7 @@ from accel.report import StrategyRow
 from accel.search.actions import Candidate
 from accel.search.ledger import refusal
 from accel.search.plan import Choices
-from accel.search.trials import bears_out, pooled
+from accel.search.trials import bears_out, pooled, shows_a_gain
 
 MOST_DAYS, MOST_RUNS = 30, 20
 _RETRY = 10.0
@@ -243,6 +243,19 @@ class Recollection:
         if trial is None or trial.status != "kept" or trial.gain is None or trial.low is None:
             return False
         return bears_out(outcome, trial.gain, trial.low)
+
+    def shows_with(self, name: str, outcome: Outcome, at_least: float) -> bool:
+        """Tell whether a trial that noise leaves open shows a gain together with the one that it left open then.
+
+        Args:
+            name: of a strategy with one setting.
+            outcome: of this run's trial.
+            at_least: gain above which something is kept, as a ratio - 1.
+        """
+        trial = None if self._earlier is None else self._earlier.trials.get(name)
+        if trial is None or trial.status != "refused" or trial.gain is None or trial.low is None:
+            return False
+        return shows_a_gain(outcome, trial.gain, trial.low, at_least)
 
     def agrees_on_plan(self, plan: Collection[str], outcome: Outcome) -> bool:
         """Tell the same of a closing trial, if the plan is what the earlier one was of, or a single strategy of it."""

@@ -25,6 +25,8 @@ _BLOCKS = 10
 """Before, and after, a switch that can't be taken back."""
 _BLOCK_S = 0.3
 """Each of them lasts at least so long: fast steps are disturbed for many at a time."""
+_SURER = 1.47
+"""Half-widths of a 95 % interval that make one of 99.6 %, whose ends are as sure as a keep."""
 _LONGEST_SETTLING = 10.0
 """Ordinary steps that a settling step can take by its own doing."""
 
@@ -210,6 +212,22 @@ def pooled(outcome: Outcome, gain: float, low: float) -> tuple[float, float] | N
     weights = [error**-2 for error in errors]
     mean = sum(weight * each for weight, each in zip(weights, logs, strict=True)) / sum(weights)
     return math.exp(mean), math.exp(mean - sum(weights) ** -0.5)
+
+
+def shows_a_gain(outcome: Outcome, gain: float, low: float, at_least: float) -> bool:
+    """Tell whether a trial and an earlier one, both left open by noise, together show a gain as surely as a keep does.
+
+    Args:
+        outcome: of this run's trial.
+        gain: of the earlier one, as a ratio.
+        low: lower end of its 95 % interval.
+        at_least: gain above which something is kept, as a ratio - 1.
+    """
+    both = pooled(outcome, gain, low)
+    if both is None:
+        return False
+    mean, half_width = math.log(both[0]), math.log(both[0] / both[1])
+    return outcome.low > 1.0 and mean - _SURER * half_width > math.log1p(at_least)
 
 
 def bears_out(outcome: Outcome, gain: float, low: float) -> bool:

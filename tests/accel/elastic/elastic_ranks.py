@@ -232,7 +232,7 @@ def accumulates_as_one_batch(rank: int, world: int) -> dict[str, Any]:
     return {"weights": weights, "expected": expected, "exchanges": exchanges, "plainly": plainly}
 
 
-def one_rank_leaves_steps_out(rank: int, world: int) -> dict[str, Any]:
+def one_rank_leaves_steps_out(rank: int, world: int, same: bool) -> dict[str, Any]:
     """Train where rank 1 finds the norm of its gradient too large for a step now and then, before it is exchanged."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(3, 1))
@@ -245,14 +245,16 @@ def one_rank_leaves_steps_out(rank: int, world: int) -> dict[str, Any]:
         model(torch.randn(4, 3, generator=draw)).square().mean().backward()
         if rank == 0 or step % 3 == 2 or step % 4:
             optimizer.step()
-    accumulation.close()
-    # The loop has left it in the midst of a step, and goes on with another optimizer.
-    other = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        other.zero_grad()
+    # The loop leaves it in the midst of a step, and goes on without its batches, with the same optimizer or another.
+    assert accumulation.is_open
+    going_on = optimizer if same else torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        going_on.zero_grad()
         model(torch.randn(4, 3, generator=draw)).square().mean().backward()
-        other.step()
-    return {"weights": numbers(model)}
+        going_on.step()
+    refusal = accumulation.refusal
+    accumulation.close()
+    return {"weights": numbers(model), "refusal": refusal}
 
 
 def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
@@ -286,8 +288,17 @@ def optimized_accumulates(rank: int, world: int) -> dict[str, Any]:
     assert run is not None and run.elastic is not None and run.elastic.batch is not None
     why = [row.why for row in run.elastic.batch.rows()]
     note = run.elastic.batch.note
-    accel.undo(model)
-    return {"taken": taken, "most": most, "why": why, "note": note, "weights": numbers(model), "steps": len(steps)}
+    taken_steps = len(steps)
+    for number, (x, _) in enumerate(loader):
+        if number == 10:
+            accel.undo(model)  # perhaps in the midst of a step
+        if number == 20:
+            break
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert model.require_backward_grad_sync
+    return {"taken": taken, "most": most, "why": why, "note": note, "weights": numbers(model), "steps": taken_steps}
 
 
 PAUSE_AT, ASK_AT, LATE_STEPS = 20, 40, 60

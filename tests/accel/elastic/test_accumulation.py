@@ -71,7 +71,16 @@ def by_grad(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Non
     optimizer.step()
 
 
-LOOPS = [plainly, cleared_afterwards, clipped, two_losses, by_grad]
+def clipped_by_data(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    mse_loss(model(x), y).backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.clamp_(-0.01, 0.01)
+    optimizer.step()
+
+
+LOOPS = [plainly, cleared_afterwards, clipped, clipped_by_data]
 OPTIMIZERS: list[Callable[[Any], Optimizer]] = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1),
@@ -136,9 +145,8 @@ def test_batches_of_any_sizes_are_as_one_batch(loop: Loop, make: Callable[[Any],
         expected, own = made(make)
         for step in steps:
             x, y = joined(step)
-            plain_loop = plainly if loop in (two_losses, by_grad) else loop
             whole = Odd(expected) if len(step[0][0]) % 2 else expected
-            plain_loop(whole, own, x, y)
+            loop(whole, own, x, y)
         assert_alike(model, expected)
 
 
@@ -191,16 +199,14 @@ def finite_only(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) ->
 def test_a_gradient_that_is_not_finite_leaves_out_the_whole_step(at: int) -> None:
     model, optimizer = made()
     accumulation = GradientAccumulation(model, [optimizer])
-    expected, own = made()
     for number in range(8):
-        step = batches([2, 2, 2], seed=number)
-        is_bad = number % 2 == 1
-        for place, (x, y) in enumerate(step):
+        for place, (x, y) in enumerate(batches([2, 2, 2], seed=number)):
             accumulation.begin_batch([2, 2, 2])
-            finite_only(model, optimizer, x * torch.nan if is_bad and place == at else x, y)
-        if not is_bad:
-            finite_only(expected, own, *joined(step))
+            finite_only(model, optimizer, x * torch.nan if number % 2 and place == at else x, y)
     accumulation.close()
+    expected, own = made()
+    for number in range(0, 8, 2):
+        finite_only(expected, own, *joined(batches([2, 2, 2], seed=number)))
     assert_alike(model, expected)
 
 
@@ -208,17 +214,17 @@ def test_a_batch_whose_step_the_loop_leaves_out_is_counted() -> None:
     """All ranks take as many batches for a step, whatever each of them leaves out."""
     model, optimizer = made()
     accumulation = GradientAccumulation(model, [optimizer])
-    expected, own = made()
     for number in range(6):
-        step = batches([2, 2, 2], seed=number)
-        for place, (x, y) in enumerate(step):
+        for place, (x, y) in enumerate(batches([2, 2, 2], seed=number)):
             accumulation.begin_batch([2, 2, 2])
             optimizer.zero_grad()
             mse_loss(model(x), y).backward()
             if place != number % 2:
                 optimizer.step()
-        plainly(expected, own, *joined(step))
     accumulation.close()
+    expected, own = made()
+    for number in range(6):
+        plainly(expected, own, *joined(batches([2, 2, 2], seed=number)))
     assert_alike(model, expected)
 
 
@@ -252,92 +258,6 @@ def test_a_pass_that_is_left_takes_its_open_step_with_it() -> None:
         accumulation.begin_batch([2, 2])
         plainly(model, optimizer, x, y)
     plainly(expected, own, *joined(step))
-    accumulation.close()
-    assert_alike(model, expected)
-
-
-@pytest.mark.parametrize("after", [0, 1])
-def test_it_goes_on_without_being_told(after: int) -> None:
-    """As on several ranks after `undo`: none may take fewer batches for a step by itself."""
-    model, optimizer = made()
-    accumulation = GradientAccumulation(model, [optimizer])
-    expected, own = made()
-    given = batches([2] * 12, seed=4)
-    for number, (x, y) in enumerate(given):
-        if number < 4 + after:
-            accumulation.begin_batch([2, 2])
-        elif number == 4 + after:
-            accumulation.go_on(2)
-        plainly(model, optimizer, x, y)
-    for number in range(0, 12, 2):
-        plainly(expected, own, *joined(given[number : number + 2]))
-    assert_alike(model, expected)
-    again = GradientAccumulation(model, [optimizer])  # takes over
-    assert accumulation not in backward._MARK.listeners
-    for x, y in batches([2, 2], seed=9):
-        again.begin_batch([2])
-        plainly(model, optimizer, x, y)
-        plainly(expected, own, x, y)
-    again.close()
-    assert_alike(model, expected)
-    assert "step" not in optimizer.__dict__
-
-
-@pytest.mark.parametrize("early", ["before the backward pass", "before the step"])
-def test_a_loop_that_fetches_the_next_batch_early(early: str) -> None:
-    model, optimizer = made()
-    accumulation = GradientAccumulation(model, [optimizer])
-    expected, own = made()
-    given = batches([2] * 26, seed=5)
-    several = [1] * 2 + [3] * 8  # batches of each step
-
-    first = 3 if early == "before the backward pass" else 2  # of which it is known then that several make a step
-
-    def fetch(number: int) -> None:
-        if number < len(given):
-            accumulation.begin_batch([2] * (1 if number < first else 3))
-
-    fetch(0)
-    for number, (x, y) in enumerate(given):
-        optimizer.zero_grad()
-        if early == "before the backward pass":
-            fetch(number + 1)
-        mse_loss(model(x), y).backward()
-        if early == "before the step":
-            fetch(number + 1)
-        optimizer.step()
-    assert not accumulation.refusal
-    begin = 0
-    for count in several:
-        plainly(expected, own, *joined(given[begin : begin + count]))
-        begin += count
-    accumulation.close()
-    assert_alike(model, expected)
-
-
-def test_another_models_backward_pass_changes_nothing() -> None:
-    """As of a GAN, whose other model has an optimizer of its own."""
-    model, optimizer = made()
-    other = nn.Linear(3, 1).double()
-    accumulation = GradientAccumulation(model, [optimizer])
-    expected, own = made()
-    for number in range(5):
-        step = batches([2, 2, 2], seed=number)
-        for x, y in step:
-            accumulation.begin_batch([2, 2, 2])
-            optimizer.zero_grad()
-            other.zero_grad()
-            mse_loss(other(x), y).backward()
-            alone = [p.grad.clone() for p in other.parameters() if p.grad is not None]
-            mse_loss(model(x), y).backward()
-            mse_loss(other(x), y).backward()
-            optimizer.step()
-            assert all(
-                torch.equal(p.grad, 2 * a) for p, a in zip(other.parameters(), alone, strict=True) if p.grad is not None
-            )
-            # What flows through this one to another is cleared before its own pass.
-            (model(x).mean() * other(x).mean()).backward()
-        plainly(expected, own, *joined(step))
     accumulation.close()
     assert_alike(model, expected)
 
@@ -393,6 +313,25 @@ def scaled(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None
     SCALER.update()
 
 
+OTHER = nn.Linear(3, 1).double()
+
+
+def other_model(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+    """As of a GAN, whose other model has an optimizer of its own."""
+    OTHER(x).sum().backward()
+    plainly(model, optimizer, x, y)
+
+
+def other_model_afterwards(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+    plainly(model, optimizer, x, y)
+    (model(x).mean() * OTHER(x).mean()).backward()
+
+
+def other_optimizer(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+    plainly(model, optimizer, x, y)
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+
+
 def held() -> Loop:
     """Return a loop that has got hold of the optimizer's step before anything was put in its place."""
     steps: dict[int, Any] = {}
@@ -410,9 +349,14 @@ def held() -> Loop:
     ("loop", "why"),
     [
         (closure_step, "takes a closure"),
-        (twice, "several steps with one batch"),
+        (twice, "no batch of its own comes before"),
         (scaled, "GradScaler"),
         (held(), "own step"),
+        (two_losses, "several backward passes"),
+        (by_grad, "without a backward pass"),
+        (other_model, "several backward passes"),
+        (other_model_afterwards, "backward pass that no batch"),
+        (other_optimizer, "another optimizer"),
     ],
 )
 def test_what_can_not_be_accumulated_is_seen_before_it_is(loop: Loop, why: str) -> None:

@@ -224,10 +224,11 @@ def test_a_step_of_several_batches_is_one_of_all_their_samples(
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, clips: bool
 ) -> None:
     known_noise(monkeypatch, 5000.0)
+    resumed = False
 
     def decide(self: BatchController, step: int, noise: NoiseInterval | None) -> BatchDecision:
         self.accumulates, self._largest = True, 9
-        self._now = 8 if step < 20 else 24 if step < 60 else 32
+        self._now = 32 if resumed or step >= 60 else 24 if step >= 20 else 8
         return self._decided(step, noise, "as the test says", 4)
 
     monkeypatch.setattr(BatchController, "decide", decide)
@@ -239,14 +240,11 @@ def test_a_step_of_several_batches_is_one_of_all_their_samples(
     pending: list[int] = []
     samples: list[int] = []
 
+    steps: list[list[int]] = []
+
     def stepped(*_: Any) -> None:
-        """Take the same step with one batch of all samples since the last one."""
         samples.append(len(pending))
-        own.zero_grad()
-        nn.functional.mse_loss(plain(data.x[pending]), data.y[pending]).backward()
-        if clips:
-            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        own.step()
+        steps.append([*pending])
         pending.clear()
 
     optimizer.register_step_post_hook(stepped)
@@ -265,11 +263,34 @@ def test_a_step_of_several_batches_is_one_of_all_their_samples(
         assert not pending  # an epoch ends with a step
     assert set(samples[:20]) == {8} and {24, 32} <= set(samples) <= {8, 16, 24, 32}
     assert batch_run(model).note == ""
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     assert any(row.batch == 32 for row in batch_run(model).rows())
+    state = batch_run(model).state_dict()
+    assert (state["accumulated"], state["micro_batches"]) == (4, 1)
     accel.undo(model)
     assert "step" not in optimizer.__dict__
+    for step in steps:  # the same with one batch of all its samples
+        own.zero_grad()
+        nn.functional.mse_loss(plain(data.x[step]), data.y[step]).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        own.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+    # A run that goes on from there is not taken for one whose loop accumulates by itself.
+    resumed = True
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, max_batch_size=32, **PLAIN)
+    batch_run(model).load_state_dict(state)
+    samples.clear()
+    for x, y, index in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        clock.now += 1e-3
+        pending += index.tolist()
+        optimizer.step()
+    assert set(samples[:4]) == {8} and set(samples[8:-1]) == {32}
+    assert (batch_run(model).note, batch_run(model).state_dict()["micro_batches"]) == ("", 1)
+    accel.undo(model)
 
 
 def test_the_noise_of_the_loop_itself_lets_it_grow_and_its_labels_noise_does_not(clock: Clock) -> None:

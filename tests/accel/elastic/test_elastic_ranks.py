@@ -68,9 +68,11 @@ def test_accumulated_batches_are_exchanged_once_and_are_as_one() -> None:
         assert rank["exchanges"] == rank["plainly"]
 
 
-def test_a_rank_that_leaves_a_step_out_by_itself_does_not_hold_up_the_others() -> None:
-    ranks = run_ranks(elastic_ranks.one_rank_leaves_steps_out, 2, timeout_s=60)
+@pytest.mark.parametrize("same", [True, False], ids=["the same optimizer", "another one"])
+def test_a_rank_that_leaves_a_step_out_by_itself_does_not_hold_up_the_others(same: bool) -> None:
+    ranks = run_ranks(elastic_ranks.one_rank_leaves_steps_out, 2, same, timeout_s=60)
     assert ranks[0]["weights"] == ranks[1]["weights"]
+    assert all("backward pass that no batch" in rank["refusal"] for rank in ranks)
 
 
 def test_where_the_exchange_takes_long_what_does_not_fit_is_accumulated() -> None:
