@@ -236,8 +236,10 @@ def ratio(courses: Sequence[tuple[Course, Course]], seconds: float) -> Spread:
         edges = [since + (until - since) * part / _PARTS for part in range(_PARTS + 1)]
         rates = [[course.steps_until(b) - course.steps_until(a) for a, b in pairwise(edges)] for course in (own, plain)]
         logs = [math.log(fast / slow) for fast, slow in zip(*rates, strict=True) if fast > 0 and slow > 0]
+        # Around the process's own ratio: where the search goes on for long, some parts are far off the others.
+        logs = winsorised(logs)
         scatter += [each - fmean(logs) + total for each in logs]
-    low, high = interval(winsorised(scatter), 0.025) if len(scatter) > 1 else (-math.inf, math.inf)
+    low, high = interval(scatter, 0.025) if len(scatter) > 1 else (-math.inf, math.inf)
     return Spread(math.exp(fmean(totals)), math.exp(low), math.exp(high))
 
 

@@ -139,6 +139,17 @@ def test_an_interval_is_as_wide_as_the_scatter() -> None:
     assert scattered.median == pytest.approx(1.0, rel=0.05)
 
 
+def test_an_interval_holds_the_ratio_where_a_search_goes_on_for_long() -> None:
+    """Some parts of the second half are then far off the others, and pulled in."""
+    steady = course(1.0, 0.1, 600)
+    ends, now = [], 1.0
+    while now < 61.0:
+        now += 0.1 if now < 36.0 else 0.02
+        ends.append(now)
+    long = ratio([(Course(ends, [1.0] * len(ends)), steady)], 60.0)
+    assert long.low <= long.median <= long.high
+
+
 def test_a_variant_with_a_cache_runs_once_before_and_a_rival_may_fail(capsys: pytest.CaptureFixture[str]) -> None:
     processes = Processes({"plain": 0.2, "compile": 0.1, "fabric": 0.2, "accelerate": 0.2}, failing=["fabric"])
     rows = [row for row, _ in compare(JOB, ["compile", "fabric", "accelerate"], 1, processes)]
