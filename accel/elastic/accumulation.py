@@ -111,6 +111,11 @@ class GradientAccumulation:
         backward.listen(self)
 
     @property
+    def is_at_work(self) -> bool:
+        """False where it was refused, and once it has left."""
+        return self._gate is not None
+
+    @property
     def is_open(self) -> bool:
         """True between two batches of one step."""
         return self._taken > 0

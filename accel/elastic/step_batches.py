@@ -70,10 +70,10 @@ class StepBatches:
         By the batch in hand: steps that a suspended session does not hear of would add up.
         """
         in_hand = self._sampler.samples_in_hand
-        if self._accumulation is None:
+        if self._accumulation is None or not self._accumulation.is_at_work:
             return in_hand * self.by_loop
         self._accumulation.begin_batch(self._sizes(in_hand))
-        return self._accumulation.samples
+        return self._accumulation.samples if self._accumulation.batches > 1 else in_hand
 
     def _sizes(self, in_hand: int) -> list[int]:
         """Return the samples of each batch of a step that begins; all have one size, but for an epoch's last."""

@@ -293,6 +293,37 @@ def test_a_step_of_several_batches_is_one_of_all_their_samples(
     accel.undo(model)
 
 
+@pytest.mark.parametrize("odd", ["two passes", "another optimizer"])
+def test_rates_follow_the_batch_where_nothing_can_be_accumulated(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, odd: str
+) -> None:
+    known_noise(monkeypatch, 5000.0)
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=256, scaling_rule=Linear(), **PLAIN)
+    other = torch.optim.SGD(model.parameters(), 0.0)
+    scales: list[tuple[int, float]] = []
+    for _ in range(3):
+        for x, y, _ in loader:
+            optimizer.zero_grad()
+            output = model(x)
+            for _ in range(2 if odd == "two passes" else 1):
+                nn.functional.mse_loss(output, y).backward(retain_graph=True)
+            clock.now += 1e-3 + len(x) * clock.sample_s
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.step()
+            moved = math.hypot(
+                *(float((b - p.detach()).norm()) for b, p in zip(before, model.parameters(), strict=True))
+            )
+            steep = math.hypot(*(float(p.grad.norm()) for p in model.parameters() if p.grad is not None))
+            if steep > 1e-2:  # less is lost in the rounding of the weights
+                scales.append((max(8, len(x)), moved / steep / 0.01))
+            if odd == "another optimizer":
+                other.step()
+    assert batch_run(model).note == ""
+    assert max(size for size, _ in scales) > 8
+    for size, scale in scales:
+        assert scale == pytest.approx(size / 8, rel=0.05)
+
+
 def test_the_noise_of_the_loop_itself_lets_it_grow_and_its_labels_noise_does_not(clock: Clock) -> None:
     """Real measurements: a regression that is learnt, and one whose labels are random."""
     final = {}
