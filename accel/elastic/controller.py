@@ -299,7 +299,7 @@ class BatchController:
 
     def _forgive_smaller(self) -> None:
         """Let what was tried in vain limit no batch that stands."""
-        if self.shares(self._settled).steps == 1:
+        if self.accumulates and self.shares(self._settled).steps == 1:
             for tried, (count, _) in self._failures.items():
                 if self._samples(tried) <= self._settled:
                     self._failures[tried] = (count, math.inf)
