@@ -15,6 +15,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from accel.profiler import page_faults
+
 MEANING = {
     "data": "waiting for the next batch",
     "copy": "copying to the device",
@@ -75,6 +77,8 @@ class Measurement:
     """Signature of the step's first batch: shapes and dtypes of its tensors."""
     first: bool = False
     """True for the first step of an epoch, which holds the start of the loader."""
+    page_faults: int | None = None
+    """Page faults of the process in the step; None where they were not counted."""
 
 
 class Tape(Protocol):
@@ -135,6 +139,8 @@ class StepClock:
         self._open = "outside"
         self._steps = 0
         self._early: list[Measurement] = []
+        self._faults = page_faults.count()
+        """When the open step began, if `close` or `restart` has begun it."""
         self._has_segments = False
         self._updating = False
         self._opened: float = self.tape[1]
@@ -225,6 +231,7 @@ class StepClock:
         self._reset()
         self._first = first
         self._opened = self._last = now
+        self._faults = page_faults.count()
         return now
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -257,6 +264,10 @@ class StepClock:
         self.cut()
         measured = self.read()[-1]
         measured.step = step
+        faults = page_faults.count()
+        if faults is not None and self._faults is not None:
+            measured.page_faults = faults - self._faults
+        self._faults = faults
         return measured
 
     def detach(self) -> list[Any]:

@@ -131,6 +131,8 @@ class Outcome:
     spread_ms: float
     """Half the interquartile range of B's steps, ms."""
     pairs: int
+    in_turns: bool = True
+    """Blocks of A and B took turns; if not, all of A came before all of B."""
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any
 from accel.guard.guard import Comparison
 from accel.profiler import naming
 from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.diagnose import anatomy
 from accel.profiler.evidence import Evidence
 from accel.profiler.phases import Measurement
 from accel.search.plan import Choices
@@ -76,6 +77,11 @@ class Result:
         """Seconds of each counted step."""
         return [m.seconds for m in self.measurements]
 
+    @property
+    def page_faults(self) -> float | None:
+        """Page faults of a typical counted step; None where they are not counted."""
+        return anatomy.page_faults(self.measurements)
+
     @classmethod
     def merged(cls, results: list[Result]) -> Result:
         """Merge the ranks' results: rank 0's times, everyone's trips and refusals, the worst finding."""
@@ -107,7 +113,7 @@ class Candidate:
     is_compared: bool = True
     """The guard compares it with the plain path before its trial, which costs several steps."""
     lasting: bool = False
-    """Its effect outlasts it, so that it is judged by the steps before and after it."""
+    """It saves page faults, and its effect may outlast it: then it is judged by the steps before and after it."""
     host_dependent: bool = False
     phase: str = ""
     """The one phase of the step that it can shorten; '' if it acts on more."""

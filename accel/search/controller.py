@@ -116,6 +116,7 @@ class Controller(TakeOver):
             if not plan:
                 self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
                 if result.seconds:
+                    self._plain_s = result.seconds
                     self.plain_ms = statistics.median(result.seconds) * 1e3
             if not waits and self._replay is None:
                 yield from self._recall(result.seconds)
@@ -151,10 +152,13 @@ class Controller(TakeOver):
         Only a 'keep' counts: a gain that the noise may have hidden is tried again later.
         """
         names, waiting = list(self._pending) if self._replay is None else [], list[str]()
+        names.sort(key=lambda name: not self._candidates[name].lasting)  # see `priority.rank`
         while names or (names := [name for name in waiting if self._is_ready(name)]):
             waiting = [name for name in waiting if name not in names]
             candidate = self._candidates[name := names.pop(0)]
-            shows = priority.shows_when_crowded(candidate, self.anatomy_after, self._config.drop_gain, self._pace)
+            shows = priority.shows_when_crowded(
+                candidate, self.anatomy_after, self._config.drop_gain, self._pace, self.faulting
+            )
             if not shows or refusal(candidate) or not self._may_be_tried_at_once(candidate):
                 continue
             if waiting_for(candidate):
@@ -182,6 +186,8 @@ class Controller(TakeOver):
             name = priority.first(self._pending, self._candidates, self._put_off(), self.diagnosis)
             self._pending.remove(name)
             candidate = self._candidates[name]
+            if candidate.lasting and self.steps > self._looked_at:  # what was done since may have made the heap grow
+                yield from self._measure_anatomy()
             expected_s = self._expected_s(candidate)
             why = refusal(candidate)
             if name in self._left and (why or not self._is_ready(name)):
@@ -255,9 +261,6 @@ class Controller(TakeOver):
         return (
             None if self._changed(result) else priority.too_little_of_epoch(candidate, result, self._config.drop_gain)
         )
-
-    def _too_little(self, candidate: Candidate) -> str:
-        return priority.too_little(candidate, self.anatomy_after, self._config.drop_gain)
 
     def _put_off(self) -> set[str]:
         """Return what comes last: what stayed undecided in brief, and what gave nothing in an earlier run."""

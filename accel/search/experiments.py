@@ -88,8 +88,14 @@ class Experiments:
         self._lasting: dict[str, Outcome] = {}
         """What has a lasting effect → the steps before and after it was switched on for the first time."""
         self._tripped: set[str] = set()
+        self._plain_s: Sequence[float] = ()
+        """Seconds of the last plain steps that were observed."""
         self._just_observed: Sequence[float] = ()
-        """Seconds of the plain steps before a remembered plan."""
+        """The same where a remembered plan comes right after them."""
+        self.faulting: float | None = None
+        """Share of the step that page faults take at most, under the plan as it is now."""
+        self._looked_at = 0
+        """Step at which that, and the anatomy, were measured."""
         self._regime: object = None
         self._regime_changed = False
         self._reopened = 0
@@ -262,6 +268,12 @@ class Experiments:
             wait_share = None if result.evidence is None else result.evidence.ddp_wait_share
             self.anatomy_after = anatomy.typical(wait_as_communication(result.measurements, wait_share))
             self.diagnosis = result.diagnosis
+            self.faulting = priority.faulting(result.evidence)
+            self._looked_at = self.steps
+
+    def _too_little(self, candidate: Candidate) -> str:
+        """Say why all that a candidate can shorten is too little of the step; '' if it is not."""
+        return priority.too_little(candidate, self.anatomy_after, self._config.drop_gain, self.faulting)
 
     # -- guard and trial ---------------------------------------------------------------------------------------------
 
@@ -350,29 +362,57 @@ class Experiments:
     def _lasting_trial(
         self, a: Choices, b: Choices, lasting: Choices, settle: int, config: TrialConfig | None
     ) -> Trying:
-        """Run a trial of a plan that has strategies with a lasting effect; their part is what was measured once."""
+        """Run a trial of a plan that has strategies with a lasting effect; the part of those kept is known already."""
+        outcomes = []
         for name, setting in lasting.items():
-            if name not in self._lasting:
-                tried = yield from trials.before_and_after(
-                    self._undisturbed,
-                    a,
-                    {**a, name: setting},
-                    settle=self._candidates[name].settling(setting) + 1,
-                    config=self._config.for_steps_of(self.plain_ms / 1e3),
-                    reduce=self._reduce,
-                    step_s=max(self.plain_ms / 1e3, 1e-4),
-                    before=self._just_observed,
-                )
+            outcome = self._lasting.get(name)
+            if outcome is None:
+                own_settle = self._candidates[name].settling(setting)
+                tried = yield from self._own_lasting_trial(a, {**a, name: setting}, own_settle)
                 if tried is None:
                     return None
                 self.cost_s += tried.cost_s
-                self._lasting[name] = tried.outcome
-        outcome = functools.reduce(trials.together, (self._lasting[name] for name in lasting))
+                outcome = tried.outcome
+                if outcome.verdict == "keep":
+                    self._lasting[name] = outcome
+            outcomes.append(outcome)
+        outcome = functools.reduce(trials.together, outcomes)
         with_lasting = {**a, **lasting}
         if b != with_lasting:
             rest = yield from self._trial(with_lasting, b, settle, config)
             return None if rest is None else trials.together(outcome, rest)
         return outcome
+
+    def _own_lasting_trial(
+        self, a: Choices, b: Choices, settle: int
+    ) -> Generator[Action, Result, trials.TrialResult | None]:
+        """Try one strategy with a lasting effect: in turns for as long as the steps without it fault as before."""
+        config = self._config.for_steps_of(self.plain_ms / 1e3)
+        if self.faulting is not None and not self._just_observed:
+            return (
+                yield from trials.by_blocks(
+                    self._undisturbed,
+                    a,
+                    b,
+                    settle=settle,
+                    config=config,
+                    reduce=self._reduce,
+                    may_last=True,
+                    before=[] if a else self._plain_s,
+                )
+            )
+        return (
+            yield from trials.before_and_after(
+                self._undisturbed,
+                a,
+                b,
+                settle=settle + 1,
+                config=config,
+                reduce=self._reduce,
+                step_s=max(self.plain_ms / 1e3, 1e-4),
+                before=self._just_observed,
+            )
+        )
 
     def _known_outcome(self, plan: Choices) -> Outcome | None:
         """Return the outcome of a plan against the plain loop, if it is one strategy, whose own trial was of just that.

@@ -100,7 +100,7 @@ class Ledger:
             row.spread_ms = outcome.spread_ms * row.after_ms / outcome.after_ms
             row.status = "kept"
             how = f"faster in {outcome.pairs} pairs of interleaved blocks"
-            if candidate.lasting:
+            if not outcome.in_turns:
                 how = "faster than the steps before it; its effect outlasts it, so that turns would compare nothing"
             row.why = self._with_draws(candidate.name, how)
         elif row.status != "kept" and (row.gain is None or outcome.gain > row.gain):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from accel.search.experiments import Decisions, Experiments
+from accel.profiler.trial import Outcome
+from accel.search.actions import Candidate
+from accel.search.experiments import Decisions, Experiments, Trying
 from accel.search.ledger import refusal
 from accel.search.plan import Choices
 
@@ -83,6 +85,8 @@ class TakeOver(Experiments):
             self._just_observed = observed
             outcome = yield from self._trial({}, {name: setting}, candidate.settling(setting))
             self._just_observed = ()
+            if outcome is not None and outcome.verdict != "keep" and not self.recollection.agrees(name, outcome):
+                outcome = yield from self._in_turns_too(candidate, setting, outcome)
             row.cost_s += self.cost_s - cost_s
             row.steps += self.steps - steps
             self.search_steps += self.steps - steps
@@ -92,7 +96,7 @@ class TakeOver(Experiments):
                     self.recollection.reject(row.why)
                 return
             if outcome.verdict != "keep" and self.recollection.agrees(name, outcome):
-                # Before and after can't be taken in turns, and the noise of one comparison would undo what was shown.
+                # The noise of one comparison would undo what was shown.
                 self._lasting[name] = replace(outcome, verdict="keep")
             elif outcome.verdict != "keep":
                 self._ledger.judge(candidate, setting, outcome, {})
@@ -101,6 +105,15 @@ class TakeOver(Experiments):
                 del plan[name]
         if not plan:
             self.recollection.reject("it was not shown to be faster than plain")
+
+    def _in_turns_too(self, candidate: Candidate, setting: object, outcome: Outcome) -> Trying:
+        """Return what blocks in turns show of what has a lasting effect, if plain steps still fault as before it."""
+        if self.faulting is None:
+            return outcome
+        yield from self._measure_anatomy()
+        if self._too_little(candidate):
+            return outcome
+        return (yield from self._trial({}, {candidate.name: setting}, candidate.settling(setting)))
 
     def _confirm(self, plan: Choices, undone: Sequence[str]) -> None:
         """Record that the closing trial has shown the remembered plan, but for what was undone, to be faster."""

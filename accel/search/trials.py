@@ -25,6 +25,8 @@ _BLOCKS = 10
 """Before, and after, a switch that can't be taken back."""
 _BLOCK_S = 0.3
 """Each of them lasts at least so long: fast steps are disturbed for many at a time."""
+_STILL_FAULTS = 0.5
+"""Share of the page faults of A's first block that its later blocks have where the effect of B has not lasted."""
 _SURER = 1.47
 """Half-widths of a 95 % interval that make one of 99.6 %, whose ends are as sure as a keep."""
 _LONGEST_SETTLING = 10.0
@@ -52,6 +54,8 @@ def by_blocks(
     config: TrialConfig,
     reduce: Callable[[Sequence[float]], float],
     if_much_slower: Verdict | None = None,
+    may_last: bool = False,
+    before: Sequence[float] = (),
 ) -> Generator[Action, Result, TrialResult | None]:
     """Run one trial in blocks of steps; None if it was interrupted.
 
@@ -63,10 +67,15 @@ def by_blocks(
         config: the statistics of the trial.
         reduce: how a block of step times becomes one number.
         if_much_slower: the verdict where B's first steps are much slower than A's; None tries it to the end.
+        may_last: B saves page faults, and steps of A may have none either once B has been on. Where they have less than
+            half of what they had, those before it are compared with those of B, and the trial is over.
+        before: seconds of further steps of A before it, for that comparison.
     """
     trial = Trial(config, reduce=reduce)
     last = None
     settling = 0.0
+    faults: float | None = None
+    has_lasted = False
     while trial.verdict is None:
         arm = trial.arm
         plan = a if arm == "A" else b
@@ -76,6 +85,11 @@ def by_blocks(
         if result is None:
             return None
         last, seconds = arm, result.seconds
+        if may_last and arm == "A":
+            faults = result.page_faults if faults is None else faults
+            has_lasted = faults is not None and (result.page_faults or 0.0) < _STILL_FAULTS * faults
+        if has_lasted:
+            return _compared([*before, *trial.steps["A"]], trial.steps["B"], settling, config, reduce)
         settling += _settling_cost(result.settling, statistics.median(seconds))
         if looks_early:
             plain = trial.steps["A"]
@@ -151,10 +165,21 @@ def before_and_after(
     result = yield from act(Action(plan=b, steps=steps, settle=settle))
     if result is None:
         return None
-    after = result.seconds
-    settling = _settling_cost(result.settling, statistics.median(after))
+    settling = _settling_cost(result.settling, statistics.median(result.seconds))
+    return _compared(before, result.seconds, settling, config, reduce)
+
+
+def _compared(
+    before: Sequence[float],
+    after: Sequence[float],
+    settling: float,
+    config: TrialConfig,
+    reduce: Callable[[Sequence[float]], float],
+) -> TrialResult:
+    """Return what the steps before a switch and those after it show; `settling` is what the latter's settling cost."""
     slower = statistics.median(after) - statistics.median(before)
-    blocks = [[reduce(block) for block in _blocks(seconds)] for seconds in (before, after)]
+    number = max(2, min(_BLOCKS, len(before), len(after)))
+    blocks = [[reduce(block) for block in _blocks(seconds, number)] for seconds in (before, after)]
     differences = log_ratios(*blocks)
     low, high = interval(differences, 0.025)
     verdict: Verdict = "keep" if low > math.log1p(config.keep_gain) else "drop"
@@ -170,14 +195,15 @@ def before_and_after(
         before_ms=before_ms,
         after_ms=after_ms,
         spread_ms=(max(blocks[1]) - min(blocks[1])) / 2 * 1e3,
-        pairs=_BLOCKS,
+        pairs=number,
+        in_turns=False,
     )
     return TrialResult(outcome, max(0.0, settling) + max(0.0, len(after) * slower))
 
 
-def _blocks(seconds: Sequence[float]) -> list[Sequence[float]]:
-    """Return the seconds in `_BLOCKS` parts, the first ones one step longer if need be."""
-    cuts = [round(len(seconds) * part / _BLOCKS) for part in range(_BLOCKS + 1)]
+def _blocks(seconds: Sequence[float], number: int) -> list[Sequence[float]]:
+    """Return the seconds in so many parts, of which some are one step longer if need be."""
+    cuts = [round(len(seconds) * part / number) for part in range(number + 1)]
     return [seconds[low:high] for low, high in itertools.pairwise(cuts)]
 
 

@@ -68,8 +68,8 @@ class Strategy(ABC):
     captures: ClassVar[bool] = False
     """The model's calls are graphs, and run eagerly under a mode of torch, which would not see into them."""
     lasting: ClassVar[bool] = False
-    """Its effect outlasts it: once it has been on, the plain loop is not what it was, and blocks of steps in turns
-    compare nothing. It is judged by the steps before and after it."""
+    """It saves page faults, and its effect may outlast it: where steps without it no longer have them, blocks of steps
+    in turns compare nothing, and it is judged by the steps before and after it."""
     collective: ClassVar[bool] = False
     """With it, ranks talk to each other in another way: all must switch it at the same step, or none."""
     opt_in: ClassVar[str] = ""

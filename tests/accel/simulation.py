@@ -42,6 +42,8 @@ class Machine:
     """What the first step of an epoch of ten takes longer under a plan."""
     thread: Callable[[int], ThreadShare | None] = lambda step: None
     """How the training thread spends its time, by step."""
+    page_fault_s: float = 0.0
+    """What a page fault costs; 0 where they are not counted."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -51,6 +53,10 @@ class Machine:
     def seconds(self, plan: dict[str, Any]) -> float:
         factor = math.prod(self.speed.get((n, s), self.speed.get(n, 1.0)) for n, s in plan.items())
         return PLAIN_S / factor * self.drift(self.step) * math.exp(self.random.gauss(0, self.noise))
+
+    def page_faults(self, plan: dict[str, Any]) -> int | None:
+        """Return those of a step."""
+        return None
 
     def answer(self, action: Action) -> Result:
         self.actions.append(action)
@@ -71,9 +77,17 @@ class Machine:
             else:
                 data = start + (seconds - start) * self.data_share
                 phases = {"data": data, "forward": seconds - data}
-                result.measurements.append(Measurement(step=self.step, seconds=seconds, phases=phases, samples=32))
+                faults = self.page_faults(action.plan)
+                result.measurements.append(
+                    Measurement(step=self.step, seconds=seconds, phases=phases, samples=32, page_faults=faults)
+                )
         if action.anatomy:
-            result.evidence = Evidence(steps=result.measurements, thread=self.thread(self.step))
+            result.evidence = Evidence(
+                steps=result.measurements,
+                thread=self.thread(self.step),
+                page_faults=result.page_faults,
+                page_fault_s=self.page_fault_s,
+            )
         for name, setting in action.plan.items():
             if self.step >= self.trips_at.get((name, setting), self.trips_at.get(name, 10**9)):
                 result.trips[name] = "its output is not finite"

@@ -271,7 +271,7 @@ def test_gradient_scalers_leave_out_the_same_steps(only_quick: None) -> None:
 def test_an_optimizer_made_later_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "REGISTRY", [FusedOptimizer])
     # Its share of the step is about what makes a trial worth while, or not.
-    monkeypatch.setattr(priority, "too_little", lambda candidate, anatomy, drop_gain: "")
+    monkeypatch.setattr(priority, "too_little", lambda *args: "")
     model, loader, _ = make()
     model, loader = accel.optimize(model, loader, budget=60)
     assert any("an optimizer" in unseen for unseen in accel.explain(model).unseen)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from accel.search.actions import Candidate
+from accel.search.actions import Action, Candidate, Result
 from accel.search.remembered import RememberedTrial
 from tests.accel.memory import FakeMemory, day, remembered
-from tests.accel.simulation import FAST, Machine, candidate, simulate, step_of_first
+from tests.accel.simulation import CROWDED, FAST, QUIET, Machine, candidate, simulate, step_of_first
 
 pytestmark = pytest.mark.usefixtures("today")
 
@@ -156,3 +157,90 @@ def test_a_trial_on_top_of_it_that_has_just_been_made_is_the_closing_trial() -> 
     assert controller.closing is not None and None not in own
     assert controller.closing.gain == pytest.approx(own[0] * own[1])  # type: ignore[operator]
     assert sum(action.plan == {"heap": None} and action.steps == 5 for action in machine.actions) <= 13
+
+
+@dataclass
+class Faulting(Machine):
+    """Its plain steps fault, and are slower for it; once other candidates have been on, or compared, no more."""
+
+    lasts: bool = False
+    """They don't once `heap` has been on, either."""
+    spoils: frozenset[str] = frozenset()
+    has_grown: bool = False
+
+    def page_faults(self, plan: dict[str, Any]) -> int:
+        return 0 if "heap" in plan or self.has_grown else 2000
+
+    def seconds(self, plan: dict[str, Any]) -> float:
+        self.has_grown = self.has_grown or bool(self.spoils & plan.keys()) or (self.lasts and "heap" in plan)
+        return super().seconds({**plan, "heap": None} if self.has_grown else plan)
+
+    def answer(self, action: Action) -> Result:
+        self.has_grown = self.has_grown or bool(self.spoils & (action.check or {}).keys())
+        return super().answer(action)
+
+
+def drifting(step: int) -> float:
+    """A machine that is a third slower every other two seconds."""
+    return 1.3 if step // 100 % 2 else 1.0
+
+
+@pytest.mark.parametrize(("gain", "lasts"), [(1.2, False), (1.2, True), (1.0, False), (0.9, False)])
+def test_plain_steps_that_fault_again_take_turns_with_it(gain: float, lasts: bool) -> None:
+    machine = Faulting(speed={"heap": gain}, noise=0.03, page_fault_s=3e-6, lasts=lasts)
+    controller = simulate([candidate("none"), heap()], machine)
+    row = controller.rows["heap"]
+    assert (row.status == "kept") == (gain > 1)
+    assert row.gain == pytest.approx(gain, rel=0.06)
+    if gain > 1:
+        assert row.why.startswith("faster than the steps before it" if lasts else "faster in 6 pairs of interleaved")
+
+
+def test_a_drift_of_the_machine_neither_hides_it_nor_makes_it_up() -> None:
+    for gain in (1.15, 1.0):
+        found = 0
+        for seed in range(20):
+            offset = 37 * seed
+            machine = Faulting(speed={"heap": gain}, noise=0.05, page_fault_s=3e-6, seed=seed)
+            machine.drift = lambda step, offset=offset: drifting(step + offset)  # type: ignore[misc]
+            found += "heap" in simulate([heap()], machine).plan
+        assert found == 20 if gain > 1 else found == 0
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_it_comes_before_comparisons_that_would_make_the_heap_grow(crowded: bool) -> None:
+    other = candidate("other", is_compared=True)
+    machine = Faulting(speed={"heap": 1.2}, noise=0.02, page_fault_s=3e-6, spoils=frozenset({"other"}))
+    machine.thread = lambda step: CROWDED if crowded and step < 400 else QUIET
+    controller = simulate([other, heap()], machine)
+    assert controller.plan == {"heap": None}
+    assert controller.rows["heap"].gain == pytest.approx(1.2, rel=0.04)
+
+
+def test_it_is_not_tried_where_steps_hardly_fault() -> None:
+    machine = Faulting(speed={"heap": 1.0}, noise=0.02, page_fault_s=2e-7)
+    controller = simulate([heap()], machine)
+    assert not any(action.plan for action in machine.actions)
+    assert controller.rows["heap"].status == "not tried"
+    assert controller.rows["heap"].why == "page faults take 2.0% of the step at most: too little to win"
+
+
+def test_what_has_made_the_heap_grow_meanwhile_is_no_verdict_on_it() -> None:
+    machine = Faulting(speed={"heap": 1.2, "other": 1.3}, noise=0.3, page_fault_s=3e-6, spoils=frozenset({"other"}))
+    machine.thread = lambda step: CROWDED if step < 400 else QUIET
+    memory = FakeMemory()
+    controller = simulate([candidate("other"), heap()], machine, memory=memory)
+    if "heap" not in controller.plan:  # noise has left it open on the crowded machine
+        assert controller.rows["heap"].status == "not tried"
+        assert memory.search is not None and "heap" not in memory.search.trials
+
+
+@pytest.mark.parametrize(("gain", "stays"), [(1.2, True), (1.0, False)])
+def test_a_remembered_one_takes_turns_where_one_comparison_does_not_show_it(gain: float, stays: bool) -> None:
+    for seed in range(20):
+        memory = FakeMemory(remembered(plan={"heap": None, "good": None}))
+        machine = Faulting(speed={"heap": gain, "good": 1.5}, noise=0.1, page_fault_s=3e-6, seed=seed)
+        machine.drift = lambda step: 1.0 if step < 12 else 1.3  # it would look slower than the steps observed
+        controller = simulate([heap(), candidate("good")], machine, memory=memory)
+        assert ("heap" in controller.plan) == stays
+        assert "good" in controller.plan
