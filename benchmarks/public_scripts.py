@@ -186,10 +186,10 @@ def main(scripts: tuple[str, ...], pairs: int, sources: Path, record: bool) -> N
     for name in scripts or SCRIPTS:
         row = compare(name, fetch(SCRIPTS[name].repo, sources), pairs)
         rows.append(row)
+        if record:
+            RECORD.write([row])
         line = "{script:20} same: {same}; plain {plain_s:.1f} s; first {first:.2f}x; later {ratio:.2f}x "
         console.print((line + "[{low:.2f}, {high:.2f}]; {why}").format_map(row), markup=False)
-    if record:
-        RECORD.write(rows)
     sys.exit(any(row["same"] != "yes" for row in rows))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
+import statistics
 import time
 from typing import NamedTuple
 
@@ -26,17 +27,17 @@ def count() -> int | None:
 
 @functools.cache
 def cost_s() -> float | None:
-    """Return what one costs here, s, by touching fresh memory: some 5 ms, once; None where they are not counted.
+    """Return what one costs here, s, by touching fresh memory: some 10 ms, once; None where they are not counted.
 
-    It is the least of three readings. On two virtual cores a fault took 2.7 µs.
+    It is the median of three readings. On two virtual cores a fault took 2.7 µs.
     """
     costs = []
     with contextlib.suppress(OSError, ValueError):
         for _ in range(_TIMES):
             touched = _touch_fresh_pages()
-            if touched is not None and touched.faults:
+            if touched is not None and touched.faults and touched.seconds:
                 costs.append(touched.seconds / touched.faults)
-    return min(costs, default=None)
+    return statistics.median(costs) if costs else None
 
 
 class _Touched(NamedTuple):
@@ -46,7 +47,9 @@ class _Touched(NamedTuple):
 
 def _touch_fresh_pages() -> _Touched | None:
     """Touch pages for the first time and for the second; return how much longer the first took, and its faults."""
-    with mmap.mmap(-1, _PAGES * mmap.PAGESIZE) as memory:
+    # Private, as an allocator's: memory that is shared may have pages of another size.
+    private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+    with mmap.mmap(-1, _PAGES * mmap.PAGESIZE, flags=private) as memory:
         before = count()
         fresh_s = _touch(memory)
         after = count()

@@ -116,8 +116,8 @@ class Controller(TakeOver):
             if not plan:
                 self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
                 if result.seconds:
-                    self._plain_s = result.seconds
                     self.plain_ms = statistics.median(result.seconds) * 1e3
+                self._keep_what_has_lasted()
             if not waits and self._replay is None:
                 yield from self._recall(result.seconds)
                 if self._regime_changed:
@@ -156,6 +156,8 @@ class Controller(TakeOver):
         while names or (names := [name for name in waiting if self._is_ready(name)]):
             waiting = [name for name in waiting if name not in names]
             candidate = self._candidates[name := names.pop(0)]
+            if candidate.lasting and self.steps > self._looked_at:
+                yield from self._measure_anatomy()
             shows = priority.shows_when_crowded(
                 candidate, self.anatomy_after, self._config.drop_gain, self._pace, self.faulting
             )
@@ -186,8 +188,8 @@ class Controller(TakeOver):
             name = priority.first(self._pending, self._candidates, self._put_off(), self.diagnosis)
             self._pending.remove(name)
             candidate = self._candidates[name]
-            if candidate.lasting and self.steps > self._looked_at:  # what was done since may have made the heap grow
-                yield from self._measure_anatomy()
+            if candidate.lasting and self.steps > self._looked_at and self._is_ready(name) and not refusal(candidate):
+                yield from self._measure_anatomy()  # what was done since may have made the heap grow
             expected_s = self._expected_s(candidate)
             why = refusal(candidate)
             if name in self._left and (why or not self._is_ready(name)):
@@ -233,13 +235,15 @@ class Controller(TakeOver):
     def _try_or_postpone(self, candidate: Candidate) -> Decisions:
         """Try a candidate in brief, and at length once all others have been tried: noise must not hold them up."""
         name = candidate.name
-        brief = None if candidate.by_epoch() or name in self._postponed else self._brief
+        # What saves page faults can't wait: comparisons with others make the heap grow.
+        at_once = candidate.by_epoch() or candidate.lasting or name in self._postponed
+        brief = None if at_once else self._brief
         yield from self._try(candidate, brief or (self._config.at_length() if self._brief else self._config))
         if self._regime_changed:
             return
         if name in self._tripped:
             return
-        is_open = brief is not None and self._ledger.is_open(name) and not candidate.lasting
+        is_open = brief is not None and self._ledger.is_open(name)
         if is_open or name in self._left:
             # It will be asked again whether it applies. A trial may have ended with it on, and then it can't tell.
             result = yield from self._act(Action(plan=self.plan, steps=1))
@@ -299,6 +303,8 @@ class Controller(TakeOver):
             outcome, how = self._with_earlier(name, outcome) if len(settings) == 1 else (outcome, "")
             if outcome.verdict == "keep":
                 self.plan = trial_plan
+                if candidate.lasting:
+                    self._lasting[name] = outcome
             self._ledger.judge(candidate, setting, outcome, self.plan)
             row.why += how
             if outcome.verdict == "keep":
@@ -416,15 +422,19 @@ class Controller(TakeOver):
         self.plan, self.closing, self._closed, self._epochs_outcome, self._blocks_outcome = {}, None, {}, None, None
         self._ledger.begin_anew()
         self._postponed, self._passed = set(), {}
-        # What gave nothing may give something now; what gave something has changed the plain loop already.
-        self._lasting = {name: outcome for name, outcome in self._lasting.items() if outcome.verdict == "keep"}
-        known = dict(self._lasting)
         self._left.forget()
         self._tripped.clear()
         self._pending = [name for name, c in self._candidates.items() if c.ruled_out is None]
         yield from self._observe()
-        # Of what has a lasting effect the gain is still known, and the plain steps observed now have it.
-        for name, outcome in known.items():
+
+    def _keep_what_has_lasted(self) -> None:
+        """Of what was kept under other conditions the gain is known still, unless plain steps fault again without it.
+
+        Else the plain steps just observed have it, too.
+        """
+        if self.faulting is not None and self.faulting >= self._config.drop_gain:
+            self._lasting.clear()
+        for name, outcome in self._lasting.items():
             self._lasting[name] = replace(outcome, before_ms=self.plain_ms * outcome.gain, after_ms=self.plain_ms)
 
     # -- helpers -----------------------------------------------------------------------------------------------------

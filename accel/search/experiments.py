@@ -86,12 +86,10 @@ class Experiments:
         self._pending = [c.name for c in candidates if c.ruled_out is None]
         self._left = SettingsLeft()
         self._lasting: dict[str, Outcome] = {}
-        """What has a lasting effect → the steps before and after it was switched on for the first time."""
+        """What may have a lasting effect and is kept → what its own trial has shown."""
         self._tripped: set[str] = set()
-        self._plain_s: Sequence[float] = ()
-        """Seconds of the last plain steps that were observed."""
         self._just_observed: Sequence[float] = ()
-        """The same where a remembered plan comes right after them."""
+        """Seconds of the plain steps before a remembered plan."""
         self.faulting: float | None = None
         """Share of the step that page faults take at most, under the plan as it is now."""
         self._looked_at = 0
@@ -273,6 +271,8 @@ class Experiments:
 
     def _too_little(self, candidate: Candidate) -> str:
         """Say why all that a candidate can shorten is too little of the step; '' if it is not."""
+        if candidate.name in self._lasting:  # it has shortened it already
+            return ""
         return priority.too_little(candidate, self.anatomy_after, self._config.drop_gain, self.faulting)
 
     # -- guard and trial ---------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ class Experiments:
     ) -> Trying:
         """Run one trial; None if a strategy tripped or the regime changed meanwhile.
 
-        What has a lasting effect is compared once, before and after; from then on it is in both plans.
+        What may have a lasting effect has a trial of its own; once that has kept it, it is in both plans.
         """
         lasting = {n: s for n, s in b.items() if n not in a and self._candidates[n].lasting}
         if lasting:
@@ -364,17 +364,17 @@ class Experiments:
     ) -> Trying:
         """Run a trial of a plan that has strategies with a lasting effect; the part of those kept is known already."""
         outcomes = []
+        # All page faults gone, each of them on the way of the step's last result.
+        most = math.inf if self.faulting is None or self.faulting >= 1 else 1 / (1 - self.faulting)
         for name, setting in lasting.items():
             outcome = self._lasting.get(name)
             if outcome is None:
                 own_settle = self._candidates[name].settling(setting)
-                tried = yield from self._own_lasting_trial(a, {**a, name: setting}, own_settle)
+                tried = yield from self._own_lasting_trial(a, {**a, name: setting}, own_settle, config)
                 if tried is None:
                     return None
                 self.cost_s += tried.cost_s
-                outcome = tried.outcome
-                if outcome.verdict == "keep":
-                    self._lasting[name] = outcome
+                outcome = trials.at_most(tried.outcome, most)
             outcomes.append(outcome)
         outcome = functools.reduce(trials.together, outcomes)
         with_lasting = {**a, **lasting}
@@ -384,21 +384,21 @@ class Experiments:
         return outcome
 
     def _own_lasting_trial(
-        self, a: Choices, b: Choices, settle: int
+        self, a: Choices, b: Choices, settle: int, config: TrialConfig | None
     ) -> Generator[Action, Result, trials.TrialResult | None]:
         """Try one strategy with a lasting effect: in turns for as long as the steps without it fault as before."""
-        config = self._config.for_steps_of(self.plain_ms / 1e3)
+        step_s = max(self.plain_ms / 1e3, 1e-4)
+        config = replace((config or self._config).for_steps_of(step_s), more_looks=())  # all others wait
         if self.faulting is not None and not self._just_observed:
             return (
-                yield from trials.by_blocks(
+                yield from trials.in_turns_unless_it_lasts(
                     self._undisturbed,
                     a,
                     b,
                     settle=settle,
                     config=config,
                     reduce=self._reduce,
-                    may_last=True,
-                    before=[] if a else self._plain_s,
+                    step_s=step_s,
                 )
             )
         return (
@@ -409,7 +409,7 @@ class Experiments:
                 settle=settle + 1,
                 config=config,
                 reduce=self._reduce,
-                step_s=max(self.plain_ms / 1e3, 1e-4),
+                step_s=step_s,
                 before=self._just_observed,
             )
         )
@@ -417,8 +417,8 @@ class Experiments:
     def _known_outcome(self, plan: Choices) -> Outcome | None:
         """Return the outcome of a plan against the plain loop, if it is one strategy, whose own trial was of just that.
 
-        What has a lasting effect may be in the plan too: its trial has been, and is never repeated. Of trials in blocks
-        only the very last counts: of several candidates, the luckiest would be kept without a second trial.
+        What has a lasting effect may be in the plan too: its trial has been. Of trials in blocks only the very last
+        counts: of several candidates, the luckiest would be kept without a second trial.
         """
         epochs, blocks = self._epochs_outcome, self._blocks_outcome
         if epochs is not None and epochs[:2] == ({}, plan):

@@ -97,8 +97,10 @@ class TakeOver(Experiments):
                 return
             if outcome.verdict != "keep" and self.recollection.agrees(name, outcome):
                 # The noise of one comparison would undo what was shown.
-                self._lasting[name] = replace(outcome, verdict="keep")
-            elif outcome.verdict != "keep":
+                outcome = replace(outcome, verdict="keep")
+            if outcome.verdict == "keep":
+                self._lasting[name] = outcome
+            else:
                 self._ledger.judge(candidate, setting, outcome, {})
                 self._ledger.settle(name)
                 self._pending.remove(name)
@@ -113,7 +115,9 @@ class TakeOver(Experiments):
         yield from self._measure_anatomy()
         if self._too_little(candidate):
             return outcome
-        return (yield from self._trial({}, {candidate.name: setting}, candidate.settling(setting)))
+        return (
+            yield from self._trial({}, {candidate.name: setting}, candidate.settling(setting), self._config.brief())
+        )
 
     def _confirm(self, plan: Choices, undone: Sequence[str]) -> None:
         """Record that the closing trial has shown the remembered plan, but for what was undone, to be faster."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from accel.profiler.trial import Outcome, Trial, TrialConfig, Verdict, at_gain, interval, log_ratios
+from accel.profiler.trial import Arm, Outcome, Trial, TrialConfig, Verdict, at_gain, interval, log_ratios
 from accel.search.actions import Action, Result
 from accel.search.plan import Choices
 
@@ -26,7 +26,11 @@ _BLOCKS = 10
 _BLOCK_S = 0.3
 """Each of them lasts at least so long: fast steps are disturbed for many at a time."""
 _STILL_FAULTS = 0.5
-"""Share of the page faults of A's first block that its later blocks have where the effect of B has not lasted."""
+"""Of the page faults that B saves, the share that steps of A have again where its effect has not lasted."""
+_IN_A_ROW = 2
+"""Blocks of A without them show that it has."""
+_SAVED = 0.2
+"""Share of A's page faults from which on B saves some; where it doesn't, the heap had grown before it."""
 _SURER = 1.47
 """Half-widths of a 95 % interval that make one of 99.6 %, whose ends are as sure as a keep."""
 _LONGEST_SETTLING = 10.0
@@ -54,8 +58,6 @@ def by_blocks(
     config: TrialConfig,
     reduce: Callable[[Sequence[float]], float],
     if_much_slower: Verdict | None = None,
-    may_last: bool = False,
-    before: Sequence[float] = (),
 ) -> Generator[Action, Result, TrialResult | None]:
     """Run one trial in blocks of steps; None if it was interrupted.
 
@@ -67,15 +69,10 @@ def by_blocks(
         config: the statistics of the trial.
         reduce: how a block of step times becomes one number.
         if_much_slower: the verdict where B's first steps are much slower than A's; None tries it to the end.
-        may_last: B saves page faults, and steps of A may have none either once B has been on. Where they have less than
-            half of what they had, those before it are compared with those of B, and the trial is over.
-        before: seconds of further steps of A before it, for that comparison.
     """
     trial = Trial(config, reduce=reduce)
     last = None
     settling = 0.0
-    faults: float | None = None
-    has_lasted = False
     while trial.verdict is None:
         arm = trial.arm
         plan = a if arm == "A" else b
@@ -85,11 +82,6 @@ def by_blocks(
         if result is None:
             return None
         last, seconds = arm, result.seconds
-        if may_last and arm == "A":
-            faults = result.page_faults if faults is None else faults
-            has_lasted = faults is not None and (result.page_faults or 0.0) < _STILL_FAULTS * faults
-        if has_lasted:
-            return _compared([*before, *trial.steps["A"]], trial.steps["B"], settling, config, reduce)
         settling += _settling_cost(result.settling, statistics.median(seconds))
         if looks_early:
             plain = trial.steps["A"]
@@ -129,6 +121,11 @@ def _outcome(plain: Sequence[float], slower: Sequence[float], verdict: Verdict) 
     )
 
 
+def _steps_before(config: TrialConfig, step_s: float) -> int:
+    """Return the steps before a switch that can't be taken back, each of about `step_s` seconds."""
+    return _BLOCKS * max(config.block_steps, round(_BLOCK_S / step_s))
+
+
 def before_and_after(
     act: Act,
     a: Choices,
@@ -155,9 +152,8 @@ def before_and_after(
         step_s: about a step's time, > 0.
         before: seconds of steps under `a` that have been measured already.
     """
-    steps = len(before)
+    steps = len(before) or _steps_before(config, step_s)
     if not before:
-        steps = _BLOCKS * max(config.block_steps, round(_BLOCK_S / step_s))
         result = yield from act(Action(plan=a, steps=steps))
         if result is None:
             return None
@@ -167,6 +163,88 @@ def before_and_after(
         return None
     settling = _settling_cost(result.settling, statistics.median(result.seconds))
     return _compared(before, result.seconds, settling, config, reduce)
+
+
+def in_turns_unless_it_lasts(
+    act: Act,
+    a: Choices,
+    b: Choices,
+    *,
+    settle: int,
+    config: TrialConfig,
+    reduce: Callable[[Sequence[float]], float],
+    step_s: float,
+) -> Generator[Action, Result, TrialResult | None]:
+    """Run a trial of what saves page faults: in blocks of steps for as long as those of A fault as before B.
+
+    Once they don't, blocks compare nothing. Then the steps before the first of B's are compared with as many of B.
+
+    Args:
+        act: runs an action.
+        a: the plan before.
+        b: the plan after.
+        settle: steps to leave out after each switch.
+        config: the statistics of the trial.
+        reduce: how a block of step times becomes one number.
+        step_s: about a step's time, > 0.
+    """
+    lasting = _Lasting()
+
+    def watched(action: Action) -> Generator[Action, Result, Result | None]:
+        result = yield from act(action)
+        if result is not None:
+            lasting.add("A" if action.plan == a else "B", result)
+        return None if lasting.shows else result
+
+    if (yield from watched(Action(plan=a, steps=_steps_before(config, step_s)))) is None:
+        return None
+    tried = yield from by_blocks(watched, a, b, settle=settle, config=config, reduce=reduce)
+    if not lasting.shows:
+        return tried
+    missing = len(lasting.before_s) - len(lasting.with_b_s)
+    more = (yield from act(Action(plan=b, steps=missing, settle=settle))) if missing > 0 else Result()
+    if more is None:
+        return None
+    return _compared(lasting.before_s, lasting.with_b_s + more.seconds, lasting.settling, config, reduce)
+
+
+class _Lasting:
+    """Tell by page faults whether the effect of B outlasts it."""
+
+    def __init__(self) -> None:
+        self.before_s: list[float] = []
+        """Seconds of the steps of A that B has not changed."""
+        self.with_b_s: list[float] = []
+        self.settling = 0.0
+        """What the settling of B has cost, s."""
+        self._plain: float | None = None
+        self._with_b = 0.0
+        self._without = 0
+        """Blocks of A in a row that lack page faults."""
+
+    @property
+    def shows(self) -> bool:
+        """True once blocks of A lack the page faults that B saves."""
+        return self._without >= _IN_A_ROW
+
+    def add(self, arm: Arm, result: Result) -> None:
+        """Take steps in, those of A before any of B's first."""
+        faults = result.page_faults
+        if arm == "B":
+            self._with_b = faults or 0.0
+            self.with_b_s += result.seconds
+            self.settling += _settling_cost(result.settling, statistics.median(result.seconds))
+            return
+        self._plain = faults if self._plain is None else self._plain
+        self._without = self._without + 1 if self._lacks(faults) else 0
+        if not self._without:
+            self.before_s += result.seconds
+
+    def _lacks(self, faults: float | None) -> bool:
+        if faults is None or not self._plain:
+            return False
+        saved = self._plain - self._with_b
+        return saved > _SAVED * self._plain and faults < self._with_b + _STILL_FAULTS * saved
 
 
 def _compared(
@@ -205,6 +283,16 @@ def _blocks(seconds: Sequence[float], number: int) -> list[Sequence[float]]:
     """Return the seconds in so many parts, of which some are one step longer if need be."""
     cuts = [round(len(seconds) * part / number) for part in range(number + 1)]
     return [seconds[low:high] for low, high in itertools.pairwise(cuts)]
+
+
+def at_most(outcome: Outcome, gain: float) -> Outcome:
+    """Return the outcome of a comparison before and after with no more than the gain that is possible at all.
+
+    What seems more is the machine's: the steps before were disturbed. So those after it set the level.
+    """
+    if outcome.in_turns or outcome.gain <= gain:
+        return outcome
+    return replace(outcome, gain=gain, low=min(outcome.low, gain), high=gain, before_ms=outcome.after_ms * gain)
 
 
 def together(first: Outcome, second: Outcome) -> Outcome:

@@ -64,7 +64,7 @@ class Observation:
     def evidence(self, steps: list[Measurement]) -> Evidence:
         """Return the evidence on these steps."""
         run, now = self._run, self._meter.read()
-        faults = anatomy.page_faults(steps) if run.device.type == "cpu" else None
+        fault_s = page_faults.cost_s() if run.device.type == "cpu" else None
         return Evidence(
             steps=steps,
             cores=run.cores,
@@ -75,8 +75,8 @@ class Observation:
             data_thread=self._waiting(),
             loader=facts.of_loader(run.loader),
             optimizer=facts.of_optimizers(run.optimizers),
-            page_faults=faults,
-            page_fault_s=page_faults.cost_s() or 0.0 if faults else 0.0,
+            page_faults=None if fault_s is None else anatomy.page_faults(steps),
+            page_fault_s=fault_s or 0.0,
             dtype=facts.dtype(run.model.parameters()),
             anomaly_mode=torch.is_anomaly_enabled(),
             ddp_wait_share=self._wait_share(steps),

@@ -18,6 +18,7 @@ from benchmarks.decisions.fault import (
 
 _TRIAL = ("tests/profiler/test_trial.py", "tests/accel/test_controller.py")
 _LASTING = ("tests/accel/test_lasting.py",)
+_POOLED = ("tests/accel/test_pooled_trials.py", "tests/accel/test_pooled_evidence.py")
 _BUDGET = ("tests/accel/test_budget.py", "tests/accel/test_search_budget.py")
 _SPENT = ("tests/accel/test_search_budget.py", "tests/accel/test_controller.py")
 _CONTROLLER = ("tests/accel/test_controller.py", "tests/accel/test_search_budget.py")
@@ -27,6 +28,10 @@ _KEY = ("tests/accel/test_cache.py", "tests/accel/test_second_run.py")
 
 def _keeps_losers(verdict: Any) -> Any:
     return "keep" if verdict == "drop" else verdict
+
+
+def _without_haste(order: Any) -> Any:
+    return (*order[:3], True, *order[4:])
 
 
 def _narrow(bounds: tuple[float, float]) -> tuple[float, float]:
@@ -74,8 +79,8 @@ def _charges_another(right: Any) -> Any:
 
 
 def _dear_ones_first(rank: tuple[Any, ...]) -> tuple[Any, ...]:
-    by_epoch, postponed, works, named, compared, *rest = rank
-    return (not by_epoch, postponed, not works, named, not compared, *rest)
+    by_epoch, postponed, works, lasting, named, compared, *rest = rank
+    return (not by_epoch, postponed, not works, not lasting, named, not compared, *rest)
 
 
 def _backwards(rank: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -173,6 +178,46 @@ FAULTS = [
         generator_becomes(_kept),
         _LASTING,
     ),
+    Fault(
+        "turns_with_nothing",
+        "trial",
+        "takes turns with plain steps that no longer fault",
+        "accel.search.trials:_STILL_FAULTS",
+        is_now(0.0),
+        _LASTING,
+    ),
+    Fault(
+        "two_open_trials_are_a_gain",
+        "trial",
+        "keeps whatever noise has left open twice",
+        "accel.search.trials:shows_a_gain",
+        returns(True),
+        _POOLED,
+    ),
+    Fault(
+        "two_open_trials_are_nothing",
+        "trial",
+        "lets two open trials say no more than one",
+        "accel.search.trials:shows_a_gain",
+        returns(False),
+        _POOLED,
+    ),
+    Fault(
+        "closing_trial_alone",
+        "trial",
+        "undoes a plan that noise leaves open in the closing trial, whatever its trials have shown",
+        "accel.search.experiments:Experiments._bears_out_trials",
+        returns(False),
+        _POOLED,
+    ),
+    Fault(
+        "all_undone_at_once",
+        "trial",
+        "undoes all of a plan for what other processes do to its threads and workers",
+        "accel.search.experiments:Experiments._first_undone",
+        lambda right: lambda experiments, plan: list(plan),
+        ("tests/accel/test_crowded_machine.py", *_POOLED, "tests/accel/test_controller.py"),
+    ),
     # Budget
     Fault(
         "budget_never_ends", "budget", "allows any cost", "accel.search.budget:Budget.allows", returns(True), _BUDGET
@@ -241,6 +286,22 @@ FAULTS = [
         "accel.search.priority:rank",
         result_becomes(_backwards),
         _CONTROLLER,
+    ),
+    Fault(
+        "heap_grows_first",
+        "search",
+        "compares others first, which makes the heap grow, and then looks at page faults",
+        "accel.search.priority:rank",
+        result_becomes(_without_haste),
+        _LASTING,
+    ),
+    Fault(
+        "faults_unheeded",
+        "search",
+        "tries what saves page faults where there are next to none",
+        "accel.search.priority:faulting",
+        returns(1.0),
+        _LASTING,
     ),
     Fault(
         "starves_the_cheap",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from accel.profiler.trial import Outcome
+from accel.search.controller import Controller
 from accel.search.trials import shows_a_gain
 from tests.accel.memory import FakeMemory
 from tests.accel.simulation import Machine, candidate, simulate
@@ -59,3 +62,34 @@ def test_a_small_gain_in_noise_is_kept_more_often_in_the_second_run() -> None:
 def test_nothing_is_kept_of_what_gives_nothing() -> None:
     first, second = kept_in(1.0, noise=0.25, seeds=60)
     assert first + second <= 2
+
+
+def closed(machine: Machine) -> Controller:
+    return simulate([candidate("good"), candidate("fine")], machine)
+
+
+def test_a_plan_that_noise_leaves_open_stays_if_its_trials_have_shown_a_gain() -> None:
+    found = 0
+    for seed in range(40):
+        controller = closed(Machine(speed={"good": 1.07, "fine": 1.07}, noise=0.2, seed=seed))
+        if controller.closing is not None and controller.closing.verdict == "refused":
+            assert controller.plan and controller.closing.gain >= 1.0
+            found += 1
+    assert found
+
+
+def test_a_plan_that_is_slower_as_a_whole_goes_whatever_its_trials_have_shown() -> None:
+    class Together(Machine):
+        """What helps alone loses with the other, once both have had their trials."""
+
+        def seconds(self, plan: dict[str, Any]) -> float:
+            spoilt = len(plan) == 2 and self.closes
+            return super().seconds({} if spoilt else plan) * (1.04 if spoilt else 1.0)
+
+        @property
+        def closes(self) -> bool:
+            return any(not action.plan for action in self.actions[-3:]) and len(self.actions) > 20
+
+    for seed in range(10):
+        controller = closed(Together(speed={"good": 1.2, "fine": 1.2}, noise=0.02, seed=seed))
+        assert len(controller.plan) < 2
