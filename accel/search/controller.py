@@ -166,11 +166,12 @@ class Controller(TakeOver):
             if waiting_for(candidate):
                 waiting.append(name)
                 continue
-            yield from self._try(candidate, self._brief or self._config)
+            brief = None if candidate.lasting else self._brief  # its trial can't be made again, if its effect lasts
+            yield from self._try(candidate, brief or self._config)
             if self._regime_changed:
                 return
             row = self.rows[name]
-            if row.status == "kept" or row.gain is None:  # kept, or wrong or failing
+            if row.status == "kept" or row.gain is None or name in self._has_lasted:  # kept, or wrong or failing
                 self._pending = [other for other in self._pending if other != name]
                 self._ledger.settle(name)
             else:
@@ -432,10 +433,12 @@ class Controller(TakeOver):
 
         Else the plain steps just observed have it, too.
         """
-        if self.faulting is not None and self.faulting >= self._config.drop_gain:
-            self._lasting.clear()
-        for name, outcome in self._lasting.items():
-            self._lasting[name] = replace(outcome, before_ms=self.plain_ms * outcome.gain, after_ms=self.plain_ms)
+        faults_again = self.faulting is not None and self.faulting >= self._config.drop_gain
+        self._lasting = {
+            name: replace(outcome, before_ms=self.plain_ms * outcome.gain, after_ms=self.plain_ms)
+            for name, outcome in self._lasting.items()
+            if not faults_again and (outcome.lasts or self.faulting is None)
+        }
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 

@@ -87,13 +87,16 @@ class Experiments:
         self._left = SettingsLeft()
         self._lasting: dict[str, Outcome] = {}
         """What may have a lasting effect and is kept → what its own trial has shown."""
+        self._has_lasted: set[str] = set()
+        """What has been seen to outlast its use, kept or not."""
         self._tripped: set[str] = set()
         self._just_observed: Sequence[float] = ()
         """Seconds of the plain steps before a remembered plan."""
         self.faulting: float | None = None
         """Share of the step that page faults take at most, under the plan as it is now."""
+        self._page_faults: float | None = None
         self._looked_at = 0
-        """Step at which that, and the anatomy, were measured."""
+        """Step at which these, and the anatomy, were measured."""
         self._regime: object = None
         self._regime_changed = False
         self._reopened = 0
@@ -166,6 +169,7 @@ class Experiments:
 
     def _remove(self, name: str, why: str) -> None:
         self.plan = {n: s for n, s in self.plan.items() if n != name}
+        self._lasting.pop(name, None)
         self._note(f"{name} undone: {why}")
         if name in self._pending:
             self._pending.remove(name)
@@ -267,7 +271,7 @@ class Experiments:
             self.anatomy_after = anatomy.typical(wait_as_communication(result.measurements, wait_share))
             self.diagnosis = result.diagnosis
             self.faulting = priority.faulting(result.evidence)
-            self._looked_at = self.steps
+            self._page_faults, self._looked_at = result.page_faults, self.steps
 
     def _too_little(self, candidate: Candidate) -> str:
         """Say why all that a candidate can shorten is too little of the step; '' if it is not."""
@@ -374,7 +378,9 @@ class Experiments:
                 if tried is None:
                     return None
                 self.cost_s += tried.cost_s
-                outcome = trials.at_most(tried.outcome, most)
+                outcome = trials.at_most(tried.outcome, most, self._config.keep_gain)
+                outcome = trials.by_faults(outcome, self._config.drop_gain)
+            self._has_lasted |= {name} if outcome.lasts else set()
             outcomes.append(outcome)
         outcome = functools.reduce(trials.together, outcomes)
         with_lasting = {**a, **lasting}
@@ -389,28 +395,16 @@ class Experiments:
         """Try one strategy with a lasting effect: in turns for as long as the steps without it fault as before."""
         step_s = max(self.plain_ms / 1e3, 1e-4)
         config = replace((config or self._config).for_steps_of(step_s), more_looks=())  # all others wait
-        if self.faulting is not None and not self._just_observed:
-            return (
-                yield from trials.in_turns_unless_it_lasts(
-                    self._undisturbed,
-                    a,
-                    b,
-                    settle=settle,
-                    config=config,
-                    reduce=self._reduce,
-                    step_s=step_s,
-                )
+        seen = self._just_observed
+        compare: Callable[..., Generator[Action, Result, trials.TrialResult | None]] = trials.in_turns_unless_it_lasts
+        if self.faulting is None or seen:
+            compare = functools.partial(
+                trials.before_and_after, before=seen, faults=self._page_faults if seen else None
             )
+            settle += 1
         return (
-            yield from trials.before_and_after(
-                self._undisturbed,
-                a,
-                b,
-                settle=settle + 1,
-                config=config,
-                reduce=self._reduce,
-                step_s=step_s,
-                before=self._just_observed,
+            yield from compare(
+                self._undisturbed, a, b, settle=settle, config=config, reduce=self._reduce, step_s=step_s
             )
         )
 

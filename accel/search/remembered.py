@@ -135,7 +135,8 @@ class Recollection:
         self._earlier: RememberedSearch | None = None
         self._holds = False
         """The earlier plan and verdicts stand, if no check has shown otherwise."""
-        self._is_checking = False
+        self.is_checking = False
+        """The earlier plan is on, and has shown nothing yet."""
         self._losers: dict[str, RememberedTrial] = {}
         """Strategies that gave nothing then and have not been tried again."""
         self._waiting: Choices = {}
@@ -204,7 +205,7 @@ class Recollection:
         if plan:
             self._suggestion = self.text = self._words(plan)
         if suggested:
-            self._is_checking, self._stored = True, None
+            self.is_checking, self._stored = True, None
             self.text = f"{self._suggestion}; being checked again"
             self._memory.begin_check()
         return suggested
@@ -222,8 +223,8 @@ class Recollection:
 
     def _end_check(self) -> None:
         """If a check is under way, leave what is remembered as it was."""
-        if self._is_checking and self._memory is not None and self._earlier is not None:
-            self._is_checking = False
+        if self.is_checking and self._memory is not None and self._earlier is not None:
+            self.is_checking = False
             self._memory.store(self._earlier)
 
     def _applies(self, name: str, setting: object) -> bool:
@@ -273,22 +274,28 @@ class Recollection:
             undone: strategies.
             is_open: noise has left the trial open, and earlier runs have decided.
         """
-        self._is_checking = False
+        self.is_checking = False
         self.text = f"{self._suggestion}; checked again: kept" + (f", but for {', '.join(undone)}" if undone else "")
         self.text += ", by what was shown then, since noise leaves it open in this run" if is_open else ""
+
+    def wait_with(self, name: str, setting: object, rest: Choices) -> None:
+        """Leave a strategy of the plan to the next run: steps of this one can't show what it gives."""
+        self._waiting[name] = setting
+        self.is_checking = bool(rest)
+        self.text = self.text if rest else f"{self._suggestion}; left to the next run"
 
     def reject(self, why: str) -> None:
         """The plan did not pass: forget it, and the verdicts that were made beside it."""
         assert self._memory is not None
-        self._is_checking = self._holds = False
+        self.is_checking = self._holds = False
         self.text = f"{self._suggestion}; checked again: undone ({why}), and searched anew"
         self._losers, self._waiting, self._stored = {}, {}, None
         self._memory.forget()
 
     def failed(self) -> None:
         """accel has failed: if it was during the check, the next run is not to try the same."""
-        if self._is_checking and self._memory is not None:
-            self._is_checking = False
+        if self.is_checking and self._memory is not None:
+            self.is_checking = False
             self._memory.forget()
 
     def reason(self, name: str) -> str:
@@ -386,7 +393,7 @@ class Recollection:
         """
         if self._memory is None:
             return
-        if self._is_checking:  # it has shown nothing yet
+        if self.is_checking:  # it has shown nothing yet
             if ended:
                 self._end_check()
             return

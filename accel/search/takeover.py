@@ -82,6 +82,11 @@ class TakeOver(Experiments):
         for name in [name for name in plan if self._candidates[name].lasting]:
             candidate, setting = self._candidates[name], plan[name]
             row, cost_s, steps = self.rows[name], self.cost_s, self.steps
+            if why := self._too_little(candidate):
+                self.recollection.wait_with(name, plan.pop(name), plan)
+                self._ledger.decide(name, "not tried", why)
+                self._pending.remove(name)
+                continue
             self._just_observed = observed
             outcome = yield from self._trial({}, {name: setting}, candidate.settling(setting))
             self._just_observed = ()
@@ -105,7 +110,7 @@ class TakeOver(Experiments):
                 self._ledger.settle(name)
                 self._pending.remove(name)
                 del plan[name]
-        if not plan:
+        if not plan and self.recollection.is_checking:
             self.recollection.reject("it was not shown to be faster than plain")
 
     def _in_turns_too(self, candidate: Candidate, setting: object, outcome: Outcome) -> Trying:

@@ -27,6 +27,8 @@ _BLOCK_S = 0.3
 """Each of them lasts at least so long: fast steps are disturbed for many at a time."""
 _STILL_FAULTS = 0.5
 """Of the page faults that B saves, the share that steps of A have again where its effect has not lasted."""
+_LEAST_BEFORE = 2
+"""Steps before a switch that can be compared with those after it."""
 _IN_A_ROW = 2
 """Blocks of A without them show that it has."""
 _SAVED = 0.2
@@ -136,6 +138,7 @@ def before_and_after(
     reduce: Callable[[Sequence[float]], float],
     step_s: float,
     before: Sequence[float] = (),
+    faults: float | None = None,
 ) -> Generator[Action, Result, TrialResult | None]:
     """Compare the steps before a switch with those after it, for what can't be switched back; None if interrupted.
 
@@ -151,18 +154,20 @@ def before_and_after(
         reduce: how a block of step times becomes one number.
         step_s: about a step's time, > 0.
         before: seconds of steps under `a` that have been measured already.
+        faults: page faults of one of them.
     """
-    steps = len(before) or _steps_before(config, step_s)
-    if not before:
+    if len(before) < _LEAST_BEFORE:
+        steps = _steps_before(config, step_s)
         result = yield from act(Action(plan=a, steps=steps))
         if result is None:
             return None
-        before = result.seconds
-    result = yield from act(Action(plan=b, steps=steps, settle=settle))
+        before, faults = result.seconds, result.page_faults
+    result = yield from act(Action(plan=b, steps=len(before), settle=settle))
     if result is None:
         return None
     settling = _settling_cost(result.settling, statistics.median(result.seconds))
-    return _compared(before, result.seconds, settling, config, reduce)
+    tried = _compared(before, result.seconds, settling, config, reduce)
+    return tried._replace(outcome=replace(tried.outcome, saved_faults=_saved(faults, result.page_faults)))
 
 
 def in_turns_unless_it_lasts(
@@ -178,6 +183,7 @@ def in_turns_unless_it_lasts(
     """Run a trial of what saves page faults: in blocks of steps for as long as those of A fault as before B.
 
     Once they don't, blocks compare nothing. Then the steps before the first of B's are compared with as many of B.
+    Where B saves none, something else has saved them before, and that it gives nothing is no verdict on it.
 
     Args:
         act: runs an action.
@@ -199,13 +205,19 @@ def in_turns_unless_it_lasts(
     if (yield from watched(Action(plan=a, steps=_steps_before(config, step_s)))) is None:
         return None
     tried = yield from by_blocks(watched, a, b, settle=settle, config=config, reduce=reduce)
-    if not lasting.shows:
-        return tried
+    if tried is None and not lasting.shows:
+        return None
+    if tried is not None and not lasting.shows:
+        is_void = tried.outcome.verdict == "drop" and not lasting.saved
+        verdict: Verdict = "refused" if is_void else tried.outcome.verdict
+        return tried._replace(outcome=replace(tried.outcome, verdict=verdict, saved_faults=lasting.saved))
     missing = len(lasting.before_s) - len(lasting.with_b_s)
     more = (yield from act(Action(plan=b, steps=missing, settle=settle))) if missing > 0 else Result()
     if more is None:
         return None
-    return _compared(lasting.before_s, lasting.with_b_s + more.seconds, lasting.settling, config, reduce)
+    settling = lasting.settling + _settling_cost(more.settling, statistics.median(lasting.with_b_s))
+    tried = _compared(lasting.before_s, lasting.with_b_s + more.seconds, settling, config, reduce)
+    return tried._replace(outcome=replace(tried.outcome, saved_faults=lasting.saved, lasts=True))
 
 
 class _Lasting:
@@ -218,7 +230,8 @@ class _Lasting:
         self.settling = 0.0
         """What the settling of B has cost, s."""
         self._plain: float | None = None
-        self._with_b = 0.0
+        """Page faults of a step of A, just before B."""
+        self._with_b: float | None = None
         self._without = 0
         """Blocks of A in a row that lack page faults."""
 
@@ -227,24 +240,37 @@ class _Lasting:
         """True once blocks of A lack the page faults that B saves."""
         return self._without >= _IN_A_ROW
 
+    @property
+    def saved(self) -> float:
+        """Page faults that steps of B have less than those of A just before them had; 0 for few of them."""
+        return _saved(self._plain, self._with_b)
+
     def add(self, arm: Arm, result: Result) -> None:
         """Take steps in, those of A before any of B's first."""
         faults = result.page_faults
         if arm == "B":
-            self._with_b = faults or 0.0
+            self._with_b = faults
             self.with_b_s += result.seconds
             self.settling += _settling_cost(result.settling, statistics.median(result.seconds))
             return
-        self._plain = faults if self._plain is None else self._plain
+        if not self.with_b_s:
+            self._plain = faults
+        elif result.settling:  # A's cost, too
+            self.settling += _settling_cost(result.settling, statistics.median(result.seconds))
         self._without = self._without + 1 if self._lacks(faults) else 0
         if not self._without:
             self.before_s += result.seconds
 
     def _lacks(self, faults: float | None) -> bool:
-        if faults is None or not self._plain:
+        if faults is None or self._with_b is None:
             return False
-        saved = self._plain - self._with_b
-        return saved > _SAVED * self._plain and faults < self._with_b + _STILL_FAULTS * saved
+        return self.saved > 0 and faults < self._with_b + _STILL_FAULTS * self.saved
+
+
+def _saved(before: float | None, after: float | None) -> float:
+    if before is None or after is None:
+        return 0.0
+    return before - after if before - after > _SAVED * before else 0.0
 
 
 def _compared(
@@ -285,14 +311,34 @@ def _blocks(seconds: Sequence[float], number: int) -> list[Sequence[float]]:
     return [seconds[low:high] for low, high in itertools.pairwise(cuts)]
 
 
-def at_most(outcome: Outcome, gain: float) -> Outcome:
+def at_most(outcome: Outcome, gain: float, keep_gain: float) -> Outcome:
     """Return the outcome of a comparison before and after with no more than the gain that is possible at all.
 
     What seems more is the machine's: the steps before were disturbed. So those after it set the level.
+
+    Args:
+        outcome: of the comparison.
+        gain: the largest possible, as a ratio.
+        keep_gain: what is surely above this is kept, as a fraction.
     """
     if outcome.in_turns or outcome.gain <= gain:
         return outcome
-    return replace(outcome, gain=gain, low=min(outcome.low, gain), high=gain, before_ms=outcome.after_ms * gain)
+    low, high = (end * gain / outcome.gain for end in (outcome.low, outcome.high))
+    verdict: Verdict = "keep" if low > 1 + keep_gain else "drop"
+    return replace(outcome, verdict=verdict, gain=gain, low=low, high=high, before_ms=outcome.after_ms * gain)
+
+
+def by_faults(outcome: Outcome, drop_gain: float) -> Outcome:
+    """Keep what looks faster where noise leaves that open, if steps with it are seen to have less page faults.
+
+    Args:
+        outcome: of what saves page faults that are worth `drop_gain` of the step.
+        drop_gain: what is surely below this is dropped, as a fraction.
+    """
+    if outcome.verdict == "keep" or not outcome.saved_faults or outcome.gain < 1:
+        return outcome
+    is_open = outcome.verdict == "refused" or (not outcome.in_turns and outcome.high > 1 + drop_gain)
+    return replace(outcome, verdict="keep") if is_open else outcome
 
 
 def together(first: Outcome, second: Outcome) -> Outcome:

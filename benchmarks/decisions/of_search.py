@@ -187,6 +187,22 @@ FAULTS = [
         _LASTING,
     ),
     Fault(
+        "page_faults_say_nothing",
+        "trial",
+        "undoes what noise leaves open, though steps with it are seen to have no page faults",
+        "accel.search.trials:by_faults",
+        lambda right: lambda outcome, drop_gain: outcome,
+        _LASTING,
+    ),
+    Fault(
+        "page_faults_say_all",
+        "trial",
+        "keeps what saves page faults and is slower",
+        "accel.search.trials:by_faults",
+        lambda right: lambda outcome, drop_gain: replace(outcome, verdict="keep"),
+        _LASTING,
+    ),
+    Fault(
         "two_open_trials_are_a_gain",
         "trial",
         "keeps whatever noise has left open twice",

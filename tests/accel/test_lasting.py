@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from accel.report import StrategyRow
 from accel.search.actions import Action, Candidate, Result
 from accel.search.remembered import RememberedTrial
 from tests.accel.memory import FakeMemory, day, remembered
@@ -251,13 +252,25 @@ def test_other_page_faults_of_each_step_don_t_change_the_verdict(lasts: bool) ->
     assert controller.rows["heap"].why.startswith("faster than the steps before" if lasts else "faster in 6 pairs")
 
 
-@pytest.mark.parametrize("gain", [0.9, 1.0])
-def test_what_lasts_and_gives_nothing_is_seldom_kept(gain: float) -> None:
-    kept = 0
+def kept_of_100(gain: float, noise: float) -> list[StrategyRow]:
+    """Return the rows of a lasting effect in those of 100 runs that keep it."""
+    rows = []
     for seed in range(100):
-        machine = Faulting(speed={"heap": gain}, noise=0.1, page_fault_s=3e-6, seed=seed, lasts=True)
-        kept += bool(simulate([heap()], machine).plan)
-    assert kept <= 5
+        machine = Faulting(speed={"heap": gain}, noise=noise, page_fault_s=3e-6, seed=seed, lasts=True)
+        rows.append(simulate([heap()], machine).rows["heap"])
+    return [row for row in rows if row.status == "kept"]
+
+
+def test_what_lasts_and_is_slower_is_seldom_kept() -> None:
+    assert len(kept_of_100(0.9, noise=0.1)) <= 5
+
+
+def test_what_noise_leaves_open_is_kept_for_the_page_faults_that_it_saves() -> None:
+    rows = kept_of_100(1.08, noise=0.2)
+    assert len(rows) >= 90
+    open_ones = [row for row in rows if row.gain_low is not None and row.gain_low <= 1]
+    assert open_ones
+    assert all(row.why.startswith("looks faster than the steps without it, and saves 2,000 page") for row in open_ones)
 
 
 @pytest.mark.parametrize(("gain", "lasts"), [(1.2, False), (1.0, False), (0.9, False), (1.2, True)])
@@ -279,22 +292,22 @@ def test_after_another_batch_shape_it_is_tried_again_unless_it_has_lasted(gain: 
         assert controller.closing is not None and controller.closing.gain == pytest.approx(row.gain)
 
 
-def test_where_noise_leaves_it_open_twice_both_runs_decide_and_it_stays() -> None:
+def test_what_turns_leave_open_stays_and_is_not_tried_again() -> None:
     found = 0
     for seed in range(20):
-        trials = {"heap": RememberedTrial(status="refused", on=day(3), gain=1.05, low=1.012, open=True)}
-        memory = FakeMemory(remembered(plan={}, trials=trials))
-        machine = Faulting(speed={"heap": 1.05}, noise=0.12, page_fault_s=3e-6, seed=seed)
-        controller = simulate([heap()], machine, memory=memory)
+        machine = Faulting(speed={"heap": 1.03}, noise=0.15, page_fault_s=3e-6, seed=seed)
+        controller = simulate([heap()], machine)
         row = controller.rows["heap"]
         assert ("heap" in controller.plan) == (row.status == "kept")
-        if row.why.endswith("both together do not"):
+        if row.status == "kept" and row.gain_low is not None and row.gain_low <= 1:
             found += 1
             assert controller.closing is not None and controller.closing.gain == pytest.approx(row.gain)
+            first = next(n for n, action in enumerate(machine.actions) if action.plan)
+            assert sum(not action.plan for action in machine.actions[first:]) <= 72
     assert found
 
 
-@pytest.mark.parametrize(("gain", "stays"), [(1.2, True), (1.0, False)])
+@pytest.mark.parametrize(("gain", "stays"), [(1.2, True), (0.9, False)])
 def test_a_remembered_one_takes_turns_where_one_comparison_does_not_show_it(gain: float, stays: bool) -> None:
     for seed in range(20):
         memory = FakeMemory(remembered(plan={"heap": None, "good": None}))
@@ -317,3 +330,72 @@ def test_a_disturbance_before_it_makes_no_gain_larger_than_all_page_faults() -> 
     assert row.status == "kept"
     assert row.gain == pytest.approx(1 / (1 - 2000 * 2e-6 / 0.02), rel=0.02)  # 4 of 20 ms
     assert row.after_ms == pytest.approx(20 / 1.2, rel=0.05)
+
+
+def grown(**options: Any) -> Faulting:
+    """Return a machine whose heap has grown before the first step: nothing shows what `heap` gives."""
+    return Faulting(noise=0.02, page_fault_s=3e-6, has_grown=True, **options)
+
+
+@pytest.mark.parametrize("others", [{"good": None}, {}])
+def test_what_can_t_be_shown_now_is_left_to_the_next_run(others: dict[str, Any]) -> None:
+    trials = {"heap": RememberedTrial(status="kept", on=day(3), gain=1.2, low=1.15)}
+    memory = FakeMemory(remembered(plan={"heap": None, **others}, trials=trials))
+    machine = grown(speed={"heap": 1.2, "good": 1.5})
+    controller = simulate([heap(), candidate("good")], machine, memory=memory)
+    assert controller.plan == {"good": None}
+    assert controller.rows["heap"].status == "not tried"
+    assert memory.search is not None
+    assert memory.search.plan == {"heap": None, "good": None}
+    assert memory.search.trials["heap"] == trials["heap"]
+
+
+def test_what_was_shown_in_turns_is_not_taken_for_lasting_where_nothing_faults() -> None:
+    class Smaller(Faulting):
+        """Batches of the other shape are served without page faults, and `heap` gives nothing then."""
+
+        def page_faults(self, plan: dict[str, Any]) -> int:
+            return super().page_faults(plan) if self.step < 500 else 0
+
+        def seconds(self, plan: dict[str, Any]) -> float:
+            self.speed = {"heap": 1.3 if self.step < 500 else 1.0}
+            return super().seconds(plan)
+
+    machine = Smaller(noise=0.02, page_fault_s=3e-6, regime=lambda step: "a" if step < 500 else "b")
+    controller = simulate([heap()], machine, until_settled=False, steps=3000, pace=FAST)
+    assert controller.plan == {}
+    assert controller.rows["heap"].status == "not tried"
+    assert controller.closing is None
+
+
+def test_where_it_saves_no_page_faults_that_it_gives_nothing_is_no_verdict() -> None:
+    class Loader(Faulting):
+        """All faults are those of the loader's batches; the heap had grown before."""
+
+        def page_faults(self, plan: dict[str, Any]) -> int:
+            return 2000
+
+    memory = FakeMemory()
+    controller = simulate([heap()], Loader(noise=0.02, page_fault_s=3e-6), memory=memory)
+    assert controller.rows["heap"].status == "refused"
+    assert memory.search is not None and memory.search.trials["heap"].open
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+@pytest.mark.parametrize("at", range(10, 220, 13))
+def test_another_batch_shape_in_the_midst_of_its_trial_begins_it_anew(at: int, lasts: bool) -> None:
+    machine = Faulting(speed={"heap": 1.3}, noise=0.02, page_fault_s=3e-6, lasts=lasts)
+    machine.regime = lambda step: "a" if step < at else "b"
+    controller = simulate([heap(), candidate("good")], machine, until_settled=False, steps=2500, pace=FAST)
+    if not lasts:
+        assert controller.plan == {"heap": None}
+        assert controller.rows["heap"].gain == pytest.approx(1.3, rel=0.05)
+    assert controller.rows["heap"].status in ("kept", "not tried")
+
+
+@pytest.mark.parametrize("at", range(10, 220, 13))
+def test_a_trip_in_the_midst_of_its_trial_undoes_it(at: int) -> None:
+    machine = Faulting(speed={"heap": 1.3, "good": 1.4}, noise=0.02, page_fault_s=3e-6, trips_at={"heap": at})
+    controller = simulate([heap(), candidate("good")], machine)
+    assert controller.plan == {"good": None}
+    assert controller.rows["heap"].status == "undone"
