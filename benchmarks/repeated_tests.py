@@ -1,6 +1,6 @@
 """Do the tests pass on every machine? `make test` again and again: quiet, beside others, on one core, in other orders.
 
-    python -m benchmarks.repeated_tests [CONDITION …] [--times N] [--record]
+    python -m benchmarks.repeated_tests [CONDITION …] [--times N] [--first N] [--record]
 
 Each run is one row; what is recorded of a run stays until the same is run again.
 A test that fails under one condition only is a fault of the test or of what it tests, never of the machine.
@@ -192,13 +192,14 @@ CONDITIONS = {
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(list(CONDITIONS)), metavar="[CONDITION]…")
 @click.option("--times", type=click.IntRange(1), help="Runs of each; by default what the condition says.")
+@click.option("--first", default=1, type=click.IntRange(1), help="Number of the first run, to go on with a recording.")
 @click.option("--record", is_flag=True, help="Write the runs to benchmarks/results/.")
-def main(names: tuple[str, ...], times: int | None, record: bool) -> None:
+def main(names: tuple[str, ...], times: int | None, first: int, record: bool) -> None:
     """Run the tests under CONDITIONS (default: all), and exit with 1 if one has failed or was left out."""
     console = Console(highlight=False, soft_wrap=True)
     rows: list[Row] = []
     try:
-        for row in runs(names or list(CONDITIONS), times):
+        for row in runs(names or list(CONDITIONS), times, first):
             rows.append(row)
             console.print(one_line(row), markup=False)
     finally:  # not sooner: tests compare the pages with what is recorded
@@ -208,11 +209,11 @@ def main(names: tuple[str, ...], times: int | None, record: bool) -> None:
         sys.exit(1)
 
 
-def runs(names: Sequence[str], times: int | None = None) -> Iterator[Row]:
-    """Yield a row for each run under these conditions."""
+def runs(names: Sequence[str], times: int | None = None, first: int = 1) -> Iterator[Row]:
+    """Yield a row for each run under these conditions, from the one with this number on."""
     for name in names:
         condition = CONDITIONS[name]
-        for number in range(1, (times or condition.times) + 1):
+        for number in range(first, first + times if times else condition.times + 1):
             began = time.monotonic()
             with condition.beside():
                 outcome = condition.tests(number)

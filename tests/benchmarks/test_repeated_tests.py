@@ -109,3 +109,15 @@ def test_conditions_are_those_of_the_manual() -> None:
         "random_order": 3,
         "file_alone": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("times", "first", "numbers"), [(None, 1, [1, 2, 3]), (None, 3, [3]), (2, 1, [1, 2]), (2, 4, [4, 5])]
+)
+def test_a_recording_can_be_gone_on_with(
+    times: int | None, first: int, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    condition = repeated_tests.Condition("short", 3, lambda number: Outcome(0, {"passed": number}))
+    monkeypatch.setitem(repeated_tests.CONDITIONS, "quiet", condition)
+    rows = list(repeated_tests.runs(["quiet"], times, first))
+    assert [row["number"] for row in rows] == [row["passed"] for row in rows] == numbers
