@@ -3,6 +3,8 @@
     python -m benchmarks.repeated_tests [CONDITION …] [--times N] [--first N] [--record]
 
 Each run is one row; what is recorded of a run stays until the same is run again.
+What a run printed that was not green is added to `.data/repeated-tests.log`.
+
 A test that fails under one condition only is a fault of the test or of what it tests, never of the machine.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,9 +31,11 @@ from rich.console import Console
 from accel.profiler.host import usable_cores
 from benchmarks.decision_faults import DEFAULT_RUN
 from benchmarks.faults.runs import busy
-from benchmarks.record import ROOT, Column, Record
+from benchmarks.record import DATA, ROOT, Column, Record
 from benchmarks.render import Row, block
 
+_ENDS_WELL = (0, 5)
+"""Exit statuses of pytest: all passed, and no tests in what was named."""
 LIMIT_S = 3600.0
 """A run that takes longer is ended; it counts as failed."""
 
@@ -85,7 +90,7 @@ class Outcome:
         for outcome in outcomes:
             counts.update(outcome.counts)
             skips.update(outcome.skips)
-        statuses = [outcome.status for outcome in outcomes if outcome.status not in (0, 5)]
+        statuses = [outcome.status for outcome in outcomes if outcome.status not in _ENDS_WELL]
         return cls(statuses[0] if statuses else 0, counts, [name for each in outcomes for name in each.failures], skips)
 
     def row(self, condition: str, number: int, seconds: float) -> Row:
@@ -135,6 +140,10 @@ def _run(
         except subprocess.TimeoutExpired:
             os.killpg(running.pid, signal.SIGKILL)
             return Outcome(None)
+    if running.returncode not in _ENDS_WELL:
+        DATA.mkdir(exist_ok=True)
+        with open(DATA / "repeated-tests.log", "a", encoding="utf-8") as log:
+            log.write(f"{shlex.join(command)}\n{printed}\n")
     return Outcome.of(running.returncode, printed)
 
 

@@ -133,8 +133,8 @@ class Outcome:
     pairs: int
     in_turns: bool = True
     """Blocks of A and B took turns; if not, all of A came before all of B."""
-    saved_faults: float = 0.0
-    """Page faults of a step that B has less; 0 where that was not seen."""
+    saved_faults: float | None = None
+    """Page faults of a step that B has less; None where that was not looked at, or can't be seen."""
     lasts: bool = False
     """B's effect has been seen to outlast it: steps of A have it too, once B has been on."""
 

@@ -117,7 +117,8 @@ class Controller(TakeOver):
                 self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
                 if result.seconds:
                     self.plain_ms = statistics.median(result.seconds) * 1e3
-                self._keep_what_has_lasted()
+                if not waits:
+                    self._keep_what_has_lasted()
             if not waits and self._replay is None:
                 yield from self._recall(result.seconds)
                 if self._regime_changed:
@@ -158,20 +159,21 @@ class Controller(TakeOver):
             candidate = self._candidates[name := names.pop(0)]
             if candidate.lasting and self.steps > self._looked_at:
                 yield from self._measure_anatomy()
+            faulting = None if name in self._lasting else self.faulting
             shows = priority.shows_when_crowded(
-                candidate, self.anatomy_after, self._config.drop_gain, self._pace, self.faulting
+                candidate, self.anatomy_after, self._config.drop_gain, self._pace, faulting
             )
             if not shows or refusal(candidate) or not self._may_be_tried_at_once(candidate):
                 continue
             if waiting_for(candidate):
                 waiting.append(name)
                 continue
-            brief = None if candidate.lasting else self._brief  # its trial can't be made again, if its effect lasts
+            brief = None if candidate.lasting else self._brief  # if its effect lasts, that trial is its only one
             yield from self._try(candidate, brief or self._config)
             if self._regime_changed:
                 return
             row = self.rows[name]
-            if row.status == "kept" or row.gain is None or name in self._has_lasted:  # kept, or wrong or failing
+            if row.status == "kept" or row.gain is None or candidate.lasting:  # kept, or wrong or failing
                 self._pending = [other for other in self._pending if other != name]
                 self._ledger.settle(name)
             else:
@@ -314,7 +316,11 @@ class Controller(TakeOver):
 
     def _with_earlier(self, name: str, outcome: Outcome) -> tuple[Outcome, str]:
         """Keep what this run's trial and an earlier one leave open by noise and show together; say so."""
-        if outcome.verdict != "refused" or not self.recollection.shows_with(name, outcome, self._config.keep_gain):
+        if (
+            outcome.verdict != "refused"
+            or outcome.saved_faults == 0
+            or not self.recollection.shows_with(name, outcome, self._config.keep_gain)
+        ):
             return outcome, ""
         return replace(
             outcome, verdict="keep"
@@ -437,7 +443,7 @@ class Controller(TakeOver):
         self._lasting = {
             name: replace(outcome, before_ms=self.plain_ms * outcome.gain, after_ms=self.plain_ms)
             for name, outcome in self._lasting.items()
-            if not faults_again and (outcome.lasts or self.faulting is None)
+            if not faults_again and (not outcome.in_turns or self.faulting is None)
         }
 
     # -- helpers -----------------------------------------------------------------------------------------------------

@@ -87,8 +87,6 @@ class Experiments:
         self._left = SettingsLeft()
         self._lasting: dict[str, Outcome] = {}
         """What may have a lasting effect and is kept → what its own trial has shown."""
-        self._has_lasted: set[str] = set()
-        """What has been seen to outlast its use, kept or not."""
         self._tripped: set[str] = set()
         self._just_observed: Sequence[float] = ()
         """Seconds of the plain steps before a remembered plan."""
@@ -380,7 +378,6 @@ class Experiments:
                 self.cost_s += tried.cost_s
                 outcome = trials.at_most(tried.outcome, most, self._config.keep_gain)
                 outcome = trials.by_faults(outcome, self._config.drop_gain)
-            self._has_lasted |= {name} if outcome.lasts else set()
             outcomes.append(outcome)
         outcome = functools.reduce(trials.together, outcomes)
         with_lasting = {**a, **lasting}

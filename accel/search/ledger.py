@@ -12,6 +12,8 @@ from accel.search.actions import Candidate
 from accel.search.plan import Choices
 from accel.strategies.base import asked
 
+SAVES_NO_FAULTS = "it saves no page faults as things are, so that what it gives can't be seen"
+
 
 class Ledger:
     """Keep the report's rows and events.
@@ -189,6 +191,8 @@ def _highest_of_small(drop_gain: float) -> float:
 
 
 def _why_not(outcome: Outcome, drop_gain: float) -> tuple[Status, str]:
+    if outcome.verdict == "refused" and outcome.saved_faults == 0:
+        return "refused", f"{SAVES_NO_FAULTS}; left off"
     if outcome.verdict == "refused":
         return "refused", f"too noisy to tell after {outcome.pairs} pairs of blocks; left off"
     if outcome.high < 1:

@@ -281,8 +281,9 @@ class Recollection:
     def wait_with(self, name: str, setting: object, rest: Choices) -> None:
         """Leave a strategy of the plan to the next run: steps of this one can't show what it gives."""
         self._waiting[name] = setting
-        self.is_checking = bool(rest)
-        self.text = self.text if rest else f"{self._suggestion}; left to the next run"
+        if not rest:
+            self._end_check()
+            self.text = f"{self._suggestion}; left to the next run"
 
     def reject(self, why: str) -> None:
         """The plan did not pass: forget it, and the verdicts that were made beside it."""
@@ -408,7 +409,7 @@ class Recollection:
         for name, seconds in self._one_off_s.items():
             is_first = earlier is None or name not in earlier.one_off_s  # what is kept on disk was not there yet
             one_off_s[name] = round(seconds * (self._repeated[name] if is_first else 1.0), 2)
-        if not plan and not trials and not one_off_s:
+        if not plan and not trials and not one_off_s and not self._waiting:
             return
         known_run_s = 0.0 if ended or earlier is None else earlier.run_s
         speedup, low, of = self._shown(plan, closing)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from accel.profiler.trial import Outcome
 from accel.search.actions import Candidate
 from accel.search.experiments import Decisions, Experiments, Trying
-from accel.search.ledger import refusal
+from accel.search.ledger import SAVES_NO_FAULTS, refusal
 from accel.search.plan import Choices
 
 
@@ -71,7 +71,8 @@ class TakeOver(Experiments):
             return
         missing = [name for name in plan if name not in self.plan and name not in self._tripped]
         if self.plan and not missing:
-            self._confirm(plan, [name for name in remembered if name not in plan])
+            gone = [name for name in remembered if name not in plan]
+            self._confirm(plan, [name for name in gone if self.rows[name].status != "not tried"])
             return
         faster = f"only {', '.join(self.plan)} was" if self.plan else "it was not"
         recollection.reject(f"{faster} shown to be faster than plain")
@@ -83,9 +84,7 @@ class TakeOver(Experiments):
             candidate, setting = self._candidates[name], plan[name]
             row, cost_s, steps = self.rows[name], self.cost_s, self.steps
             if why := self._too_little(candidate):
-                self.recollection.wait_with(name, plan.pop(name), plan)
-                self._ledger.decide(name, "not tried", why)
-                self._pending.remove(name)
+                self._leave_to_next_run(name, plan, why)
                 continue
             self._just_observed = observed
             outcome = yield from self._trial({}, {name: setting}, candidate.settling(setting))
@@ -105,6 +104,8 @@ class TakeOver(Experiments):
                 outcome = replace(outcome, verdict="keep")
             if outcome.verdict == "keep":
                 self._lasting[name] = outcome
+            elif outcome.verdict == "refused" and outcome.saved_faults == 0:
+                self._leave_to_next_run(name, plan, SAVES_NO_FAULTS)
             else:
                 self._ledger.judge(candidate, setting, outcome, {})
                 self._ledger.settle(name)
@@ -112,6 +113,11 @@ class TakeOver(Experiments):
                 del plan[name]
         if not plan and self.recollection.is_checking:
             self.recollection.reject("it was not shown to be faster than plain")
+
+    def _leave_to_next_run(self, name: str, plan: Choices, why: str) -> None:
+        """Take what can't show now what it gives out of a remembered plan; it is tried later if it can then."""
+        self.recollection.wait_with(name, plan.pop(name), plan)
+        self._ledger.decide(name, "not tried", f"{why}; left to the next run")
 
     def _in_turns_too(self, candidate: Candidate, setting: object, outcome: Outcome) -> Trying:
         """Return what blocks in turns show of what has a lasting effect, if plain steps still fault as before it."""

@@ -208,7 +208,7 @@ def in_turns_unless_it_lasts(
     if tried is None and not lasting.shows:
         return None
     if tried is not None and not lasting.shows:
-        is_void = tried.outcome.verdict == "drop" and not lasting.saved
+        is_void = tried.outcome.verdict == "drop" and lasting.saved == 0
         verdict: Verdict = "refused" if is_void else tried.outcome.verdict
         return tried._replace(outcome=replace(tried.outcome, verdict=verdict, saved_faults=lasting.saved))
     missing = len(lasting.before_s) - len(lasting.with_b_s)
@@ -241,7 +241,7 @@ class _Lasting:
         return self._without >= _IN_A_ROW
 
     @property
-    def saved(self) -> float:
+    def saved(self) -> float | None:
         """Page faults that steps of B have less than those of A just before them had; 0 for few of them."""
         return _saved(self._plain, self._with_b)
 
@@ -262,14 +262,14 @@ class _Lasting:
             self.before_s += result.seconds
 
     def _lacks(self, faults: float | None) -> bool:
-        if faults is None or self._with_b is None:
+        if faults is None or self._with_b is None or not self.saved:
             return False
-        return self.saved > 0 and faults < self._with_b + _STILL_FAULTS * self.saved
+        return faults < self._with_b + _STILL_FAULTS * self.saved
 
 
-def _saved(before: float | None, after: float | None) -> float:
+def _saved(before: float | None, after: float | None) -> float | None:
     if before is None or after is None:
-        return 0.0
+        return None
     return before - after if before - after > _SAVED * before else 0.0
 
 
@@ -332,7 +332,7 @@ def by_faults(outcome: Outcome, drop_gain: float) -> Outcome:
     """Keep what looks faster where noise leaves that open, if steps with it are seen to have less page faults.
 
     Args:
-        outcome: of what saves page faults that are worth `drop_gain` of the step.
+        outcome: of what saves page faults.
         drop_gain: what is surely below this is dropped, as a fraction.
     """
     if outcome.verdict == "keep" or not outcome.saved_faults or outcome.gain < 1:
@@ -342,12 +342,15 @@ def by_faults(outcome: Outcome, drop_gain: float) -> Outcome:
 
 
 def together(first: Outcome, second: Outcome) -> Outcome:
-    """Return the outcome of both gains, the second measured on top of the first; the interval is the widest."""
+    """Return the outcome of both gains, the second measured on top of the first, each with an error of its own."""
+    gain = first.gain * second.gain
+    below = math.hypot(*(math.log(each.gain / each.low) for each in (first, second)))
+    above = math.hypot(*(math.log(each.high / each.gain) for each in (first, second)))
     return replace(
         second,
-        gain=first.gain * second.gain,
-        low=first.low * second.low,
-        high=first.high * second.high,
+        gain=gain,
+        low=gain * math.exp(-below),
+        high=gain * math.exp(above),
         before_ms=second.before_ms * first.gain,
     )
 

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_PATIENCE_S = 120.0
+"""Until a message counts as lost. On a busy machine one has taken more than ten."""
+
 
 class Counting:
     """A channel of one rank among `size` that only counts."""
@@ -67,7 +70,7 @@ class Mailed(Counting):
 
     def _receive(self, source: int, room: Tensor) -> None:
         if room.numel():
-            room.copy_(self._boxes[source][self.rank].get(timeout=10))
+            room.copy_(self._boxes[source][self.rank].get(timeout=_PATIENCE_S))
 
 
 def together(size: int, work: Callable[[Mailed], Any]) -> list[Any]:
@@ -75,15 +78,22 @@ def together(size: int, work: Callable[[Mailed], Any]) -> list[Any]:
     boxes: list[list[queue.SimpleQueue[Tensor]]] = [[queue.SimpleQueue() for _ in range(size)] for _ in range(size)]
     found: list[Any] = [None] * size
 
+    failed: list[BaseException] = []
+
     def run(rank: int) -> None:
-        with torch.no_grad():
-            found[rank] = work(Mailed(rank, boxes))
+        try:
+            with torch.no_grad():
+                found[rank] = work(Mailed(rank, boxes))
+        except BaseException as error:
+            failed.append(error)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for one in threads:
         one.start()
     for one in threads:
-        one.join(20)
+        one.join(2 * _PATIENCE_S)
+    if failed:
+        raise failed[0]
     return found
 
 
