@@ -157,7 +157,7 @@ class Controller(TakeOver):
         while names or (names := [name for name in waiting if self._is_ready(name)]):
             waiting = [name for name in waiting if name not in names]
             candidate = self._candidates[name := names.pop(0)]
-            if candidate.lasting and self.steps > self._looked_at:
+            if candidate.lasting and self.steps > self._looked_at and not refusal(candidate):
                 yield from self._measure_anatomy()
             faulting = None if name in self._lasting else self.faulting
             shows = priority.shows_when_crowded(
