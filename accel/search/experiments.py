@@ -14,7 +14,7 @@ from accel.profiler.diagnose.communication_wait import wait_as_communication
 from accel.profiler.evidence import Evidence
 from accel.profiler.trial import Outcome, TrialConfig, Verdict
 from accel.report import Event, StrategyRow
-from accel.search import priority, trials
+from accel.search import lasting_trials, priority, trials
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
 from accel.search.ledger import Ledger, refusal, waiting_for
@@ -35,6 +35,7 @@ _MARGIN = 1.1
 
 Decisions = Generator[Action, Result, None]
 Trying = Generator[Action, Result, "Outcome | None"]
+Comparing = Generator[Action, Result, "trials.TrialResult | None"]
 
 
 class Experiments:
@@ -376,8 +377,8 @@ class Experiments:
                 if tried is None:
                     return None
                 self.cost_s += tried.cost_s
-                outcome = trials.at_most(tried.outcome, most, self._config.keep_gain)
-                outcome = trials.by_faults(outcome, self._config.drop_gain)
+                outcome = lasting_trials.at_most(tried.outcome, most, self._config.keep_gain)
+                outcome = lasting_trials.by_faults(outcome, self._config.drop_gain)
             outcomes.append(outcome)
         outcome = functools.reduce(trials.together, outcomes)
         with_lasting = {**a, **lasting}
@@ -386,17 +387,17 @@ class Experiments:
             return None if rest is None else trials.together(outcome, rest)
         return outcome
 
-    def _own_lasting_trial(
-        self, a: Choices, b: Choices, settle: int, config: TrialConfig | None
-    ) -> Generator[Action, Result, trials.TrialResult | None]:
+    def _own_lasting_trial(self, a: Choices, b: Choices, settle: int, config: TrialConfig | None) -> Comparing:
         """Try one strategy with a lasting effect: in turns for as long as the steps without it fault as before."""
         step_s = max(self.plain_ms / 1e3, 1e-4)
         config = replace((config or self._config).for_steps_of(step_s), more_looks=())  # all others wait
         seen = self._just_observed
-        compare: Callable[..., Generator[Action, Result, trials.TrialResult | None]] = trials.in_turns_unless_it_lasts
+        compare: Callable[..., Generator[Action, Result, trials.TrialResult | None]] = (
+            lasting_trials.in_turns_unless_it_lasts
+        )
         if self.faulting is None or seen:
             compare = functools.partial(
-                trials.before_and_after, before=seen, faults=self._page_faults if seen else None
+                lasting_trials.before_and_after, before=seen, faults=self._page_faults if seen else None
             )
             settle += 1
         return (
