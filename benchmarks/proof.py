@@ -84,8 +84,9 @@ def _end_to_end(result: Result) -> Iterator[Line]:
         chosen = [row for row in rows if row.get("variant") == variant]
         if not chosen:
             continue
-        ratios, seconds = [row["ratio"] for row in chosen], chosen[0]["seconds"]
-        what = f"`optimize` on {len(ratios)} models, {variant} run: steps of a process in {seconds:.0f} s, {included}"
+        ratios = [row["ratio"] for row in chosen]
+        seconds = " to ".join(f"{each:.0f}" for each in sorted({row["seconds"] for row in chosen}))
+        what = f"`optimize` on {len(ratios)} models, {variant} run: steps of a process in {seconds} s, {included}"
         figure = f"{geometric_mean(ratios):.2f}x, of the models {min(ratios):.2f}x to {max(ratios):.2f}x"
         yield Line(what, "the plain loop", figure, "controller.md", headline=variant == "second")
     for row in rows:
