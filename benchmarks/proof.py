@@ -85,7 +85,8 @@ def _end_to_end(result: Result) -> Iterator[Line]:
         if not chosen:
             continue
         ratios = [row["ratio"] for row in chosen]
-        seconds = " to ".join(f"{each:.0f}" for each in sorted({row["seconds"] for row in chosen}))
+        lasted = [row["seconds"] for row in chosen]
+        seconds = " to ".join(f"{each:.0f}" for each in dict.fromkeys((min(lasted), max(lasted))))
         what = f"`optimize` on {len(ratios)} models, {variant} run: steps of a process in {seconds} s, {included}"
         figure = f"{geometric_mean(ratios):.2f}x, of the models {min(ratios):.2f}x to {max(ratios):.2f}x"
         yield Line(what, "the plain loop", figure, "controller.md", headline=variant == "second")
