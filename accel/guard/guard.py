@@ -43,6 +43,7 @@ from torch.utils.hooks import RemovableHandle
 from accel.dataio.batches import map_tensors, tensors
 from accel.dataio.fetching.randomness import streams
 from accel.guard import own_state
+from accel.guard.alone import on_this_rank_alone
 from accel.guard.draws import Draw, ReplayedDraws, difference
 from accel.strategies.base import Exactness
 
@@ -293,8 +294,8 @@ def called(
 ) -> list[Tensor]:
     """Return the outputs of a call with gradients, under the autocast that was recorded, on this rank alone."""
     enabled, dtype = recording.autocast
-    no_sync: Any = getattr(model, "no_sync", contextlib.nullcontext)  # DDP: other ranks take no part in a replay
-    with torch.enable_grad(), no_sync(), torch.autocast(recording.device, dtype=dtype, enabled=enabled):
+    autocast = torch.autocast(recording.device, dtype=dtype, enabled=enabled)
+    with torch.enable_grad(), on_this_rank_alone(model), autocast:
         return tensors(call(*args, **kwargs))
 
 
@@ -321,7 +322,7 @@ def replay_evaluation(
         args, kwargs = map_tensors(_copied, recording.args), map_tensors(_copied, recording.kwargs)
         inputs = tensors((args, kwargs))
         autocast = torch.autocast(recording.device, dtype=dtype, enabled=enabled)
-        with torch.no_grad(), autocast, draws or contextlib.nullcontext():
+        with torch.no_grad(), on_this_rank_alone(model), autocast, draws or contextlib.nullcontext():
             outputs = tensors(call(*args, **kwargs))
     finally:
         for module in training:

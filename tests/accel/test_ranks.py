@@ -26,6 +26,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "much later": (cases.much_later, ()),
     "uneven": (cases.joined, ([20, 21],)),
     "very uneven": (cases.joined, ([3, 40],)),
+    "checked alone": (cases.joined, ([13, 16],)),  # the guard replays steps 14 and 15, which rank 0 has not
     "even": (cases.joined, ([60, 60],)),
     "late at once": (cases.late, (0, 0)),
     "late in a trial": (cases.late, (0, 12)),
