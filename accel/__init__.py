@@ -7,9 +7,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from accel import startup
 
 __version__ = "0.1.0.dev0"
 
@@ -42,7 +46,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'accel' has no attribute {name!r}; public names: {', '.join(__all__)}")
-    value = getattr(import_module(_HOMES[name]), name)
+    with startup.counted() if "torch" in sys.modules else contextlib.nullcontext():  # else most of it is torch
+        value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

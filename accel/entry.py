@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from torch import nn
 from torch.optim import Optimizer
 
-from accel import strategies
+from accel import startup, strategies
 from accel.cache.conditions import conditions
 from accel.cache.remembered_plans import RememberedPlans
 from accel.dataio.passes.proxy import LoaderProxy, is_proxy
@@ -218,11 +218,12 @@ def optimize(
     proxy = _proxy_of(loader)
 
     optimized = _optimized.get(model)
-    if optimized is None or optimized.settings != settings:
-        if settings.is_elastic:
-            proxy = _elastic(model, proxy)
-        optimized = _optimized[model] = _start(model, proxy, optimizer_if_passed, settings, optimized)
-    optimized.follow(proxy)
+    with startup.counted():
+        if optimized is None or optimized.settings != settings:
+            if settings.is_elastic:
+                proxy = _elastic(model, proxy)
+            optimized = _optimized[model] = _start(model, proxy, optimizer_if_passed, settings, optimized)
+        optimized.follow(proxy)
     return model, proxy, *arguments[2:]
 
 
@@ -281,6 +282,7 @@ def _start(
         say=announcer.say,
         replay=None if settings.plan is None else settings.plan.strategies,
         memory=_memory(run, settings, fetching_in_use),
+        startup_s=startup.charge,
     )
     session = Session(run, chosen, controller.decisions, say=announcer.say)
     journal = Journal(

@@ -36,7 +36,7 @@ from accel.dataio.fetching.drawing import DrawRecorder, others_could_draw
 from accel.dataio.fetching.fetch import sample_of
 from accel.dataio.fetching.randomness import random_state, streams
 from accel.dataio.samples.layout import NotKept, SampleLayout
-from accel.dataio.samples.store import KEPT, SEEN, UNKNOWN, SampleStore
+from accel.dataio.samples.store import KEPT, Places, SampleStore
 from accel.profiler.host import available_memory
 
 # Of what is available: of memory, and of the disk.
@@ -45,8 +45,8 @@ _SHARE = 0.25
 _RESERVE = 0.3
 # Of the samples that are handed out, so many are fetched all the same and compared.
 _CHECKED = 0.01
-# Samples between two looks at the memory that is available: 0.1 ms.
-_LOOK_AFTER = 256
+# Bytes kept between two looks at the memory that is available, which take 0.1 to 0.5 ms.
+_LOOK_AFTER = 16 << 20
 # Samples whose draws are listened for where other threads could draw too. Whoever draws does so for nearly each sample.
 _LISTENED_TO = 256
 # The states of the generators are compared for so many samples, and then for one batch in 8: reading them takes 0.1 ms.
@@ -301,7 +301,7 @@ class SampleCache(Dataset[Any]):
         places = _places(indices)
         if places is None:
             return fetch(indices)
-        has_place = (places >= 0) & (places < store.places)
+        has_place = self._has_place(store, places)
         kept = has_place.copy()
         kept[has_place] = store.state[places[has_place]] == KEPT
         hits = int(kept.sum())
@@ -313,13 +313,17 @@ class SampleCache(Dataset[Any]):
             samples = self._served(store, indices, places, kept, fetch, whole)
             if samples is not None:
                 return samples
-        return self._recorded(store, indices, fetch)
+        return self._recorded(store, indices, places, fetch)
+
+    @staticmethod
+    def _has_place(store: SampleStore, places: Places) -> np.ndarray[Any, Any]:
+        return (places >= 0) & (places < store.places)
 
     def _served(
         self,
         store: SampleStore,
         indices: list[Any],
-        places: np.ndarray[Any, Any],
+        places: Places,
         kept: np.ndarray[Any, Any],
         fetch: Callable[[list[Any]], Any],
         whole: bool,
@@ -336,7 +340,8 @@ class SampleCache(Dataset[Any]):
         self._counts[_SERVED] += len(samples)
         if len(samples) == len(indices):
             return samples
-        missing = self._recorded(store, [i for i, there in zip(indices, kept, strict=True) if not there], fetch)
+        others = [i for i, there in zip(indices, kept, strict=True) if not there]
+        missing = self._recorded(store, others, places[~kept], fetch)
         if self._usable() is None:  # as these have shown: the others of the batch are fetched, too
             samples = fetch([i for i, there in zip(indices, kept, strict=True) if there])
         from_memory, fetched = iter(samples), iter(missing)
@@ -376,7 +381,9 @@ class SampleCache(Dataset[Any]):
 
     # -- keeping -------------------------------------------------------------------------------------------------------
 
-    def _recorded(self, store: SampleStore, indices: list[Any], fetch: Callable[[list[Any]], Any]) -> Any:
+    def _recorded(
+        self, store: SampleStore, indices: list[Any], places: Places, fetch: Callable[[list[Any]], Any]
+    ) -> Any:
         """Fetch samples, and keep those that come out as before."""
         generation = int(self._notes[_GENERATION])
         samples = self._drawn_nothing(indices, fetch)
@@ -385,10 +392,10 @@ class SampleCache(Dataset[Any]):
         if type(samples) is not list or len(samples) != len(indices):
             self._give_up(_NO_LIST)
             return samples
-        for index, sample in zip(indices, samples, strict=True):
-            # What is kept came out the same twice; whether it still does, checks tell.
-            if 0 <= index < store.places and store.state[index] != KEPT:
-                self._note(store, index, store.layout.pack(sample))
+        # What is kept came out the same twice; whether it still does, checks tell.
+        new = np.flatnonzero(self._has_place(store, places) & (store.state[places % store.places] != KEPT))
+        if len(new):
+            self._note(store, places[new], [samples[place] for place in new])
         return samples
 
     def _drawn_nothing(self, indices: list[Any], fetch: Callable[[list[Any]], Any]) -> Any:
@@ -411,23 +418,23 @@ class SampleCache(Dataset[Any]):
         self._batches += 1
         return self._counts[_FETCHED] < _COMPARED_FIRST or self._batches % _COMPARED_LATER == 0
 
-    def _note(self, store: SampleStore, index: int, parts: Sequence[bytes] | None) -> None:
-        if parts is None:
-            return
-        digest, state = hash(tuple(parts)), store.state[index]
-        if state == UNKNOWN:
-            store.digest[index] = digest
-            store.state[index] = SEEN
-        elif store.digest[index] != digest:
-            self._give_up(_DIFFERS, index)
-        elif state == SEEN and self._has_room():
-            store.write(index, parts)
+    def _note(self, store: SampleStore, places: Places, samples: Sequence[Any]) -> None:
+        """Note samples all at once, or one by one where one has another layout or comes twice."""
+        rows = store.layout.rows(samples) if len(set(places.tolist())) == len(samples) else None
+        if rows is not None:
+            differs = store.note(places, rows, self._has_room)
+            if differs is not None:
+                self._give_up(_DIFFERS, differs)
+        elif len(samples) > 1:
+            for place in range(len(samples)):
+                self._note(store, places[place : place + 1], samples[place : place + 1])
 
-    def _has_room(self) -> bool:
-        """Return whether memory is left: others may need it since."""
-        self._counts[_STORED] += 1
-        if self._counts[_STORED] % _LOOK_AFTER == 0 and not self._in_file:
-            available = available_memory()
+    def _has_room(self, more: int) -> bool:
+        """Return whether memory is left for more samples: others may need it since."""
+        before = int(self._counts[_STORED])
+        self._counts[_STORED] += more
+        if (before + more) * self.sample_bytes // _LOOK_AFTER != before * self.sample_bytes // _LOOK_AFTER:
+            available = None if self._in_file else available_memory()
             self._counts[_FULL] = available is not None and available < _RESERVE * self._available_at_first
         return not self._counts[_FULL]
 
@@ -479,7 +486,7 @@ def _store(dataset: Any, most_bytes: int, directory: Path | None) -> SampleStore
     return store
 
 
-def _places(indices: Any) -> np.ndarray[Any, Any] | None:
+def _places(indices: Any) -> Places | None:
     """Return the indices as an array; None if they are not a list of ints."""
     if type(indices) is not list or not all(type(index) is int for index in indices):
         return None

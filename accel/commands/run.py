@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from accel import startup
 from accel.commands.script_job import ScriptJob, check_script, own_arguments, say, training_in_children
 from accel.errors import InvalidArgument
 
@@ -124,13 +125,15 @@ class RunJob(ScriptJob):
 
     def __enter__(self) -> None:
         super().__enter__()
+        startup.command_line_ends()
         if os.environ.get("ACCEL") != "0":
             self.after_torch(self._begin)
 
     def _begin(self) -> None:
         """Follow the training; torch has been imported."""
         try:
-            from accel.script.training import ScriptTraining
+            with startup.counted():
+                from accel.script.training import ScriptTraining
 
             self._training = ScriptTraining(self._options, self._thread, whole="run it with --report FOLDER")
             self._training.start()

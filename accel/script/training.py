@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from accel import entry
+from accel import entry, startup
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.profiler import stderr
 from accel.run import ranks
@@ -129,7 +129,8 @@ class ScriptTraining:
         try:
             if optimizer not in self._known:
                 self._known.add(optimizer)
-                self._meet(optimizer)
+                with startup.counted():
+                    self._meet(optimizer)
             elif (steps := self._learning.get(id(optimizer))) is not None and not steps.is_under_way:
                 self._stepped_past(steps)
         except Exception as error:

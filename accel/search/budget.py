@@ -69,7 +69,11 @@ class Budget:
         """
         if expected > self._dearest * elapsed:
             return False
-        return spent + expected <= min(self.seconds, self.share * elapsed + _REINVESTED * saved)
+        return spent + expected <= self.in_all(elapsed=elapsed, saved=saved)
+
+    def in_all(self, *, elapsed: float, saved: float = 0.0) -> float:
+        """Return what the search may have cost by now, s."""
+        return min(self.seconds, self.share * elapsed + _REINVESTED * saved)
 
     def allowed_from(self, *, spent: float, expected: float, saved: float = 0.0) -> float:
         """Return how long the run must last, s, until that is allowed, if nothing more is saved; may be infinite."""

@@ -10,6 +10,7 @@ tests can drive it with a simulated loop.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ from accel.search.remembered import PlanMemory, Recollection
 from accel.search.step_level import StepLevel
 from accel.search.takeover import TakeOver
 
+_COMPARING = "comparing it with the plain loop"
+
 _SOON_STEADY = 2
 """What needs more settling steps may need a few more the first time: its first steps say little."""
 
@@ -48,6 +51,7 @@ class Controller(TakeOver):
         say: prints one line for the user; a line is printed only once.
         replay: choices to take over from a plan, without a search.
         memory: keeps what is found from run to run; None remembers nothing.
+        startup_s: tells what accel's start has cost the run before the search, s.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Controller(TakeOver):
         say: Callable[[str], None] = lambda line: None,
         replay: Choices | None = None,
         memory: PlanMemory | None = None,
+        startup_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         super().__init__(
             candidates,
@@ -75,6 +80,7 @@ class Controller(TakeOver):
         self._brief = self._config.brief()
         self._say = say
         self._replay = replay
+        self._startup_s = startup_s
         self.anatomy_before: dict[str, float] = {}
         self.plain_diagnosis = self.diagnosis
         """The verdict on the plain loop."""
@@ -88,6 +94,7 @@ class Controller(TakeOver):
 
     def decisions(self) -> Decisions:
         """Yield actions for as long as the run lasts."""
+        self.cost_s += self._startup_s()
         yield from self._observe()
         while True:
             if self._regime_changed:
@@ -121,6 +128,8 @@ class Controller(TakeOver):
                     self._keep_what_has_lasted()
             if not waits and self._replay is None:
                 yield from self._recall(result.seconds)
+                if not self._regime_changed and not self.plan:
+                    yield from self._begin_affordably()
                 if self._regime_changed:
                     return
             if self._replay is not None:  # it measures nothing that a crowded machine could hide
@@ -141,6 +150,24 @@ class Controller(TakeOver):
         for name, candidate in self._candidates.items():
             if self.rows[name].status == "not allowed" and (why := refusal(candidate)):
                 self._ledger.decide(name, "not applicable", why)
+
+    def _begin_affordably(self) -> Decisions:
+        """Let the loop run until the budget allows for more than accel's start has taken, and look at it anew.
+
+        Of a run of seconds that is all that accel costs. An absolute budget need not be waited for.
+        """
+        wait_s = self._budget.allowed_from(spent=self.cost_s, expected=0.0) - self.elapsed_s
+        if self._budget.share == 1.0 or not 0 < wait_s < math.inf or self.plain_ms <= 0:
+            return
+        rest = math.ceil(wait_s / (self.plain_ms / 1e3))
+        if self._changed((yield from self._act(Action(plan=self.plan, rest=rest, steps=1)))):
+            return
+        result = yield from self._act(Action(plan=self.plan, steps=self._pace.observe, anatomy=True))
+        if self._changed(result):
+            return
+        self._record_anatomy(result)
+        self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
+        self.plain_ms = statistics.median(result.seconds) * 1e3
 
     def _only_losers_are_left(self) -> bool:
         """Return whether an earlier run leaves nothing to try now: then there is no reason to wait."""
@@ -206,7 +233,7 @@ class Controller(TakeOver):
                 waiting.append(name)
             elif not self._affordable(expected_s):
                 one_off_s = self._one_off_s(candidate)
-                work = "one-off work" if one_off_s else "comparing it with the plain loop"
+                work = "one-off work" if one_off_s else _COMPARING
                 why = self._budget.too_dear(self.cost_s, one_off_s or expected_s, work)
                 self._ledger.decide(name, "not tried", why)
                 waiting.append(name)
@@ -241,7 +268,8 @@ class Controller(TakeOver):
         # What saves page faults can't wait: comparisons with others make the heap grow.
         at_once = candidate.by_epoch() or candidate.lasting or name in self._postponed
         brief = None if at_once else self._brief
-        yield from self._try(candidate, brief or (self._config.at_length() if self._brief else self._config))
+        config = brief or (self._config.at_length() if self._brief else self._config)
+        yield from self._try(candidate, config, limited=True)
         if self._regime_changed:
             return
         if name in self._tripped:
@@ -273,8 +301,14 @@ class Controller(TakeOver):
         """Return what comes last: what stayed undecided in brief, and what gave nothing in an earlier run."""
         return {*self._postponed, *(name for name in self._pending if self.recollection.lost(name))}
 
-    def _try(self, candidate: Candidate, config: TrialConfig) -> Decisions:
-        """Try each setting of a candidate against the plan so far; a setting that wins becomes part of the plan."""
+    def _try(self, candidate: Candidate, config: TrialConfig, *, limited: bool = False) -> Decisions:
+        """Try each setting of a candidate against the plan so far; a setting that wins becomes part of the plan.
+
+        Args:
+            candidate: to be tried.
+            config: the statistics of its trials.
+            limited: a trial is cut short, and its setting left for later, once it has cost what is left of the budget.
+        """
         name, row, began_s = candidate.name, self.rows[candidate.name], self.elapsed_s
         settings = self._left.of(candidate)
         self._left.forget(name)
@@ -295,14 +329,20 @@ class Controller(TakeOver):
                 self._passed[name] = trial_plan
                 settle = candidate.settling(setting)
                 hasty = self._if_much_slower(name, config) if settle <= _SOON_STEADY else None
-                outcome = yield from self._trial(self.plan, trial_plan, settle, config, hasty)
+                limit_s = self._trial_limit_s() if limited else math.inf
+                outcome = yield from self._trial(self.plan, trial_plan, settle, config, hasty, limit_s)
             if not candidate.is_compared:  # then it works when it is switched on
                 self._note_work(candidate, setting, self.cost_s - cost)
             row.cost_s += self.cost_s - cost
             row.steps += self.steps - steps
             self.search_steps += self.steps - steps
+            if outcome is None and passed and self._cut_short_s:
+                self._next_trial_s[name] = 2 * self._cut_short_s
+                self._left.keep(name, settings[number:])
+                if row.status == "not tried":
+                    row.why = self._budget.too_dear(self.cost_s, self._next_trial_s[name], _COMPARING)
             if outcome is None:
-                break  # wrong, failed or interrupted by another regime: already recorded
+                break  # wrong, failed, or interrupted by another regime, which is recorded; or cut short
             outcome, how = self._with_earlier(name, outcome) if len(settings) == 1 else (outcome, "")
             if outcome.verdict == "keep":
                 self.plan = trial_plan
@@ -428,7 +468,7 @@ class Controller(TakeOver):
         self.remember()  # what was found under the earlier conditions
         self.plan, self.closing, self._closed, self._epochs_outcome, self._blocks_outcome = {}, None, {}, None, None
         self._ledger.begin_anew()
-        self._postponed, self._passed = set(), {}
+        self._postponed, self._passed, self._next_trial_s = set(), {}, {}
         self._left.forget()
         self._tripped.clear()
         self._pending = [name for name, c in self._candidates.items() if c.ruled_out is None]

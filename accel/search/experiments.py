@@ -14,7 +14,7 @@ from accel.profiler.diagnose.communication_wait import wait_as_communication
 from accel.profiler.evidence import Evidence
 from accel.profiler.trial import Outcome, TrialConfig, Verdict
 from accel.report import Event, StrategyRow
-from accel.search import lasting_trials, priority, trials
+from accel.search import check_cost, lasting_trials, priority, trials
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
 from accel.search.ledger import Ledger, refusal, waiting_for
@@ -23,9 +23,8 @@ from accel.search.pace import Pace
 from accel.search.plan import Choices
 from accel.search.remembered import Recollection
 
-_REPLAYS = {"model": 3.0, "optimizer": 0.5, "input": 0.0}
-"""Steps that the guard's comparison in one step takes about, by what is compared, until one has been measured: replays
-of the step, two updates of a copy, nothing."""
+_OVERSPENT = 0.01
+"""Share of the run so far that a trial may cost where less than that is left of the budget."""
 
 _CLOSING_PAIRS = 6
 """Pairs of blocks that a closing trial has at the least, and so a trial that stands for it."""
@@ -84,6 +83,10 @@ class Experiments:
         """What is compared → what the guard's last comparison of it cost, without one-off work."""
         self._passed: dict[str, Choices] = {}
         """The last plan with each candidate that the guard has passed."""
+        self._next_trial_s: dict[str, float] = {}
+        """Candidates whose trial was cut short → what the next one must be allowed to cost."""
+        self._cut_short_s = 0.0
+        """What the last trial has cost, if it was cut short."""
         self._pending = [c.name for c in candidates if c.ruled_out is None]
         self._left = SettingsLeft()
         self._lasting: dict[str, Outcome] = {}
@@ -193,9 +196,12 @@ class Experiments:
         for name in list(self._pending):
             if self._is_ready(name):
                 return True
-            if why := refusal(self._candidates[name]):
+            candidate, row = self._candidates[name], self.rows[name]
+            if why := refusal(candidate):
                 self._pending.remove(name)
                 self._ledger.decide(name, "not applicable", why)
+            elif row.status == "not tried" and self._may_be_tried_now(candidate):
+                self._ledger.decide(name, "not tried", waiting_for(candidate) or row.why)
         return False
 
     def _may_be_tried_at_once(self, candidate: Candidate) -> bool:
@@ -207,14 +213,21 @@ class Experiments:
 
     def _expected_s(self, candidate: Candidate) -> float:
         """Return what trying a candidate will cost at the least, s: its one-off work and its check by the guard."""
-        return self._one_off_s(candidate) + self._expected_check_s(candidate)
+        expected_s = self._one_off_s(candidate) + self._expected_check_s(candidate)
+        return max(expected_s, self._next_trial_s.get(candidate.name, 0.0))
 
     def _expected_check_s(self, candidate: Candidate) -> float:
         if not candidate.is_compared:
             return 0.0
-        compared = _compared(candidate)
-        expected_s = _REPLAYS[compared] * self._pace.guard * self.plain_ms / 1e3
+        compared = check_cost.compared(candidate)
+        data_s = self.anatomy_after.get("data", 0.0)
+        expected_s = check_cost.expected_s(compared, self._pace.guard, self.plain_ms / 1e3, data_s)
         return self._check_s.get(compared, expected_s)
+
+    def _trial_limit_s(self) -> float:
+        """Return what a trial may cost before it is cut short: doubled, that is what its next one must wait for."""
+        left_s = self._budget.in_all(elapsed=self.elapsed_s, saved=self.saved_s) - self.cost_s
+        return max(left_s, _OVERSPENT * self.elapsed_s)
 
     def _one_off_s(self, candidate: Candidate) -> float:
         """Return the seconds of one-off work to expect of the setting that is tried next."""
@@ -287,7 +300,7 @@ class Experiments:
         result = yield from self._act(Action(plan=self.plan, steps=self._pace.guard, check=trial_plan))
         works = candidate.one_off_s or candidate.expected_s is not None
         if not works and self._compiled_without(candidate) is None:  # else it may be mostly that
-            self._check_s[_compared(candidate)] = self.cost_s - cost_s
+            self._check_s[check_cost.compared(candidate)] = self.cost_s - cost_s
         if self._changed(result) or candidate.name in result.trips:
             return False
         finding = result.finding
@@ -332,14 +345,16 @@ class Experiments:
         settle: int,
         config: TrialConfig | None = None,
         if_much_slower: Verdict | None = None,
+        limit_s: float = math.inf,
     ) -> Trying:
-        """Run one trial; None if a strategy tripped or the regime changed meanwhile.
+        """Run one trial; None if a strategy tripped or the regime changed meanwhile, or it was cut short.
 
         What may have a lasting effect has a trial of its own; once that has kept it, it is in both plans.
         """
         lasting = {n: s for n, s in b.items() if n not in a and self._candidates[n].lasting}
         if lasting:
             return (yield from self._lasting_trial(a, b, lasting, settle, config))
+        self._cut_short_s = 0.0
         in_epochs = any(self._candidates[n].by_epoch() for n in (*a, *b) if a.get(n, self) != b.get(n, self))
         if in_epochs:
             tried = yield from trials.by_epochs(self._undisturbed, a, b, config=self._config)
@@ -352,10 +367,14 @@ class Experiments:
                 config=(config or self._config).for_steps_of(self.plain_ms / 1e3),
                 reduce=self._reduce,
                 if_much_slower=if_much_slower,
+                limit_s=limit_s,
             )
         if tried is None:
             return None
         self.cost_s += tried.cost_s
+        if tried.cut_short:
+            self._cut_short_s = tried.cost_s
+            return None
         if in_epochs:
             self._epochs_outcome = dict(a), dict(b), tried.outcome
         elif self.searching:
@@ -448,7 +467,7 @@ class Experiments:
             return
         self.closing, self._closed = outcome, plan
         if outcome.verdict != "keep" and not agrees(plan.keys(), outcome) and not self._bears_out_trials(plan, outcome):
-            for name in self._first_undone(plan):
+            for name in priority.first_undone(plan, self._candidates):
                 self._remove(name, f"{what} was not shown to be faster than plain in the closing trial")
             yield from self._close(what, agrees)
             return
@@ -470,19 +489,3 @@ class Experiments:
         gain = math.prod(gain for gain, _ in gains)
         width = math.hypot(*(math.log(gain / low) for gain, low in gains))
         return trials.bears_out(outcome, gain, gain * math.exp(-width))
-
-    def _first_undone(self, plan: Choices) -> list[str]:
-        """Return what is undone of a plan that is not faster; the rest is tried once more without it.
-
-        First what depends on the host (threads, workers): when other processes come or go it can lose more than all
-        else gives. What has a lasting effect has had its trial, and goes last.
-        """
-        lasting = [name for name in plan if self._candidates[name].lasting]
-        others = [name for name in plan if name not in lasting]
-        loose = [name for name in others if self._candidates[name].host_dependent]
-        return (loose if len(loose) < len(others) else []) or others or lasting
-
-
-def _compared(candidate: Candidate) -> str:
-    """Return which of the things that the guard compares of a candidate takes longest."""
-    return max(candidate.touches, key=_REPLAYS.__getitem__)

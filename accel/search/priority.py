@@ -11,6 +11,9 @@ from accel.profiler.naming import Diagnosis
 from accel.search.actions import Candidate, Result
 from accel.search.pace import Pace
 
+_DEAR_S = 1.0
+"""One-off work that takes so long comes after what is cheap, and is not done beside other processes."""
+
 
 def first(
     pending: Iterable[str], candidates: Mapping[str, Candidate], postponed: Collection[str], diagnosis: Diagnosis
@@ -39,7 +42,7 @@ def rank(
     return (
         candidate.by_epoch(),
         postponed,
-        candidate.one_off_s > 0,
+        candidate.one_off_s >= _DEAR_S,
         not candidate.lasting,
         candidate.name not in [finding.strategy for finding in diagnosis.findings],
         candidate.is_compared,
@@ -98,5 +101,17 @@ def shows_when_crowded(
     """Return whether its gain shows beside other processes: it doesn't depend on them, or is large."""
     if is_urgent(candidate, anatomy, pace):
         return True
-    free = not candidate.host_dependent and not candidate.one_off_s and not candidate.by_epoch()
+    free = not candidate.host_dependent and candidate.one_off_s < _DEAR_S and not candidate.by_epoch()
     return free and not too_little(candidate, anatomy, drop_gain, faulting)
+
+
+def first_undone(plan: Iterable[str], candidates: Mapping[str, Candidate]) -> list[str]:
+    """Return what is undone of a plan that is not faster; the rest is tried once more without it.
+
+    First what depends on the host (threads, workers): when other processes come or go it can lose more than all else
+    gives. What has a lasting effect has had its trial, and goes last.
+    """
+    lasting = [name for name in plan if candidates[name].lasting]
+    others = [name for name in plan if name not in lasting]
+    loose = [name for name in others if candidates[name].host_dependent]
+    return (loose if len(loose) < len(others) else []) or others or lasting

@@ -22,8 +22,8 @@ _MUCH_SLOWER = 1.25
 
 _SURER = 1.47
 """Half-widths of a 95 % interval that make one of 99.6 %, whose ends are as sure as a keep."""
-_LONGEST_SETTLING = 10.0
-"""Ordinary steps that a settling step can take by its own doing."""
+_LONGEST_SETTLING, _LONGEST_SETTLING_S = 10.0, 1.0
+"""What a settling step can take by its own doing: so many ordinary steps, or so many seconds where that is more."""
 
 
 class TrialResult(NamedTuple):
@@ -32,6 +32,8 @@ class TrialResult(NamedTuple):
     outcome: Outcome
     cost_s: float
     """Steps of B that were slower than those of A. Faster ones are a gain, and reduce no cost."""
+    cut_short: bool = False
+    """It had cost as much as it may before there was a verdict."""
 
 
 Act = Callable[[Action], Generator[Action, Result, "Result | None"]]
@@ -47,6 +49,7 @@ def by_blocks(
     config: TrialConfig,
     reduce: Callable[[Sequence[float]], float],
     if_much_slower: Verdict | None = None,
+    limit_s: float = math.inf,
 ) -> Generator[Action, Result, TrialResult | None]:
     """Run one trial in blocks of steps; None if it was interrupted.
 
@@ -58,6 +61,7 @@ def by_blocks(
         config: the statistics of the trial.
         reduce: how a block of step times becomes one number.
         if_much_slower: the verdict where B's first steps are much slower than A's; None tries it to the end.
+        limit_s: the trial is cut short once it has made the run longer by more than this.
     """
     trial = Trial(config, reduce=reduce)
     last = None
@@ -83,8 +87,16 @@ def by_blocks(
                     return None
                 seconds = seconds + result.seconds
         trial.record(seconds)
+        if trial.verdict is None and arm == "B" and settling + _slower_s(trial) > limit_s:
+            cost_s = max(0.0, settling) + max(0.0, _slower_s(trial))
+            return TrialResult(_outcome(trial.steps["A"], trial.steps["B"], "refused"), cost_s, cut_short=True)
+    return TrialResult(trial.outcome(), max(0.0, settling) + max(0.0, _slower_s(trial)))
+
+
+def _slower_s(trial: Trial) -> float:
+    """Return by how many seconds B's steps have been slower than A's, less than 0 if they were faster."""
     slower = statistics.median(trial.steps["B"]) - statistics.median(trial.steps["A"])
-    return TrialResult(trial.outcome(), max(0.0, settling) + max(0.0, len(trial.steps["B"]) * slower))
+    return len(trial.steps["B"]) * slower
 
 
 def settling_cost(settling: Sequence[float], step_s: float) -> float:
@@ -92,11 +104,12 @@ def settling_cost(settling: Sequence[float], step_s: float) -> float:
 
     A stall of seconds is another process's, not the candidate's.
     """
-    return sum(min(seconds, _LONGEST_SETTLING * step_s) - step_s for seconds in settling)
+    longest_s = max(_LONGEST_SETTLING * step_s, _LONGEST_SETTLING_S)
+    return sum(min(seconds, longest_s) - step_s for seconds in settling)
 
 
 def _outcome(plain: Sequence[float], slower: Sequence[float], verdict: Verdict) -> Outcome:
-    """Return the outcome of a trial that B's first steps have ended; the interval is that of single steps."""
+    """Return the outcome of a trial that was ended early; the interval is that of single steps."""
     before_s, after_s = statistics.median(plain), statistics.median(slower)
     return Outcome(
         verdict=verdict,

@@ -19,6 +19,7 @@ from benchmarks.decisions.fault import (
 _TRIAL = ("tests/profiler/test_trial.py", "tests/accel/test_controller.py")
 _LASTING = ("tests/accel/test_lasting.py",)
 _POOLED = ("tests/accel/test_pooled_trials.py", "tests/accel/test_pooled_evidence.py")
+_SHORT = ("tests/accel/test_short_runs.py",)
 _BUDGET = ("tests/accel/test_budget.py", "tests/accel/test_search_budget.py")
 _SPENT = ("tests/accel/test_search_budget.py", "tests/accel/test_controller.py")
 _CONTROLLER = ("tests/accel/test_controller.py", "tests/accel/test_search_budget.py")
@@ -230,7 +231,7 @@ FAULTS = [
         "all_undone_at_once",
         "trial",
         "undoes all of a plan for what other processes do to its threads and workers",
-        "accel.search.experiments:Experiments._first_undone",
+        "accel.search.priority:first_undone",
         lambda right: lambda experiments, plan: list(plan),
         ("tests/accel/test_crowded_machine.py", *_POOLED, "tests/accel/test_controller.py"),
     ),
@@ -261,6 +262,22 @@ FAULTS = [
         "accel.search.budget:_REINVESTED",
         is_now(1.0),
         _BUDGET,
+    ),
+    Fault(
+        "startup_is_free",
+        "budget",
+        "tries things before the run can pay for accel's imports",
+        "accel.search.controller:Controller._begin_affordably",
+        returns(()),
+        _SHORT,
+    ),
+    Fault(
+        "trials_have_no_limit",
+        "budget",
+        "goes on with a trial whatever it costs",
+        "accel.search.experiments:Experiments._trial_limit_s",
+        returns(math.inf),
+        _SHORT,
     ),
     Fault(
         "trials_are_free",

@@ -11,13 +11,14 @@ import contextlib
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from accel.dataio.samples.layout import Bytes, SampleLayout
 
+Places = np.ndarray[tuple[int], np.dtype[np.int64]]
 UNKNOWN, SEEN, KEPT = 0, 1, 2
 _ALIGNED = 64
 
@@ -58,13 +59,34 @@ class SampleStore:
         self.digest = np.frombuffer(self._notes, np.int64, self.places)
         self.state = np.frombuffer(self._notes, np.uint8, self.places, 8 * self.places)
 
-    def write(self, place: int, parts: Sequence[bytes]) -> None:
-        """Keep a sample."""
-        for column, part in zip(self._columns, parts, strict=True):
-            column[place] = np.frombuffer(part, np.uint8)
-        self.state[place] = KEPT
+    def note(self, places: Places, rows: Sequence[Bytes], may_keep: Callable[[int], bool]) -> int | None:
+        """Note a digest of samples that are new, and keep those that come again with the same one.
 
-    def read(self, places: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[Bytes]:
+        Args:
+            places: of the samples, each another one.
+            rows: their bytes, leaf by leaf.
+            may_keep: asked whether there is room for so many more.
+
+        Returns:
+            The place of one whose digest is another than before; None if there is none.
+        """
+        digests = np.array([hash(parts) for parts in zip(*map(_parts, rows), strict=True)], np.int64)
+        states = self.state[places]
+        new, again = states == UNKNOWN, states == SEEN
+        self.digest[places[new]] = digests[new]
+        self.state[places[new]] = SEEN
+        if not again.any():
+            return None
+        differs = again & (self.digest[places] != digests)
+        if differs.any():
+            return int(places[differs][0])
+        if may_keep(int(again.sum())):
+            for column, leaf in zip(self._columns, rows, strict=True):
+                column[places[again]] = leaf if again.all() else leaf[again]
+            self.state[places[again]] = KEPT
+        return None
+
+    def read(self, places: Places) -> list[Bytes]:
         """Return copies of the rows of some samples, leaf by leaf."""
         return [column.take(places, axis=0) for column in self._columns]
 
@@ -81,6 +103,10 @@ class SampleStore:
         self.forget()
         with contextlib.suppress(AttributeError, OSError):  # systems other than Linux: with the last reference
             self._memory.madvise(mmap.MADV_REMOVE)
+
+
+def _parts(rows: Bytes) -> list[bytes]:
+    return [row.tobytes() for row in rows]
 
 
 def _mapped(size: int, directory: Path | None) -> mmap.mmap:

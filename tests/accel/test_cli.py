@@ -208,6 +208,21 @@ def test_import_loads_no_torch() -> None:
     assert done.stdout == "False False\n", done.stderr
 
 
+@pytest.mark.parametrize("command", ["run", "report", "compare", "doctor", "profile", "bench"])
+def test_a_command_imports_what_it_needs(command: str) -> None:
+    code = (
+        "import sys; from accel.commands.cli import main; main([sys.argv[1], '--help'], standalone_mode=False);"
+        "print('torch' in sys.modules, 'rich' in sys.modules)"
+    )
+    done = _python("-c", code, command)
+    assert done.stdout.splitlines()[-1] == f"False {command not in ('run', 'profile')}", done.stderr
+
+
+def test_an_unknown_command_is_named() -> None:
+    result = _run("repeat")
+    assert result.exit_code == 2 and "No such command 'repeat'" in result.output
+
+
 @pytest.mark.parametrize("command", ["report", "compare"])
 def test_profile_is_read_without_torch(tmp_path: Path, command: str) -> None:
     path = str(_profile(tmp_path / "a.json"))

@@ -362,10 +362,11 @@ def test_the_default_is_a_share_of_what_is_available(monkeypatch: pytest.MonkeyP
 def test_nothing_more_is_kept_once_memory_has_become_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
     left = 1 << 20
     monkeypatch.setattr(sample_cache, "available_memory", lambda: left)
-    monkeypatch.setattr(sample_cache, "_LOOK_AFTER", 4)
+    monkeypatch.setattr(sample_cache, "_LOOK_AFTER", 4 * 32)
     cache = SampleCache(Counted())
     left = 1 << 18
-    epochs(cache, 4)
+    for index in 2 * list(range(12)):
+        cache[index]
     assert cache.stats().kept == 3 and not cache.dropped
 
 
@@ -471,3 +472,27 @@ def test_threads_may_read_it_if_they_may_read_the_dataset(declares: bool | None)
     if declares is not None:
         dataset.thread_safe = declares
     assert SampleCache(dataset).thread_safe is (declares is not False)
+
+
+class _Mixed(Dataset[Any]):
+    """One sample in four has another shape."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3 if index % 4 == 3 else 2,), float(index)), index
+
+
+def test_of_a_batch_what_has_the_layout_is_kept() -> None:
+    cache = SampleCache(_Mixed())
+    for _ in range(3):
+        samples = cache.__getitems__(list(range(8)))
+    assert cache.stats().kept == 6 and not cache.dropped
+    assert all(sample.tolist() == cache.dataset[index][0].tolist() for sample, index in samples)
+
+
+def test_a_sample_that_comes_twice_in_a_batch_is_noted_twice() -> None:
+    cache = SampleCache(Counted())
+    cache.__getitems__([3, 3, 5])
+    assert cache.stats().kept == 1

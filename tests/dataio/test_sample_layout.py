@@ -164,3 +164,40 @@ def test_each_bit_counts() -> None:
     layout = SampleLayout((0.0, torch.zeros(2)))
     assert layout.pack((0.0, torch.zeros(2))) != layout.pack((-0.0, torch.zeros(2)))
     assert layout.pack((0.0, torch.zeros(2))) != layout.pack((0.0, -torch.zeros(2)))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_rows_of_several_samples_are_the_bytes_of_each(name: str) -> None:
+    samples = [KEPT[name]() for _ in range(3)]
+    layout = SampleLayout(samples[0])
+    rows = layout.rows(samples)
+    assert rows is not None
+    for sample, *packed in zip(samples, *rows, strict=True):
+        assert [row.tobytes() for row in packed] == layout.pack(sample)
+
+
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "shape": (torch.ones(2), torch.ones(3)),
+    "dtype": (torch.ones(2), torch.ones(2).int()),
+    "order in memory": (torch.ones(2, 3), torch.ones(3, 2).t()),
+    "wants a gradient": (torch.ones(2), torch.ones(2, requires_grad=True)),
+    "negated view": (torch.ones(2), torch.complex(torch.ones(2), torch.ones(2)).conj().imag),
+    "sparse": (torch.ones(2), torch.ones(2).to_sparse()),
+    "elsewhere": (torch.ones(2), torch.ones(2, device="meta")),
+    "a subclass": (torch.ones(2), torch.nn.Parameter(torch.ones(2), requires_grad=False)),
+    "array": (np.ones(2), np.ones(3)),
+    "int of more bits": (1, 2**63),
+    "number": (1, 1.0),
+    "structure": ((1, 2), (1, 2, 3)),
+    "kind of structure": ((1, 2), [1, 2]),
+    "keys": ({"a": 1}, {"b": 1}),
+    "inner structure": ((1, (2,)), (1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_there_are_no_rows_where_one_sample_has_another_layout(name: str) -> None:
+    example, other = OTHERS[name]
+    layout = SampleLayout(example)
+    assert layout.pack(other) is None
+    assert layout.rows([example, other]) is None and layout.rows([example, example]) is not None

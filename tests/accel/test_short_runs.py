@@ -1,0 +1,170 @@
+"""Runs of seconds: accel's start counts as a cost, and at any moment it has cost a small share of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel import startup
+from accel.search.actions import Action, Result
+from accel.search.controller import Controller
+from tests.accel.simulation import INPUT, PLAIN_S, Machine, candidate, simulate
+from tests.sampling import examples
+
+
+class Stalls(Machine):
+    """Each switch makes the next step longer, as workers do that begin with an empty queue."""
+
+    def __init__(self, stall_s: float, **options: Any) -> None:
+        super().__init__(**options)
+        self.stall_s, self.now_on = stall_s, dict[str, Any]()
+        self.wall_s = 0.0
+        self.lost: list[tuple[float, float]] = []
+        """Seconds of the run so far, and how many of them accel has cost."""
+
+    def answer(self, action: Action) -> Result:
+        result = super().answer(action)
+        if action.plan != self.now_on and result.settling:
+            self.now_on = action.plan
+            result.settling[0] += self.stall_s
+            result.elapsed_s += self.stall_s
+        self.wall_s += result.elapsed_s + result.aside_s
+        self.lost.append((self.wall_s, self.wall_s - self.step * PLAIN_S))
+        return result
+
+
+def seconds_before(machine: Machine, holds: Any) -> float:
+    actions = itertools.takewhile(lambda action: not holds(action), machine.actions)
+    return PLAIN_S * sum(action.rest + action.settle + action.steps for action in actions)
+
+
+@pytest.mark.parametrize("startup_s", [0.0, 0.2])
+def test_nothing_is_tried_before_the_budget_has_room_for_the_start(startup_s: float) -> None:
+    machine = Machine(speed={"free": 1.3})
+    controller = simulate([candidate("free", is_compared=False)], machine, budget="3%", startup_s=lambda: startup_s)
+    began_s = seconds_before(machine, lambda action: action.plan)
+    assert began_s == pytest.approx(startup_s / 0.03, abs=1.0)
+    assert controller.plan == {"free": None} and controller.cost_s >= startup_s
+
+
+def test_nothing_is_observed_while_it_waits() -> None:
+    machine = Machine(speed={"free": 1.3})
+    simulate([candidate("free", is_compared=False)], machine, budget="3%", startup_s=lambda: 0.2)
+    assert not any(action.anatomy for action in machine.actions if action.rest)
+
+
+def test_what_is_seen_then_is_the_plain_loop() -> None:
+    machine = Machine(speed={"free": 1.3}, drift=lambda step: 2.0 if step < 100 else 1.0)  # slow while it warms up
+    controller = simulate([candidate("free", is_compared=False)], machine, budget="3%", startup_s=lambda: 0.2)
+    assert controller.plain_ms == pytest.approx(PLAIN_S * 1e3, rel=0.05)
+    assert sum(controller.anatomy_before.values()) == pytest.approx(PLAIN_S, rel=0.05)
+
+
+def test_a_budget_in_seconds_is_not_waited_for() -> None:
+    machine = Machine(speed={"free": 1.3})
+    simulate([candidate("free", is_compared=False)], machine, budget="5s", startup_s=lambda: 0.2)
+    assert seconds_before(machine, lambda action: action.plan) < 1.0
+
+
+def slow_to_switch(**options: Any) -> Any:
+    return candidate("input", treats=INPUT, touches=frozenset({"input"}), settling=lambda setting: 4, **options)
+
+
+def test_a_trial_is_cut_short_once_it_has_cost_what_is_left_and_goes_on_later() -> None:
+    machine = Stalls(0.3, speed={"input": 1.2})
+    said: list[str] = []
+    controller = simulate(
+        [slow_to_switch()],
+        machine,
+        budget="3%",
+        until_settled=False,
+        steps=20_000,
+        announce=lambda row, done, total: said.append(f"{row.status}: {row.why}"),
+    )
+    assert controller.plan == {"input": None}
+    assert any("more than the budget of 3% allows now; tried once the run is long enough" in each for each in said)
+    assert all(lost <= 0.05 * seconds + 0.35 for seconds, lost in machine.lost)
+
+
+def test_the_verdict_on_an_earlier_setting_stands_where_the_next_one_is_cut_short() -> None:
+    class OneStalls(Stalls):
+        def answer(self, action: Action) -> Result:
+            self.stall_s = 2.0 if 2 in (*action.plan.values(), *self.now_on.values()) else 0.0
+            return super().answer(action)
+
+    machine = OneStalls(0.0, speed={("input", 1): 1.3, ("input", 2): 1.31})
+    controller = simulate([slow_to_switch(settings=(1, 2))], machine, budget="3%")
+    assert controller.plan == {"input": 1} and controller.rows["input"].status == "kept"
+
+
+@given(
+    stall_s=st.floats(0.0, 0.5),
+    gain=st.floats(0.8, 1.5),
+    startup_s=st.floats(0.0, 0.5),
+    noise=st.floats(0.0, 0.05),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=examples(60), deadline=None)
+def test_at_no_moment_has_accel_cost_more_than_a_small_share(
+    stall_s: float, gain: float, startup_s: float, noise: float, seed: int
+) -> None:
+    machine = Stalls(stall_s, speed={"input": gain, "model": 0.97}, noise=noise, seed=seed)
+    candidates = [slow_to_switch(), candidate("model", is_compared=False)]
+    simulate(candidates, machine, budget="3%", until_settled=False, steps=6000, startup_s=lambda: startup_s)
+    # 3 %, a trial that is cut short at 1 % more, and the block in which that shows: two switches.
+    slack = 2 * stall_s + 10 * PLAIN_S * (0.5 + 10 * noise)
+    assert all(lost <= 0.05 * (seconds + startup_s) + slack for seconds, lost in machine.lost)
+
+
+# -- what the start takes ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def uncharged() -> Iterator[None]:
+    startup.charge()
+    yield
+    startup.charge()
+
+
+@pytest.mark.usefixtures("uncharged")
+def test_blocks_are_counted_once_and_charged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([1.0, 2.0, 4.0])
+    monkeypatch.setattr(startup.time, "perf_counter", lambda: next(now))
+    with startup.counted(), startup.counted():
+        pass
+    assert startup.charge() == 3.0
+    assert startup.charge() == 0.0
+
+
+@pytest.mark.usefixtures("uncharged")
+def test_a_block_that_raises_is_counted() -> None:
+    with contextlib.suppress(KeyError), startup.counted():
+        time.sleep(0.01)
+        raise KeyError
+    assert startup.charge() >= 0.01
+
+
+def test_imports_after_torch_are_counted_and_torch_is_not() -> None:
+    code = "import {first}; import accel; accel.optimize; from accel import startup; print(round(startup.charge(), 3))"
+    after, before = (_printed(code.format(first=first)) for first in ("torch", "sys"))
+    assert 0.0 < after < 5.0 and before == 0.0
+
+
+def _printed(code: str) -> float:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def test_a_controller_is_charged_as_its_search_begins() -> None:
+    charged = iter([0.25])
+    controller = simulate([candidate("free", is_compared=False)], Machine(), startup_s=lambda: next(charged))
+    assert isinstance(controller, Controller) and controller.cost_s >= 0.25
