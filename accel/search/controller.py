@@ -192,7 +192,7 @@ class Controller(TakeOver):
             )
             if not shows or refusal(candidate) or not self._may_be_tried_at_once(candidate):
                 continue
-            if waiting_for(candidate):
+            if self._waiting_for(candidate):
                 waiting.append(name)
                 continue
             brief = None if candidate.lasting else self._brief  # if its effect lasts, that trial is its only one
@@ -237,11 +237,10 @@ class Controller(TakeOver):
                 why = self._budget.too_dear(self.cost_s, one_off_s or expected_s, work)
                 self._ledger.decide(name, "not tried", why)
                 waiting.append(name)
-            elif reason := waiting_for(candidate):
+            elif self._waiting_for(candidate):
                 if impossible := refusal(candidate):  # as has turned out only now
                     self._ledger.decide(name, "not applicable", impossible)
                 else:
-                    self._ledger.decide(name, "not tried", reason)
                     waiting.append(name)
             elif (of_epoch := (yield from self._too_little_of_epoch(candidate))) is None:
                 return
@@ -385,7 +384,7 @@ class Controller(TakeOver):
         gap, next_check = self._pace.recheck, self.steps + self._pace.recheck
         while True:
             check = dict(self.plan) if self.plan and self.steps >= next_check else None
-            preparing = self._preparations.under_way()
+            preparing = self._preparations.under_way(self._charged)
             steps = 1 if check else self._pace.observe if preparing else self._pace.hold
             rest = 0 if check or preparing or (self.plan and level.is_open) else self._pace.rest
             if self.plan:
@@ -430,7 +429,7 @@ class Controller(TakeOver):
         self.cost_s += cost_s
         self.rows[name].cost_s += cost_s
         waiting_for(self._candidates[name])  # notices that it has ended
-        if self._preparations.under_way() != name and (outcome := self._preparations.outcome(name)):
+        if self._preparations.under_way(self._charged) != name and (outcome := self._preparations.outcome(name)):
             self._note(outcome)
 
     def _recheck_numbers(self, result: Result) -> None:

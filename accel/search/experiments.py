@@ -85,10 +85,10 @@ class Experiments:
         """The last plan with each candidate that the guard has passed."""
         self._next_trial_s: dict[str, float] = {}
         """Candidates whose trial was cut short → what the next one must be allowed to cost."""
-        self._cut_short_s = 0.0
-        """What the last trial has cost, if it was cut short."""
+        self._cut_short_s = 0.0  # what the last trial has cost, if it was cut short
         self._pending = [c.name for c in candidates if c.ruled_out is None]
         self._left = SettingsLeft()
+        self._charged: set[str] = set()  # for work beside the loop, as it began
         self._lasting: dict[str, Outcome] = {}
         """What may have a lasting effect and is kept → what its own trial has shown."""
         self._tripped: set[str] = set()
@@ -183,7 +183,19 @@ class Experiments:
     # -- costs -------------------------------------------------------------------------------------------------------
 
     def _is_ready(self, name: str) -> bool:
-        return self._may_be_tried_now(self._candidates[name]) and not waiting_for(self._candidates[name])
+        return self._may_be_tried_now(self._candidates[name]) and not self._waiting_for(self._candidates[name])
+
+    def _waiting_for(self, candidate: Candidate) -> str:
+        """Ask what a candidate waits for, and say it; work that begins then, and is expected no more, is charged."""
+        name, row, expected_s = candidate.name, self.rows[candidate.name], self._one_off_s(candidate)
+        waits = waiting_for(candidate)
+        if waits and row.status == "not tried" and not refusal(candidate):
+            self._ledger.decide(name, "not tried", waits)
+        if waits and (begun_s := expected_s - self._one_off_s(candidate)) > 0:
+            self._charged.add(name)
+            self.cost_s += begun_s
+            row.cost_s += begun_s
+        return waits
 
     def _may_be_tried_now(self, candidate: Candidate) -> bool:
         """Return whether neither the budget nor an earlier run's verdict speaks against it."""
@@ -196,12 +208,9 @@ class Experiments:
         for name in list(self._pending):
             if self._is_ready(name):
                 return True
-            candidate, row = self._candidates[name], self.rows[name]
-            if why := refusal(candidate):
+            if why := refusal(self._candidates[name]):
                 self._pending.remove(name)
                 self._ledger.decide(name, "not applicable", why)
-            elif row.status == "not tried" and self._may_be_tried_now(candidate):
-                self._ledger.decide(name, "not tried", waiting_for(candidate) or row.why)
         return False
 
     def _may_be_tried_at_once(self, candidate: Candidate) -> bool:

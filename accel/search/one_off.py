@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from accel.search.actions import Candidate, Result
@@ -51,9 +51,14 @@ class Preparations:
         self._candidates = list(candidates)
         self._slowdowns: dict[str, list[float]] = {}
 
-    def under_way(self) -> str:
-        """Return the name of the candidate that does one-off work beside the loop now, else ''."""
-        return next((c.name for c in self._candidates if c.expected_s is not None and c.is_preparing()), "")
+    def under_way(self, charged: Collection[str]) -> str:
+        """Return the name of the candidate that does one-off work beside the loop now, else ''.
+
+        Args:
+            charged: those whose work has been counted as it began.
+        """
+        others = (c for c in self._candidates if c.expected_s is not None and c.name not in charged)
+        return next((c.name for c in others if c.is_preparing()), "")
 
     def count(self, name: str, result: Result, usual_s: float) -> float:
         """Return what the steps of a result took above the usual, all in all, s.

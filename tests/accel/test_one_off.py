@@ -178,3 +178,21 @@ def test_a_preparation_that_costs_nothing_is_said_too() -> None:
     controller = simulate([machine.candidate()], machine, budget="10%", until_settled=False, steps=8_000, pace=FAST)
     assert controller.plan == {"compile": "blocks"}
     assert "compile was prepared beside the loop: steps took 0% longer meanwhile" in [e.text for e in controller.events]
+
+
+def test_work_that_is_not_expected_any_more_once_it_has_begun_is_charged_then() -> None:
+    machine = Beside(speed={"compile": 1.5})
+    machine.slowdown = 1.0
+    noting = compiled(
+        settings=(None,),
+        waits=machine.waits,
+        is_preparing=lambda: machine.is_preparing,
+        expected_s=lambda setting: 1.5 if machine.began is None else 0.0,
+    )
+    drifts = replace(noting, name="compile")
+    machine.drift = lambda step: 1.1 if machine.is_preparing else 1.0  # the machine's doing, not the candidate's
+    controller = simulate([drifts], machine, budget="10%", until_settled=False, steps=8_000, pace=FAST)
+    assert machine.began is not None and machine.began * PLAIN_S >= 15
+    assert controller.rows["compile"].cost_s == pytest.approx(1.5, rel=0.05)
+    assert controller.plan == {"compile": None}
+    assert not any("was prepared beside the loop" in event.text for event in controller.events)
