@@ -22,7 +22,7 @@ from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings
 from accel.comm.bandwidth.cases import DTYPES, OPERATIONS, RankPlace, elements, modulus
 from accel.comm.bandwidth.fit import fit_line
 from accel.comm.bandwidth.links import LinkClass, links_of, node_key, nodes_of, sent_bytes
-from accel.commands.bench import _child
+from accel.commands.bench import _child, bench
 from accel.commands.bench_table import BandwidthTable, Request, size_text
 from accel.commands.cli import main
 from benchmarks.comm.lab import Lab
@@ -471,7 +471,7 @@ def test_sizes_are_said_shortly(size: int, text: str) -> None:
 
 def test_the_manual_names_every_option_and_operation() -> None:
     page = (ROOT / "docs/bandwidth.md").read_text(encoding="utf-8")
-    options = [option for parameter in main.commands["bench"].commands["comm"].params for option in parameter.opts]
+    options = [option for parameter in bench.commands["comm"].params for option in parameter.opts]
     assert not [option for option in options if option.startswith("--") and f"`{option}`" not in page]
     assert not [name for name in OPERATIONS if f"`{name}`" not in page]
 
