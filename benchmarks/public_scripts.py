@@ -1,10 +1,10 @@
 """`accel run` on training scripts that others wrote: the same result, and how much faster.
 
-    python -m benchmarks.public_scripts [SCRIPT …] [--pairs 2] [--sources FOLDER] [--record]
+    python -m benchmarks.public_scripts [SCRIPT …] [--rounds 3] [--sources FOLDER] [--record]
 
 Each script runs plainly and under `accel run --allow exact`: exit status, output (but its times) and files must be the
-same. Then plain runs and those under `accel run` take turns, the first with an empty cache, the next with what that one
-has remembered. Whole processes are timed, imports and search included.
+same. Then, in each round, a plain run, a first one under `accel run`, with an empty cache, and a later one, with what
+that one has remembered, take turns. Whole processes are timed, imports and search included.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import click
@@ -29,7 +30,7 @@ from rich.console import Console
 from benchmarks.public.scripts import SCRIPTS, PublicScript, fetch
 from benchmarks.record import DATA, ROOT, Column, Record
 from benchmarks.render import SOURCE, Row
-from benchmarks.spread import ratio
+from benchmarks.spread import Spread, geometric_mean, ratios
 
 RECORD = Record(
     "public-scripts",
@@ -39,10 +40,18 @@ RECORD = Record(
         "repo": Column("on GitHub", "from"),
         "same": Column("exit status, output and files as without accel, under exact", "same under `exact`"),
         "plain_s": Column("a plain run, the mean", "plain s", ":.1f"),
-        "first": Column("plain ÷ first run, with an empty cache", "first run", "{first:.2f}x"),
-        "ratio": Column("plain ÷ later runs", "later runs [95 %]", "{ratio:.2f}x [{low:.2f}, {high:.2f}]"),
-        "low": Column("of its 95 % interval"),
-        "high": Column("of its 95 % interval"),
+        "first": Column(
+            "plain ÷ first run, with an empty cache; geometric mean",
+            "first run [least, most]",
+            "{first:.2f}x [{first_low:.2f}, {first_high:.2f}]",
+        ),
+        "first_low": Column("the least of all rounds"),
+        "first_high": Column("the most"),
+        "ratio": Column(
+            "plain ÷ later run; geometric mean", "later runs [least, most]", "{ratio:.2f}x [{low:.2f}, {high:.2f}]"
+        ),
+        "low": Column("the least of all rounds"),
+        "high": Column("the most"),
         "why": Column("what was kept, or why nothing was", "kept, or why nothing"),
     },
     head=f"{SOURCE}. Whole processes, imports and search included.",
@@ -108,7 +117,11 @@ def run(script: PublicScript, source: Path, accel_options: Sequence[str] | None,
     if accel_options is not None:
         command = [sys.executable, "-m", "accel", "run", *accel_options, *command[1:2], "--", *command[2:]]
     search = os.pathsep.join(map(str, (SITE, copy, ROOT)))
-    environment = {**os.environ, "PYTHONPATH": search, "ACCEL_CACHE": str(scratch / "cache"), "PYTHONHASHSEED": "0"}
+    environment = {
+        **os.environ,
+        **script.environment,
+        **{"PYTHONPATH": search, "ACCEL_CACHE": str(scratch / "cache"), "PYTHONHASHSEED": "0"},
+    }
     began = time.perf_counter()
     done = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, timeout=1800)
     seconds = time.perf_counter() - began
@@ -137,41 +150,60 @@ def _why(report: Path, said: str) -> str:
     return f"nothing: {', '.join(tried)}" if tried else "nothing: no step was long enough, or no candidate fits"
 
 
-def compare(name: str, source: Path, pairs: int) -> Row:
-    """Run one script all ways, and return its row."""
+class ScriptFailed(click.ClickException):
+    """A script fails without accel."""
+
+
+_ORDERS = (("plain", "first", "later"), ("first", "later", "plain"))
+"""A later run comes after the first one that it remembers."""
+
+
+def _of_rounds(slow: Sequence[float], fast: Sequence[float]) -> Spread:
+    return Spread(geometric_mean(ratios(slow, fast)), min(ratios(slow, fast)), max(ratios(slow, fast)))
+
+
+def compare(name: str, source: Path, rounds: int) -> Row:
+    """Run one script all ways, and return its row.
+
+    Raises:
+        ScriptFailed: if it fails plainly; then all ways to run it would agree.
+    """
     script = SCRIPTS[name]
+    said = ""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
         plain = run(script, source, None, Path(scratch))
+        if plain.status:
+            lines = plain.said.strip().splitlines() or ["it said nothing"]
+            raise ScriptFailed(f"{name} fails plainly, with status {plain.status}: {lines[-1]}")
         exact = run(script, source, ["--allow", "exact"], Path(scratch))
         if not script.repeats:
             exact = replace(exact, output=plain.output, files=plain.files)
         same = plain.differs(exact)
-        options = ["--report", str(report)]
-        first = run(script, source, options, Path(scratch))
-        plains, others, said = [plain.seconds], list[float](), first.said
-        for pair in range(pairs):
-            for accelerated in (True, False) if pair % 2 == 0 else (False, True):
-                ending = run(script, source, options if accelerated else None, Path(scratch))
-                (others if accelerated else plains).append(ending.seconds)
-                said = ending.said if accelerated else said
-        measured = ratio([[seconds] for seconds in plains[1:]], [[seconds] for seconds in others])
+        timed: dict[str, list[float]] = {"plain": [], "first": [], "later": []}
+        for number in range(rounds):
+            for kind in _ORDERS[number % len(_ORDERS)]:
+                if kind == "first":
+                    shutil.rmtree(Path(scratch) / "cache", ignore_errors=True)
+                options = None if kind == "plain" else ["--report", str(report)]
+                ending = run(script, source, options, Path(scratch))
+                timed[kind].append(ending.seconds)
+                said = ending.said if kind == "later" else said
+        first, later = (_of_rounds(timed["plain"], timed[kind]) for kind in ("first", "later"))
         return {
             "script": name,
             "repo": script.repo,
             "same": "yes" if not same else f"no: {same}",
-            "plain_s": sum(plains) / len(plains),
-            "first": sum(plains[:2]) / len(plains[:2]) / first.seconds,
-            "ratio": measured.value,
-            "low": measured.low,
-            "high": measured.high,
+            "plain_s": fmean(timed["plain"]),
+            **first.named("first", "first_low", "first_high"),
+            **later.named("ratio", "low", "high"),
             "why": _why(report, said),
         }
 
 
 @click.command()
 @click.argument("scripts", nargs=-1, type=click.Choice(sorted(SCRIPTS)))
-@click.option("--pairs", default=2, show_default=True, type=click.IntRange(2), help="Later runs, and plain ones.")
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Runs of each kind.")
 @click.option(
     "--sources",
     type=click.Path(path_type=Path),
@@ -179,17 +211,17 @@ def compare(name: str, source: Path, pairs: int) -> Row:
     help="Holds the repositories by their names; what is missing is fetched from GitHub.",
 )
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
-def main(scripts: tuple[str, ...], pairs: int, sources: Path, record: bool) -> None:
+def main(scripts: tuple[str, ...], rounds: int, sources: Path, record: bool) -> None:
     """Run public SCRIPTS (default: all) plainly and under `accel run`; exit with 1 if a result differs."""
     console = Console(highlight=False, soft_wrap=True)
     rows = []
     for name in scripts or SCRIPTS:
-        row = compare(name, fetch(SCRIPTS[name].repo, sources), pairs)
+        row = compare(name, fetch(SCRIPTS[name].repo, sources), rounds)
         rows.append(row)
         if record:
             RECORD.write([row])
-        line = "{script:20} same: {same}; plain {plain_s:.1f} s; first {first:.2f}x; later {ratio:.2f}x "
-        console.print((line + "[{low:.2f}, {high:.2f}]; {why}").format_map(row), markup=False)
+        line = "{script:20} same: {same}; plain {plain_s:.1f} s; first {first:.2f}x [{first_low:.2f}, {first_high:.2f}]"
+        console.print((line + "; later {ratio:.2f}x [{low:.2f}, {high:.2f}]; {why}").format_map(row), markup=False)
     sys.exit(any(row["same"] != "yes" for row in rows))
 
 

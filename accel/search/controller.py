@@ -134,7 +134,7 @@ class Controller(TakeOver):
                     return
             if self._replay is not None:  # it measures nothing that a crowded machine could hide
                 break
-            if not _is_crowded(result.diagnosis) or self._only_losers_are_left():
+            if not _is_crowded(self.diagnosis) or self._only_losers_are_left():
                 break
             if waits == self._pace.crowded_looks:
                 self._note("the machine is crowded: the search begins anyway")
@@ -156,7 +156,7 @@ class Controller(TakeOver):
 
         Of a run of seconds that is all that accel costs. An absolute budget need not be waited for.
         """
-        wait_s = self._budget.allowed_from(spent=self.cost_s, expected=0.0) - self.elapsed_s
+        wait_s = self._budget.allowed_from(spent=self.cost_s, expected=0.0, saved=self.saved_s) - self.elapsed_s
         if self._budget.share == 1.0 or not 0 < wait_s < math.inf or self.plain_ms <= 0:
             return
         rest = math.ceil(wait_s / (self.plain_ms / 1e3))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.public import data
@@ -35,6 +35,7 @@ class PublicScript:
         data_at: where, from the script's folder.
         before: scripts of the same folder to run first.
         repeats: two plain runs give the same result.
+        environment: variables that it needs.
     """
 
     repo: str
@@ -44,6 +45,7 @@ class PublicScript:
     data_at: str = "."
     before: tuple[str, ...] = ()
     repeats: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def prepare(self, source: Path, folder: Path) -> Path:
         """Copy the repository from `source` into `folder`, make the data, and return the script's path there."""
@@ -71,7 +73,9 @@ SCRIPTS = {
     # Its processes race each other.
     "mnist_hogwild": replace(_mnist(_EXAMPLES, "mnist_hogwild/main.py", "--epochs", "1"), repeats=False),
     "forward_forward": _mnist(
-        _EXAMPLES, "mnist_forward_forward/main.py", "--epochs", "60", "--train_size", "2000", "--save_model"
+        _EXAMPLES,
+        *("mnist_forward_forward/main.py", "--epochs", "60", "--train_size", "2000", "--save_model"),
+        data_at="data",
     ),
     "siamese": _mnist(_EXAMPLES, "siamese_network/main.py", "--epochs", "1", "--save-model"),
     "vae": _mnist(_EXAMPLES, "vae/main.py", "--epochs", "8"),
@@ -83,7 +87,11 @@ SCRIPTS = {
         data_at="data/wikitext-2",
     ),
     "sine_waves": PublicScript(
-        _EXAMPLES, "time_sequence_prediction/train.py", ("--steps", "1"), before=("generate_sine_wave.py",)
+        _EXAMPLES,
+        "time_sequence_prediction/train.py",
+        ("--steps", "1"),
+        before=("generate_sine_wave.py",),
+        environment={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},  # it reads an array of numpy's
     ),
     "regression": PublicScript(_EXAMPLES, "regression/main.py"),
     "tutorial_cnn": _mnist(_TUTORIAL, f"{_TUTORIALS}/convolutional_neural_network/main.py", data_at="../../data"),

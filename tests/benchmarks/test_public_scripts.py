@@ -81,21 +81,31 @@ def test_why_nothing_was_won(tmp_path: Path) -> None:
     assert public_scripts._why(report, said) == "nothing: threads 0.60x"
 
 
-def test_plain_and_later_runs_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_plain_first_and_later_runs_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran = []
 
     def answer(script: PublicScript, source: Path, options: list[str] | None, scratch: Path) -> Ending:
-        kind = "later" if "first" in ran else "first"
+        kind = "later" if (scratch / "cache").exists() else "first"
         kind = "plain" if options is None else "exact" if "exact" in options else kind
         ran.append(kind)
-        return replace(PLAIN, seconds={"plain": 10.0, "exact": 10.5, "first": 9.0, "later": 5.0}[kind])
+        if options is not None:
+            (scratch / "cache").mkdir(exist_ok=True)
+        return replace(PLAIN, status=0, seconds={"plain": 10.0, "exact": 10.5, "first": 9.0, "later": 5.0}[kind])
 
     monkeypatch.setattr(public_scripts, "run", answer)
-    row = compare("mnist", tmp_path, 2)
-    assert ran == ["plain", "exact", "first", "later", "plain", "plain", "later"]
-    assert row["same"] == "yes"
-    assert row["first"] == pytest.approx(10 / 9)
-    assert [row["low"], row["ratio"], row["high"]] == pytest.approx([2.0, 2.0, 2.0])
+    row = compare("mnist", tmp_path, 3)
+    turns = ["plain", "first", "later", "first", "later", "plain", "plain", "first", "later"]
+    assert ran == ["plain", "exact", *turns]
+    assert row["same"] == "yes" and row["plain_s"] == 10.0
+    assert [row["first_low"], row["first"], row["first_high"]] == pytest.approx(3 * [10 / 9])
+    assert [row["low"], row["ratio"], row["high"]] == pytest.approx(3 * [2.0])
+
+
+def test_a_script_that_fails_plainly_is_no_match(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    failed = replace(PLAIN, status=1, said="Traceback\nOSError: no such data\n")
+    monkeypatch.setattr(public_scripts, "run", lambda *_: failed)
+    with pytest.raises(public_scripts.ScriptFailed, match="mnist fails plainly, with status 1: OSError: no such data"):
+        compare("mnist", tmp_path, 2)
 
 
 def test_pictures_are_what_torchvision_reads_and_the_same_each_time(
