@@ -147,7 +147,10 @@ def _why(report: Path, said: str) -> str:
     if kept:
         return ", ".join(kept)
     tried = [f"{row['name']} {row['gain']:.2f}x" for row in written["rows"] if row["gain"] is not None]
-    return f"nothing: {', '.join(tried)}" if tried else "nothing: no step was long enough, or no candidate fits"
+    if tried:
+        return f"nothing: {', '.join(tried)}"
+    ended = written["state"] != "done"
+    return f"nothing: {'the run ended before anything was tried' if ended else 'what applies would gain too little'}"
 
 
 class ScriptFailed(click.ClickException):

@@ -79,6 +79,11 @@ def test_why_nothing_was_won(tmp_path: Path) -> None:
     assert public_scripts._why(report, said) == "allocator"
     report.write_text(json.dumps({"rows": rows[1:]}))
     assert public_scripts._why(report, said) == "nothing: threads 0.60x"
+    rows = [{"name": "allocator", "status": "not tried", "gain": None}]
+    report.write_text(json.dumps({"rows": rows, "state": "interrupted"}))
+    assert public_scripts._why(report, said) == "nothing: the run ended before anything was tried"
+    report.write_text(json.dumps({"rows": rows, "state": "done"}))
+    assert public_scripts._why(report, said) == "nothing: what applies would gain too little"
 
 
 def test_plain_first_and_later_runs_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
