@@ -218,7 +218,8 @@ def optimize(
     proxy = _proxy_of(loader)
 
     optimized = _optimized.get(model)
-    with startup.counted():
+    # A checkpoint is read, and other ranks are waited for, by the script's wish.
+    with contextlib.nullcontext() if settings.is_elastic else startup.counted():
         if optimized is None or optimized.settings != settings:
             if settings.is_elastic:
                 proxy = _elastic(model, proxy)

@@ -31,8 +31,10 @@ def counted() -> Iterator[None]:
 
 def command_line_ends() -> None:
     """Count the seconds since `accel` was imported: they were its command's."""
-    global _seconds
-    _seconds += time.perf_counter() - _imported_at
+    global _seconds, _imported_at
+    now = time.perf_counter()
+    _seconds += now - _imported_at
+    _imported_at = now
 
 
 def charge() -> float:

@@ -36,7 +36,7 @@ from accel.dataio.fetching.drawing import DrawRecorder, others_could_draw
 from accel.dataio.fetching.fetch import sample_of
 from accel.dataio.fetching.randomness import random_state, streams
 from accel.dataio.samples.layout import NotKept, SampleLayout
-from accel.dataio.samples.store import KEPT, Places, SampleStore
+from accel.dataio.samples.store import KEPT, UNKNOWN, Places, SampleStore
 from accel.profiler.host import available_memory
 
 # Of what is available: of memory, and of the disk.
@@ -396,6 +396,8 @@ class SampleCache(Dataset[Any]):
         new = np.flatnonzero(self._has_place(store, places) & (store.state[places % store.places] != KEPT))
         if len(new):
             self._note(store, places[new], [samples[place] for place in new])
+            if self._notes[_GENERATION] != generation:  # the dataset has changed meanwhile
+                store.state[places[new]] = UNKNOWN
         return samples
 
     def _drawn_nothing(self, indices: list[Any], fetch: Callable[[list[Any]], Any]) -> Any:

@@ -10,6 +10,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import types
 from typing import Any, NoReturn
 
@@ -74,6 +75,9 @@ def _import_time_settings() -> None:
     import numpy as np
     import torch
 
+    from accel import startup
+
+    startup._imported_at = time.perf_counter()
     np.random.seed()
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

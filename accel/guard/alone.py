@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 _OF_FORWARD = ("_join_config", "require_forward_param_sync")
 """What has a call of `DistributedDataParallel` talk to other ranks, beside the exchange of gradients: within `join()`
@@ -23,9 +24,10 @@ def on_this_rank_alone(model: nn.Module) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for module in model.modules():
-            if hasattr(module, "_join_config"):
+            is_parallel = isinstance(module, DistributedDataParallel)
+            if is_parallel:
                 stack.enter_context(_without_forward(module))
-            if hasattr(module, "_join_config") or module is model:
+            if is_parallel or module is model:
                 no_sync: Any = getattr(module, "no_sync", contextlib.nullcontext)
                 stack.enter_context(no_sync())
         yield
@@ -33,7 +35,7 @@ def on_this_rank_alone(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_forward(module: Any) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in _OF_FORWARD if hasattr(module, name)}
+    before = {name: getattr(module, name) for name in _OF_FORWARD}
     try:
         module._join_config = module._join_config._replace(enable=False)
         module.require_forward_param_sync = False

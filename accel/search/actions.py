@@ -15,6 +15,9 @@ from accel.profiler.phases import Measurement
 from accel.search.plan import Choices
 from accel.strategies.base import Exactness
 
+_DEAR_S = 1.0
+"""One-off work that takes so long comes after what is cheap, is not done beside other processes, and is measured."""
+
 _MIN_STEPS = 6
 """Steps that suffice to order the candidates; a verdict in a report needs more."""
 
@@ -132,6 +135,11 @@ class Candidate:
     """Tells the share of a setting's work that a later process does again; None if it is `repeated_share`."""
     settings: Callable[[], list[Any]] = lambda: [None]
     describe: Callable[[Any], str] = lambda setting: "" if setting is None else str(setting)
+
+    @property
+    def is_dear(self) -> bool:
+        """Tell whether its one-off work takes seconds."""
+        return self.one_off_s >= _DEAR_S
 
     @property
     def acts_on_calls(self) -> bool:

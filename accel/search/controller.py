@@ -94,7 +94,7 @@ class Controller(TakeOver):
 
     def decisions(self) -> Decisions:
         """Yield actions for as long as the run lasts."""
-        self.cost_s += self._startup_s()
+        self.elapsed_s = self.cost_s = self._startup_s()
         yield from self._observe()
         while True:
             if self._regime_changed:
@@ -108,6 +108,7 @@ class Controller(TakeOver):
                     yield from self._close()
             if not self._regime_changed:
                 self.searching = False
+                self._passed = {name: plan for name, plan in self._passed.items() if name in self.plan}
                 self.searched_until = self.steps
                 self.remember()
                 yield from self._hold()
@@ -152,16 +153,14 @@ class Controller(TakeOver):
                 self._ledger.decide(name, "not applicable", why)
 
     def _begin_affordably(self) -> Decisions:
-        """Let the loop run until the budget allows for more than accel's start has taken, and look at it anew.
-
-        Of a run of seconds that is all that accel costs. An absolute budget need not be waited for.
-        """
-        wait_s = self._budget.allowed_from(spent=self.cost_s, expected=0.0, saved=self.saved_s) - self.elapsed_s
-        if self._budget.share == 1.0 or not 0 < wait_s < math.inf or self.plain_ms <= 0:
+        """Let the loop run until the budget allows for more than accel's start has taken, and look at it anew."""
+        from_s = self._budget.allowed_from(spent=self.cost_s, expected=0.0, saved=self.saved_s)
+        if not self.elapsed_s < from_s < math.inf or self.plain_ms <= 0:
             return
-        rest = math.ceil(wait_s / (self.plain_ms / 1e3))
-        if self._changed((yield from self._act(Action(plan=self.plan, rest=rest, steps=1)))):
-            return
+        while (wait_s := from_s - self.elapsed_s) > 0:  # in pieces: a run may end before, and what is known is kept
+            rest = min(self._pace.rest, math.ceil(wait_s / (self.plain_ms / 1e3)))
+            if self._changed((yield from self._act(Action(plan=self.plan, rest=rest, steps=1)))):
+                return
         result = yield from self._act(Action(plan=self.plan, steps=self._pace.observe, anatomy=True))
         if self._changed(result):
             return
@@ -227,7 +226,7 @@ class Controller(TakeOver):
             elif why:
                 self._ledger.decide(name, "not applicable", why)
             elif too_little := self._too_little(candidate):
-                self._ledger.decide(name, "not tried", too_little)
+                self._decide_unless_kept(name, "not tried", too_little)
             elif postponed := self.recollection.postponed(name, self.elapsed_s):
                 self._ledger.decide(name, "not tried", postponed)
                 waiting.append(name)
@@ -245,7 +244,7 @@ class Controller(TakeOver):
             elif (of_epoch := (yield from self._too_little_of_epoch(candidate))) is None:
                 return
             elif of_epoch:
-                self._ledger.decide(name, "not tried", of_epoch)
+                self._decide_unless_kept(name, "not tried", of_epoch)
             else:
                 yield from self._try_or_postpone(candidate)
                 if self._regime_changed:
@@ -337,7 +336,7 @@ class Controller(TakeOver):
             self.search_steps += self.steps - steps
             if outcome is None and passed and self._cut_short_s:
                 self._next_trial_s[name] = 2 * self._cut_short_s
-                self._left.keep(name, settings[number:])
+                self._left.keep(name, settings[number:] if number else settings)  # a list that may still grow
                 if row.status == "not tried":
                     row.why = self._budget.too_dear(self.cost_s, self._next_trial_s[name], _COMPARING)
             if outcome is None:
@@ -468,6 +467,7 @@ class Controller(TakeOver):
         self.plan, self.closing, self._closed, self._epochs_outcome, self._blocks_outcome = {}, None, {}, None, None
         self._ledger.begin_anew()
         self._postponed, self._passed, self._next_trial_s = set(), {}, {}
+        self._charged = {name for name in self._charged if self._candidates[name].is_preparing()}
         self._left.forget()
         self._tripped.clear()
         self._pending = [name for name, c in self._candidates.items() if c.ruled_out is None]

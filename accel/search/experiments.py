@@ -13,7 +13,7 @@ from accel.profiler.diagnose import anatomy
 from accel.profiler.diagnose.communication_wait import wait_as_communication
 from accel.profiler.evidence import Evidence
 from accel.profiler.trial import Outcome, TrialConfig, Verdict
-from accel.report import Event, StrategyRow
+from accel.report import Event, Status, StrategyRow
 from accel.search import check_cost, lasting_trials, priority, trials
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
@@ -191,7 +191,7 @@ class Experiments:
         waits = waiting_for(candidate)
         if waits and row.status == "not tried" and not refusal(candidate):
             self._ledger.decide(name, "not tried", waits)
-        if waits and (begun_s := expected_s - self._one_off_s(candidate)) > 0:
+        if waits and candidate.is_preparing() and (begun_s := expected_s - self._one_off_s(candidate)) > 0:
             self._charged.add(name)
             self.cost_s += begun_s
             row.cost_s += begun_s
@@ -210,8 +210,14 @@ class Experiments:
                 return True
             if why := refusal(self._candidates[name]):
                 self._pending.remove(name)
-                self._ledger.decide(name, "not applicable", why)
+                self._decide_unless_kept(name, "not applicable", why)
         return False
+
+    def _decide_unless_kept(self, name: str, status: Status, why: str) -> None:
+        """Decide about a candidate; where one setting of it is kept, only the others are tried no more."""
+        self._left.forget(name)
+        if name not in self.plan:
+            self._ledger.decide(name, status, why)
 
     def _may_be_tried_at_once(self, candidate: Candidate) -> bool:
         """Return the same on a crowded machine: what is urgent doesn't wait until the budget allows for its check."""
@@ -360,10 +366,10 @@ class Experiments:
 
         What may have a lasting effect has a trial of its own; once that has kept it, it is in both plans.
         """
+        self._cut_short_s = 0.0
         lasting = {n: s for n, s in b.items() if n not in a and self._candidates[n].lasting}
         if lasting:
             return (yield from self._lasting_trial(a, b, lasting, settle, config))
-        self._cut_short_s = 0.0
         in_epochs = any(self._candidates[n].by_epoch() for n in (*a, *b) if a.get(n, self) != b.get(n, self))
         if in_epochs:
             tried = yield from trials.by_epochs(self._undisturbed, a, b, config=self._config)
@@ -487,14 +493,7 @@ class Experiments:
 
         Each of these was measured on top of the ones before, so their product is of the same plan.
         """
-        rows = [self.rows[name] for name in plan]
-        gains = [(row.gain, row.gain_low) for row in rows if row.gain and row.gain_low and row.status == "kept"]
-        if (
-            outcome.verdict != "refused"
-            or len(gains) < len(rows)
-            or any(self._candidates[name].lasting for name in plan)
-        ):
+        if outcome.verdict != "refused" or any(self._candidates[name].lasting for name in plan):
             return False
-        gain = math.prod(gain for gain, _ in gains)
-        width = math.hypot(*(math.log(gain / low) for gain, low in gains))
-        return trials.bears_out(outcome, gain, gain * math.exp(-width))
+        shown = self._ledger.shown(plan)
+        return shown is not None and trials.bears_out(outcome, *shown)

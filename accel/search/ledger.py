@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 
 from accel.guard.guard import Comparison
 from accel.profiler.trial import Outcome
@@ -125,6 +126,15 @@ class Ledger:
     def take_over(self, name: str, why: str) -> None:
         """Record that a strategy is kept for a reason other than a trial of its own, and announce it."""
         self.decide(name, "kept", self._with_draws(name, why))
+
+    def shown(self, names: Collection[str]) -> tuple[float, float] | None:
+        """Return the gain of several kept strategies by their trials, and its lower end; None if one has none."""
+        rows = [self.rows[name] for name in names]
+        gains = [(row.gain, row.gain_low) for row in rows if row.gain and row.gain_low and row.status == "kept"]
+        if len(gains) < len(rows):
+            return None
+        gain = math.prod(gain for gain, _ in gains)
+        return gain, gain * math.exp(-math.hypot(*(math.log(gain / low) for gain, low in gains)))
 
     def is_open(self, name: str) -> bool:
         """Return whether noise may have hidden a gain: no verdict, or a drop whose interval reaches far above 1."""

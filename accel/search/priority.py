@@ -11,9 +11,6 @@ from accel.profiler.naming import Diagnosis
 from accel.search.actions import Candidate, Result
 from accel.search.pace import Pace
 
-_DEAR_S = 1.0
-"""One-off work that takes so long comes after what is cheap, and is not done beside other processes."""
-
 
 def first(
     pending: Iterable[str], candidates: Mapping[str, Candidate], postponed: Collection[str], diagnosis: Diagnosis
@@ -42,7 +39,7 @@ def rank(
     return (
         candidate.by_epoch(),
         postponed,
-        candidate.one_off_s >= _DEAR_S,
+        candidate.is_dear,
         not candidate.lasting,
         candidate.name not in [finding.strategy for finding in diagnosis.findings],
         candidate.is_compared,
@@ -101,7 +98,7 @@ def shows_when_crowded(
     """Return whether its gain shows beside other processes: it doesn't depend on them, or is large."""
     if is_urgent(candidate, anatomy, pace):
         return True
-    free = not candidate.host_dependent and candidate.one_off_s < _DEAR_S and not candidate.by_epoch()
+    free = not candidate.host_dependent and not candidate.is_dear and not candidate.by_epoch()
     return free and not too_little(candidate, anatomy, drop_gain, faulting)
 
 

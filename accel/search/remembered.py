@@ -199,8 +199,11 @@ class Recollection:
         plan = {name: setting for name, setting in self._earlier.plan.items() if self._applies(name, setting)}
         one_off_s = {name: self.one_off_s(self._candidates[name], setting) for name, setting in plan.items()}
         saved_s = self._earlier.saved_s if plan == self._earlier.plan else 0.0
-        if not affordable(sum(one_off_s.values()), self._earlier.run_s, saved_s):
-            self._waiting = {name: setting for name, setting in plan.items() if one_off_s[name]}
+        in_all_s = 0.0
+        for name in sorted(plan, key=one_off_s.__getitem__):
+            in_all_s += one_off_s[name]
+            if one_off_s[name] and not affordable(in_all_s, self._earlier.run_s, saved_s):
+                self._waiting[name] = plan[name]
         suggested = {name: setting for name, setting in plan.items() if name not in self._waiting}
         if plan:
             self._suggestion = self.text = self._words(plan)
@@ -350,12 +353,8 @@ class Recollection:
         return "less than a day ago" if days < 1 else "a day ago" if days == 1 else f"{days} days ago"
 
     def worked(self, choices: Choices, seconds: float) -> str:
-        """Note what a check cost in which the one-off work of these was done, if only one of them has any.
-
-        Returns:
-            A line for the report; '' if that work was done before.
-        """
-        working = [self._candidates[name] for name in choices if self._candidates[name].one_off_s]
+        """Note what a check cost in which dear one-off work was done, if of one only; return a line for the report."""
+        working = [self._candidates[name] for name in choices if self._candidates[name].is_dear]
         if len(working) != 1:
             return ""
         candidate, setting = working[0], choices[working[0].name]

@@ -71,6 +71,7 @@ class SampleStore:
             The place of one whose digest is another than before; None if there is none.
         """
         digests = np.array([hash(parts) for parts in zip(*map(_parts, rows), strict=True)], np.int64)
+        keeps = may_keep(int((self.state[places] == SEEN).sum()))  # it looks at the system, and others go on meanwhile
         states = self.state[places]
         new, again = states == UNKNOWN, states == SEEN
         self.digest[places[new]] = digests[new]
@@ -80,7 +81,7 @@ class SampleStore:
         differs = again & (self.digest[places] != digests)
         if differs.any():
             return int(places[differs][0])
-        if may_keep(int(again.sum())):
+        if keeps:
             for column, leaf in zip(self._columns, rows, strict=True):
                 column[places[again]] = leaf if again.all() else leaf[again]
             self.state[places[again]] = KEPT

@@ -19,11 +19,11 @@ class JoinConfig(NamedTuple):
     throw_on_early_termination: bool = False
 
 
-class Parallel(nn.Module):
+class Parallel(nn.parallel.DistributedDataParallel):
     """Does as `DistributedDataParallel` does with its attributes, and notes what it would tell the others."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.module = module
         self._join_config = JoinConfig(enable=True)
         self.require_forward_param_sync = self.require_backward_grad_sync = True
