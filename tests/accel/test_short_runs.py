@@ -168,3 +168,59 @@ def test_a_controller_is_charged_as_its_search_begins() -> None:
     charged = iter([0.25])
     controller = simulate([candidate("free", is_compared=False)], Machine(), startup_s=lambda: next(charged))
     assert isinstance(controller, Controller) and controller.cost_s >= 0.25
+
+
+# -- what a review found -----------------------------------------------------------------------------------------------
+
+
+def test_a_long_start_holds_up_no_budget_in_seconds() -> None:
+    machine = Machine(speed={"free": 1.3}, drift=lambda step: 0.25)
+    controller = simulate([candidate("free", is_compared=False)], machine, budget="60s", startup_s=lambda: 2.0)
+    assert controller.plan == {"free": None}
+    assert 0.25 * seconds_before(machine, lambda action: action.plan) < 0.5
+
+
+def test_of_a_run_that_ends_while_it_waits_the_length_is_known() -> None:
+    machine = Machine()
+    controller = simulate([candidate("free")], machine, budget="3%", startup_s=lambda: 1.0, steps=1000)
+    assert controller.elapsed_s - 1.0 == pytest.approx(machine.step * PLAIN_S, abs=160 * PLAIN_S)
+    assert max(action.rest for action in machine.actions) <= 150
+
+
+def test_work_that_did_not_begin_is_not_charged() -> None:
+    asked: list[bool] = []
+
+    def waits() -> str:
+        asked.append(True)
+        return "noting a sample takes 60% of the time of its fetch"
+
+    finds_out = candidate(
+        "input", is_compared=False, one_off_s=0.1, waits=waits, expected_s=lambda setting: 0.0 if asked else 2.0
+    )
+    controller = simulate([finds_out], Machine(), budget="10%", until_settled=False, steps=3000)
+    assert asked and controller.rows["input"].cost_s == controller.cost_s == 0.0
+
+
+def test_a_kept_setting_stays_kept_where_the_others_could_gain_too_little() -> None:
+    class Shrinks(Stalls):
+        """With one thread data takes no time; two stall."""
+
+        def answer(self, action: Action) -> Result:
+            self.data_share = 0.001 if action.plan else 0.3
+            self.stall_s = 2.0 if 2 in (*action.plan.values(), *self.now_on.values()) else 0.0
+            return super().answer(action)
+
+    machine = Shrinks(0.0, speed={("input", 1): 1.3, ("input", 2): 1.31})
+    controller = simulate(
+        [slow_to_switch(settings=(1, 2), phase="data")], machine, budget="3%", until_settled=False, steps=30_000
+    )
+    assert controller.plan == {"input": 1} and controller.rows["input"].status == "kept"
+
+
+def test_what_trips_after_another_was_cut_short_is_not_tried_again() -> None:
+    machine = Stalls(0.4, speed={"input": 1.05}, trips_at={"heap": 0})
+    candidates = [slow_to_switch(), candidate("heap", is_compared=False, lasting=True, one_off_s=2.0)]
+    controller = simulate(candidates, machine, budget="3%", until_settled=False, steps=12_000)
+    assert controller.rows["heap"].status == "undone"
+    began = [action for action in machine.actions if "heap" in action.plan]
+    assert len(began) == 1 and "heap" not in controller._pending

@@ -496,3 +496,21 @@ def test_a_sample_that_comes_twice_in_a_batch_is_noted_twice() -> None:
     cache = SampleCache(Counted())
     cache.__getitems__([3, 3, 5])
     assert cache.stats().kept == 1
+
+
+def test_samples_of_a_dataset_that_changes_while_they_are_noted_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = SampleCache(Counted())
+    cache.__getitems__(list(range(6)))
+    note = cache._store.note  # type: ignore[union-attr]
+
+    def changes_meanwhile(*arguments: Any) -> Any:
+        differs = note(*arguments)
+        cache.forget()
+        return differs
+
+    monkeypatch.setattr(cache._store, "note", changes_meanwhile)
+    cache.__getitems__(list(range(6)))
+    assert cache.stats().kept == 0
+    monkeypatch.setattr(cache._store, "note", note)
+    cache.__getitems__(list(range(6)))
+    assert cache.stats().kept == 0  # noted anew, once
