@@ -153,7 +153,7 @@ def _why(report: Path, said: str) -> str:
     return f"nothing: {'the run ended before anything was tried' if ended else 'what applies would gain too little'}"
 
 
-class ScriptFailed(click.ClickException):
+class ScriptFailed(RuntimeError):
     """A script fails without accel."""
 
 
@@ -215,17 +215,22 @@ def compare(name: str, source: Path, rounds: int) -> Row:
 )
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/.")
 def main(scripts: tuple[str, ...], rounds: int, sources: Path, record: bool) -> None:
-    """Run public SCRIPTS (default: all) plainly and under `accel run`; exit with 1 if a result differs."""
+    """Run public SCRIPTS (default: all) plainly and under `accel run`; exit with 1 if one differs, or fails plainly."""
     console = Console(highlight=False, soft_wrap=True)
-    rows = []
+    rows, failed = list[Row](), False
     for name in scripts or SCRIPTS:
-        row = compare(name, fetch(SCRIPTS[name].repo, sources), rounds)
+        try:
+            row = compare(name, fetch(SCRIPTS[name].repo, sources), rounds)
+        except ScriptFailed as error:
+            failed = True
+            console.print(str(error), markup=False)
+            continue
         rows.append(row)
         if record:
             RECORD.write([row])
         line = "{script:20} same: {same}; plain {plain_s:.1f} s; first {first:.2f}x [{first_low:.2f}, {first_high:.2f}]"
         console.print((line + "; later {ratio:.2f}x [{low:.2f}, {high:.2f}]; {why}").format_map(row), markup=False)
-    sys.exit(any(row["same"] != "yes" for row in rows))
+    sys.exit(failed or any(row["same"] != "yes" for row in rows))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from benchmarks import public_scripts
 from benchmarks.public import data
@@ -111,6 +112,20 @@ def test_a_script_that_fails_plainly_is_no_match(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(public_scripts, "run", lambda *_: failed)
     with pytest.raises(public_scripts.ScriptFailed, match="mnist fails plainly, with status 1: OSError: no such data"):
         compare("mnist", tmp_path, 2)
+
+
+def test_the_others_are_run_where_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def compared(name: str, source: Path, rounds: int) -> None:
+        ran.append(name)
+        raise public_scripts.ScriptFailed(f"{name} fails plainly, with status 1: no such data")
+
+    monkeypatch.setattr(public_scripts, "compare", compared)
+    monkeypatch.setattr(public_scripts, "fetch", lambda repo, folder: folder)
+    done = CliRunner().invoke(public_scripts.main, ["vae", "mnist"], catch_exceptions=False)
+    assert ran == ["vae", "mnist"] and done.exit_code == 1
+    assert done.output.count("fails plainly, with status 1: no such data") == 2
 
 
 def test_pictures_are_what_torchvision_reads_and_the_same_each_time(
