@@ -23,13 +23,13 @@ from accel.search import priority
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
 from accel.search.experiments import Decisions
+from accel.search.later_checks import LaterChecks
 from accel.search.ledger import refusal, waiting_for
 from accel.search.one_off import Preparations
 from accel.search.pace import Pace
 from accel.search.plan import Choices
 from accel.search.remembered import PlanMemory, Recollection
 from accel.search.step_level import StepLevel
-from accel.search.takeover import TakeOver
 
 _COMPARING = "comparing it with the plain loop"
 
@@ -37,7 +37,7 @@ _SOON_STEADY = 2
 """What needs more settling steps may need a few more the first time: its first steps say little."""
 
 
-class Controller(TakeOver):
+class Controller(LaterChecks):
     """Choose strategies on real training steps.
 
     Args:
@@ -360,9 +360,8 @@ class Controller(TakeOver):
             or not self.recollection.shows_with(name, outcome, self._config.keep_gain)
         ):
             return outcome, ""
-        return replace(
-            outcome, verdict="keep"
-        ), ", as in an earlier run: noise left each trial open, both together do not"
+        how = ", as in an earlier run: noise left each trial open, both together do not"
+        return replace(outcome, verdict="keep"), how
 
     def _note_work(self, candidate: Candidate, setting: object, seconds: float) -> None:
         if worked := self.recollection.worked({candidate.name: setting}, seconds):
@@ -393,7 +392,9 @@ class Controller(TakeOver):
             result = yield from self._act(Action(plan=self.plan, rest=rest, steps=steps, check=check, settled=True))
             if check:
                 gap, next_check = 2 * gap, self.steps + 2 * gap
-                self._recheck_numbers(result)
+                yield from self._recheck_numbers(result)
+                if self._regime_changed:
+                    return
                 # Step times don't show that the machine was busy during the search and is quiet now (or the reverse).
                 yield from self._retry_kept([n for n in self.plan if self._candidates[n].host_dependent])
                 if self._regime_changed:
@@ -430,31 +431,6 @@ class Controller(TakeOver):
         waiting_for(self._candidates[name])  # notices that it has ended
         if self._preparations.under_way(self._charged) != name and (outcome := self._preparations.outcome(name)):
             self._note(outcome)
-
-    def _recheck_numbers(self, result: Result) -> None:
-        if result.finding is not None and result.finding.problem:
-            for name in list(self.plan):
-                self._remove(name, f"the guard's later check failed: {result.finding.problem}")
-
-    def _retry_kept(self, names: Sequence[str]) -> Decisions:
-        """Try the plan without each of these in turn, and undo those that no longer pay.
-
-        What is tried in whole epochs stays: a trial takes many of them, and steps say nothing of how epochs begin. So
-        does that without which the model would be compiled once more, while what compiles, which comes first, is on.
-        """
-        for name in sorted(names, key=lambda name: not self._candidates[name].compiles):
-            candidate = self._candidates[name]
-            if name not in self.plan or candidate.by_epoch() or candidate.lasting:
-                continue
-            if self._compiled_without(candidate) is not None:
-                continue
-            without = {n: s for n, s in self.plan.items() if n != name}
-            settle = candidate.settling(self.plan[name])
-            outcome = yield from self._trial(without, dict(self.plan), settle, self._config.of_kept())
-            if self._regime_changed:
-                return
-            if outcome is not None and outcome.verdict == "drop":
-                self._remove(name, f"it no longer pays: {outcome.gain:.2f}x when tried again at step {self.steps}")
 
     def _reopen(self) -> Decisions:
         """Search again from the plain loop: the measurements were made under other conditions."""

@@ -28,6 +28,9 @@ class Pace:
     noise."""
     patience: int = 250
     """Steps that the search waits for the budget before it ends; what waits for longer is tried later."""
+    confirm: int = 2
+    """Further batches with which the guard's later check must fail before the plan is undone: of a small network near
+    its end, gradients in bfloat16 were 1.3 % too long or too short (standard deviation), with no direction."""
     reopenings: int = 3
     """How often the search may begin again; a batch shape that never settles would keep it searching."""
     slower: float = 1.10
