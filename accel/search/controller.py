@@ -393,10 +393,9 @@ class Controller(LaterChecks):
             if check:
                 gap, next_check = 2 * gap, self.steps + 2 * gap
                 yield from self._recheck_numbers(result)
-                if self._regime_changed:
-                    return
                 # Step times don't show that the machine was busy during the search and is quiet now (or the reverse).
-                yield from self._retry_kept([n for n in self.plan if self._candidates[n].host_dependent])
+                by_host = [n for n in self.plan if self._candidates[n].host_dependent and not self._regime_changed]
+                yield from self._retry_kept(by_host)
                 if self._regime_changed:
                     return
                 level.forget()
