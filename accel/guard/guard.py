@@ -31,7 +31,7 @@ import copy
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -89,8 +89,12 @@ class Comparison:
     other_draws: bool = False
     """It draws other random numbers than the plain path, of the same distributions: as with another seed."""
 
+    def beside(self, other: Comparison) -> Comparison:
+        """Return the worse of two comparisons of different things; it is unsure if one of them is."""
+        return replace(self.merge(other), unsure=self.unsure or other.unsure)
+
     def merge(self, other: Comparison) -> Comparison:
-        """Return the worse of two comparisons; it is unsure only if both are."""
+        """Return the worse of two comparisons of the same thing; it is unsure only if both are."""
         return Comparison(
             self.problem or other.problem,
             max(self.output_error, other.output_error),
@@ -344,6 +348,8 @@ def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Compa
         return Comparison(f"it returns {len(candidate.outputs)} tensors, the plain path {len(plain.outputs)}")
     if exactness != Exactness.EXACT and not all(map(_is_finite, plain.outputs)):
         return Comparison(unsure="the plain call's own output is not finite")
+    if plain.names and not plain.outputs:  # a training call; one of evaluation may return what it found, as text, say
+        return Comparison(unsure="the model returns no tensors that can be looked at")
     finding = Comparison()
     for expected, actual in zip(plain.outputs, candidate.outputs, strict=True):
         finding = finding.merge(_compare_output(expected, actual, exactness))

@@ -23,11 +23,20 @@ from accel.strategies.base import Exactness
 _ELEMENTS = 1_000_000
 
 
+def makes_updates(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer updates by itself: Accelerate's and SAM's step another one, which a copy shares."""
+    own = vars(optimizer)
+    return "param_groups" in own and not any(isinstance(value, Optimizer) for value in own.values())
+
+
 def updated(optimizer: Optimizer) -> list[Tensor]:
     """Step a shadow of `optimizer` along the path its groups ask for now, and return the shadow's parameters.
 
     Parameters without a gradient get a fixed pseudo-random one, so that the path is exercised; not frozen ones, which
     no path updates.
+
+    Args:
+        optimizer: one that makes its updates itself: of a wrapper a copy would step the real one.
     """
     shadow = copy.copy(optimizer)
     shadow.param_groups, shadow.state = [], defaultdict(dict)

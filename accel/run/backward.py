@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +60,8 @@ class _Mark:
                 return
             given = args[0] if args else kwargs.get("tensors", ())
             roots = [given] if isinstance(given, Tensor) else list(given)
+            if not isinstance(given, Tensor | Sequence):  # a generator gives them once
+                args, kwargs = (roots, *args[1:]), {name: each for name, each in kwargs.items() if name != "tensors"}
             try:
                 self._inside = True
                 for listener in list(self.listeners):

@@ -87,10 +87,19 @@ class ScriptLoaders:
             proxy = self._proxies[id(loader)] = LoaderProxy(loader)
             follow(proxy, self)
             self.on_new(proxy)
+            self._let_go()
         self._proxies.move_to_end(id(loader))
-        if len(self._proxies) > _KEPT:
-            self._proxies.popitem(last=False)
         return proxy
+
+    def _let_go(self) -> None:
+        """Forget loaders that the script holds no more, whose data would stay in memory, and those beyond the limit."""
+        for key, proxy in list(self._proxies.items())[:-1]:
+            # One reference is the proxy's, one the argument's.
+            is_free = sys.getrefcount(proxy._accel_loader) <= 2
+            if is_free or len(self._proxies) > _KEPT:
+                del self._proxies[key]
+            if is_free:
+                proxy._accel_listener = None  # which holds the proxy: they would wait for the garbage collector
 
     # -- what a follower of a loader is told (session.listeners.Follower) ----------------------------------------------
 
@@ -134,7 +143,7 @@ class HandedOut:
         return next(self._batches)
 
     def __len__(self) -> int:
-        return len(self._batches.plain)
+        return len(self._batches)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

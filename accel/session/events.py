@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from torch.optim.optimizer import (
 
 from accel.dataio import batches
 from accel.dataio.passes.proxy import Fetching, LoaderProxy
+from accel.profiler.closures import Arguments, followed_by
 from accel.profiler.phases import StepClock
 from accel.run import backward
 from accel.run.context import Run
@@ -118,6 +120,8 @@ class StepEvents:
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._epoch_is_new = False
         self._updated = False
+        self._thread: int | None = None
+        """That trains, once it is known."""
         self._batches = 0
         """Since the last boundary."""
         self._hooks: list[Any] = []
@@ -162,6 +166,11 @@ class StepEvents:
         mode = self._state.mode
         if mode is _SUSPENDED or mode is _CLOSED:
             return
+        if self._thread != get_ident() and self._thread is not None:
+            self._usage.requested_elsewhere()  # the training is anywhere in its step
+            return
+        if torch.is_inference_mode_enabled():
+            return  # an evaluation, before the training asks for its next batch: calls in this mode have no gradients
         if self._epoch_is_new:
             self._epoch_is_new = False
             _keeping_grad_mode(self._listener.epoch_begins)
@@ -230,12 +239,20 @@ class StepEvents:
             self._strangers[optimizer] = len(optimizer.param_groups)
         return mine
 
-    def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
         mode = self._state.mode
         if mode is _SUSPENDED or not self._owns(optimizer):
-            return
+            return None
         if mode is _MEASURING:
             self._clock.update()
+        if args[1:] or kwargs:  # seldom
+            arguments = followed_by(partial(self._before_update, optimizer), args, kwargs)
+            if arguments is not None:
+                return arguments
+        self._before_update(optimizer)
+        return None
+
+    def _before_update(self, optimizer: Optimizer) -> None:
         self._guard.before_update(optimizer)
         if self.noise is not None:
             with self._state.suspended():  # it may call the model again
@@ -250,7 +267,7 @@ class StepEvents:
             return
         if mode is _MEASURING:
             self._clock.updated()
-        self._updated = True
+        self._updated, self._thread = True, get_ident()
         self._loader.source = self._loader.delivered
         if not self._usage.iterated:
             self._usage.updated_without_batch()

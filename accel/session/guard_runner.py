@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from torch import Tensor
@@ -117,13 +117,16 @@ class GuardRunner:
         touched = self._switchboard.touched_by(self._switchboard.new_in(plan))
         exactness = self._switchboard.exactness(plan)
         before = dict(self._switchboard.active)
+        findings = []
         try:
             if "model" in touched and recording is not None:
-                self._note(self._check_model(plan, recording, exactness))
+                findings.append(self._check_model(plan, recording, exactness))
             elif "model" in touched:
-                self._note(Comparison(unsure="the model was not called in the recorded steps"))
+                findings.append(Comparison(unsure="the model was not called in the recorded steps"))
             if "optimizer" in touched:
-                self._note(self._check_update(plan, exactness))
+                findings.append(self._check_update(plan, exactness))
+            if findings:
+                self._note(reduce(Comparison.beside, findings))
             if touched <= {"input"}:
                 self._switchboard.switch(plan)  # switching it on compares a batch with a plain fetch; see the strategy
         except Exception as error:
@@ -135,6 +138,8 @@ class GuardRunner:
         with self._untouched(recording), self._state.suspended():
             plain, candidate = self._both(plan, recording, partial(guard.replay, self._run.model), exactness)
             finding = guard.compare(plain, candidate, exactness)
+            if finding.unsure:  # what is compared beside this call would hide it
+                return finding
             if not finding.problem and self._switchboard.captures(plan):
                 finding = finding.merge(self._check_graphs(plan, recording, exactness))
             if finding.problem or not plain.draws or self._finding is not None:  # once: a plan is checked in two steps
@@ -200,16 +205,17 @@ class GuardRunner:
         return None if inner or wrapped or self._run.gate.compiled_by_user else ReplayedDraws(canonical)
 
     def _check_update(self, plan: Choices, exactness: Exactness) -> Comparison:
-        finding = Comparison()
+        findings = []
         with self._state.suspended():
-            for optimizer in self._run.optimizers:
+            for optimizer in filter(update_guard.makes_updates, self._run.optimizers):
                 self._switchboard.switch({})
                 start = update_guard.start_of(optimizer)
                 plain = update_guard.updated(optimizer)
                 self._switchboard.switch(self._switchboard.acting_on("optimizer", plan))
                 candidate = update_guard.updated(optimizer)
-                finding = finding.merge(update_guard.compare(plain, candidate, start, exactness))
-        return finding
+                findings.append(update_guard.compare(plain, candidate, start, exactness))
+        none = Comparison(unsure="no optimizer that updates by itself is known")
+        return reduce(Comparison.beside, findings or [none])
 
     def _note(self, finding: Comparison) -> None:
         self._finding = finding if self._finding is None else self._finding.merge(finding)

@@ -35,7 +35,7 @@ class Usage:
         self._trained_elsewhere_at = 0
         """Of these, the one at which something was trained."""
         self._updates = self._calls = 0
-        self._has_warned = False
+        self._has_warned = self._is_threaded = False
         self._submodule_calls: SubmoduleCalls | None = None
 
     # -- the loader ----------------------------------------------------------------------------------------------------
@@ -49,6 +49,15 @@ class Usage:
         """The model was called, and the loader has not been iterated."""
         self._calls += 1
         self._warn_once(self._calls, _CALLS_WITHOUT_BATCH, "was called")
+
+    def requested_elsewhere(self) -> None:
+        """A batch is requested by another thread than the one that trains."""
+        if not self._is_threaded:
+            self._is_threaded = True
+            self._say(
+                f"the batches of {self._model} are taken by another thread than the one that trains it, so that its "
+                "steps can't be told apart and nothing more is tried; iterate the loader in the loop itself"
+            )
 
     def _warn_once(self, times: int, limit: int, what: str) -> None:
         if times == limit and not self._has_warned:

@@ -71,7 +71,7 @@ class CompiledCalls:
         self._is_compiled = False
         """Of the last call: blocks that are called again in its backward pass (checkpointing) must do the same."""
         self._hooks: list[dict[Any, Any]] = []
-        self._hook_counts: list[int] = []
+        self._hook_keys: list[tuple[int, ...]] = []
         self._frames: list[Any] = []
         self._whole: Call | None = None
         self._block_calls: list[Call] = []
@@ -95,7 +95,7 @@ class CompiledCalls:
         """Put the compiled calls of blocks into their slots; they act only within the model's own call."""
         if not self._hooks:
             self._hooks = hooks_of(self._model)
-            self._hook_counts = list(map(len, self._hooks))
+            self._hook_keys = list(map(tuple, self._hooks))
         if self._slots:
             return
         if not self._block_calls:
@@ -147,7 +147,7 @@ class CompiledCalls:
         return shapes, torch.is_grad_enabled(), self._model.training
 
     def _may_be_compiled(self, kind: Kind) -> bool:
-        if self.stopped or list(map(len, self._hooks)) != self._hook_counts:
+        if self.stopped or list(map(tuple, self._hooks)) != self._hook_keys:
             return False
         shapes, has_gradients, _ = kind
         if kind in self._kinds or (has_gradients and shapes == self.usual):

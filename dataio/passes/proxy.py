@@ -77,12 +77,14 @@ class LoaderProxy(StandIn):
         listener: called on requests and batches; None makes the proxy a plain pass-through.
     """
 
-    __slots__ = ("_accel_fetching", "_accel_listener")
+    __slots__ = ("_accel_fetching", "_accel_listener", "_accel_pass")
+    _accel_pass: Iterator[Any] | None
 
     def __init__(self, loader: Any, listener: LoaderListener | None = None) -> None:
         super().__init__(loader)
         object.__setattr__(self, "_accel_listener", listener)
         object.__setattr__(self, "_accel_fetching", Fetching())
+        object.__setattr__(self, "_accel_pass", None)
 
     def __repr__(self) -> str:
         return f"accel({self._accel_loader!r})"
@@ -92,7 +94,15 @@ class LoaderProxy(StandIn):
             return iter(self._accel_loader)
         loader, fetching, listener = self._accel_loader, self._accel_fetching, self._accel_listener
         listener.epoch_begins()
-        return _Listened(Pass(Controlled(loader, fetching, listener)), fetching, listener)
+        return _Listened(Pass(Controlled(loader, fetching, listener)), fetching, listener, loader)
+
+    def _accel_next(self) -> Any:
+        """Return the next batch of a loader that is an iterator itself, as a generator is: it has one pass."""
+        if self._accel_listener is None:
+            return next(self._accel_loader)
+        if self._accel_pass is None:
+            self._accel_pass = iter(self)
+        return next(self._accel_pass)
 
 
 def is_proxy(loader: Any) -> bool:
@@ -103,8 +113,8 @@ def is_proxy(loader: Any) -> bool:
 class _Listened:
     """A pass with transforms applied to its batches, and a listener called around them."""
 
-    def __init__(self, batches: Pass, fetching: Fetching, listener: LoaderListener) -> None:
-        self._batches, self._listener = batches, listener
+    def __init__(self, batches: Pass, fetching: Fetching, listener: LoaderListener, loader: Any) -> None:
+        self._batches, self._listener, self._loader = batches, listener, loader
         self._underway, self._transforms = fetching.underway, fetching.transforms
         self._name = self._underway.begin(self)
 
@@ -131,6 +141,14 @@ class _Listened:
         except BaseException:
             self._batches.give_back(position)
             raise
+
+    def __len__(self) -> int:
+        """Return the batches of the whole pass, as torch's iterators do; those of other loaders may have no length."""
+        counted: Any = self._loader._index_sampler if isinstance(self._loader, DataLoader) else self.plain
+        return len(counted)
+
+    def __bool__(self) -> bool:
+        return not isinstance(self._loader, DataLoader) or len(self) > 0
 
     def unheard(self) -> Any:
         """Return the next batch without a word to the listener: another thread than the loop's asks for it."""

@@ -23,7 +23,7 @@ _KEPT = frozenset(
         *("class", "getattribute", "getattr", "setattr", "delattr", "annotate", "annotate_func"),
         # and copied: a copy is one of the plain object.
         *("reduce", "reduce_ex", "getstate", "setstate", "getnewargs", "getnewargs_ex", "copy", "deepcopy"),
-        # A subclass says what it shows and iterates.
+        # A subclass says what it shows and iterates,
         *("repr", "iter"),
     )
 )
@@ -99,7 +99,10 @@ def _type_for(base: type, kind: type) -> type:
     if stand_in is None:
         # Errors name an object's type: they are the same as the plain loader's.
         names = {"__slots__": (), "__module__": __name__, "__qualname__": f"{base.__name__}[{kind.__qualname__}]"}
-        stand_in = known[base] = type(kind.__name__, (base,), {"__doc__": kind.__doc__, **names, **_methods(kind)})
+        methods = _methods(kind)
+        if "__next__" in methods and hasattr(base, "_accel_next"):  # and what it hands out next
+            methods["__next__"] = base._accel_next
+        stand_in = known[base] = type(kind.__name__, (base,), {"__doc__": kind.__doc__, **names, **methods})
     return stand_in
 
 

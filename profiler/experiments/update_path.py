@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+from accel.profiler.closures import Arguments, followed_by
 
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
@@ -162,11 +165,17 @@ class Paths:
         """Return the switched ones; a loop may have replaced some, and these are not kept alive."""
         return [optimizer for reference in self._switched if (optimizer := reference()) is not None]
 
-    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
         self._take_new(optimizer)
         if not self._fused:
-            return
+            return None
         self._step_ended(optimizer)  # the step before may have raised
+        arguments = followed_by(partial(self._gradients_ready, optimizer), args, kwargs)
+        if arguments is None:
+            self._gradients_ready(optimizer)
+        return arguments
+
+    def _gradients_ready(self, optimizer: Optimizer) -> None:
         _lay_out_gradients(optimizer)
         for group in optimizer.param_groups:
             if group.get("fused") and _lacks_some_buffers(optimizer, group):

@@ -329,6 +329,42 @@ if sys.argv[1] == "1":
     print("steps", accel.explain(model).steps, file=sys.stderr)
 """
 
+REORDERED = """
+import torch
+import accel
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True)
+net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(60)))
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.001)
+loader = DataLoader(TensorDataset(torch.randn(640, 8)), batch_size=8)
+model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60, cache=False)
+for epoch in range(4):
+    for (x,) in loader:
+        before = net[-1].weight.detach().clone()
+        accelerator.backward(nn.functional.mse_loss(model(x), x))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not torch.equal(before, net[-1].weight)
+row = next(row for row in accel.explain(model).rows if row.name == "fused_optimizer")
+assert row.status in ("kept", "undone") and "update" not in row.why and "Error" not in row.why, row
+print("updated", len(optimizer.param_groups[0]["params"]))
+"""
+
+
+@pytest.mark.integration
+def test_an_accelerate_optimizer_goes_on_updating_when_its_path_is_tried(tmp_path: Path) -> None:
+    need("accelerate")
+    (tmp_path / "train.py").write_text(REORDERED)
+    run = warm.run(["train.py"], cwd=tmp_path, before=LET_TORCHVISION_IMPORT)
+    assert run.returncode == 0, run.stderr
+    assert "updated 120" in run.stdout
+
+
 SCRIPTS = {"transformers": TRAINER, "lightning": LIGHTNING, "accelerate": ACCELERATE}
 
 

@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -165,6 +166,25 @@ def test_a_loader_that_is_made_anew_for_each_epoch_goes_on(training: ScriptTrain
         epochs(model, make_loader(), optimizer, 1)
     assert steps_of(model) >= 20 * 13 - 24
     assert len(training.loaders.proxies) <= 8
+
+
+def test_loaders_that_the_script_has_let_go_of_are_freed(training: ScriptTraining) -> None:
+    """A loop over parts of the data, each with a loader of its own: eight of them stayed in memory."""
+    model, loader, optimizer = make()
+    epochs(model, loader, optimizer, 1)
+    parts = weakref.WeakSet[Any]()
+    for _ in range(6):
+        part = Samples()
+        parts.add(part)
+        epochs(model, make_loader(part), optimizer, 1)
+        del part
+        assert len(parts) <= 2  # the one just trained on, and what its iterator holds
+    assert steps_of(model) >= 6 * 13
+    checked = [make_loader() for _ in range(3)]
+    for _ in range(2):
+        for each in checked:
+            epochs(model, each, optimizer, 1)
+    assert {id(proxy._accel_loader) for proxy in training.loaders.proxies} >= set(map(id, checked))
 
 
 def test_a_loader_that_is_validated_on_with_gradients_is_not_taken_for_the_one_trained_on(

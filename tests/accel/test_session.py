@@ -209,24 +209,55 @@ def test_an_output_that_turns_nan_is_made_again_plainly(registry: Any) -> None:
     assert any("faster undone" in event.text for event in report.events)
 
 
+class Poison(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * math.nan
+
+
+class Nan(Faster):
+    """Its 40th call has gradients that are not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def faulty(self, call: Any, x: Tensor) -> Any:
+        self.count += 1
+        return Poison.apply(call(x)) if self.count == 40 else super().faulty(call, x)
+
+
 def test_a_gradient_that_turns_nan_is_left_out(registry: Any) -> None:
-    class Poison(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-            return gradient * math.nan
-
-    class Nan(Faster):
-        count = 0
-
-        def faulty(self, call: Any, x: Tensor) -> Any:
-            self.count += 1
-            return Poison.apply(call(x)) if self.count == 40 else super().faulty(call, x)
-
     assert_undone(registry, Nan, "a gradient is not finite", same=False)
+
+
+def test_a_gradient_that_turns_nan_in_a_closure_is_left_out(registry: Any) -> None:
+    """As Lightning steps: nothing is there to be looked at before the closure has run."""
+    registry[:] = [Nan]
+    torch.manual_seed(0)
+    x = torch.randn(256, 10)
+    model: nn.Module = Slow(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), batch_size=16)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
+    for _ in range(20):
+        for batch, target in loader:
+
+            def closure(batch: Tensor = batch, target: Tensor = target) -> Tensor:
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(batch), target)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    report = accel.explain(model)
+    assert any("that update was left out" in event.text for event in report.events)
+    assert all(p.isfinite().all() for p in model.parameters())
+    accel.undo(model)
 
 
 def test_a_call_that_raises_is_made_again_plainly(registry: Any) -> None:

@@ -9,7 +9,7 @@ import pickle
 import random
 from collections import Counter, OrderedDict, UserList, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -319,3 +319,27 @@ def test_iterating_alone_is_listened_to() -> None:
     assert Counts.epochs == 0
     assert sorted(proxy) == [1, 2, 3]
     assert Counts.epochs == 1
+
+
+def test_an_iterator_that_is_asked_for_its_next_is_listened_to() -> None:
+    """`next(loader)` of a generator: no step was ever seen, and the message told to iterate what was iterated."""
+
+    class Counts(Silent):
+        heard: ClassVar[list[str]] = []
+
+        def epoch_begins(self) -> None:
+            self.heard.append("begins")
+
+        def batch_delivered(self, batch: Any) -> None:
+            self.heard.append(str(batch))
+
+        def epoch_ended(self) -> None:
+            self.heard.append("ended")
+
+    proxy = LoaderProxy((number for number in range(4)), Counts())
+    assert [next(proxy), next(proxy), *proxy] == [0, 1, 2, 3]
+    with pytest.raises(StopIteration):
+        next(proxy)
+    assert Counts.heard[:3] == ["begins", "0", "1"]
+    assert [each for each in Counts.heard if each.isdigit()] == ["0", "1", "2", "3"]
+    assert next(LoaderProxy(iter([7]))) == 7

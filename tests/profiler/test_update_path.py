@@ -258,3 +258,31 @@ def test_an_optimizer_that_is_replaced_is_let_go() -> None:
     assert gone() is None
     assert not paths.switches(other)
     paths.restore()
+
+
+def test_layers_that_a_closure_unfreezes_are_updated_as_ever() -> None:
+    """As Lightning steps: before the closure no gradient of theirs is there, so that nothing shows what they lack."""
+    ends = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        paths, x = Paths(), torch.randn(5, 3)
+
+        def closure(model: nn.Module = model, optimizer: Any = optimizer, x: Tensor = x) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            return loss
+
+        for number in range(6):
+            if number == 1 and fused:
+                paths.switch([optimizer], fused=True)
+            if number == 3:
+                model.requires_grad_(True)
+            assert torch.is_tensor(optimizer.step(closure) if number % 2 else optimizer.step(closure=closure))
+        paths.restore()
+        ends.append([p.detach() for p in model.parameters()])
+    for expected, actual in zip(*ends, strict=True):
+        torch.testing.assert_close(actual, expected)

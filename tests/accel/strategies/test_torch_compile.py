@@ -220,6 +220,21 @@ def test_a_hook_that_comes_later_is_called(setting: str, backend: Counts) -> Non
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("setting", [BLOCKS, WHOLE])
+def test_a_hook_that_takes_the_place_of_another_is_called(setting: str, backend: Counts) -> None:
+    """Features of an epoch are gathered by a hook of its own: as many hooks as before, and another one."""
+    model, x = Stack(2), torch.randn(2, 5, WIDTH)
+    seen: list[str] = []
+    hook = model.blocks[1].out.register_forward_hook(lambda *_: seen.append("first"))
+    strategy, run = make(model)
+    strategy.enable(run, setting)
+    model(x)
+    hook.remove()
+    model.blocks[1].out.register_forward_hook(lambda *_: seen.append("second"))
+    model(x)
+    assert seen == ["first", "second"]
+
+
 def test_a_model_that_the_loop_compiles_later_is_left_to_it() -> None:
     model, x = Stack(2), torch.randn(2, 5, WIDTH)
     strategy, run = make(model)
