@@ -222,6 +222,9 @@ def optimize(
     with contextlib.nullcontext() if settings.is_elastic else startup.counted():
         if optimized is None or optimized.settings != settings:
             if settings.is_elastic:
+                from accel.elastic.left_alone import take_back
+
+                take_back(model, loader)
                 proxy = _elastic(model, proxy)
             optimized = _optimized[model] = _start(model, proxy, optimizer_if_passed, settings, optimized)
         optimized.follow(proxy)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from accel.errors import InvalidArgument
 from accel.goodput.efficiency import Bound, NoiseInterval, efficiency
 
 MARGIN = 1.05
@@ -39,6 +40,30 @@ class Better(NamedTuple):
     """What a sample of it is worth over one of the other's."""
     noise: float
     """The noise scale that was reckoned with, samples."""
+
+
+def check_largest(most: int, sizes: Sequence[int], base: int | None) -> None:
+    """Raise if a loop's batch can't be changed up to so many samples.
+
+    Args:
+        most: samples of a step allowed, over all ranks.
+        sizes: samples of each rank's batches.
+        base: the user's batch, samples over all ranks; None for the sum of these.
+
+    Raises:
+        InvalidArgument: in one sentence.
+    """
+    if len(set(sizes)) > 1:
+        raise InvalidArgument(
+            f"max_batch_size= needs batches of one size on all ranks, got {list(sizes)} samples; give each rank as "
+            "many, or leave it out to keep the batch"
+        )
+    least = sum(sizes) if base is None else base
+    if most < least:
+        raise InvalidArgument(
+            f"max_batch_size must be at least the loader's batch over all ranks, {least} samples, got "
+            f"{most}; raise it, or leave it out to keep the batch"
+        )
 
 
 def candidates(base: int, most: int, multiple: int = 1) -> list[int]:

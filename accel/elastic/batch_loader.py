@@ -7,9 +7,11 @@ and pinning stay the user's.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -23,11 +25,46 @@ _REMEDY = (
 
 
 class EpochBatches(ElasticSampler):
-    """An `ElasticSampler` whose length is that of the whole epoch, as loops that count their batches expect."""
+    """An `ElasticSampler` whose length is that of the whole epoch, as loops that count their batches expect.
+
+    Its state holds that of the generator which gives the loader's workers their seeds, as it was before the pass under
+    way; and another run goes on with the seed and the kind of order that the state has, which were accel's choice.
+    """
+
+    generator: torch.Generator | None = None
+    """Of the loader; None if it is the user's on several ranks, where each may have another one."""
+    _before_pass: Tensor | None = None
 
     def __len__(self) -> int:
         """Return the steps of this epoch: those the loop has taken since it began or was resumed, and those to come."""
         return self.taken + self.steps_left
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Begin a pass; the loader then draws the workers' seed."""
+        self._before_pass = None if self.generator is None else self.generator.get_state()
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it takes to go on from here, equal on all ranks."""
+        state = super().state_dict()
+        if self.generator is not None:
+            has_begun = self.position or self.dealt_ahead
+            before = self._before_pass if has_begun else None
+            state["generator"] = self.generator.get_state() if before is None else before
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken, in its order, on this sampler's number of ranks and with its batch sizes.
+
+        Raises:
+            ValueError: if it is of another dataset length, or of a loader that shuffles while this does not.
+        """
+        seed, order = state.get("seed"), state.get("order")
+        if type(seed) is int and 0 <= seed < 1 << 63 and order in ("feistel", "torch"):
+            self.seed, self.order = seed, order
+        super().load_state_dict(state)  # which refuses others
+        if self.generator is not None and "generator" in state:
+            self.generator.set_state(state["generator"])
 
 
 def elastic_loader(loader: Any) -> DataLoader[Any]:
@@ -67,6 +104,7 @@ def elastic_loader(loader: Any) -> DataLoader[Any]:
     # torch refuses to have these set on a loader once it is made. A generator of its own gives the workers their seeds:
     # a training that is resumed in the midst of an epoch asks for an iterator once more than one that was not.
     generator = loader.generator or torch.Generator().manual_seed(batches.seed)
+    batches.generator = generator if loader.generator is None or replicas == 1 else None
     vars(elastic).update(
         batch_sampler=batches, sampler=batches, generator=generator, _iterator=None, plain_loader=loader
     )

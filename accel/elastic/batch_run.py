@@ -23,10 +23,11 @@ from torch import Tensor
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
-from accel.elastic.batch_choice import LEAST_STEPS, most_tried
+from accel.elastic.batch_choice import LEAST_STEPS, check_largest, most_tried
 from accel.elastic.batch_report import profile_of, rows_of
 from accel.elastic.controller import TIMED, BatchController, BatchDecision
 from accel.elastic.exchange import exchange_of
+from accel.elastic.loss_reduction import LossReduction
 from accel.elastic.loss_trend import LossTrend
 from accel.elastic.meeting import AgreedBatch, met
 from accel.elastic.noise_interval import interval_of
@@ -112,7 +113,7 @@ class BatchRun(Onlooker):
         self._planned: BatchDecision | None = None
         """A larger batch than any before, until it has been rehearsed."""
         self._rates = StepRates(rule, say)
-        self._trend = LossTrend()
+        self._trend, self._reduction = LossTrend(), LossReduction()
         self._meter: NoiseMeter | None = None
         self._restored: dict[str, Any] = {}
         """The state of a run that this one goes on from."""
@@ -218,6 +219,11 @@ class BatchRun(Onlooker):
             if self._scaler is not None and self._scaler.is_enabled():
                 roots = [root.detach() / self._scaler.scale(torch.ones_like(root)) for root in roots[:1]]
             self._trend.add(roots)
+            self._reduction.add(self._sampler.fresh, roots)
+            alone = self._sampler.num_replicas == 1  # several decide at the same step, within some more
+            if alone and self._reduction.is_sum and self.controller is not None and not self.controller.sums:
+                self._rates.follow_no_more()  # the larger batch makes this very step longer by itself
+                self._decision_due = 0
         except Exception as error:
             self._fail(error)
 
@@ -271,7 +277,7 @@ class BatchRun(Onlooker):
         assert self._ranks is not None and self._meter is not None
         if self._meter.refusal:
             raise InvalidArgument(f"the gradient noise can't be measured: {self._meter.refusal}")
-        mine = self._sampler.dealt_ahead, self._step.refusal
+        mine = self._sampler.dealt_ahead, self._step.refusal, self._reduction.is_sum
         agreed = self._met("decide on the batch size", mine, self._decision)
         self._is_settled, self._known_noise = agreed.is_settled, agreed.noise
         self._decision_due = self._steps + agreed.decision.steps
@@ -341,20 +347,23 @@ class BatchRun(Onlooker):
         if self._restored.get("noise") is not None:
             self._meter.noise.load_state_dict(self._restored["noise"])
 
-    def _decision(self, brought: list[tuple[int, str]]) -> AgreedBatch:
+    def _decision(self, brought: list[tuple[int, str, bool]]) -> AgreedBatch:
         assert self.controller is not None and self._meter is not None
         # The losses are each rank's own: by them the noise might be known on one rank and not on another.
         noise = interval_of(self._meter.noise.estimate(learns=self._trend.falls()))
         if noise is None or not noise.is_known:
             # Few measurements may hide the signal for a while. What was known before holds: φ grows in most trainings.
             noise = self._known_noise
-        refusal = next((refusal for _, refusal in brought if refusal), "")
-        if self.controller.accumulates and refusal:
+        refusal = next((refusal for _, refusal, _ in brought if refusal), "")
+        if not self.controller.sums and any(is_sum for *_, is_sum in brought):
+            why = "the loss is a sum over the batch: a larger one, taken at once, would make longer steps"
+            decision = self.controller.take_no_larger(self._steps, noise, why)
+        elif self.controller.accumulates and refusal:
             why = f"the loop's gradients can't be accumulated: {refusal}"
             decision = self.controller.accumulate_no_more(self._steps, noise, why)
         else:
             decision = self.controller.decide(self._steps, noise)
-        most_ahead = max(ahead for ahead, _ in brought)
+        most_ahead = max(ahead for ahead, *_ in brought)
         return AgreedBatch(decision, most_ahead, self.controller.is_settled, noise)
 
     def _gathered(self, what: str, mine: Any) -> list[Any]:
@@ -452,18 +461,7 @@ class BatchRun(Onlooker):
         Raises:
             InvalidArgument: in one sentence.
         """
-        sizes = self._sampler.batch_sizes
-        if len(set(sizes)) > 1:
-            raise InvalidArgument(
-                f"max_batch_size= needs batches of one size on all ranks, got {list(sizes)} samples; give each rank as "
-                "many, or leave it out to keep the batch"
-            )
-        base = sum(sizes) if self._base is None else self._base
-        if self.max_batch_size < base:
-            raise InvalidArgument(
-                f"max_batch_size must be at least the loader's batch over all ranks, {base} samples, got "
-                f"{self.max_batch_size}; raise it, or leave it out to keep the batch"
-            )
+        check_largest(self.max_batch_size, self._sampler.batch_sizes, self._base)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
@@ -494,7 +492,7 @@ class BatchRun(Onlooker):
         self._stop()
         if self._sampler.num_replicas == 1:
             self._rates.close()
-        elif self._step.steps_of(self._step.local) > 1 and self._base is not None:
-            self._step.close()  # with the rates of what a step is from now on
-            samples = self._step.local * self._sampler.num_replicas
+        elif self._base is not None:
+            self._step.close()  # with the rates of what a step is from now on: the last one may have been short
+            samples = self._step.local * self._sampler.num_replicas * self._step.by_loop
             self._rates.follow(samples, self._base, self._known_noise, self._epoch)

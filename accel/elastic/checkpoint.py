@@ -95,17 +95,26 @@ class Checkpoints:
                 newest one that every rank can read. Default: this process alone.
 
         Raises:
-            CheckpointError: if the folder is there, but can't be listed.
+            CheckpointError: if the folder is there, but can't be listed; or if some ranks can read checkpoints, and
+                there is none that all of them can: to begin anew would cost those that there are.
         """
         self.refused = []
         number, state = self._newest(None)
+        first: list[int] | None = None
         while gather is not None:
             numbers: list[int] = gather(number)
+            first = first or numbers
             if len(set(numbers)) == 1:
                 break
             oldest = min(numbers)
             if number != oldest:
                 number, state = self._newest(oldest)
+        if state is None and first and max(first):
+            raise CheckpointError(
+                f"every rank must be able to read the same checkpoint in {self.folder}, but the newest ones that they "
+                f"can read are {', '.join(f'{each or None} (rank {rank})' for rank, each in enumerate(first))}; mount "
+                "the same folder on all hosts, or give another one to begin anew"
+            )
         return state
 
     @property

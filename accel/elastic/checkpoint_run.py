@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 from torch import nn
@@ -17,9 +18,10 @@ from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.bucket_order import BucketOrder
 from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.plain_values import check_plain
 from accel.elastic.save_policy import SavePolicy
 from accel.elastic.training_state import Stateful, capture_state, restore_state
-from accel.errors import CheckpointError
+from accel.errors import CheckpointError, InvalidArgument
 from accel.run.ranks import Ranks
 from accel.session.listeners import Onlooker
 
@@ -63,7 +65,9 @@ class CheckpointRun(Onlooker):
         self._steps_before = 0
         """In the runs that this one goes on from."""
         self._steps = 0
-        self._updated = False
+        self._updated = self._is_threaded = False
+        self._thread: int | None = None
+        """That trains."""
         # Of its own: a session that has failed, or is suspended, hears of no more steps.
         self._hook = optimizer.register_step_post_hook(self._stepped)
         self._called_at = time.time()
@@ -80,7 +84,7 @@ class CheckpointRun(Onlooker):
     @property
     def step(self) -> int:
         """Steps of the training so far, those of the runs before included."""
-        return self._steps_before + self._steps
+        return self._steps_before + self._steps + self._updated  # the loop may ask in its body, before the step ends
 
     @property
     def save_s(self) -> float:
@@ -92,7 +96,10 @@ class CheckpointRun(Onlooker):
 
         Raises:
             CheckpointError: if it is one of another training; nothing has been changed then.
+            InvalidArgument: if something has a state that no checkpoint can hold: better now than at the first save.
         """
+        schedulers = list(self._settings.schedulers)
+        check_plain(capture_state(self._model, self._optimizer, schedulers, **self._more))
         ranks = Ranks()
         ranks.join(since=self._called_at)
         gather = partial(_gather, ranks, "did not come to load a checkpoint", _START_S) if ranks.distributed else None
@@ -101,7 +108,7 @@ class CheckpointRun(Onlooker):
             self._say(sentence)
         if state is None:
             return
-        notes = restore_state(state, self._model, self._optimizer, list(self._settings.schedulers), **self._more)
+        notes = restore_state(state, self._model, self._optimizer, schedulers, **self._more)
         self._steps_before = int(state["step"])
         self._say(f"goes on from step {self._steps_before}, saved in {self._settings.folder}")
         for sentence in notes:
@@ -112,6 +119,9 @@ class CheckpointRun(Onlooker):
     def batch_requested(self) -> None:
         """Save, if it is time to and a step has ended."""
         if not self._alive or not self._updated:
+            return
+        if self._thread != get_ident():
+            self._leave_to_the_script()
             return
         self._updated = False
         self._steps += 1
@@ -159,7 +169,22 @@ class CheckpointRun(Onlooker):
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def _stepped(self, *_: Any) -> None:
-        self._updated = True
+        self._steps += self._is_threaded and self._updated
+        self._updated, self._thread = True, get_ident()
+
+    def _leave_to_the_script(self) -> None:
+        """Save only when the script says so: another thread takes the batches, while the training is within a step."""
+        if self._is_threaded:
+            return
+        self._is_threaded = True
+        if self._policy is not None:
+            self._policy.close()
+        warnings.warn(
+            "checkpoints are saved where the loop asks for a batch, but another thread than the one that trains does; "
+            "call accel.elastic.running.save_checkpoint(model) between two steps",
+            RuntimeWarning,
+            stacklevel=6,
+        )
 
     def _step_ended(self) -> bool:
         """Save if it is time to; return whether the process is to end."""
@@ -175,7 +200,7 @@ class CheckpointRun(Onlooker):
         self._ranks.join(since=self._called_at)
         if self._ranks.distributed:
             self._gather = partial(_gather, self._ranks, "did not come to save a checkpoint", 0.0)
-        self._policy = SavePolicy(self._settings.interval_s, gather=self._gather)
+        self._policy = SavePolicy(self._settings.interval_s, sigterm=not self._is_threaded, gather=self._gather)
         if self._is_requested:
             self._policy.request()
 
@@ -197,7 +222,7 @@ class CheckpointRun(Onlooker):
                 return
             try:
                 self.checkpoints.save(state)
-            except CheckpointError as error:
+            except (CheckpointError, InvalidArgument) as error:
                 warnings.warn(f"no checkpoint was saved at step {self.step}: {error}", RuntimeWarning, stacklevel=6)
 
     def close(self) -> None:

@@ -120,6 +120,8 @@ class BatchController:
         self._settled = self._now = self.sizes[0]
         self._largest = math.inf
         """The largest batch that fits into memory."""
+        self.sums = False
+        """The loss is a sum over the batch: no larger one than the user's is taken at once."""
         self._asked_again, self._refusals = math.inf, 0
         """The step from which on it is not known any more, and how often one did not fit."""
         self._patience = _PATIENCE[0]
@@ -212,6 +214,17 @@ class BatchController:
         self._largest = min(self._largest, batch)
         if math.isinf(self._asked_again):
             self._asked_again, self._refusals = step + _ASKED_AGAIN * 2**self._refusals, self._refusals + 1
+        return self._fall_back(step, noise, why)
+
+    def take_no_larger(self, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
+        """Take batches larger than the user's by accumulation only from now on, and return what to do instead.
+
+        Args:
+            step: steps that have ended.
+            noise: the noise scale; None while it is not known.
+            why: said in the report.
+        """
+        self.sums = True
         return self._fall_back(step, noise, why)
 
     def accumulate_no_more(self, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:
@@ -328,6 +341,8 @@ class BatchController:
         return [size for size in self.sizes if size < below] or self.sizes[:1]
 
     def _limit(self) -> float:
+        if self.sums:
+            return self.sizes[0] + 1
         if not self.accumulates or self.replicas == 1:
             return self._largest  # one rank gains nothing by taking in several pieces what fits
         vain = [each for each, (_, since) in self._failures.items() if math.isfinite(since) and self._is_whole(each)]
@@ -451,6 +466,7 @@ class BatchController:
             "scales": {"": 1.0} if self._is_assumed else dict(self._scales),
             "in_vain": [[*tried, count] for tried, (count, since) in self._failures.items() if math.isfinite(since)],
             "largest_local": None if math.isinf(self._largest) else self._largest / self._shares,
+            "sums": self.sums,
             "decisions": [asdict(decision) for decision in self.decisions],
         }
 
@@ -464,6 +480,7 @@ class BatchController:
         self._scales |= state.get("scales", {})
         in_vain = ((Configuration(*tried), count) for *tried, count in state.get("in_vain", []))
         self._failures = {tried: (count, 0) for tried, count in in_vain if self.times.count(tried)}
+        self.sums = state.get("sums", False)
         largest = state.get("largest_local")
         self._largest = math.inf if largest is None else largest * self._shares
         self._asked_again = math.inf if largest is None else _ASKED_AGAIN  # steps are this process's

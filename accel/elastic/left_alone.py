@@ -39,6 +39,13 @@ def leave_alone(model: Any, loader: Any, optimizer: Any) -> None:
         _models[model] = StepCount(optimizer if isinstance(optimizer, Optimizer) else None)
 
 
+def take_back(model: Any, loader: Any) -> None:
+    """Forget both: they are passed again, and accel is on."""
+    with contextlib.suppress(TypeError):
+        _loaders.discard(loader)
+        _models.pop(model, None)
+
+
 def is_left_alone(loader: Any) -> bool:
     """Return whether a loader was passed while accel was switched off."""
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -46,6 +47,21 @@ state['metrics'][1]; keep tensors, str, int, float, bool, None, and dicts, lists
 float(…) turn NumPy's numbers into such, torch.from_numpy its arrays)
     """
     _check(value, path, 0)
+
+
+def with_plain_numbers(value: Any) -> Any:
+    """Return a value with Python's numbers in place of NumPy's, as of a learning rate out of `np.logspace`.
+
+    Example:
+        >>> with_plain_numbers({"lr": np.float64(0.1), "betas": (0.9, 0.99)})
+        {'lr': 0.1, 'betas': (0.9, 0.99)}
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (list, tuple):
+        return type(value)(map(with_plain_numbers, value))
+    # A model's state is a dict with attributes, and of tensors alone.
+    return {key: with_plain_numbers(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def _check(value: Any, path: str, depth: int) -> None:

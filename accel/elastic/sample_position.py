@@ -5,6 +5,7 @@ at does not count, since it would be missing in the epoch's training:
 
     a pass begun within another one, such as `next(iter(loader))` for a picture     until an optimizer steps in it
     a pass without gradients, such as an evaluation of the training samples         unless an optimizer steps in it
+    any other that is left early, such as `next(iter(loader))` between two epochs   unless a backward pass is made in it
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.elastic.left_alone import is_left_alone
+from accel.run import backward
 from accel.session.listeners import Onlooker
 
 
@@ -44,11 +47,12 @@ def _updates_so_far() -> int:
 
 
 class _Look(NamedTuple):
-    """A pass that began without gradients: where the loop was before it, and how many updates there had been."""
+    """Batches that may only be looked at: where the loop was before them, and how many updates there had been."""
 
     epoch: int
     position: int
     updates: int
+    has_gradients: bool
 
 
 class SamplePosition(Onlooker):
@@ -69,6 +73,8 @@ class SamplePosition(Onlooker):
         self._inner: tuple[Any, int, int] | None = None
         """A pass within another one, as the sampler calls it: batches looked at, and updates before the first."""
         self._look: _Look | None = None
+        self._has_gone_backward = False
+        """Since the look began."""
         self._updates()  # from now on they are counted
         super().__init__()
 
@@ -103,22 +109,39 @@ class SamplePosition(Onlooker):
         """Go on to the next epoch."""
         self._note(proxy)
         underway = proxy._accel_fetching.underway
-        if underway.current is underway.oldest and not self._go_back():
+        if underway.current is not underway.oldest:
+            return
+        if self._look is not None and self._look.has_gradients:
+            self._look = None  # a whole pass with gradients is an epoch, whatever the loop makes of it
+        if not self._go_back():
             self.sampler.end_epoch()
+
+    # -- the backward pass (backward.BackwardListener) -----------------------------------------------------------------
+
+    def backward_begins(self, roots: list[Tensor]) -> None:
+        """Note that what was looked at is trained on: also in a step that is left out, or not ended."""
+        self._has_gone_backward = True
+        backward.forget(self)  # until the next look
+
+    def backward_ended(self, roots: list[Tensor]) -> None:
+        """Nothing."""
+
+    # -- counting ------------------------------------------------------------------------------------------------------
 
     def _count(self, dealt: Any) -> None:
         self.counts = True
-        if self._look is None and not torch.is_grad_enabled():
-            self._look = _Look(self.sampler.epoch, self.sampler.position, self._updates())
-        elif torch.is_grad_enabled():
-            self._look = None
+        has_gradients = torch.is_grad_enabled()
+        if self._look is None or self._look.has_gradients != has_gradients:
+            self._look = _Look(self.sampler.epoch, self.sampler.position, self._updates(), has_gradients)
+            self._has_gone_backward = False
+            backward.listen(self)
         self.sampler.go_on_with(dealt)
         self.sampler.advance()
 
     def _go_back(self) -> bool:
-        """Undo the counting of a pass in which no optimizer has stepped; return whether there was one."""
+        """Undo the counting of a pass that nothing was trained in; return whether there was one."""
         look, self._look = self._look, None
-        if look is None or self._updates() != look.updates:
+        if look is None or self._updates() != look.updates or (look.has_gradients and self._has_gone_backward):
             return False
         self.sampler.set_epoch(look.epoch, look.position)
         return True

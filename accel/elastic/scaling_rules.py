@@ -69,18 +69,19 @@ class BatchScale:
     @property
     def bounded_gain(self) -> float:
         """AdaScale's r, held in [1, S]; 1 where neither the gain nor the noise is known."""
-        gain = self.gain if self.gain is not None else _gain(self.scale, self._noise_ratio(self.noise))
+        gain = self.gain if self.gain is not None else _gain(self.scale, self._noise_ratio(self._sure_noise))
         return min(max(gain, 1.0), self.scale)
 
     @property
     def scale_within_noise(self) -> float:
-        """The part of S up to which more noise is averaged out: min(S, max(1, φ / M0)); S where φ is not known.
-
-        Of φ the lower bound counts where there is one: a rate that is too low costs less than one that is too high.
-        """
-        noise = self.noise if self.noise_bounds is None else self.noise_bounds[0]
-        ratio = self._noise_ratio(noise)
+        """The part of S up to which more noise is averaged out: min(S, max(1, φ / M0)); S where φ is not known."""
+        ratio = self._noise_ratio(self._sure_noise)
         return self.scale if ratio is None else min(self.scale, max(1.0, ratio))
+
+    @property
+    def _sure_noise(self) -> float | None:
+        """φ, its lower bound where there is one: a rate that is too low costs less than one that is too high."""
+        return self.noise if self.noise_bounds is None else self.noise_bounds[0]
 
     def _noise_ratio(self, noise: float | None) -> float | None:
         return None if noise is None else noise / self.base_batch_size

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from torch.optim import Optimizer
 
 from accel.elastic.learning_rate import LearningRateScaler
+from accel.elastic.left_alone import StepCount
 from accel.elastic.scaling_rules import BatchScale, NoScaling, Rule
 from accel.goodput.efficiency import NoiseInterval
 
@@ -22,6 +23,8 @@ class StepRates:
     def __init__(self, rule: Rule | None, say: Callable[[str], None]) -> None:
         self._rule, self._say = rule, say
         self._scalers: list[tuple[Optimizer, LearningRateScaler]] = []
+        self._counts: list[StepCount] | None = None
+        """Of the optimizers' steps, once they are scaled no more."""
         self._scale: BatchScale | None = None
         self.progress_before = 0.0
         """Of the runs that this one goes on from."""
@@ -29,7 +32,8 @@ class StepRates:
     @property
     def progress(self) -> float:
         """Steps of the user's batch that the steps so far were worth."""
-        return self.progress_before + max((scaler.progress for _, scaler in self._scalers), default=0.0)
+        counts = [scaler for _, scaler in self._scalers] if self._counts is None else self._counts
+        return self.progress_before + max((count.progress for count in counts), default=0.0)
 
     def adopt(self, optimizers: Iterable[Optimizer]) -> None:
         """Scale these too, from their next step on.
@@ -83,6 +87,10 @@ class StepRates:
                 scaler.update(BatchScale(base, base))
 
     def close(self) -> None:
-        """Leave the optimizers as they were."""
+        """Leave the optimizers as they were; their steps are counted on, each as one of the user's."""
+        if self._counts is None:
+            self.progress_before = self.progress
+            self._counts = [StepCount(optimizer) for optimizer, _ in self._scalers]
         for _, scaler in self._scalers:
             scaler.close()
+        self._scalers = []

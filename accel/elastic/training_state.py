@@ -11,10 +11,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from accel.elastic.plain_values import with_plain_numbers
 from accel.elastic.random_state import random_state, set_random_state
 from accel.errors import CheckpointError, InvalidArgument
 
 _VERSION = 1
+_LIKE_PARAMETERS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "exp_inf"}
+)
+"""What torch's optimizers keep in the shape of the parameter."""
 
 
 class Stateful(Protocol):
@@ -68,7 +73,7 @@ def capture_state(
         "step": step,
         "world_size": len(random),
         "kinds": {name: _kind(part) for name, part in parts.items()},
-        "parts": {name: part.state_dict() for name, part in parts.items()},
+        "parts": {name: with_plain_numbers(part.state_dict()) for name, part in parts.items()},
         "random": random,
     }
 
@@ -183,6 +188,9 @@ def _problems(state: Mapping[str, Any], parts: Mapping[str, Stateful]) -> Iterat
         got = state.get("version") if isinstance(state, Mapping) else type(state).__name__
         yield f"its version is {got!r}, and {_VERSION} is known here; save what capture_state returns"
         return
+    if malformed := _malformed(state):
+        yield f"{malformed}; save what capture_state returns"
+        return
     kinds = state["kinds"]
     for name, kind in kinds.items():
         if name not in parts:
@@ -198,11 +206,45 @@ def _problems(state: Mapping[str, Any], parts: Mapping[str, Stateful]) -> Iterat
     yield from _model_problems(state["parts"]["model"], parts["model"].state_dict())
 
 
+def _malformed(state: Mapping[str, Any]) -> str:
+    """Return in which way a state is none that `capture_state` returns; '' if it has the form of one."""
+    forms = {"step": int, "kinds": dict, "parts": dict, "random": list}
+    for key, form in forms.items():
+        if not isinstance(state.get(key), form):
+            return f"its {key!r} is a {type(state.get(key)).__name__} in place of {form.__name__}"
+    if state["kinds"].keys() != state["parts"].keys():
+        return "its 'kinds' and 'parts' name other objects"
+    wrong = (name for name, part in state["parts"].items() if not _has_form(name, part))
+    return next((f"its part {name} is no state of one" for name in wrong), "")
+
+
+def _has_form(name: str, part: Any) -> bool:
+    if name == "model":
+        return isinstance(part, Mapping)
+    if not name.startswith("optimizer "):
+        return True  # it refuses by itself, and what has taken its part is put back
+    groups = part.get("param_groups") if isinstance(part, Mapping) else None
+    return (
+        isinstance(groups, list)
+        and all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups)
+        and isinstance(part.get("state"), Mapping)
+        and all(isinstance(values, Mapping) for values in part["state"].values())
+    )
+
+
 def _optimizer_problems(name: str, saved: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str]:
     theirs = [len(group["params"]) for group in saved["param_groups"]]
     own = [len(group["params"]) for group in optimizer.param_groups]
     if theirs != own:
         yield f"{name} had groups of {theirs} parameters, and has {own} here"
+        return
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            if key in _LIKE_PARAMETERS and isinstance(value, Tensor) and value.shape != parameter.shape:
+                of = f"of shape {list(value.shape)} for a parameter of shape {list(parameter.shape)}"
+                yield f"{name} kept {key!r} {of}"
 
 
 def _model_problems(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from accel import entry
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.batch_run import BatchRun
 from accel.elastic.controller import BatchController, BatchDecision
+from accel.elastic.running import progress_of
 from accel.elastic.scaling_rules import BatchScale, Linear, NoScaling
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
@@ -150,7 +151,7 @@ def test_each_step_runs_at_the_learning_rate_of_its_batch(
     assert {len(batch) for batch in taken} >= {8, 16, 32, 64}
 
 
-@pytest.mark.parametrize(("kind", "factor"), [(torch.optim.Adam, 8**0.5), (torch.optim.SGD, 8 * 5008 / 5064)])
+@pytest.mark.parametrize(("kind", "factor"), [(torch.optim.Adam, 8**0.5), (torch.optim.SGD, 8 * 4008 / 4064)])
 def test_rates_are_those_of_the_last_known_noise_when_it_is_not_known_any_more(
     job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, kind: Any, factor: float
 ) -> None:
@@ -415,6 +416,55 @@ def test_undo_goes_back_to_the_loops_batch_and_each_epoch_is_whole(
     assert [sorted(itertools.chain(*epoch)) for epoch in (first, second, third)] == [list(range(3000))] * 3
     assert second != third
     assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_progress_goes_on_after_undo(job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule by it stood still for the rest of the training."""
+    known_noise(monkeypatch, 5000.0)
+    model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
+    counts, seen = progress_of(model), list[float]()
+
+    def each(step: int) -> None:
+        seen.append(counts.progress)
+        if step == 80:
+            accel.undo(model)
+
+    train(model, loader, optimizer, clock, each)
+    assert seen[80] > 81
+    assert [b - a for a, b in itertools.pairwise(seen[80:])] == pytest.approx([1.0] * (len(seen) - 81))
+
+
+def summed(outputs: Tensor, y: Tensor) -> Tensor:
+    """A sum that scatters by a tenth from batch to batch."""
+    return nn.functional.mse_loss(outputs, y, reduction="sum") + 30.0 * len(y)
+
+
+@pytest.mark.parametrize("loss", [nn.functional.mse_loss, summed])
+def test_a_loss_that_is_a_sum_keeps_the_batch(
+    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, loss: Any
+) -> None:
+    """Its gradient grows with the batch: at eight times the rate as well, a step was 64 times as long."""
+    known_noise(monkeypatch, 5000.0)
+    model, loader, optimizer = job
+    optimizer.param_groups[0]["lr"] = 1e-4
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, max_batch_size=64, **PLAIN)
+    sizes, rates = [], []
+    optimizer.register_step_pre_hook(lambda *_: rates.append(batch_run(model)._rates._scalers[0][1].multipliers[0].lr))
+    for _ in range(4):
+        for x, y, _ in loader:
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            clock.now += 1e-3
+            optimizer.step()
+            sizes.append(len(x))
+    larger = [(size, rate) for size, rate in zip(sizes, rates, strict=True) if size > 8]
+    if loss is nn.functional.mse_loss:
+        assert max(sizes) == 64
+        return
+    assert len(larger) <= 3
+    assert all(rate == 1.0 for _, rate in larger)
+    assert sizes[-1] == 8
+    assert "a sum over the batch" in accel.explain(model).batch_rows[-1].why
 
 
 def test_the_report_says_what_was_decided_and_why(job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import re
 import resource
 import stat
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -424,7 +424,7 @@ def test_without_locks_nothing_of_others_is_removed(tmp_path: Path, monkeypatch:
     assert not (tmp_path / ".saving-1-aa").exists()
 
 
-@pytest.mark.parametrize(("readable", "expected"), [((3, 3), 3), ((3, 2), 2), ((1, 3), 1), ((0, 3), None)])
+@pytest.mark.parametrize(("readable", "expected"), [((3, 3), 3), ((3, 2), 2), ((1, 3), 1), ((0, 0), None)])
 def test_ranks_take_the_newest_that_all_can_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readable: tuple[int, int], expected: int | None
 ) -> None:
@@ -437,13 +437,26 @@ def test_ranks_take_the_newest_that_all_can_read(
         return real(self, can) if can else (0, None)
 
     monkeypatch.setattr(Checkpoints, "_newest", newest)
-    others = readable[1]
+    state = Checkpoints(tmp_path).load_latest(gather_with(readable[1]))
+    assert (None if state is None else state["step"]) == expected
+
+
+def gather_with(other: int) -> Callable[[Any], list[Any]]:
+    """Return how rank 0 meets rank 1, which can read up to a checkpoint."""
 
     def gather(number: int) -> list[int]:
-        nonlocal others
-        met = [number, others]
-        others = min(met)  # what rank 1 goes on to
+        nonlocal other
+        met = [number, other]
+        other = min(met)  # what rank 1 goes on to
         return met
 
-    state = Checkpoints(tmp_path).load_latest(gather)
-    assert (None if state is None else state["step"]) == expected
+    return gather
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_a_folder_that_not_all_ranks_see_ends_no_training(tmp_path: Path, other: int) -> None:
+    """It began anew without a word, and what it saved then removed the checkpoints that were there."""
+    saved(tmp_path, *range(1, 5), keep=2)
+    with pytest.raises(CheckpointError, match=rf"are 4 \(rank 0\), {other or None} \(rank 1\); mount the same"):
+        Checkpoints(tmp_path, keep=2).load_latest(gather_with(other))
+    assert len(names(tmp_path)) == 2

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import accel
 from accel import entry
+from accel.elastic.checkpoint import Checkpoints
 from accel.elastic.checkpoint_run import CheckpointRun
 from accel.elastic.checkpointing import Checkpointing
+from accel.elastic.running import save_checkpoint
 from accel.elastic.sample_position import remaining_epochs
 from accel.errors import CheckpointError, InvalidArgument
 
@@ -231,3 +237,149 @@ def test_a_training_is_saved_also_where_the_search_has_failed(tmp_path: Path) ->
     optimized.session.close()
     training.run(save_at=3)
     assert Training(tmp_path).checkpoint.step == 3
+
+
+def test_a_rate_out_of_numpy_is_saved(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    training.optimizer.param_groups[0]["lr"] = np.logspace(-4, -2, 5)[2]
+    training.run(save_at=3)
+    state = Checkpoints(tmp_path).load_latest()
+    assert state is not None
+    assert type(state["parts"]["optimizer 0"]["param_groups"][0]["lr"]) is float
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_at_once(tmp_path: Path) -> None:
+    class Odd:
+        def state_dict(self) -> Any:
+            return {"seen": {1, 2}}
+
+        def load_state_dict(self, state: Any) -> None:
+            """Nothing."""
+
+    model = nn.Linear(1, 1)
+    loader = DataLoader(TensorDataset(torch.ones(4, 1)))
+    checkpoint = Checkpointing(folder=tmp_path, more={"odd": Odd()})
+    with pytest.raises(InvalidArgument, match=r"got a set at state\['parts'\]"):
+        accel.optimize(model, loader, torch.optim.SGD(model.parameters(), 0.1), checkpoint=checkpoint, **PLAIN)
+
+
+def test_a_checkpoint_that_is_asked_for_in_the_loop_counts_the_step_just_made(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    for step, (x, y, _) in enumerate(training.loader, 1):
+        training.optimizer.zero_grad()
+        nn.functional.mse_loss(training.model(x), y).backward()
+        training.optimizer.step()
+        if step == 3:
+            save_checkpoint(training.model)
+            break
+    assert training.checkpoint.checkpoints.latest is not None
+    assert training.checkpoint.checkpoints.latest.name == "00000001-step-3"
+    accel.undo(training.model)
+    assert Training(tmp_path).checkpoint.step == 3
+
+
+def test_a_baseline_without_accel_leaves_no_trace(tmp_path: Path) -> None:
+    """A script that compares both in one process: the second call was answered as the first."""
+    model = nn.Linear(5, 1)
+    loader = DataLoader(TensorDataset(torch.randn(8, 5), torch.randn(8, 1)), batch_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with accel.disabled():
+        accel.optimize(model, loader, optimizer, checkpoint=tmp_path, **PLAIN)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, checkpoint=tmp_path, **PLAIN)
+    save_checkpoint(model)
+    assert len(list(tmp_path.glob("*-step-*"))) == 1
+
+
+def test_batches_that_another_thread_takes_end_no_step(tmp_path: Path) -> None:
+    """A checkpoint would be saved in the midst of the training's step."""
+    training = Training(tmp_path)
+    queued: queue.Queue[Any] = queue.Queue(2)
+
+    def fetch() -> None:
+        for batch in training.loader:
+            queued.put(batch)
+        queued.put(None)
+
+    fetching = threading.Thread(target=fetch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fetching.start()
+        while (batch := queued.get()) is not None:
+            training.optimizer.zero_grad()
+            nn.functional.mse_loss(training.model(batch[0]), batch[1]).backward()
+            training.optimizer.step()
+            training.checkpoint.request()
+        fetching.join()
+    assert sum("another thread" in str(each.message) for each in caught) == 1
+    assert not list(tmp_path.glob("*-step-*"))
+    assert training.checkpoint.step == 7
+    handler = signal.getsignal(signal.SIGTERM)
+    save_checkpoint(training.model)
+    assert signal.getsignal(signal.SIGTERM) is handler  # nothing would ever act on it
+    accel.undo(training.model)
+    assert Training(tmp_path).checkpoint.step == 7
+
+
+class Augmented(Dataset[Tensor]):
+    """Draws for each sample, as random augmentation does."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(5)
+
+
+def passes(folder: Path, epochs: int) -> list[float]:
+    """Train for some epochs and save; return the sum of each one's samples."""
+    model = nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(Augmented(), batch_size=3, num_workers=1)
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, checkpoint=folder, **PLAIN)
+    sums = []
+    for _ in range(epochs):
+        total = 0.0
+        for x in loader:
+            model(x).sum().backward()
+            optimizer.step()
+            total += float(x.double().sum())
+        sums.append(total)
+    save_checkpoint(model)
+    accel.undo(model)
+    return sums
+
+
+def test_what_workers_draw_for_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    whole = passes(tmp_path / "whole", 4)
+    torch.manual_seed(5)
+    first = passes(tmp_path / "parts", 2)
+    torch.manual_seed(6)  # the loader's seed is of the first process
+    assert first + passes(tmp_path / "parts", 2) == whole
+    assert len(set(whole)) == 4
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_script_of_another_seed_goes_on_in_the_order_begun(tmp_path: Path, seed: int) -> None:
+    """`torch.manual_seed(int(time.time()))`: the sampler's seed was refused, though accel had chosen it."""
+
+    def taken(steps: int) -> list[int]:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loader = DataLoader(TensorDataset(torch.arange(20.0)[:, None]), batch_size=2, shuffle=True)
+        model, loader, optimizer = accel.optimize(model, loader, optimizer, checkpoint=tmp_path, **PLAIN)
+        seen = []
+        for step, (x,) in enumerate(loader, 1):
+            model(x).sum().backward()
+            optimizer.step()
+            seen += x.flatten().int().tolist()
+            if step == steps:
+                break
+        save_checkpoint(model)
+        accel.undo(model)
+        return seen
+
+    torch.manual_seed(3)
+    first = taken(4)
+    torch.manual_seed(seed)
+    assert sorted(first + taken(6)) == list(range(20))

@@ -177,3 +177,33 @@ def test_of_two_iterators_begun_together_the_one_that_trains_counts() -> None:
         loop.take(batch)
     assert sorted(loop.seen) == list(range(40))
     assert loop.sampler.epoch == 1
+
+
+@pytest.mark.parametrize("looks", [1, 3])
+def test_a_look_with_gradients_between_two_epochs_takes_nothing_from_the_next(looks: int) -> None:
+    """`next(iter(loader))` for a picture, or for the shape of an input, before the training and between epochs."""
+    loop = Loop()
+    for _ in range(3):
+        for _ in range(looks):
+            next(iter(loop.proxy))
+        loop.epoch()
+
+
+def test_a_pass_that_is_left_within_a_step_has_been_trained_on() -> None:
+    """Gradients are accumulated, or a GradScaler leaves the only step out: nothing is updated."""
+    loop, weight = Loop(), torch.ones(1, requires_grad=True)
+    for (batch,) in loop.proxy:
+        (weight * batch.float().mean()).backward()
+        loop.seen += batch.tolist()
+        if len(loop.seen) == 12:
+            break
+    for (batch,) in loop.proxy:
+        loop.take(batch)
+    assert sorted(loop.seen) == list(range(40))
+
+
+def test_a_whole_pass_with_gradients_is_an_epoch() -> None:
+    loop = Loop()
+    orders = [[index for (batch,) in loop.proxy for index in batch.tolist()] for _ in range(2)]
+    assert loop.sampler.epoch == 2
+    assert orders[0] != orders[1]

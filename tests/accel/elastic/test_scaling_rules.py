@@ -180,3 +180,10 @@ def test_no_rule_is_said_in_one_sentence(kind: type[torch.optim.Optimizer]) -> N
         f"No rule is known for {kind.__name__}, so its learning rate stays as it is at any batch size; "
         "pass a rule to scale it."
     )
+
+
+def test_where_the_noise_is_known_roughly_its_lower_end_counts() -> None:
+    """The estimate itself may be infinite by chance: the rate was linear in one step and not in the next."""
+    bounds = BatchScale(256, 64, noise=math.inf, noise_bounds=(500.0, math.inf))
+    assert AdaScale().multipliers(bounds).lr == AdaScale().multipliers(BatchScale(256, 64, noise=500.0)).lr < 3
+    assert Sqrt().multipliers(bounds) == Sqrt().multipliers(BatchScale(256, 64, noise=500.0))

@@ -317,6 +317,36 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
         restore_state(state, nn.Linear(1, 1))
 
 
+FORMS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    *((f"its '{name}' is a NoneType", lambda state, name=name: state.pop(name)) for name in ("step", "kinds", "parts")),
+    ("its 'random' is a dict", lambda state: state.update(random={})),
+    ("its 'kinds' and 'parts' name other objects", lambda state: state["parts"].pop("model")),
+    ("its part model is no state of one", lambda state: state["parts"].update(model=[1])),
+    *(
+        ("its part optimizer 0 is no state", lambda state, part=part: state["parts"].update({"optimizer 0": part}))
+        for part in (None, {}, {"param_groups": [3], "state": {}}, {"param_groups": [], "state": {0: 1}})
+    ),
+    (
+        r"optimizer 0 kept 'exp_avg' of shape \[3\] for a parameter of shape \[\d",
+        lambda state: state["parts"]["optimizer 0"]["state"][0].update(exp_avg=torch.ones(3)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "spoil"), FORMS, ids=range(len(FORMS)))
+def test_a_state_of_another_form_changes_nothing(text: str, spoil: Callable[[dict[str, Any]], Any]) -> None:
+    """What a script has saved itself in the folder, say: torch's own error would come from deep within."""
+    model = model_of()
+    optimizer = adam(model)
+    train(model, optimizer)
+    state = copy.deepcopy(capture_state(model, optimizer))
+    spoil(state)
+    before = all_of(model, optimizer)
+    with pytest.raises(CheckpointError, match=rf"is not one of this training: {text}.*Nothing was loaded"):
+        restore_state(state, model, optimizer)
+    assert all_of(model, optimizer) == before
+
+
 @pytest.mark.parametrize("culprit", ["picky", "model", "random", "interrupt"])
 def test_a_part_that_refuses_puts_the_others_back(culprit: str) -> None:
     def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, Picky]:
