@@ -103,8 +103,8 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.is_nested or b.is_nested:
             return False  # they can't be compared by torch's operators
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
+        if a.shape != b.shape or a.dtype != b.dtype or a.grad_fn is not None or b.grad_fn is not None:
+            return False  # a graph has no bits: it is lost in another process, and of old weights in a thread
         if a.is_floating_point() or a.is_complex():
             return bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan()))
         return torch.equal(a, b)

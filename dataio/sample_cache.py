@@ -24,9 +24,8 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from enum import IntEnum
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
@@ -35,10 +34,12 @@ from accel.dataio.dataset.dataset_epoch import declared
 from accel.dataio.fetching.drawing import DrawRecorder, others_could_draw
 from accel.dataio.fetching.fetch import sample_of
 from accel.dataio.fetching.randomness import random_state, streams
+from accel.dataio.samples.cache_state import CacheMode, CacheStats
 from accel.dataio.samples.layout import NotKept, SampleLayout
 from accel.dataio.samples.store import KEPT, UNKNOWN, Places, SampleStore
 from accel.profiler.host import available_memory
 
+_OWN = frozenset({"dataset", "_store", "_in_file", "_share_memory", "_notes", "_counts", "_own", "_available_at_first"})
 # Of what is available: of memory, and of the disk.
 _SHARE = 0.25
 # Nothing more is kept once less than this share is left of the memory that was available at the beginning.
@@ -55,35 +56,6 @@ _COMPARED_FIRST, _COMPARED_LATER = 1024, 8
 _TIMED, _REST_OF_NOTING = 5, 1.3
 # From here on a fetch is long: it is timed once.
 _LONG_S = 1e-3
-
-
-class CacheMode(IntEnum):
-    """What a cache does."""
-
-    RESTING = 0
-    """Nothing: each sample is fetched."""
-    RECORDING = 1
-    """Fetch each sample, and keep what comes out the same twice."""
-    SERVING = 2
-    """The same, but hand out what is kept."""
-
-
-class CacheStats(NamedTuple):
-    """What a cache has done so far; counts of several processes are close, not exact."""
-
-    samples: int
-    """In the dataset."""
-    kept: int
-    """Of these are kept now."""
-    kept_bytes: int
-    served: int
-    """Handed out from memory."""
-    fetched: int
-    """Fetched from the dataset, checks included."""
-    checked: int
-    """Kept, and fetched all the same to be compared."""
-    dropped: str
-    """Why the cache has been given up; '' if it hasn't."""
 
 
 class SampleCache(Dataset[Any]):
@@ -140,9 +112,8 @@ class SampleCache(Dataset[Any]):
     def _begin(self) -> None:
         # Shared by processes that are forked from now on, as is what is kept.
         self._notes = np.frombuffer(mmap.mmap(-1, 64), np.int64)
-        self._counts = np.frombuffer(mmap.mmap(-1, 64), np.int64)
+        self._counts = np.frombuffer(mmap.mmap(-1, 128), np.int64)
         self._own = random.Random(0)
-        self._batches = 0
         self._available_at_first = available_memory() or 0
 
     # -- as a dataset --------------------------------------------------------------------------------------------------
@@ -155,6 +126,13 @@ class SampleCache(Dataset[Any]):
             raise AttributeError(name)  # while it is being made, or copied
         value = getattr(self.dataset, name)
         return functools.partial(self._set_epoch, value) if name == "set_epoch" else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            super().__setattr__(name, value)
+        else:  # one of the dataset, which may yield other samples under it
+            setattr(self.dataset, name, value)
+            self.forget()
 
     def _set_epoch(self, function: Callable[[int], Any], epoch: int) -> Any:
         """Tell the dataset its epoch, under which it may yield other samples."""
@@ -417,8 +395,8 @@ class SampleCache(Dataset[Any]):
 
     def _compares(self) -> bool:
         """Return whether the generators' states are read for this batch: whoever draws does so for most samples."""
-        self._batches += 1
-        return self._counts[_FETCHED] < _COMPARED_FIRST or self._batches % _COMPARED_LATER == 0
+        self._counts[_BATCHES] += 1
+        return bool(self._counts[_FETCHED] < _COMPARED_FIRST or self._counts[_BATCHES] % _COMPARED_LATER == 0)
 
     def _note(self, store: SampleStore, places: Places, samples: Sequence[Any]) -> None:
         """Note samples all at once, or one by one where one has another layout or comes twice."""
@@ -455,7 +433,7 @@ _NO_LIST = "its __getitems__ doesn't return a list with a sample for each index"
 # Processes tell each other by number.
 _REASONS = (_DIFFERS, _DRAWS, _NO_LIST, "it was closed")
 _MODE, _REASON, _SAMPLE, _GENERATION, _CHECKED_AT = range(5)
-_SERVED, _FETCHED, _CHECKS, _ASKED, _FOUND, _STORED, _FULL, _LISTENED = range(8)
+_SERVED, _FETCHED, _CHECKS, _ASKED, _FOUND, _STORED, _FULL, _LISTENED, _BATCHES = range(9)
 
 
 def _bound(directory: Path | None) -> int:

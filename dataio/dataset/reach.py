@@ -186,13 +186,17 @@ def attributes(thing: Any) -> Iterator[_Named]:
     """
     hidden = getattr(type(thing), "accel_hides", ())
     yield from [each for each in (own_attributes(thing) or {}).items() if each[0] not in hidden]
-    for base in type(thing).__mro__:
-        for name, slot in vars(base).items() if "__slots__" in vars(base) else ():
-            if isinstance(slot, MemberDescriptorType):
-                try:
-                    yield name, slot.__get__(thing)
-                except AttributeError:  # not set
-                    continue
+    for slot in slots_of(type(thing)):
+        try:
+            yield slot.__name__, slot.__get__(thing)
+        except AttributeError:  # not set
+            continue
+
+
+def slots_of(kind: type) -> list[MemberDescriptorType]:
+    """Return the slots that a class and its bases declare."""
+    declaring = (vars(base).values() for base in kind.__mro__ if "__slots__" in vars(base))
+    return [slot for members in declaring for slot in members if isinstance(slot, MemberDescriptorType)]
 
 
 def _of_function(function: types.FunctionType) -> Iterator[_Named]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import enum
+import functools
 import logging
 import pickle
 import random
@@ -26,7 +27,7 @@ import re
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import is_not
 from pathlib import PurePath
 from types import MemberDescriptorType
@@ -48,6 +49,7 @@ from accel.dataio.dataset.reach import (
     native_base,
     own_attributes,
     packages,
+    slots_of,
 )
 from accel.dataio.fetching.fetch import Fetch
 
@@ -222,24 +224,34 @@ def _parts(thing: Any, followed: set[str]) -> Iterator[tuple[tuple[str, Any], An
         yield ("code", "class"), ClassOf.object(thing)
 
 
+class _Read:
+    """What is held elsewhere than in a dict or a list, read anew each time: slots, and what a function closes over."""
+
+    def __init__(self, read: Callable[[], list[Any]]) -> None:
+        self.values = read
+
+
 class QuickCheck:
     """Detects in 1 to 20 µs that attributes or entries near the surface of a dataset were replaced.
 
     Args:
         dataset: whose attributes, those of the objects it holds, and so on, are looked at: the nearest 64 objects.
+        collate: is looked at in the same way; None for nothing.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, collate: Any = None) -> None:
         self._holders: list[Any] = []
-        seen, waiting = set[int](), deque([dataset])
+        seen, waiting = set[int](), deque([dataset, collate])
         while waiting and len(self._holders) < _HOLDERS:
             thing = waiting.popleft()
-            holder = thing if isinstance(thing, dict | list | deque) else own_attributes(thing)
-            if holder is None or id(thing) in seen or len(holder) > _WIDTH or is_code(thing):
+            if id(thing) in seen:
                 continue
             seen.add(id(thing))
-            self._holders.append(holder)
-            waiting.extend(_values(holder))
+            for holder in _holders(thing):
+                values = list(_values(holder))
+                if len(values) <= _WIDTH:
+                    self._holders.append(holder)
+                    waiting.extend(values)
         self._kept = [list(_values(holder)) for holder in self._holders]  # kept, so that no id is given again
 
     def changed(self) -> bool:
@@ -251,8 +263,43 @@ class QuickCheck:
         return False
 
 
+def _holders(thing: Any) -> Iterator[Any]:
+    """Yield where an object holds others: entries, attributes, slots, what a function closes over."""
+    if isinstance(thing, dict | list | tuple | deque):
+        yield thing
+    elif isinstance(thing, types.MethodType):
+        yield (thing.__self__,)
+    elif isinstance(thing, functools.partial):
+        yield (thing.func, *thing.args)
+        yield thing.keywords
+    elif isinstance(thing, types.FunctionType):
+        yield vars(thing)
+        if cells := [cell for cell in thing.__closure__ or () if not _is_empty(cell)]:
+            yield _Read(lambda: [None if _is_empty(cell) else cell.cell_contents for cell in cells])
+    elif not is_code(thing):
+        if (own := own_attributes(thing)) is not None:
+            yield own
+        if slots := slots_of(type(thing)):
+            yield _Read(lambda: [_slot(slot, thing) for slot in slots])
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # raises
+    except ValueError:
+        return True
+    return False
+
+
+def _slot(slot: MemberDescriptorType, thing: Any) -> Any:
+    try:
+        return slot.__get__(thing)
+    except AttributeError:  # not set
+        return None
+
+
 def _values(holder: Any) -> Any:
-    return holder.values() if isinstance(holder, dict) else holder
+    return holder.values() if isinstance(holder, dict | _Read) else holder
 
 
 class Change(NamedTuple):

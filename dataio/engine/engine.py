@@ -240,7 +240,7 @@ class ThreadEngine:
     def __init__(self, loader: DataLoader[Any], workers: int, *, prefetch: int = 2) -> None:
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
-        self._fetch = fetch_of(loader)
+        self._loader, self._fetch = loader, fetch_of(loader)
         self.workers, self.capacity = workers, workers * prefetch
         self._timeout_s = loader.timeout or None
         self._pool: ThreadPool | None = None
@@ -335,8 +335,9 @@ class ThreadEngine:
         self._quiet = False
 
     def restart(self) -> None:
-        """Forget all jobs, and look again."""
+        """Forget all jobs, and look again; the collate function may be another one."""
         self.discard()
+        self._fetch = fetch_of(self._loader)
         self.update({})
 
     def reset(self) -> None:

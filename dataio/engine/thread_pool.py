@@ -24,6 +24,8 @@ from accel.profiler.torch_threads import compute_alone
 
 # What threads that are asleep are given when the interpreter ends, maybe they hang; and the most that others are.
 _GRACE_S, _LONGEST_S = 1.0, 60.0
+# What the loop's own fork waits for threads that are within a batch.
+_FORK_WAITS_S = 1.0
 # Of the time, on a core or in line for one: who has less is asleep, at most looking now and then.
 _AT_WORK = 0.1
 
@@ -38,6 +40,17 @@ class _PoolRest:
         self.changed = threading.Condition()
         self.running = 0
         self.asked = 0
+
+    def ask(self, timeout_s: float) -> bool:
+        """Let no task begin; return whether all that had begun have ended, False after so many seconds."""
+        with self.changed:
+            self.asked += 1
+            return self.changed.wait_for(lambda: not self.running, timeout_s)
+
+    def release(self) -> None:
+        with self.changed:
+            self.asked -= 1
+            self.changed.notify_all()
 
     def begin(self) -> None:
         with self.changed:
@@ -62,17 +75,23 @@ _is_ending = threading.Event()
 def at_rest(timeout_s: float) -> Iterator[bool]:
     """Keep the threads of all pools from running in the body; yields False if one is still at it after `timeout_s`."""
     rest = _rest
-    until = time.monotonic() + timeout_s
-    with rest.changed:
-        rest.asked += 1
     try:
-        with rest.changed:
-            quiet = rest.changed.wait_for(lambda: not rest.running, until - time.monotonic())
-        yield quiet
+        yield rest.ask(timeout_s)
     finally:
-        with rest.changed:
-            rest.asked -= 1
-            rest.changed.notify_all()
+        rest.release()
+
+
+def _before_fork() -> None:
+    """Let no thread be within a batch when the loop forks: the child would inherit the locks that it holds."""
+    _forking.rest = None
+    if threading.current_thread() not in _threads:
+        _forking.rest = _rest
+        _rest.ask(_FORK_WAITS_S)
+
+
+def _after_fork() -> None:
+    if _forking.rest is not None:
+        _forking.rest.release()
 
 
 def _begin_in_child() -> None:
@@ -80,7 +99,8 @@ def _begin_in_child() -> None:
     _rest = _PoolRest()
 
 
-os.register_at_fork(after_in_child=_begin_in_child)
+_forking = threading.local()
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_begin_in_child)
 
 
 class ThreadPool:

@@ -288,7 +288,8 @@ def _tensor(place: ArrayPlace, memory: Any) -> Tensor:
         return torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
     count = place.nbytes // place.dtype.itemsize
     flat = torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.offset)
-    return flat.as_strided(place.shape, place.stride)
+    # Not a view of it, which could not be detached in place.
+    return torch.empty(0, dtype=place.dtype).set_(flat.untyped_storage(), 0, place.shape, place.stride)
 
 
 def _array(place: ArrayPlace, memory: Any) -> np.ndarray[Any, Any]:

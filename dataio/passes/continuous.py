@@ -165,8 +165,8 @@ class Continuous:
     def _renew(self) -> None:
         """If the loop has changed the dataset within the epoch, make anew what was made ahead."""
         assert self._began is not None
-        now = self._snapshot()
-        self._quick_check = QuickCheck(self.loader.dataset)
+        now = take_snapshot(self._fetch)  # another collate function of the loader's counts from the next epoch on
+        self._quick_check = QuickCheck(self.loader.dataset, self._fetch.collate)
         if not compare(self._began, now):
             return
         self._renewals += 1
@@ -480,7 +480,7 @@ class Continuous:
             self._epoch_step = epoch - self._begun_at
         self._began, self._begun_at = now, epoch
         gave_up = self._renewals > _MOST_RENEWALS and not self._strict
-        self._quick_check = None if gave_up else QuickCheck(self.loader.dataset)
+        self._quick_check = None if gave_up else QuickCheck(self.loader.dataset, self._fetch.collate)
 
     def _refresh(self, epoch: int) -> None:
         """Bring the engine's copies of the dataset to its present state, as `epoch` begins or goes on."""

@@ -60,7 +60,7 @@ class Leaf(ABC):
 class _TensorLeaf(Leaf):
     def __init__(self, example: Tensor) -> None:
         plain = example.layout == torch.strided and example.device.type == "cpu" and not example.is_quantized
-        if not plain or example.is_complex() or example.requires_grad or not example.numel():
+        if not plain or example.is_complex() or example.requires_grad or not example.numel() or example.__dict__:
             raise NotKept("a tensor that is not plain memory of the CPU")
         self._dtype = example.dtype
         self._order = _memory_order(example.stride())
@@ -92,7 +92,7 @@ class _TensorLeaf(Leaf):
 
     def _in_memory(self, value: Any) -> np.ndarray[Any, Any] | None:
         """Return a value as an array in the order of its memory; None if it is of another kind."""
-        if type(value) is not Tensor or value.dtype is not self._dtype:
+        if type(value) is not Tensor or value.dtype is not self._dtype or value.__dict__:  # attributes are not kept
             return None
         try:
             array = self._array(value)  # attributes of an array take half as long to read
@@ -122,6 +122,8 @@ class _ArrayLeaf(Leaf):
         self._inverse = np.argsort(self._order).tolist()
         if example.dtype.hasobject or not example.flags.writeable or not self.size or not in_memory.flags.c_contiguous:
             raise NotKept("an array that is not plain, dense, writeable memory")
+        if not example.shape:
+            raise NotKept("an array without dimensions, of which numpy makes scalars")
         if in_memory.transpose(self._inverse).strides != self._strides:
             raise NotKept("an array with gaps between its elements")
 

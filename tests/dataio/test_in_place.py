@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from accel.dataio.dataset import content
+from accel.dataio.engine.engine import Engine, ThreadEngine
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes.continuous import Continuous
@@ -50,6 +52,9 @@ class Collate:
 
     def __call__(self, samples: list[Tensor]) -> Tensor:
         return default_collate(samples) + self.shift
+
+    def shifted(self, value: int) -> int:
+        return value + self.shift
 
 
 def _offset(data: Table, collate: Collate) -> None:
@@ -175,14 +180,42 @@ def test_workers_are_made_anew_once_in_an_epoch_where_nothing_is_known(monkeypat
     assert len(set(seen)) == 4
 
 
+class Slotted:
+    __slots__ = ("shift",)
+
+    def __init__(self) -> None:
+        self.shift = 0
+
+
+class Closes:
+    """Holds a function and what sets the variable that it closes over."""
+
+    def __init__(self) -> None:
+        shift = 0
+
+        def function(value: int) -> int:
+            return value + shift
+
+        def change(to: int) -> None:
+            nonlocal shift
+            shift = to
+
+        self.function, self.change = function, change
+
+
 class Curriculum(Table):
     def __init__(self) -> None:
         super().__init__()
         self.level, self.options = 0, {"shift": [0]}
         self.steps = [Collate()]
+        self.fixed = (Collate(),)
+        self.method, self.partial = Collate().shifted, functools.partial(Collate.shifted, Collate())
+        self.slots, self.closure = Slotted(), Closes()
 
     def __getitem__(self, index: int) -> Tensor:
-        return super().__getitem__(index) + self.level + self.options["shift"][0] + self.steps[0].shift
+        shifts = self.options["shift"][0] + self.steps[0].shift + self.fixed[0].shift + self.slots.shift
+        called = self.method(0) + self.partial(0) + self.closure.function(0)
+        return super().__getitem__(index) + self.level + shifts + called
 
 
 WITHIN: dict[str, Callable[[Curriculum], Any]] = {
@@ -190,6 +223,11 @@ WITHIN: dict[str, Callable[[Curriculum], Any]] = {
     "entry": lambda data: data.options["shift"].__setitem__(0, 5),
     "of a transform": lambda data: setattr(data.steps[0], "shift", 7),
     "new attribute": lambda data: setattr(data, "scale", 3),
+    "in a tuple": lambda data: setattr(data.fixed[0], "shift", 11),
+    "of a method": lambda data: setattr(data.method.__self__, "shift", 13),
+    "of a partial": lambda data: setattr(data.partial.args[0], "shift", 17),
+    "a slot": lambda data: setattr(data.slots, "shift", 19),
+    "of a closure": lambda data: data.closure.change(23),
 }
 
 
@@ -223,3 +261,41 @@ def test_a_change_within_an_epoch(mode: Any, change: str, often: bool) -> None:
     engine.close()
 
     assert all(torch.equal(one, other) for one, other in zip(made, wanted, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["threads", "fork"])
+@pytest.mark.parametrize("change", ["its state", "another", "an attribute of a function"])
+def test_a_change_of_the_collate_function_within_an_epoch_and_after_it(mode: str, change: str) -> None:
+    """Threads went on with the first one for ever; within an epoch nothing was noticed."""
+
+    def stacks(batch: list[Tensor]) -> Tensor:
+        return torch.stack(batch) + getattr(stacks, "shift", 0)
+
+    def seen(loader: Any, plain: DataLoader[Any]) -> list[Tensor]:
+        if change == "an attribute of a function":
+            plain.collate_fn = stacks
+        stacks.__dict__.clear()
+        found = []
+        for epoch in range(3):
+            for number, batch in enumerate(loader):
+                found.append(batch.clone())
+                if (epoch, number) != (0, 4):
+                    continue
+                if change == "another":
+                    plain.collate_fn = Collate()
+                    plain.collate_fn.shift = 9  # type: ignore[attr-defined]
+                elif change == "its state":
+                    plain.collate_fn.shift = 9  # type: ignore[attr-defined]
+                else:
+                    stacks.shift = 9  # type: ignore[attr-defined]
+        return found
+
+    plain = DataLoader(Table(), 20, collate_fn=Collate())
+    wanted = seen(plain, plain)
+    plain = DataLoader(Table(), 20, collate_fn=Collate())
+    loader: Any = LoaderProxy(plain, Silent())
+    engine: Engine = ThreadEngine(plain, 2) if mode == "threads" else ProcessEngine(plain, 2)
+    loader._accel_fetching.workers = made = Continuous(plain, engine, strict=True)
+    found = seen(loader, plain)
+    made.close()
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

@@ -174,3 +174,48 @@ def test_what_is_shared_shows_in_a_snapshot() -> None:
 def test_what_lies_in_another_process_is_not_seen() -> None:
     with multiprocessing.Manager() as manager:
         assert not take_snapshot({"level": manager.Value("i", 0)}).whole
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_batches_with_a_graph_are_left_to_the_loop(threads: bool) -> None:
+    """A trained embedding in the collate function: in another process its graph was lost, and it learnt nothing."""
+    table = torch.nn.Embedding(24, 3)
+
+    def collate(samples: list[Tensor]) -> Tensor:
+        return table(torch.stack(samples)[:, 0].long())  # type: ignore[no-any-return]
+
+    with pytest.raises(ValueError, match="differ from the plain loader's"):
+        moved(DataLoader(Numbers(), 4, collate_fn=collate), 1, threads=threads)
+
+
+@pytest.mark.parametrize("length", ["plain", "moved"])
+def test_a_pass_has_the_length_of_torch_s(length: str) -> None:
+    loader: Any = DataLoader(Numbers(), 5)
+    proxy: Any = LoaderProxy(loader, Silent())
+    if length == "moved":
+        proxy._accel_fetching.workers = moved(loader, 1)
+    for _ in range(2):
+        batches = iter(proxy)
+        assert len(batches) == len(iter(loader)) == 5
+        assert batches
+        assert sum(1 for _ in batches) == 5
+        assert len(batches) == 5
+    plain = iter(LoaderProxy([1, 2], Silent()))
+    assert plain and list(plain) == [1, 2]
+    if length == "moved":
+        proxy._accel_fetching.workers.close()
+
+
+def test_a_batch_of_a_worker_can_be_detached_in_place() -> None:
+    """As in adversarial training: it was a view, of which torch refuses that."""
+    loader = DataLoader(Numbers(), 4)
+    workers = moved(loader, 1)
+    proxy: Any = LoaderProxy(loader, Silent())
+    proxy._accel_fetching.workers = workers
+    for x in proxy:
+        x.requires_grad_()
+        (x * x).sum().backward()
+        assert torch.equal(x.grad, 2 * x)
+        x.detach_()
+        assert not x._is_view()
+    workers.close()

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accel.dataio import sample_cache
 from accel.dataio.loader import ContinuousLoader
@@ -514,3 +515,28 @@ def test_samples_of_a_dataset_that_changes_while_they_are_noted_are_not_kept(mon
     monkeypatch.setattr(cache._store, "note", note)
     cache.__getitems__(list(range(6)))
     assert cache.stats().kept == 0  # noted anew, once
+
+
+def test_an_attribute_that_is_set_is_the_dataset_s() -> None:
+    """`loader.dataset.transform = …` landed on the cache, and training went on with the old samples."""
+
+    class Scaled(Dataset[Tensor]):
+        scale = 1.0
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.tensor([index * self.scale])
+
+    data = Scaled()
+    cache = SampleCache(data)
+    for _ in range(3):
+        cache.__getitems__([0, 1, 2, 3])
+    assert cache.stats().kept == 4
+    cache.scale = 2.0
+    assert data.scale == 2.0 == cache.scale
+    assert [float(each) for each in cache.__getitems__([1, 3])] == [2.0, 6.0]
+    copied = pickle.loads(pickle.dumps(SampleCache(TensorDataset(torch.ones(2, 1)))))
+    copied.tensors = (torch.zeros(2, 1),)
+    assert float(copied[0][0]) == 0.0

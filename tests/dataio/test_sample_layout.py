@@ -26,6 +26,11 @@ class Record:
     label: int
 
 
+def named(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.origin = "a.png"  # type: ignore[attr-defined]
+    return tensor
+
+
 # One value, which is no structure; each kind of number at its limits; memory in another order than the dimensions.
 KEPT: dict[str, Callable[[], Any]] = {
     "tensor": lambda: torch.arange(6.0).reshape(2, 3),
@@ -119,7 +124,9 @@ def test_samples_of_their_own_memory_can_grow() -> None:
         lambda: torch.eye(2).to_sparse(),
         lambda: torch.empty(2, device="meta"),
         lambda: torch.nn.Parameter(torch.ones(2)),
+        lambda: named(torch.ones(2)),
         lambda: np.array([object()]),
+        lambda: np.array(3),  # numpy makes a scalar of it, which is no array to a collate function
         lambda: np.arange(4)[::2],
         lambda: np.broadcast_to(np.ones(1), 3),
         lambda: np.ma.array([1]),
@@ -142,6 +149,7 @@ def test_what_is_not_plain_data_is_not_kept(sample: Callable[[], Any]) -> None:
         (torch.ones(2, dtype=torch.float64), 1),
         (torch.ones(2).requires_grad_(), 1),
         (torch.ones(4)[::2], 1),
+        (named(torch.ones(2)), 1),
         (np.ones(2, np.float32), 1),
         (torch.ones(2), True),
         (torch.ones(2), 2**63),

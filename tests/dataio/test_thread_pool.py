@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -205,3 +206,47 @@ def test_at_the_end_of_the_interpreter_a_thread_at_work_is_waited_for(
     done = subprocess.run([sys.executable, "-c", ENDING, what, gone], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert least_s < float(done.stdout) < most_s
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_fork_of_the_loop_s_own_inherits_no_lock_of_a_thread_at_work() -> None:
+    """A loader with workers, made for an evaluation, hung: its dataset shares a lock with the one fetched ahead."""
+    lock, pool = threading.Lock(), ThreadPool(2, "tests")
+    ends = threading.Event()
+
+    def fetch() -> None:
+        with lock:
+            time.sleep(0.002)
+
+    def keep_fetching() -> None:
+        while not ends.is_set():
+            pool.submit(fetch).result()
+
+    asking = threading.Thread(target=keep_fetching)
+    asking.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if not child:
+                os._exit(0 if lock.acquire(timeout=5) else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        ends.set()
+        asking.join()
+        pool.shutdown()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_fork_within_a_thread_of_a_pool_waits_for_nothing() -> None:
+    pool = ThreadPool(1, "tests")
+
+    def fork() -> float:
+        began = time.perf_counter()
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+        return time.perf_counter() - began
+
+    assert pool.submit(fork).result() < 0.9
+    pool.shutdown()
