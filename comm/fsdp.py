@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -33,7 +34,8 @@ from accel.comm.ranks.channel import Channel, ConnectionBroken, GlooChannel, Ncc
 from accel.comm.ranks.object_group import ObjectGroup
 from accel.comm.ranks.post_mortem import CommError
 
-_made: dict[str, itertools.count[int]] = {}
+_made: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""Channels of this process, by process group."""
 
 
 class FSDPComm:
@@ -105,7 +107,7 @@ class FSDPComm:
 
         def channel(kind: Any, dim: int, name: str) -> Any:
             group: Any = mesh.get_group(dim)
-            made = _made.setdefault(group.group_name, itertools.count())
+            made = _made.setdefault(group, itertools.count())
             store = PrefixStore(f"accel-fsdp/{name}/{next(made)}", group.get_group_store())
             return kind(store, range(group.size()), group.rank(), timeout)
 

@@ -66,11 +66,11 @@ class CommState(GradientEngine):
             or else by host names and network namespaces.
         error_feedback: add what a step's encoding lost to the next step's gradients; default: as the compressor says.
             Two copies of the gradients (by hosts: of a slice), float32 or float64.
-        process_group: the group that DDP reduces over, default the world.
+        process_group: the group that DDP reduces over; default that of the DDP module, or the world.
         timeout: for each collective, default 5 minutes. A fault elsewhere is an error here by then.
         memory: where what was not sent is kept; states of one model whose buckets use different schemes share one.
-        scaler: the GradScaler in use, so that what was not sent yet follows its scale. Default None: at a change of the
-            scale it counts by the old one, and norms are those of scaled gradients.
+        scaler: the GradScaler or `accel.amp.DynamicLossScale` in use, so that what was not sent yet follows its scale.
+            Default None: at a change of the scale it counts by the old one, and norms are those of scaled gradients.
 
     Raises:
         ValueError: if arguments or models differ between ranks, or don't fit the model or the hosts.
@@ -116,7 +116,7 @@ class CommState(GradientEngine):
 
         Args:
             model: the DDP module or the module that it wraps.
-            process_group: the group that DDP reduces over, default the world.
+            process_group: the group that DDP reduces over; default that of the DDP module, or the world.
             scaler: the GradScaler in use, if the state was pickled with one; default: the one that it has.
 
         Raises:

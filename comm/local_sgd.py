@@ -16,24 +16,28 @@ Sources: Lin et al. 2020 (arxiv.org/abs/1808.07217), section 3.
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.comm.engine.binding import ignored_names
 from accel.comm.hooks import CommState
-from accel.comm.periodic.local_checks import check_arguments, check_parts, difference
+from accel.comm.periodic.local_checks import check_arguments, check_parts, check_scale, difference
+from accel.comm.periodic.local_masters import is_master, masters_of, round_off
 from accel.comm.periodic.local_mean import HostMean, Named, WeightMean, fingerprint
 from accel.comm.periodic.local_state import same_state
 from accel.comm.selection.reducer import unhook
 
 _VERSION = 1
+_COUNTS = ("_growth_tracker", "good_steps", "overflows_left")
+"""What GradScaler and DynamicLossScale count on the way to their next change."""
 
 
 class LocalSGD:
@@ -41,6 +45,9 @@ class LocalSGD:
 
     Every rank makes one, with the same arguments, before the first step. It registers a communication hook on the
     module and hooks on the optimizer; as a context manager it closes itself.
+
+    Where the optimizer keeps float32 master weights of 16-bit parameters, these are what is averaged. Parameters and
+    buffers that DDP was told to ignore stay each rank's own.
 
     A checkpoint of one rank is all ranks' after an averaging alone: call `average()` before saving, or save weights and
     optimizer of each rank. Resuming loads them first, then makes this with `load_state_dict`.
@@ -57,7 +64,8 @@ class LocalSGD:
             until `close()`, which always averages it.
         dense: how gradients go in the first phase, and after `close()`; default as DDP sends them. It is a state of the
             same module that was not registered.
-        scaler: the GradScaler in use; without it, ranks that skip different steps are an error at the next averaging.
+        scaler: the GradScaler or `accel.amp.DynamicLossScale` in use; without a GradScaler, ranks that skip different
+            steps are an error at the next averaging.
         timeout: for each collective, default 5 minutes: the longest that ranks may be apart.
 
     Raises:
@@ -86,13 +94,15 @@ class LocalSGD:
     ) -> None:
         check_arguments(start_step, every, within)
         check_parts(ddp, optimizer, dense, scaler)
+        check_scale(optimizer, scaler)
         self.start_step, self.every, self.within, self.average_momentum = start_step, every, within, average_momentum
         self.step = 0
         """Steps so far."""
         self._ddp, self._optimizer, self._dense, self._scaler = ddp, optimizer, dense, scaler
         self._names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+        self._ignored = ignored_names(ddp)
         self._broadcast_buffers = ddp.broadcast_buffers
-        self._named()
+        self._named({})
         self._group: Any = ddp.process_group
         self._weights = WeightMean(ddp, self._group, timeout)
         self._check_same()
@@ -102,7 +112,8 @@ class LocalSGD:
         self._apart = False
         self._closed = False
         self._step_hook = optimizer.register_step_post_hook(self._after_step)
-        if scaler is not None:
+        self._wraps_scaler = hasattr(scaler, "step")  # a DynamicLossScale leaves each step to the optimizer
+        if self._wraps_scaler:
             self._earlier_step, self._scaler_step = vars(scaler).get("step"), scaler.step
             scaler.step = self._step_of_scaler
         ddp.register_comm_hook(self, _hook)
@@ -178,12 +189,14 @@ class LocalSGD:
 
         The schedule goes on as it was. It runs by itself every `every` steps.
         """
-        named = self._named()
+        masters = masters_of(self._optimizer)
+        named = self._named(masters)
         own = (self.step, self._backwards, fingerprint(named))
         for rank, theirs in enumerate(self._weights.objects.gather(own)):
             if theirs != own:
                 raise ValueError(difference(own, theirs, rank))
         self._weights.average(named, self.step)
+        round_off(masters)
         self._apart = False
 
     def _make_same(self) -> None:
@@ -191,19 +204,28 @@ class LocalSGD:
         self.average()
         same_state(
             self._optimizer,
-            dict(self._ddp.module.named_parameters()),
+            dict(self._parameters()),
             self._weights.objects,
             lambda named: self._weights.average(named, self.step),
         )
         if self._broadcast_buffers:
-            self._weights.copy_first(
-                [buffer for buffer in self._ddp.module.buffers() if not buffer.is_floating_point()]
-            )
+            self._weights.copy_first([buffer for _, buffer in self._buffers() if not buffer.is_floating_point()])
         if self._scaler is not None:
             self._same_scale()
 
-    def _named(self) -> Named:
-        """Return what is averaged, in the order of the model; raise ValueError if something can't be."""
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        own = self._ddp.module.named_parameters()
+        return ((name, parameter) for name, parameter in own if name not in self._ignored)
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, buffer) for name, buffer in self._ddp.module.named_buffers() if name not in self._ignored)
+
+    def _named(self, masters: Mapping[Tensor, Tensor]) -> Named:
+        """Return what is averaged, in the order of the model; raise ValueError if something can't be.
+
+        Args:
+            masters: tensors that are averaged in place of parameters.
+        """
         owned = set()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
@@ -214,18 +236,18 @@ class LocalSGD:
                     )
                 owned.add(self._names[id(parameter)])
         named: list[tuple[str, Tensor]] = []
-        for name, parameter in self._ddp.module.named_parameters():
+        for name, parameter in self._parameters():
             if parameter.requires_grad and name not in owned:
                 raise ValueError(
                     f"the optimizer must have all parameters that require gradients, got none of {name!r}; it would "
                     "drift apart unseen: give one optimizer all of them"
                 )
             if parameter.requires_grad:
-                named.append((name, parameter.detach()))
+                named.append((name, masters.get(parameter, parameter.detach())))
                 if self.average_momentum:
                     named += self._moments(name, parameter)
         if self._broadcast_buffers:
-            named += [(name, tensor) for name, tensor in self._ddp.module.named_buffers() if tensor.is_floating_point()]
+            named += [(name, tensor) for name, tensor in self._buffers() if tensor.is_floating_point()]
         for name, tensor in named:
             if not tensor.is_floating_point() or tensor.layout != torch.strided:
                 raise ValueError(f"LocalSGD averages dense, real floating point, got {tensor.dtype} in {name!r}")
@@ -233,11 +255,9 @@ class LocalSGD:
 
     def _moments(self, name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:
         state = self._optimizer.state.get(parameter, {})
-        return [
-            (f"{name}/{key}", state[key])
-            for key in sorted(state)
-            if key != "step" and isinstance(state[key], Tensor) and state[key].shape == parameter.shape
-        ]
+        others = [key for key in sorted(state) if key != "step" and not is_master(key, parameter)]
+        tensors = [(f"{name}/{key}", state[key]) for key in others if isinstance(state[key], Tensor)]
+        return [(place, tensor) for place, tensor in tensors if tensor.shape == parameter.shape]
 
     # -- saving and the end ------------------------------------------------------------------------------------------
 
@@ -272,7 +292,7 @@ class LocalSGD:
             self._make_same()
         self._closed = True
         self._step_hook.remove()
-        if self._scaler is not None:
+        if self._wraps_scaler:
             self._release_scaler()
         self._enter_phase()
         if self._dense is None:
@@ -291,10 +311,10 @@ class LocalSGD:
     def _same_scale(self) -> None:
         """Set the smallest loss scale of all ranks: gradients that are averaged must have one."""
         states = self._weights.objects.gather(self._scaler.state_dict())
-        if self._scaler.is_enabled():
+        if all(states):  # a scaler that is switched off has none
             least = min(states, key=lambda state: float(state["scale"]))
-            tracker = min(state["_growth_tracker"] for state in states)
-            self._scaler.load_state_dict({**least, "_growth_tracker": tracker})
+            counts = {name: min(state[name] for state in states) for name in _COUNTS if name in least}
+            self._scaler.load_state_dict({**least, **counts})
 
     def __enter__(self) -> "LocalSGD":
         return self

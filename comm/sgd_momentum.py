@@ -20,6 +20,7 @@ optimizer with its own momentum as in the authors' code (github.com/synxlin/deep
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -48,8 +49,9 @@ def take_momentum(
         state: with a compressor that has momentum: `DGC()`, `OneBit(momentum=True)`.
         optimizer: torch.optim.SGD over parameters of the state's model; momentum, nesterov, weight_decay and lr are
             read from its groups at each step.
-        scaler: the GradScaler in use, so that what is remembered does not depend on its scale; default None.
-        process_group: the group that the state got, default the world; `close` sums over it.
+        scaler: the GradScaler or `accel.amp.DynamicLossScale` in use, so that what is remembered does not depend on its
+            scale; default None.
+        process_group: the group that `close` sums over; default that of the state.
 
     Returns:
         What gives the momentum back.
@@ -86,7 +88,8 @@ class SGDMomentum:
                 f"the momentum of torch.optim.SGD alone can be taken over, got {type(optimizer).__name__}; "
                 f"use {type(compressor).__name__}(momentum=False) with others"
             )
-        self._optimizer, self._scaler, self._process_group = optimizer, scaler, process_group
+        self._optimizer, self._scaler = optimizer, scaler
+        self._given_group, self._group_at_first, self._state = process_group, state.binding.group, weakref.ref(state)
         self._compressor, self._memory = compressor, state.memory  # not the state, which must be free to be dropped
         self._names = dict(state.names)
         self._inside: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -116,6 +119,13 @@ class SGDMomentum:
                         f"{tuple(parameter.shape)} that is not; give it an optimizer of its own"
                     )
                 self._group[self._names[id(parameter)]] = number
+
+    def _process_group(self) -> dist.ProcessGroup:
+        """Return over which ranks velocities add up: those of the state, which may have been bound anew."""
+        if self._given_group is not None:
+            return self._given_group
+        state = self._state()
+        return self._group_at_first if state is None else state.binding.group
 
     def _shape_now(self) -> list[int]:
         return [len(group["params"]) for group in self._optimizer.param_groups]
@@ -247,7 +257,7 @@ class SGDMomentum:
             return
         self._restore()
         saved = self._memory.state_dict()
-        kept = saved["own"].pop(VELOCITY, {})
+        kept, ranks = saved["own"].pop(VELOCITY, {}), self._process_group()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if self._compressor.is_dense(parameter.shape):
@@ -256,7 +266,7 @@ class SGDMomentum:
                 total = torch.zeros(parameter.numel(), dtype=kind, device=parameter.device)
                 for skipped, values in kept.get(self._names[id(parameter)], []):
                     total[skipped : skipped + values.numel()] += values.to(total)
-                dist.all_reduce(total, group=self._process_group)
+                dist.all_reduce(total, group=ranks)
                 if group["momentum"]:
                     self._buffer(parameter).add_(as_laid_out(total, parameter), alpha=-1 if group["maximize"] else 1)
         self._memory.load_state_dict(saved)

@@ -78,6 +78,13 @@ class DynamicLossScale:
         self.holds: list[Callable[[], bool]] = []
         """Asked before it changes: whether gradients that are scaled by it are waiting for their step."""
 
+    def get_scale(self) -> float:
+        """Return the scale as a number, as GradScaler does: within a backward pass that of its gradients.
+
+        What the last step overflowed counts once the next backward pass has begun. This waits for the device.
+        """
+        return float(self.value)
+
     def to(self, device: torch.device) -> None:
         """Move it to a device."""
         for name in ("value", "_good_steps", "_overflows_left", "_noted", "_overflow"):

@@ -192,13 +192,15 @@ class MultiTensorOptimizer(Optimizer):
         counts = self._counts_steps(group)
         # Looked up once: the hash of a tensor is a function in Python.
         own = [self.state[p] for p in params] if names or counts else []
+        # First, while it can be seen which parameters were updated before anyone counted.
+        steps = _column(params, own, "step") if counts else []
         return Batch(
             self._row(group),
             params,
             grads,
             [_column(params, own, name) for name in names],
             self._masters(group, params),
-            _column(params, own, "step") if counts else [],
+            steps,
             nesterov=bool(group.get("nesterov")),
             amsgrad=bool(group.get("amsgrad")),
         )
@@ -215,7 +217,7 @@ class MultiTensorOptimizer(Optimizer):
                 continue
             state = self.state[p]
             if "master" not in state:
-                state["master"] = _fresh(p, "master").copy_(p)
+                state["master"] = _fresh(p).copy_(p)
             elif self._versions.get(p) != p._version:
                 master = state["master"]
                 # What still rounds to the parameter is kept: it has the bits that the parameter has not.
@@ -278,12 +280,15 @@ def _column(params: list[Tensor], own: list[dict[str, Any]], name: str) -> list[
     except KeyError:
         for p, state in zip(params, own, strict=True):
             if name not in state:
-                state[name] = _fresh(p, name)
+                state[name] = _counter(p, state) if name == "step" else _fresh(p)
         return list(map(itemgetter(name), own))
 
 
-def _fresh(param: Tensor, name: str) -> Tensor:
+def _counter(param: Tensor, state: dict[str, Any]) -> Tensor:
+    """Return a new counter of a parameter's updates, which has missed some where momentum is there already."""
+    return torch.full((), float("momentum_buffer" in state), dtype=torch.float32, device=param.device)
+
+
+def _fresh(param: Tensor) -> Tensor:
     """Return a new state of a parameter."""
-    if name == "step":
-        return torch.zeros((), dtype=torch.float32, device=param.device)
     return torch.zeros_like(param, dtype=work_dtype(param.dtype), memory_format=torch.preserve_format)

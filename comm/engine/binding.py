@@ -22,8 +22,8 @@ from accel.comm.ranks.topology import Topology
 
 A = TypeVar("A")
 
-_made: dict[str, itertools.count[int]] = {}
-"""Bindings of this process, by process group."""
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""Bindings of this process, by process group: not by its name, which the next one gets after an end of it."""
 
 
 class Binding:
@@ -31,26 +31,29 @@ class Binding:
 
     Args:
         model: the DDP module or the module that it wraps; it is not kept alive.
-        process_group: default the world.
+        process_group: default that of the DDP module, or the world.
         kind: what the user makes one of, for messages.
 
     Raises:
-        ValueError: if there is no process group, this rank is not in it, or the model has no parameters.
+        ValueError: if there is no process group, this rank is not in it, the DDP module has other ranks or leaves
+            buckets out, or the model has no parameters.
     """
 
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, kind: str) -> None:
-        bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        named = list(bare.named_parameters())
-        self._ddp = weakref.ref(model) if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        ddp = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        bare = model if ddp is None else ddp.module
+        ignored = ignored_names(model)
+        named = [(name, parameter) for name, parameter in bare.named_parameters() if name not in ignored]
+        self._ddp = None if ddp is None else weakref.ref(ddp)
         self.kind = kind
-        self.group = _group(process_group, kind)
+        self.group = _group(process_group, ddp, kind)
         self.rank, self.size = self.group.rank(), self.group.size()
         if not named:
             raise ValueError("the model must have parameters, got none")
         self.names = {id(parameter): name for name, parameter in named}
         """Of the parameters, by identity."""
         self.device: torch.device = named[0][1].device
-        number = next(_made.setdefault(self.group.group_name, itertools.count()))
+        number = next(_made.setdefault(self.group, itertools.count()))
         self.store = PrefixStore(f"accel-comm/{number}", self.group.get_group_store())
         described = [
             (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad) for name, parameter in named
@@ -129,11 +132,25 @@ class BindingRendezvous(NamedTuple):
             raise CommError(str(error)) from None
 
 
+def ignored_names(model: nn.Module) -> set[str]:
+    """Return the parameters and buffers that DDP was told to leave to each rank, of a DDP module or what it wraps."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return set(model.parameters_to_ignore)
+    return set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+
+
 def divides_by_active(ddp: nn.parallel.DistributedDataParallel) -> bool:
     """Return whether a module is within a `join()` that divides gradients by the ranks that still have data."""
     config = ddp._join_config
     every = getattr(ddp, "_divide_by_initial_world_size", True) or config.throw_on_early_termination
     return bool(config.enable and not every)
+
+
+def why_no_steps(ddp: nn.parallel.DistributedDataParallel) -> str:
+    """Return why a hook on a module can't tell where a step begins, '' if it can."""
+    if getattr(ddp, "skip_all_reduce_unused_params", False):  # since torch 2.10; the first bucket may never come
+        return "DDP must call the hook for every bucket of a step, got skip_all_reduce_unused_params=True"
+    return ""
 
 
 def check_same(described: Sequence[Mapping[str, object]], kind: str) -> None:
@@ -147,10 +164,26 @@ def check_same(described: Sequence[Mapping[str, object]], kind: str) -> None:
                 )
 
 
-def _group(process_group: dist.ProcessGroup | None, kind: str) -> dist.ProcessGroup:
+def _group(
+    process_group: dist.ProcessGroup | None, ddp: nn.parallel.DistributedDataParallel | None, kind: str
+) -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise ValueError(f"{kind} needs a process group: call torch.distributed.init_process_group first")
-    group = dist.group.WORLD if process_group is None else process_group
+    of_ddp = dist.group.WORLD if ddp is None else ddp.process_group
+    group = of_ddp if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup):  # what new_group returns to those outside is no group
         raise ValueError(f"rank {dist.get_rank()} is not in process_group; make {kind} only on its members")
+    if ddp is not None:
+        _check_ddp(ddp, group, kind)
     return group
+
+
+def _check_ddp(ddp: nn.parallel.DistributedDataParallel, group: dist.ProcessGroup, kind: str) -> None:
+    if group is not ddp.process_group:
+        ranks, of_ddp = (sorted(dist.get_process_group_ranks(one)) for one in (group, ddp.process_group))
+        if ranks != of_ddp:
+            raise ValueError(
+                f"process_group must be of the ranks that DDP reduces over, {of_ddp}, got one of {ranks}; leave it out"
+            )
+    if reason := why_no_steps(ddp):
+        raise ValueError(f"{reason}; leave it out of the module, or {kind}")

@@ -85,7 +85,7 @@ class GradientEngine:
 
         Args:
             model: the DDP module or the module that it wraps.
-            process_group: default the world.
+            process_group: default that of the DDP module, or the world.
             scaler: the GradScaler in use, where it is not the one that the engine has; a pickle leaves it behind.
 
         Raises:

@@ -11,6 +11,10 @@ from accel.comm.dgc import DGC
 from accel.comm.hooks import CommState
 
 _WITHIN = ("host", "rank")
+_SCALER = ("get_scale", "state_dict", "load_state_dict")
+"""What is needed of a scaler; `accel.amp`, which has one, stands above this folder."""
+_LOSS_SCALE = "loss_scale"
+"""Where `accel.amp.decorate` leaves the scale in an optimizer's `state_dict()`."""
 
 
 def check_arguments(start_step: int, every: int, within: str) -> None:
@@ -45,8 +49,19 @@ def check_parts(ddp: Any, optimizer: Any, dense: Any, scaler: Any) -> None:
         raise ValueError(
             "DGC with momentum takes it from the optimizer, which local steps need; pass DGC(..., momentum=False)"
         )
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise ValueError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+    if scaler is not None and not all(hasattr(scaler, name) for name in _SCALER):
+        raise ValueError(
+            f"scaler must be a torch.amp.GradScaler or an accel.amp.DynamicLossScale, got {type(scaler).__name__}"
+        )
+
+
+def check_scale(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    """Raise ValueError if the optimizer has a loss scale and none was passed: ranks would each keep their own."""
+    if scaler is None and _LOSS_SCALE in optimizer.state_dict():
+        raise ValueError(
+            "the loss scale of a decorated model must be passed to LocalSGD, got none; make a DynamicLossScale, pass "
+            "it to decorate as loss_scale= and to LocalSGD as scaler="
+        )
 
 
 def difference(own: tuple[int, int, int], theirs: tuple[int, int, int], rank: int) -> str:

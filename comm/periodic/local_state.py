@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from accel.comm.periodic.local_masters import is_master
 from accel.comm.periodic.local_mean import Named
 from accel.comm.ranks.object_group import ObjectGroup
 
@@ -82,6 +83,8 @@ def _contents(
     dims = min(parameters[name].dim(), 1)  # of a scalar, moments are scalars too
     contents: list[tuple[Key, _Mean | None]] = []
     for field, value in state.items():
+        if is_master(field, parameters[name]):
+            continue  # averaged with the weights
         averaged = simple and _is_dense(value) and field != "step" and value.dim() >= dims
         contents.append(((name, field), _Mean(tuple(value.shape), value.dtype) if averaged else None))
     return contents

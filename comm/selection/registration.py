@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.engine.binding import divides_by_active
+from accel.comm.engine.binding import divides_by_active, why_no_steps
 from accel.comm.selection.reducer import cap_mb, is_rebucketable, rebucket, unhook
 
 
@@ -114,4 +114,4 @@ def why_not(ddp: object, own: object = None) -> str:
         return f"the model must have no communication hook yet, got {name}; DDP keeps one for good: leave it out"
     if divides_by_active(ddp):
         return "gradients must be divided by the number of all ranks, got join(divide_by_initial_world_size=False)"
-    return ""
+    return why_no_steps(ddp)

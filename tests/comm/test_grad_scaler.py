@@ -51,3 +51,11 @@ def test_a_pickle_asks_for_its_scaler_and_goes_on_with_it() -> None:
             assert one["forgotten"].endswith("give it back, state.bind(model, scaler=scaler)"), kind
             assert one["law"] < 1e-13, kind
             assert one["residual"] > 1e-5, kind
+
+
+def test_residuals_follow_the_loss_scale_of_a_decorated_model() -> None:
+    for found in run_ranks(cases.by_loss_scale, 2):
+        # Two good steps each double it, the fifth overflows.
+        assert found["scales"] == found["followed"] == [4.0, 4.0, 8.0, 8.0, 16.0, 8.0, 8.0]
+        assert found["law"] < 1e-13
+        assert found["residual"] > 1e-5

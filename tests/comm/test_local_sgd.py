@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.comm import local_sgd_cases as cases
+from tests.comm import local_sgd_parts_cases as parts
 from tests.comm.ranks import run_ranks
 
 # float64, a dozen steps of a small network: sums over ranks in another order.
@@ -153,7 +154,7 @@ REFUSED = {
     "no DDP": "LocalSGD needs a DistributedDataParallel module, got Net; sharded weights differ",
     "no optimizer": "optimizer must be a torch.optim.Optimizer, got str",
     "dense": "dense must be a CommState, got str",
-    "scaler": "scaler must be a torch.amp.GradScaler, got float",
+    "scaler": "scaler must be a torch.amp.GradScaler or an accel.amp.DynamicLossScale, got float",
     "foreign": "parameters must all be of the DDP module, got one of shape () that is not",
     "missing": "must have all parameters that require gradients, got none of 'gain'",
     "settings differ": "all ranks must pass the same every to LocalSGD, got ",
@@ -172,3 +173,40 @@ def test_what_cannot_work_is_refused() -> None:
         for what, text in REFUSED.items():
             assert found[what].startswith("ValueError: "), (what, found[what])
             assert text in found[what], (what, found[what])
+
+
+def test_master_weights_are_averaged_in_place_of_what_they_round_to() -> None:
+    for found in run_ranks(parts.with_masters, 2):
+        assert found.keys() == parts.WITH_MASTERS.keys()
+        for name, one in found.items():
+            assert one["count"] >= 5, name
+            assert one["apart"], name
+            # Sums of two in float32, of weights below 2.
+            assert one["error"] < 2**-22, name
+            assert one["rounded"], name
+            # A step goes on from the mean: had the rounding been taken over, weights would move by 2⁻⁹ of their size.
+            assert 0 < one["next step"] < 2e-4, name
+            assert one["closed"], name
+            assert one["trained on"], name
+
+
+def test_master_weights_of_a_layer_that_one_rank_has_not_used() -> None:
+    assert run_ranks(parts.unused_by_one, 2) == [(4, True)] * 2
+
+
+def test_what_ddp_was_told_to_ignore_stays_each_ranks_own() -> None:
+    for rank, found in enumerate(run_ranks(parts.ignored, 2)):
+        assert found == {"own": True, "counted": 10 * rank + 2, "others": True, "momentum": True}
+
+
+def test_the_loss_scale_of_a_decorated_model_is_the_same_after_closing() -> None:
+    for found in run_ranks(parts.loss_scale, 2):
+        assert found["untold"] == (
+            "ValueError: the loss scale of a decorated model must be passed to LocalSGD, got none; make a "
+            "DynamicLossScale, pass it to decorate as loss_scale= and to LocalSGD as scaler="
+        )
+        first, second = found["before"]
+        assert (first["scale"], second["scale"]) == (512.0, 256.0)
+        # The smaller one, and fewer good steps: one. Two more, and it doubles; two more.
+        assert found["after"] == {"scale": 512.0, "good_steps": 2, "overflows_left": 1}
+        assert found["same"]

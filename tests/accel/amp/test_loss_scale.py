@@ -63,6 +63,18 @@ def test_steps_of_several_optimizers_count_once() -> None:
     assert scale.state_dict() == {"scale": 4.0, "good_steps": 0, "overflows_left": 0}
 
 
+def test_it_tells_the_scale_of_the_gradients_of_this_pass() -> None:
+    """As communication hooks ask for it, within the backward pass; what a step has noted counts from the next on."""
+    scale, told = DynamicLossScale(initial=8.0, interval=1), []
+    for overflow in (1.0, 0.0, 0.0):
+        weight = torch.ones(3, requires_grad=True)
+        weight.register_hook(lambda grad: told.append((scale.get_scale(), float(grad[0]))))
+        scale.multiply(weight.sum()).backward()
+        scale.note(torch.tensor(overflow))
+        assert scale.get_scale() == told[-1][0]
+    assert told == [(8.0, 8.0), (4.0, 4.0), (8.0, 8.0)]
+
+
 def test_it_stays_while_scaled_gradients_wait() -> None:
     scale, waiting = DynamicLossScale(initial=8.0), [True]
     scale.holds.append(lambda: waiting[0])

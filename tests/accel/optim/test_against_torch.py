@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from accel.optim import FusedAdam, FusedAdamW, FusedSGD, MultiTensorOptimizer
+from accel.optim import FusedAdam, FusedAdamW, FusedLARS, FusedSGD, MultiTensorOptimizer
 from tests import effort
 from tests.accel.optim.torch_database import database
 
@@ -221,6 +221,31 @@ def test_what_torch_refuses_is_refused(info: Any, wrong: Any) -> None:
         return
     with pytest.raises(wrong.error_type):
         OURS[info.name](params, **given.kwargs)
+
+
+# Without weight decay LARS takes no ratio, so that with the rate outside of the momentum it is SGD.
+SWITCHED: list[tuple[type[MultiTensorOptimizer], dict[str, Any]]] = [
+    (FusedSGD, {}),
+    (FusedLARS, {"lr_in_momentum": False}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), SWITCHED, ids=["SGD", "LARS"])
+@pytest.mark.parametrize("path", ["torch's operators", "kernels"])
+def test_dampening_may_be_switched_on_and_off(
+    kind: Any, options: dict[str, Any], path: str, request: pytest.FixtureRequest
+) -> None:
+    """It spares the first update, which need not be the first that is counted."""
+    if path == "kernels":
+        request.getfixturevalue("interpreted")
+    theirs, ours = params_of(torch.float32), params_of(torch.float32)
+    plainly = torch.optim.SGD(theirs, lr=0.01, momentum=0.9)
+    optimizer = kind(ours, lr=0.01, momentum=0.9, weight_decay=0.0, **options)
+    for dampening in (0.0, 0.5, 0.0, 0.25):
+        for each, params in ((plainly, theirs), (optimizer, ours)):
+            each.param_groups[0]["dampening"] = dampening
+            stepped(each, params, 2)
+    compare(ours, theirs, 8)
 
 
 @pytest.mark.parametrize("kind", OURS.values())
