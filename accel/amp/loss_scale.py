@@ -165,7 +165,8 @@ class DynamicLossScale:
     def state_dict(self) -> dict[str, float]:
         """Return what it has learnt, as numbers; this waits for the device, and changes nothing."""
         scale, good_steps, left = self._settled()
-        return {"scale": float(scale), "good_steps": int(good_steps), "overflows_left": int(left)}
+        fixed = {"is_fixed": True} if self._growth == self._backoff == 1.0 else {}
+        return {"scale": float(scale), "good_steps": int(good_steps), "overflows_left": int(left), **fixed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned.

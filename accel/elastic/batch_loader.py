@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 
 from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.peek import PeekedEpoch
 from accel.dataio.sampling.round_robin import Tail, world
 from accel.errors import InvalidArgument
 
@@ -34,6 +35,8 @@ class EpochBatches(ElasticSampler):
     generator: torch.Generator | None = None
     """Of the loader; None if it is the user's on several ranks, where each may have another one."""
     _before_pass: Tensor | None = None
+    _is_new = False
+    """Of the pass under way no batch has been taken: a loader with workers asks twice for it, and draws in between."""
 
     def __len__(self) -> int:
         """Return the steps of this epoch: those the loop has taken since it began or was resumed, and those to come."""
@@ -41,8 +44,32 @@ class EpochBatches(ElasticSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Begin a pass; the loader then draws the workers' seed."""
-        self._before_pass = None if self.generator is None else self.generator.get_state()
+        if self.generator is not None and not self._is_new:
+            self._before_pass, self._is_new = self.generator.get_state(), True
         return super().__iter__()
+
+    def peek_epoch(self, epoch: int) -> PeekedEpoch | None:
+        """Return the pass over `epoch` that follows; the workers' seed is drawn between its two questions."""
+        peeked, generator = super().peek_epoch(epoch), self.generator
+        if peeked is None or generator is None:
+            return peeked
+        before = generator.get_state()
+
+        def holds() -> bool:
+            nonlocal before
+            before = generator.get_state()
+            return peeked.holds()
+
+        def begin() -> None:
+            self._before_pass, self._is_new = before, True
+            peeked.begin()
+
+        return peeked._replace(holds=holds, begin=begin)
+
+    def advance(self) -> None:
+        """Count one batch as consumed."""
+        super().advance()
+        self._is_new = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return what it takes to go on from here, equal on all ranks."""

@@ -221,9 +221,9 @@ class BatchRun(Onlooker):
             self._trend.add(roots)
             self._reduction.add(self._sampler.fresh, roots)
             alone = self._sampler.num_replicas == 1  # several decide at the same step, within some more
-            if alone and self._reduction.is_sum and self.controller is not None and not self.controller.sums:
-                self._rates.follow_no_more()  # the larger batch makes this very step longer by itself
-                self._decision_due = 0
+            if alone and self._reduction.is_sum and self.controller is not None:
+                self._rates.follow_no_more()  # a larger batch makes this very step longer by itself
+                self._decision_due = self._decision_due if self.controller.sums else 0
         except Exception as error:
             self._fail(error)
 

@@ -22,9 +22,12 @@ from accel.elastic.plain_values import check_plain
 from accel.elastic.save_policy import SavePolicy
 from accel.elastic.training_state import Stateful, capture_state, restore_state
 from accel.errors import CheckpointError, InvalidArgument
+from accel.run import backward
 from accel.run.ranks import Ranks
 from accel.session.listeners import Onlooker
 
+_REQUESTS_ELSEWHERE = 4
+"""Of batches, by another thread than the one that trains, after which the loop is taken to fetch there."""
 _START_S = 30.0
 """By which ranks may come to `accel.optimize` at different times: twice as much is waited for."""
 
@@ -67,7 +70,9 @@ class CheckpointRun(Onlooker):
         self._steps = 0
         self._updated = self._is_threaded = False
         self._thread: int | None = None
-        """That trains."""
+        """That trains; None until it is known."""
+        self._requests_elsewhere = self._uncounted = 0
+        """Of batches, since the thread that trains has asked for one; and updates since then."""
         # Of its own: a session that has failed, or is suspended, hears of no more steps.
         self._hook = optimizer.register_step_post_hook(self._stepped)
         self._called_at = time.time()
@@ -99,7 +104,7 @@ class CheckpointRun(Onlooker):
             InvalidArgument: if something has a state that no checkpoint can hold: better now than at the first save.
         """
         schedulers = list(self._settings.schedulers)
-        check_plain(capture_state(self._model, self._optimizer, schedulers, **self._more))
+        self._check_states(schedulers)
         ranks = Ranks()
         ranks.join(since=self._called_at)
         gather = partial(_gather, ranks, "did not come to load a checkpoint", _START_S) if ranks.distributed else None
@@ -114,16 +119,28 @@ class CheckpointRun(Onlooker):
         for sentence in notes:
             self._say(sentence)
 
+    def _check_states(self, schedulers: list[Stateful]) -> None:
+        """Raise if a state can't be held; the model's is of tensors, which it may not have yet (`LazyLinear`)."""
+        try:
+            state = capture_state(nn.Module(), self._optimizer, schedulers, **self._more)
+        except InvalidArgument:
+            raise
+        except Exception:  # of what has no state yet, as an optimizer that is sharded
+            return
+        check_plain(state)
+
     # -- the loader (listeners.Follower) -------------------------------------------------------------------------------
 
     def batch_requested(self) -> None:
         """Save, if it is time to and a step has ended."""
         if not self._alive or not self._updated:
             return
-        if self._thread != get_ident():
-            self._leave_to_the_script()
+        if self._thread not in (None, get_ident()):
+            self._requests_elsewhere += 1
+            if self._requests_elsewhere == _REQUESTS_ELSEWHERE:
+                self._leave_to_the_script()
             return
-        self._updated = False
+        self._updated, self._requests_elsewhere, self._uncounted = False, 0, 0
         self._steps += 1
         try:
             ends = not self._is_apart() and self._step_ended()
@@ -170,13 +187,14 @@ class CheckpointRun(Onlooker):
 
     def _stepped(self, *_: Any) -> None:
         self._steps += self._is_threaded and self._updated
-        self._updated, self._thread = True, get_ident()
+        self._updated, self._uncounted = True, self._uncounted + 1
+        if not backward.is_running():  # on CUDA a backward pass has threads of its own
+            self._thread = get_ident()
 
     def _leave_to_the_script(self) -> None:
         """Save only when the script says so: another thread takes the batches, while the training is within a step."""
-        if self._is_threaded:
-            return
         self._is_threaded = True
+        self._steps += max(0, self._uncounted - 1)
         if self._policy is not None:
             self._policy.close()
         warnings.warn(

@@ -70,6 +70,8 @@ class SamplePosition(Onlooker):
         self._updates = _updates_so_far if updates is None else updates
         self._dealt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         """What the sampler calls each pass."""
+        self._began: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """Updates when each pass had begun."""
         self._inner: tuple[Any, int, int] | None = None
         """A pass within another one, as the sampler calls it: batches looked at, and updates before the first."""
         self._look: _Look | None = None
@@ -81,7 +83,9 @@ class SamplePosition(Onlooker):
     def epoch_begins(self, proxy: LoaderProxy) -> None:
         """Go back to before a pass that was only looked at, so that the next one has all its samples."""
         self._note(proxy)
-        self._go_back()
+        outer = proxy._accel_fetching.underway.oldest
+        if outer is None or self._began.get(outer, self._updates()) == self._updates():
+            self._go_back()  # else the other one is trained on
 
     def batch_delivered(self, batch: Any, proxy: LoaderProxy) -> None:
         """Count the batch as consumed, if it is one that the loop trains on."""
@@ -151,6 +155,7 @@ class SamplePosition(Onlooker):
         newest = proxy._accel_fetching.underway.newest
         if newest is not None and newest not in self._dealt:
             self._dealt[newest] = self.sampler.running_pass
+            self._began[newest] = self._updates()
 
 
 def remaining_epochs(loader: Any, total: int) -> range:

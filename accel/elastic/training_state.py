@@ -224,12 +224,12 @@ def _has_form(name: str, part: Any) -> bool:
     if not name.startswith("optimizer "):
         return True  # it refuses by itself, and what has taken its part is put back
     groups = part.get("param_groups") if isinstance(part, Mapping) else None
-    return (
-        isinstance(groups, list)
-        and all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups)
-        and isinstance(part.get("state"), Mapping)
-        and all(isinstance(values, Mapping) for values in part["state"].values())
-    )
+    if not (isinstance(groups, list) and isinstance(part.get("state"), Mapping)):
+        return False
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
+        return False
+    numbers = (number for group in groups for number in group["params"])  # some optimizers have other entries, too
+    return all(isinstance(part["state"].get(number, {}), Mapping) for number in numbers)
 
 
 def _optimizer_problems(name: str, saved: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str]:
@@ -238,10 +238,13 @@ def _optimizer_problems(name: str, saved: Mapping[str, Any], optimizer: Optimize
     if theirs != own:
         yield f"{name} had groups of {theirs} parameters, and has {own} here"
         return
+    if type(optimizer).__module__.partition(".")[0] not in ("torch", "accel"):
+        return  # others may keep a number under the same name, as NovoGrad does
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
-        for key, value in saved["state"].get(number, {}).items():
+        state = {} if nn.parameter.is_lazy(parameter) else saved["state"].get(number, {})
+        for key, value in state.items():
             if key in _LIKE_PARAMETERS and isinstance(value, Tensor) and value.shape != parameter.shape:
                 of = f"of shape {list(value.shape)} for a parameter of shape {list(parameter.shape)}"
                 yield f"{name} kept {key!r} {of}"

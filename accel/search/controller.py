@@ -423,7 +423,7 @@ class Controller(LaterChecks):
 
     def _count_preparation(self, name: str, result: Result) -> None:
         """Count what the steps took longer beside a preparation, as a cost of its candidate."""
-        usual_ms = self.closing.after_ms if self.closing is not None and self.plan == self._closed else self.plain_ms
+        usual_ms = self.plain_ms if self.closed is None else self.closed.after_ms
         cost_s = self._preparations.count(name, result, usual_ms / 1e3)
         self.cost_s += cost_s
         self.rows[name].cost_s += cost_s
@@ -462,11 +462,16 @@ class Controller(LaterChecks):
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
+    @property
+    def closed(self) -> Outcome | None:
+        """The closing trial, if it was of the plan that is on: not once a part of that was undone, or one added."""
+        return self.closing if self.plan and self.plan == self._closed else None
+
     def break_even_step(self) -> int | None:
         """Return the step at which the search has paid for itself, or None if it never does."""
-        if self.closing is None or not self.plan:
+        if self.closed is None:
             return None
-        saved = (self.closing.before_ms - self.closing.after_ms) / 1e3
+        saved = (self.closed.before_ms - self.closed.after_ms) / 1e3
         return self.searched_until + int(self.cost_s / saved) + 1 if saved > 0 else None
 
 

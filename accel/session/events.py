@@ -169,7 +169,7 @@ class StepEvents:
         if self._thread != get_ident() and self._thread is not None:
             self._usage.requested_elsewhere()  # the training is anywhere in its step
             return
-        if torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled() and self._run.optimizers:
             return  # an evaluation, before the training asks for its next batch: calls in this mode have no gradients
         if self._epoch_is_new:
             self._epoch_is_new = False
@@ -267,7 +267,9 @@ class StepEvents:
             return
         if mode is _MEASURING:
             self._clock.updated()
-        self._updated, self._thread = True, get_ident()
+        self._updated = True
+        if self._thread != get_ident() and not backward.is_running():  # on CUDA a backward pass has threads of its own
+            self._thread = get_ident()
         self._loader.source = self._loader.delivered
         if not self._usage.iterated:
             self._usage.updated_without_batch()

@@ -245,9 +245,9 @@ class Journal:
         return "replayed" if self._replayed else "done"
 
     def _speed(self, report: Report, controller: Controller) -> None:
-        closing = controller.closing
+        closing = controller.closed
         report.plain_ms = report.accel_ms = report.speedup = report.speedup_low = report.speedup_high = None
-        if closing is not None and controller.plan:
+        if closing is not None:
             report.plain_ms, report.accel_ms = closing.before_ms, closing.after_ms
             report.speedup, report.speedup_low, report.speedup_high = closing.gain, closing.low, closing.high
         elif not controller.searching and not controller.plan and controller.plain_ms:

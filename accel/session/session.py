@@ -18,7 +18,7 @@ import logging
 import statistics
 import time
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 
@@ -39,6 +39,7 @@ from accel.session.switchboard import Switchboard
 from accel.session.training_loader import TrainingLoader
 from accel.session.turns import TURNS, Searcher
 from accel.session.usage import Usage
+from accel.session.usual_steps import UsualSteps
 from accel.strategies.base import Strategy, asked
 
 log = logging.getLogger("accel")
@@ -105,8 +106,7 @@ class Session:
         self._counted_until = 0.0
         # How many epochs had begun when the action began; when the first step of the epoch it counts was booked.
         self._epochs_before = self._epoch_counted = 0
-        self._sizes: deque[int] = deque(maxlen=64)
-        self._usual_size = 0
+        self._usual = UsualSteps()
         self._usual_shape: Hashable = None
         self._shapes: Counter[Hashable] = Counter()
         """Of the measured steps since that was judged."""
@@ -290,7 +290,7 @@ class Session:
         self._ranks = Ranks()
         self._ranks.join(since=self._called_at)
         self.run.world_size = self._ranks.size
-        self._is_alone = self.guard.steps_alone = not self._ranks.distributed
+        self._is_alone = self.guard.steps_alone = self._usual.tells_sizes = not self._ranks.distributed
         if self._ranks.leads:
             self._decisions = self._make_decisions()
         self._usage.watch_submodules()
@@ -308,7 +308,7 @@ class Session:
         result, action = self._result, self._action
         result.steps += 1
         result.elapsed_s += measured.seconds
-        self._sizes.append(measured.samples)
+        self._usual.add(measured)
         if action.check is not None:
             self.guard.check(action.check)
         if action.whole_epoch:
@@ -327,8 +327,8 @@ class Session:
             self._synchronise()
 
     def _book(self, measured: Measurement, action: Action, result: Result) -> None:
-        if measured.first or self._is_odd(measured.samples):
-            return  # an epoch's first step includes starting the loader; a smaller last batch is less work
+        if self._usual.is_odd(measured):
+            return
         if len(result.settling) < action.settle:
             result.settling.append(measured.seconds)
         else:
@@ -344,13 +344,6 @@ class Session:
         if is_counting:
             result.measurements.append(measured)
         return False
-
-    def _is_odd(self, samples: int) -> bool:
-        """Return whether a step had an unusual number of samples."""
-        if samples != self._usual_size or len(self._sizes) < 2:  # counting costs 5 µs: only if it can matter
-            self._usual_size = Counter(self._sizes).most_common(1)[0][0]
-        # Ranks must end an action at the same step, and may differ in which batches are odd.
-        return self._is_alone and samples != self._usual_size
 
     def _pause(self) -> None:
         """Discard what was measured during another model's trials, and rest while they last."""
@@ -373,7 +366,7 @@ class Session:
         self._synchronise()
         if self.events.observation is not None:
             self._result.evidence = self.events.observation.evidence(self._result.measurements)
-        self.samples_per_step = statistics.median(self._sizes) if self._sizes else None
+        self.samples_per_step = statistics.median(self._usual.sizes) if self._usual.sizes else None
         self._result.regime = self._regime()
         self.run.observed.fetch_finding = self._loader.finding
         self._usage.report_submodules()
@@ -464,15 +457,21 @@ class Session:
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Run the loop plainly inside the block."""
-        active = self.active
+        if self._state.mode is Mode.SUSPENDED:  # it is within such a block
+            yield
+            return
+        active, clock = self.active, self._clock
         with self._state.suspended():
+            began = clock.now()
+            clock.enter(clock.code)
             self.switchboard.switch({})
             try:
                 yield
             finally:
                 if self.alive:
                     self.switchboard.switch(active)
-                self._counted_until = self._clock.restart()
+                clock.skip()  # of the step under way what came before still counts
+                self._counted_until += clock.now() - began
 
     def close(self) -> None:
         """Switch everything off, remove all hooks, and end worker processes; the loop goes on plainly.

@@ -10,6 +10,8 @@ from accel.session.submodule_calls import SubmoduleCalls
 
 # After so many updates or training calls without a batch, the loop is assumed to iterate another loader.
 _UPDATES_WITHOUT_BATCH, _CALLS_WITHOUT_BATCH = 3, 12
+# After so many requests of another thread than the one that trains, the loop is taken to fetch there.
+_REQUESTS_ELSEWHERE = 8
 # After so many batches without a call of the model or a step of its optimizer, while something else is trained, the
 # loop is assumed to train another model.
 _UNTRAINED_BATCHES = 32
@@ -35,7 +37,8 @@ class Usage:
         self._trained_elsewhere_at = 0
         """Of these, the one at which something was trained."""
         self._updates = self._calls = 0
-        self._has_warned = self._is_threaded = False
+        self._requests_elsewhere = 0
+        self._has_warned = False
         self._submodule_calls: SubmoduleCalls | None = None
 
     # -- the loader ----------------------------------------------------------------------------------------------------
@@ -51,9 +54,9 @@ class Usage:
         self._warn_once(self._calls, _CALLS_WITHOUT_BATCH, "was called")
 
     def requested_elsewhere(self) -> None:
-        """A batch is requested by another thread than the one that trains."""
-        if not self._is_threaded:
-            self._is_threaded = True
+        """A batch is requested by another thread than the one that trained last: perhaps it trains from now on."""
+        self._requests_elsewhere += 1
+        if self._requests_elsewhere == _REQUESTS_ELSEWHERE:
             self._say(
                 f"the batches of {self._model} are taken by another thread than the one that trains it, so that its "
                 "steps can't be told apart and nothing more is tried; iterate the loader in the loop itself"

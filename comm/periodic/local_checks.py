@@ -57,7 +57,8 @@ def check_parts(ddp: Any, optimizer: Any, dense: Any, scaler: Any) -> None:
 
 def check_scale(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
     """Raise ValueError if the optimizer has a loss scale and none was passed: ranks would each keep their own."""
-    if scaler is None and _LOSS_SCALE in optimizer.state_dict():
+    scale = optimizer.state_dict().get(_LOSS_SCALE)
+    if scaler is None and scale is not None and not scale.get("is_fixed", False):
         raise ValueError(
             "the loss scale of a decorated model must be passed to LocalSGD, got none; make a DynamicLossScale, pass "
             "it to decorate as loss_scale= and to LocalSGD as scaler="

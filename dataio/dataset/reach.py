@@ -217,6 +217,12 @@ def _of_function(function: types.FunctionType) -> Iterator[_Named]:
             yield from ((f"{name}.{part}", vars(value)[part]) for part in parts & vars(value).keys())
 
 
+def names_in(function: Any) -> list[str]:
+    """Return the names that a function's code uses, of attributes and methods too; none of what has no code."""
+    code = getattr(function, "__code__", None)
+    return sorted(_names(code)[1]) if isinstance(code, types.CodeType) else []
+
+
 @functools.lru_cache(4096)
 def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Return the globals that a function's code looks up, and all names in it, with those of functions within it."""

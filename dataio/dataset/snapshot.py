@@ -45,6 +45,7 @@ from accel.dataio.dataset.reach import (
     attributes,
     code_parts,
     is_code,
+    names_in,
     native,
     native_base,
     own_attributes,
@@ -268,7 +269,9 @@ def _holders(thing: Any) -> Iterator[Any]:
     if isinstance(thing, dict | list | tuple | deque):
         yield thing
     elif isinstance(thing, types.MethodType):
-        yield (thing.__self__,)
+        # Of what else a trainer keeps, say, much changes with each batch.
+        kept, names = own_attributes(thing.__self__) or {}, names_in(thing.__func__)
+        yield _Read(lambda: [kept.get(name) for name in names])
     elif isinstance(thing, functools.partial):
         yield (thing.func, *thing.args)
         yield thing.keywords

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import queue
 import threading
@@ -26,6 +27,8 @@ from accel.profiler.torch_threads import compute_alone
 _GRACE_S, _LONGEST_S = 1.0, 60.0
 # What the loop's own fork waits for threads that are within a batch.
 _FORK_WAITS_S = 1.0
+# How long threads rest after it, and how long the next forks don't wait after one that waited in vain.
+_FORKS_APART_S, _WAITS_AGAIN_S = 0.05, 10.0
 # Of the time, on a core or in line for one: who has less is asleep, at most looking now and then.
 _AT_WORK = 0.1
 
@@ -40,6 +43,8 @@ class _PoolRest:
         self.changed = threading.Condition()
         self.running = 0
         self.asked = 0
+        self.until = self.gave_up_at = -math.inf
+        """No task begins before; when a fork has waited in vain last. By `time.monotonic`."""
 
     def ask(self, timeout_s: float) -> bool:
         """Let no task begin; return whether all that had begun have ended, False after so many seconds."""
@@ -49,13 +54,13 @@ class _PoolRest:
 
     def release(self) -> None:
         with self.changed:
-            self.asked -= 1
+            self.asked = max(0, self.asked - 1)  # an interrupt may come before it was raised
             self.changed.notify_all()
 
     def begin(self) -> None:
         with self.changed:
-            while self.asked:
-                self.changed.wait()
+            while self.asked or (left := self.until - time.monotonic()) > 0:
+                self.changed.wait(None if self.asked else left)
             self.running += 1
 
     def end(self) -> None:
@@ -84,13 +89,15 @@ def at_rest(timeout_s: float) -> Iterator[bool]:
 def _before_fork() -> None:
     """Let no thread be within a batch when the loop forks: the child would inherit the locks that it holds."""
     _forking.rest = None
-    if threading.current_thread() not in _threads:
+    if threading.current_thread() not in _threads and time.monotonic() - _rest.gave_up_at > _WAITS_AGAIN_S:
         _forking.rest = _rest
-        _rest.ask(_FORK_WAITS_S)
+        if not _rest.ask(_FORK_WAITS_S):
+            _rest.gave_up_at = time.monotonic()
 
 
 def _after_fork() -> None:
     if _forking.rest is not None:
+        _forking.rest.until = time.monotonic() + _FORKS_APART_S  # a loader forks its workers one after the other
         _forking.rest.release()
 
 

@@ -8,7 +8,7 @@ batch to the next, in the same order. Without a listener it *is* the plain loade
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -97,8 +97,11 @@ class LoaderProxy(StandIn):
         return _Listened(Pass(Controlled(loader, fetching, listener)), fetching, listener, loader)
 
     def _accel_next(self) -> Any:
-        """Return the next batch of a loader that is an iterator itself, as a generator is: it has one pass."""
-        if self._accel_listener is None:
+        """Return the next batch of a loader that is an iterator itself: of a generator as one pass that is listened to.
+
+        Others may begin anew when they are asked for an iterator, so that only the loop may do that.
+        """
+        if self._accel_listener is None or not isinstance(self._accel_loader, Generator):
             return next(self._accel_loader)
         if self._accel_pass is None:
             self._accel_pass = iter(self)

@@ -294,3 +294,14 @@ def test_a_closure_goes_on_with_what_follows_it() -> None:
     assert heard == ["closure", "after"] * 2
     assert followed_by(lambda: None, (None,), {}) is None
     assert followed_by(lambda: None, (None, None), {"closure": None}) is None
+
+
+def test_a_loop_in_inference_mode_is_followed(only_quick: None) -> None:
+    """Without an optimizer each batch is a step: it has no gradients to be missed."""
+    model, loader, _ = make()
+    model, loader = accel.optimize(model, loader, budget=60)
+    with torch.inference_mode():
+        for _ in range(6):
+            for x, _ in loader:
+                model(x)
+    assert accel.explain(model).steps > 0

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from accel.dataio.dataset import content
+from accel.dataio.dataset.snapshot import QuickCheck
 from accel.dataio.engine.engine import Engine, ThreadEngine
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
@@ -299,3 +300,21 @@ def test_a_change_of_the_collate_function_within_an_epoch_and_after_it(mode: str
     found = seen(loader, plain)
     made.close()
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_a_collate_function_of_a_trainer_is_watched_where_its_code_looks() -> None:
+    """Of what else the trainer keeps much changes in each step."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.step, self.pad = 0, 0
+
+        def collate(self, samples: list[Tensor]) -> Tensor:
+            return default_collate(samples) + self.pad
+
+    trainer = Trainer()
+    check = QuickCheck(Table(), trainer.collate)
+    trainer.step += 1
+    assert not check.changed()
+    trainer.pad = 2
+    assert check.changed()

@@ -343,3 +343,26 @@ def test_an_iterator_that_is_asked_for_its_next_is_listened_to() -> None:
     assert Counts.heard[:3] == ["begins", "0", "1"]
     assert [each for each in Counts.heard if each.isdigit()] == ["0", "1", "2", "3"]
     assert next(LoaderProxy(iter([7]))) == 7
+
+
+def test_a_loader_that_is_its_own_iterator_begins_anew_when_it_is_asked_to() -> None:
+    """As prefetchers on CUDA: `iter(loader)` in each epoch, then `next(loader)`. The second epoch had no batch."""
+
+    class Rearmed:
+        def __iter__(self) -> Iterator[int]:
+            self.left = 3
+            return self
+
+        def __next__(self) -> int:
+            if not self.left:
+                raise StopIteration
+            self.left -= 1
+            return self.left
+
+    proxy = LoaderProxy(Rearmed(), Silent())
+    for _ in range(2):
+        iter(proxy)
+        batches = []
+        while (batch := next(proxy, None)) is not None:
+            batches.append(batch)
+        assert batches == [2, 1, 0]

@@ -250,3 +250,30 @@ def test_a_fork_within_a_thread_of_a_pool_waits_for_nothing() -> None:
 
     assert pool.submit(fork).result() < 0.9
     pool.shutdown()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_forks_one_after_the_other_wait_once() -> None:
+    """Threads that had long batches made each worker of an evaluation wait for one of them."""
+    pool, ends = ThreadPool(1, "tests"), threading.Event()
+
+    def keep_fetching() -> None:
+        while not ends.is_set():
+            pool.submit(time.sleep, 0.2).result()
+
+    asking = threading.Thread(target=keep_fetching)
+    asking.start()
+    time.sleep(0.05)
+    began = time.perf_counter()
+    children = []
+    for _ in range(6):
+        children.append(os.fork())
+        if not children[-1]:
+            os._exit(0)
+    took = time.perf_counter() - began
+    for child in children:
+        os.waitpid(child, 0)
+    ends.set()
+    asking.join()
+    pool.shutdown()
+    assert took < 0.9  # six waits would take 1.2 s

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from accel.amp import DynamicLossScale
+from accel.amp import DynamicLossScale, decorate
+from accel.comm.periodic.local_checks import check_scale
 from accel.errors import InvalidArgument
 from tests.accel.graphs.tape import TapeRecorder
 
@@ -146,3 +149,13 @@ def test_gradients_of_gradients_pass_through() -> None:
     assert float(gradient.detach()) == 4 * 27
     (second,) = torch.autograd.grad(gradient, x)
     assert float(second) == 4 * 18
+
+
+def test_a_scale_that_stays_is_the_same_on_all_ranks() -> None:
+    """LocalSGD asks for one that may change."""
+    for loss_scale, asked in ((128.0, False), ("dynamic", True)):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        decorate(model, optimizer, dtype=torch.float16, loss_scale=loss_scale)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="must be passed to LocalSGD") if asked else contextlib.nullcontext():
+            check_scale(optimizer, None)

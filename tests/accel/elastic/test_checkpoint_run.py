@@ -330,32 +330,37 @@ class Augmented(Dataset[Tensor]):
         return torch.rand(5)
 
 
-def passes(folder: Path, epochs: int) -> list[float]:
-    """Train for some epochs and save; return the sum of each one's samples."""
+def passes(folder: Path, epochs: int, more: int = 0) -> list[float]:
+    """Train for some epochs and some batches more, and save; return the sum of each epoch's samples."""
     model = nn.Linear(5, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = DataLoader(Augmented(), batch_size=3, num_workers=1)
     model, loader, optimizer = accel.optimize(model, loader, optimizer, checkpoint=folder, **PLAIN)
     sums = []
-    for _ in range(epochs):
+    for epoch in range(epochs + (more > 0)):
         total = 0.0
-        for x in loader:
+        for step, x in enumerate(loader):
             model(x).sum().backward()
             optimizer.step()
             total += float(x.double().sum())
+            if epoch == epochs and step + 1 == more:
+                break
         sums.append(total)
     save_checkpoint(model)
     accel.undo(model)
     return sums
 
 
-def test_what_workers_draw_for_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [0, 2])
+def test_what_workers_draw_for_goes_on_with_the_next_epoch(tmp_path: Path, more: int) -> None:
     torch.manual_seed(5)
     whole = passes(tmp_path / "whole", 4)
     torch.manual_seed(5)
-    first = passes(tmp_path / "parts", 2)
+    first = passes(tmp_path / "parts", 1 if more else 2, more)
     torch.manual_seed(6)  # the loader's seed is of the first process
-    assert first + passes(tmp_path / "parts", 2) == whole
+    second = passes(tmp_path / "parts", 3 if more else 2)
+    assert first[0] == whole[0]
+    assert second[-2:] == whole[2:]
     assert len(set(whole)) == 4
 
 

@@ -207,3 +207,35 @@ def test_a_whole_pass_with_gradients_is_an_epoch() -> None:
     orders = [[index for (batch,) in loop.proxy for index in batch.tolist()] for _ in range(2)]
     assert loop.sampler.epoch == 2
     assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("steps", [{0}, {0, 1, 2}, {3, 4}, set(range(10))])
+def test_looks_before_the_backward_pass_of_steps_in_a_row_take_nothing(steps: set[int]) -> None:
+    loop = Loop()
+    weight = torch.ones(1, requires_grad=True)
+    for _ in range(2):
+        number, seen = loop.sampler.epoch, []
+        for step, (batch,) in enumerate(loop.proxy):
+            if step in steps:
+                next(iter(loop.proxy), None)
+            (weight * batch.float().mean()).backward()
+            loop.updates += 1
+            seen += batch.tolist()
+            if step:
+                assert loop.sampler.position == 4 * (step + 1)
+        assert sorted(seen) == list(range(40))
+        assert loop.sampler.epoch == number + 1
+
+
+def test_a_picture_taken_by_an_iterator_that_is_kept_takes_nothing() -> None:
+    """`dataiter = iter(loader); images, labels = next(dataiter)` before the loop, at the top of a script."""
+    loop = Loop()
+    kept = iter(loop.proxy)
+    next(kept)
+    weight, seen = torch.ones(1, requires_grad=True), []
+    for (batch,) in loop.proxy:
+        (weight * batch.float().mean()).backward()
+        loop.updates += 1
+        seen += batch.tolist()
+    assert sorted(seen) == list(range(40))
+    loop.epoch()

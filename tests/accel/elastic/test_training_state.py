@@ -324,7 +324,7 @@ FORMS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("its part model is no state of one", lambda state: state["parts"].update(model=[1])),
     *(
         ("its part optimizer 0 is no state", lambda state, part=part: state["parts"].update({"optimizer 0": part}))
-        for part in (None, {}, {"param_groups": [3], "state": {}}, {"param_groups": [], "state": {0: 1}})
+        for part in (None, {}, {"param_groups": [3], "state": {}}, {"param_groups": [{"params": [0]}], "state": {0: 1}})
     ),
     (
         r"optimizer 0 kept 'exp_avg' of shape \[3\] for a parameter of shape \[\d",
@@ -413,3 +413,22 @@ def test_values_beside_the_state_are_kept(tmp_path: Path) -> None:
     assert (state["best"], state["step"]) == (0.5, 4)
     check_plain(state)
     assert restore_state(state, nn.Linear(1, 1)) == []
+
+
+def test_states_that_torch_itself_does_not_keep_so_are_taken() -> None:
+    """NovoGrad's moments are numbers; MADGRAD has an entry beside those of parameters."""
+
+    class Novo(torch.optim.SGD):
+        pass
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        return model, Novo(model.parameters(), 0.1)
+
+    model, optimizer = made()
+    optimizer.state[model.weight]["exp_avg_sq"] = torch.tensor(2.0)
+    optimizer.state["k"] = torch.tensor([3])  # type: ignore[index]
+    state = copy.deepcopy(capture_state(model, optimizer))
+    model, optimizer = made()
+    assert restore_state(state, model, optimizer) == []
+    assert float(optimizer.state[model.weight]["exp_avg_sq"]) == 2.0
