@@ -69,6 +69,7 @@ class _Optimized:
         self.announcer = announcer
         self.settings = settings
         self.elastic = elastic
+        self.process = os.getpid()
         self._followed: weakref.WeakValueDictionary[int, LoaderProxy] = weakref.WeakValueDictionary()
 
     @property
@@ -445,6 +446,8 @@ def optimized(model: nn.Module) -> _Optimized | None:
 @atexit.register
 def _at_exit() -> None:
     for optimized in list(_optimized.values()):
+        if optimized.process != os.getpid():  # the end of a forked child is not that of the run
+            continue
         # A report that can't be written must not change the exit status of a good run.
         try:
             optimized.journal.finish()

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from accel.errors import InvalidArgument
 
+_START = 200
+"""Bytes of a file's name that its temporary one begins with: with what mkstemp adds, they are below the usual 255."""
+
 
 def write_atomic(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` to `path` so that a reader sees the old file or the new one, never a part.
@@ -28,7 +31,8 @@ def write_atomic(path: str | os.PathLike[str], text: str) -> None:
         return
     target = Path(os.path.realpath(path))  # a link stays a link
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    start = os.fsencode(target.name)[:_START].decode(errors="ignore")
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{start}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
@@ -53,5 +57,26 @@ def check_folder(option: str, target: str | os.PathLike[str]) -> None:
         option: as on the command line.
         target: the file.
     """
-    if not Path(target).parent.is_dir():
+    if not os.path.isdir(Path(target).parent):  # no error where a folder above it is closed
         raise InvalidArgument(f"{option} must lie in a directory that exists, got {str(target)!r}; make it first")
+
+
+def is_there(option: str, target: str | os.PathLike[str]) -> bool:
+    """Return whether there is a file or a folder at a place that a command is to write to.
+
+    Args:
+        option: as on the command line.
+        target: the place.
+
+    Raises:
+        InvalidArgument: if that can't be told: its name is too long, or a folder above it is closed.
+    """
+    try:
+        os.stat(target)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise InvalidArgument(
+            f"{option} must be a place that can be written, got {str(target)!r} ({error.strerror}); name another one"
+        ) from error
+    return True

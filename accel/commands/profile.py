@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import threading
 import time
 from datetime import datetime, timezone
@@ -14,7 +15,7 @@ import click
 from accel import __version__
 from accel.commands.script_job import ScriptJob, check_script, own_arguments, say, training_in_children
 from accel.errors import InvalidArgument
-from accel.files import check_folder, write_atomic
+from accel.files import check_folder, is_there, write_atomic
 
 if TYPE_CHECKING:
     from accel.profiler.clocks.recorder import Recorder
@@ -130,7 +131,7 @@ def _check(script: str, module: bool, target: Path) -> None:
     check_script(script, module)
     if target.suffix.lower() == ".html":
         raise InvalidArgument(f"--json must not end in .html, where the web page goes, got {str(target)!r}")
-    if target.exists() and not target.is_file():
+    if is_there("--json", target) and not target.is_file():
         raise InvalidArgument(f"--json must be an ordinary file, got {str(target)!r}; name one, then print it")
     check_folder("--json", target)
 
@@ -194,7 +195,7 @@ def _write(report: ProfileReport, target: Path) -> None:
     from accel.report.rendering import as_page, as_text, as_verdict
 
     page = target.with_suffix(".html")
-    say(as_text(report))
+    say(as_text(report, stream=sys.stderr))
     try:
         write_atomic(target, report.to_json() + "\n")
         write_atomic(page, as_page(report))
@@ -203,4 +204,4 @@ def _write(report: ProfileReport, target: Path) -> None:
         # The script's own exit status matters more than the report's.
         written = f"the report could not be written: {error}"
     say(f"accel: {written}")
-    say(as_verdict(report))  # again: the report's first line has left the screen by now
+    say(as_verdict(report, sys.stderr))  # again: the report's first line has left the screen by now

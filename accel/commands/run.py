@@ -13,6 +13,7 @@ import click
 from accel import startup
 from accel.commands.script_job import ScriptJob, check_script, own_arguments, say, training_in_children
 from accel.errors import InvalidArgument
+from accel.files import is_there
 
 if TYPE_CHECKING:
     from accel.profiler.script import Script
@@ -102,7 +103,7 @@ def _check_names(option: str, given: tuple[str, ...]) -> None:
 
 def _check_report(report: Path) -> None:
     """Raise InvalidArgument if the report can't go there; folders that are not there yet are made, as by `optimize`."""
-    place = next(place for place in (report, *report.parents) if place.exists())
+    place = next(place for place in (report, *report.parents) if is_there("--report", place))
     is_file = report.suffix in (".json", ".html")
     if place.is_dir() == (is_file and place == report):
         raise InvalidArgument(f"--report must be a folder, a .json or a .html file, got {str(place)!r}, which is not")

@@ -19,6 +19,7 @@ Compared, for a candidate with a base precision ε (fp32's 1.2e-7 for `reordered
     scale       |⟨g_c, g_r⟩ / ⟨g_r, g_r⟩ − 1| ≤ 2^-7 (reordered), 2^-6 (reduced): errors without direction average out
                                            in it, so it detects a gradient 5 % too long even in bfloat16
     exact       the same bits
+    complex     numbers count as their real and imaginary parts
     draws       dropout and its like draw in canonical order in both (`draws`), so that it counts among the outputs. A
                 mask that is kept from call to call shows in the second of the steps compared, and dropout that is left
                 on in a replay in evaluation mode
@@ -62,7 +63,7 @@ class Tolerance:
     @classmethod
     def of(cls, exactness: Exactness, dtype: torch.dtype) -> Tolerance:
         """Derive the tolerance from the declared exactness and the dtype of the compared tensors."""
-        eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+        eps = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
         if exactness == Exactness.EXACT:
             return cls(output=0.0, gradient=0.0, scale=0.0)
         reduced = 2**4 * max(eps, _REDUCED_EPS)
@@ -339,7 +340,13 @@ def _cotangent(recording: Recording, number: int, output: Tensor) -> Tensor:
     if arrived is not None and arrived.shape == output.shape:
         return arrived.to(output.dtype)
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(output.shape, generator=generator, dtype=torch.float32).to(output.device, output.dtype)
+    return noise_like(output, generator)
+
+
+def noise_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Return normal noise of a tensor's shape, dtype and device; that of a complex one has an imaginary part."""
+    drawn = torch.complex64 if tensor.is_complex() else torch.float32
+    return torch.randn(tensor.shape, generator=generator, dtype=drawn).to(tensor.device, tensor.dtype)
 
 
 def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
@@ -368,6 +375,7 @@ def _compare_output(plain: Tensor, candidate: Tensor, exactness: Exactness) -> C
     if plain.shape != candidate.shape or plain.dtype != candidate.dtype:
         was, now = f"{tuple(plain.shape)} {plain.dtype}", f"{tuple(candidate.shape)} {candidate.dtype}"
         return Comparison(f"its output is {now}, the plain one {was}")
+    plain, candidate = as_real(plain), as_real(candidate)
     if exactness == Exactness.EXACT or not plain.is_floating_point():
         return Comparison() if _same_bits(plain, candidate) else Comparison("its output has other bits", math.nan)
     tolerance = Tolerance.of(exactness, plain.dtype).output
@@ -404,7 +412,9 @@ def _compare_gradients(plain: Replayed, candidate: Replayed, exactness: Exactnes
                 f"its gradient for {name} has shape {tuple(actual.shape)}, the plain one {tuple(expected.shape)}"
             )
     compared = [
-        (name, expected, actual) for name, expected, actual in pairs if expected is not None and actual is not None
+        (name, as_real(expected), as_real(actual))
+        for name, expected, actual in pairs
+        if expected is not None and actual is not None
     ]
     if exactness == Exactness.EXACT:
         wrong = [name for name, expected, actual in compared if not _same_bits(expected, actual)]
@@ -442,7 +452,13 @@ def _compare_sizes(compared: list[tuple[str, Tensor, Tensor]], exactness: Exactn
     return Comparison("", 0.0, overall, tolerance.gradient)
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """Return the real and imaginary parts of a complex tensor; any other as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def _is_finite(tensor: Tensor) -> bool:
+    tensor = as_real(tensor)
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
@@ -451,6 +467,7 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _same_bits(expected: Tensor, actual: Tensor) -> bool:
+    expected, actual = as_real(expected), as_real(actual)
     if not expected.is_floating_point():
         return torch.equal(expected, actual)
     return torch.equal(expected.isnan(), actual.isnan()) and torch.equal(expected.nan_to_num(), actual.nan_to_num())

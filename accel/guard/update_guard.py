@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accel.guard.guard import Comparison, Tolerance
+from accel.guard.guard import Comparison, Tolerance, as_real, noise_like
 from accel.strategies.base import Exactness
 
 # The first parameters of each group up to this many elements: enough to show a wrong formula, and cheap to copy.
@@ -69,8 +69,7 @@ def _clone(parameter: Tensor, generator: torch.Generator) -> Tensor:
     if parameter.grad is not None:
         clone.grad = parameter.grad.detach().clone()
     elif parameter.requires_grad:
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-        clone.grad = (noise * 1e-2).to(parameter.device, parameter.dtype)
+        clone.grad = noise_like(parameter, generator) * 1e-2
     return clone
 
 
@@ -88,7 +87,8 @@ def _unhooked_step(optimizer: Optimizer) -> None:
 def compare(plain: list[Tensor], candidate: list[Tensor], before: list[Tensor], exactness: Exactness) -> Comparison:
     """Compare two updates, relative to the size of the plain one: ‖Δ_c − Δ_r‖ ≤ tolerance · ‖Δ_r‖."""
     worst = Comparison()
-    for expected, actual, start in zip(plain, candidate, before, strict=True):
+    for tensors in zip(plain, candidate, before, strict=True):
+        expected, actual, start = map(as_real, tensors)
         update = float(torch.linalg.vector_norm(expected.double() - start.double()))
         if not math.isfinite(update):  # the gradients or the weights are not finite, which is the run's own fault
             return Comparison(unsure="the plain update itself is not finite")

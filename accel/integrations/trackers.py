@@ -41,7 +41,8 @@ def log_report(report: Report, to: Any, step: int | None = None) -> None:
         report: of `accel.explain`.
         to: TensorBoard's `SummaryWriter` (or what has its `add_scalar`), MLflow or a logger of Lightning
             (`log_metrics`), or a run of Weights & Biases (`log`).
-        step: at which to log them; default: the steps that the report has seen.
+        step: at which to log them; default: the steps that the report has seen, which a run of Weights & Biases gets
+            as `accel/step`, at a step of its own.
 
     Raises:
         InvalidArgument: if `to` has none of these methods.
@@ -49,14 +50,14 @@ def log_report(report: Report, to: Any, step: int | None = None) -> None:
     Example:
         >>> log_report(accel.explain(model), SummaryWriter())
     """
-    _log(to, metrics(report), "accel/verdict", report.verdict(), report.steps if step is None else step)
+    _log(to, metrics(report), "accel/verdict", report.verdict(), step, report.steps)
 
 
 def log_batches(report: Report, to: Any) -> None:
     """Log every change of the batch size at the step at which it was decided: for the end of a training.
 
-    `accel/batch_size`, `accel/goodput` and `accel/noise_scale`, and why, where the tracker takes text. Trackers whose
-    steps may only grow, such as Weights & Biases, want this before anything of a later step.
+    `accel/batch_size`, `accel/goodput` and `accel/noise_scale`, and why, where the tracker takes text. A run of Weights
+    & Biases, whose steps may only grow, gets the step as `accel/step`, at steps of its own.
 
     Args:
         report: of `accel.explain`, of a training with `max_batch_size`.
@@ -74,7 +75,7 @@ def log_batches(report: Report, to: Any) -> None:
             "accel/goodput": row.measured or row.goodput,
             "accel/noise_scale": row.noise,
         }
-        _log(to, _known(figures), "accel/batch_size/why", row.why, row.step)
+        _log(to, _known(figures), "accel/batch_size/why", row.why, None, row.step)
 
 
 def _known(figures: Mapping[str, float | None]) -> dict[str, float]:
@@ -82,7 +83,9 @@ def _known(figures: Mapping[str, float | None]) -> dict[str, float]:
     return {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)}
 
 
-def _log(to: Any, figures: dict[str, float], title: str, text: str, step: int) -> None:
+def _log(to: Any, figures: dict[str, float], title: str, text: str, given: int | None, seen: int) -> None:
+    """Log figures and a text at the step that the caller has given, or else at the one that accel has seen."""
+    step = seen if given is None else given
     if hasattr(to, "add_scalar"):
         for name, value in figures.items():
             to.add_scalar(name, value, step)
@@ -91,7 +94,12 @@ def _log(to: Any, figures: dict[str, float], title: str, text: str, step: int) -
     elif hasattr(to, "log_metrics"):
         to.log_metrics(figures, step=step)
     elif hasattr(to, "log"):
-        to.log({**figures, title: text}, step=step)
+        entry = {**figures, title: text}
+        # W&B drops what lies below a step of its own, which counts the calls of `log`.
+        if given is None:
+            to.log({**entry, "accel/step": seen})
+        else:
+            to.log(entry, step=given)
     else:
         raise InvalidArgument(
             "to must have add_scalar (TensorBoard), log_metrics (MLflow, Lightning) or log (W&B), "

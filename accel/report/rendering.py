@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TextIO
 
 from accel.profiler.report import ProfileReport
 from accel.report import optimize_document, profile_document, terminal
@@ -17,14 +18,16 @@ def document(report: Report | ProfileReport) -> Document:
     )
 
 
-def as_text(report: Report | ProfileReport, width: int | None = None, color: bool | None = None) -> str:
+def as_text(
+    report: Report | ProfileReport, width: int | None = None, color: bool | None = None, stream: TextIO | None = None
+) -> str:
     """Render a report for a terminal or a log; see `terminal.render`."""
-    return terminal.render(document(report), width, color)
+    return terminal.render(document(report), width, color, stream)
 
 
-def as_verdict(report: Report | ProfileReport) -> str:
+def as_verdict(report: Report | ProfileReport, stream: TextIO | None = None) -> str:
     """Render the first line of a report alone."""
-    return terminal.render(replace(document(report), lead=(), sections=()))
+    return terminal.render(replace(document(report), lead=(), sections=()), stream=stream)
 
 
 def as_page(report: Report | ProfileReport) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from accel.report.batch_section import batch_text
@@ -12,13 +13,13 @@ from accel.report.words import gain_text
 
 
 def summary(report: Report, whole: str) -> str:
-    """Return the outcome of a search in at most six sentences, the speed-up first.
+    """Return the outcome of a search in at most six sentences, the speed-up first, for stderr.
 
     Args:
         report: of a search that has ended.
         whole: how to see the whole report.
     """
-    page = Page()
+    page = Page(stream=sys.stderr)
     page.paragraph(f"accel: {report.model} {_headline(report)}", "bold green" if report.plan else "bold")
     for sentence in _sentences(report):
         page.paragraph(sentence, indent=2)

@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 from accel.report import blocks
 from accel.report.quiet_rich import Console, Table, Text, cell_len
@@ -51,14 +52,16 @@ class Page:
     Args:
         width: columns; None asks the terminal. Never more than `MAX_WIDTH`.
         color: whether to write ANSI codes; None writes them only to a terminal, and never under `NO_COLOR`.
+        stream: where the text goes; None means stdout.
     """
 
-    def __init__(self, width: int | None = None, color: bool | None = None) -> None:
+    def __init__(self, width: int | None = None, color: bool | None = None, stream: TextIO | None = None) -> None:
+        stream = sys.stdout if stream is None else stream
         columns = shutil.get_terminal_size((MAX_WIDTH, 24)).columns if width is None else width
         self.width = max(MIN_WIDTH, min(columns, MAX_WIDTH))
-        self._ascii = not _stdout_is_unicode()
+        self._ascii = not _is_unicode(stream)
         self._out = io.StringIO()
-        color = _stdout_has_color() if color is None else color
+        color = _has_color(stream) if color is None else color
         self._console = Console(
             file=self._out,
             width=self.width,
@@ -174,17 +177,17 @@ class Page:
         return text.translate(_ASCII).encode("ascii", "replace").decode() if self._ascii else text
 
 
-def _stdout_is_unicode() -> bool:
-    encoding = getattr(sys.stdout, "encoding", None)
+def _is_unicode(stream: TextIO | None) -> bool:
+    encoding = getattr(stream, "encoding", None)
     # No encoding means a StringIO or no stream at all: both take any text.
     return encoding is None or encoding.lower().replace("-", "").startswith("utf")
 
 
-def _stdout_has_color() -> bool:
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+def _has_color(stream: TextIO | None) -> bool:
+    if stream is None or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
-    with contextlib.suppress(AttributeError, ValueError):  # a script has left None, one of its own, or a closed one
-        return sys.stdout.isatty()
+    with contextlib.suppress(AttributeError, ValueError):  # a script has left one of its own, or a closed one
+        return stream.isatty()
     return False
 
 
@@ -213,7 +216,9 @@ def _fitting(widths: Sequence[int], width: int) -> int:
 # --- documents -------------------------------------------------------------------------------------------------------
 
 
-def render(document: blocks.Document, width: int | None = None, color: bool | None = None) -> str:
+def render(
+    document: blocks.Document, width: int | None = None, color: bool | None = None, stream: TextIO | None = None
+) -> str:
     """Lay a document out, verdict first.
 
     Args:
@@ -221,11 +226,12 @@ def render(document: blocks.Document, width: int | None = None, color: bool | No
         width: columns; None asks the terminal. The text is never wider than `min(width, 100)`, readable down to 60;
             below 20 it is laid out as for 20.
         color: whether to write ANSI codes; None writes them only to a terminal, and never when `NO_COLOR` is set.
+        stream: where the text goes; None means stdout.
 
     Returns:
-        Lines without a final newline; plain ASCII if stdout can't take Unicode.
+        Lines without a final newline; plain ASCII if the stream can't take Unicode.
     """
-    page = Page(width, color)
+    page = Page(width, color, stream)
     mark = f"[{document.mark}] " if document.mark else ""
     page.paragraph(f"{document.kind}: {mark}{document.verdict}", TONES[document.tone])
     for sentence in document.lead:

@@ -283,7 +283,11 @@ class _Model:
 
 def _numbered(report: Path | None, model: int) -> Path | None:
     """Return where the report of the n-th model goes."""
-    return report if report is None or model == 1 else report.with_name(f"{report.stem}-{model}{report.suffix}")
+    if report is None or model == 1:
+        return report
+    if report.suffix in (".json", ".html"):
+        return report.with_name(f"{report.stem}-{model}{report.suffix}")
+    return report.with_name(f"{report.name}-{model}")  # a folder, such as lr0.001
 
 
 def _say(line: str) -> None:

@@ -59,9 +59,9 @@ class CalledModules:
         if own <= self._owned:
             return
         self._owned |= own
-        # type(), not isinstance: proxies answer isinstance for the object they wrap.
-        modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
-        owners = [module for module in modules if self._owns(module)]
+        owners = [module for module in _modules() if self._owns(module)]
+        if gc.get_freeze_count() and not own <= {id(p) for module in owners for p in module.parameters()}:
+            owners = [module for module in _frozen_and_other_modules() if self._owns(module)]
         inner = {id(child) for module in owners for child in module.children()}
         for module in owners:
             if id(module) not in inner:
@@ -113,6 +113,29 @@ class CalledModules:
             callslot.restore(module, slot)
         for handle in handles or ():
             handle.remove()
+
+
+def _modules() -> list[nn.Module]:
+    """Return the modules that the collector lists."""
+    # type(), not isinstance: proxies answer isinstance for the object they wrap.
+    return [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
+
+
+def _frozen_and_other_modules() -> list[nn.Module]:
+    """Return also those that `gc.freeze()` has taken off the collector's lists.
+
+    It freezes what was made since, too, a later model among it, which would then never be let go if it is in a cycle.
+    So it is only for an optimizer of which some parameters were not found.
+    """
+    collects = gc.isenabled()
+    gc.disable()  # a collection in between would scan what was frozen lest it be scanned
+    try:
+        gc.unfreeze()
+        return _modules()
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()
 
 
 def name(modules: Iterable[nn.Module]) -> str:

@@ -36,6 +36,8 @@ def of_optimizers(optimizers: Iterable[Optimizer]) -> OptimizerFacts:
     groups = largest.param_groups
     parameters = [p for group in groups for p in group["params"]]
     third_party = not type(largest).__module__.startswith("torch.optim")
+    # Muon and LBFGS have one path, which foreach=True and fused=True can't change.
+    one_path = not any("foreach" in g or "fused" in g for g in groups)
     # Unset means foreach on a GPU and a loop on a CPU.
     default = bool(parameters) and parameters[0].device.type == "cuda"
     batched = all(g.get("fused") or (default if g.get("foreach") is None else g["foreach"]) for g in groups)
@@ -43,7 +45,7 @@ def of_optimizers(optimizers: Iterable[Optimizer]) -> OptimizerFacts:
         name=type(largest).__name__,
         tensors=len(parameters),
         elements=sum(p.numel() for p in parameters),
-        multi_tensor=third_party or batched,
+        multi_tensor=third_party or one_path or batched,
         fused=all(bool(g.get("fused")) for g in groups),
     )
 

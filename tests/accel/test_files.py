@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from accel.files import write_atomic
+from accel.errors import InvalidArgument
+from accel.files import check_folder, is_there, write_atomic
 
 
 def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
@@ -38,3 +39,23 @@ def test_a_folder_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         write_atomic(tmp_path / "folder", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_name_may_be_as_long_as_the_file_system_takes_it(tmp_path: Path) -> None:
+    target = tmp_path / ("ä" * 125 + ".json")  # 255 bytes
+    write_atomic(target, "text")
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+    assert target.read_text() == "text"
+
+
+def test_a_place_of_which_nothing_can_be_told_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for place in (tmp_path / ("x" * 300), tmp_path / "loop"):
+        with pytest.raises(InvalidArgument, match=r"^--json must be a place that can be written, got .*; name another"):
+            is_there("--json", place)
+    with pytest.raises(InvalidArgument, match="--json must lie in a directory that exists"):
+        check_folder("--json", tmp_path / ("x" * 300) / "report.json")
+    assert is_there("--json", tmp_path)
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "gone", tmp_path / "file" / "below"):
+        assert not is_there("--json", place)

@@ -349,6 +349,7 @@ def test_too_few_steps_refuse_a_verdict(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["gone.py"], "SCRIPT must be a Python file, got 'gone.py'"),
+        (["--json", f"{'x' * 300}.json", "train.py"], "--json must be a place that can be written, got"),
         (["--json", "nowhere/x.json", "train.py"], "--json must lie in a directory that exists"),
     ],
 )

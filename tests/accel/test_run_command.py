@@ -117,6 +117,7 @@ def test_nothing_is_patched_in_spawned_workers(tmp_path: Path) -> None:
         (["--budget", "much", "train.py"], "budget must be a time or a share, got 'much'"),
         (["--report", "train.py/one", "train.py"], "--report must be a folder, a .json or a .html file"),
         (["--report", "a.json", "train.py"], "--report must be a folder, a .json or a .html file"),
+        (["--report", "x" * 300, "train.py"], "--report must be a place that can be written, got"),
         (["--report", "train.py", "train.py"], "--report must be a folder, a .json or a .html file"),
         (["--disable", "tf23", "train.py"], "--disable names an unknown strategy 'tf23'; did you mean 'tf32'?"),
         (["--enable", "tf32", "--disable", "tf32", "train.py"], "--enable and --disable must differ, both have tf32"),

@@ -157,6 +157,34 @@ def test_a_handler_that_is_put_back_after_the_script_ends_the_process() -> None:
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
 
 
+# -- forked children ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["train.py"], ["-m", "accel", "run", "train.py"]])
+def test_the_end_of_a_forked_child_is_not_that_of_the_run(tmp_path: Path, command: list[str]) -> None:
+    script(
+        tmp_path,
+        """
+        import os
+        import accel
+        model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60, report="out")
+        for number, (x, y) in enumerate(loader):
+            step(x, y)
+            if number == 4:
+                child = os.fork()
+                if child == 0:
+                    sys.exit(3)
+                print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), os.path.exists("out"))
+                break
+        """,
+    )
+    done = warm.run(command, cwd=tmp_path, environment=ONE_THREAD, before=QUIET)
+
+    assert done.stdout == "3 False\n", done.stderr
+    assert done.stderr.count("the run ended after") == 1
+    assert (tmp_path / "out" / "report.json").is_file()
+
+
 # -- the path ----------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import accel
 from accel import entry
-from accel.script.training import ScriptTraining
+from accel.script.training import ScriptTraining, _numbered
 from tests.accel.loops import Net, Quick, Samples, assert_same, everything, loss_of, make, make_loader
 
 OPTIONS = {"allow": "exact", "budget": "60s", "report": None, "enable": (), "disable": ()}
@@ -392,6 +393,15 @@ def test_each_model_s_report_has_a_place(training: ScriptTraining, tmp_path: Any
     entry._at_exit()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "runs-2"]
     assert accel.Report.load(tmp_path / "runs-2" / "report.json").steps >= 8
+
+
+@pytest.mark.parametrize(
+    ("place", "second"),
+    [("runs/lr0.001", "runs/lr0.001-2"), ("runs/a.b.json", "runs/a.b-2.json"), ("page.html", "page-2.html")],
+)
+def test_only_what_names_a_kind_of_report_stays_at_the_end(place: str, second: str) -> None:
+    assert [_numbered(Path(place), model) for model in (1, 2)] == [Path(place), Path(second)]
+    assert _numbered(None, 2) is None
 
 
 @pytest.mark.parametrize("place", ["optimize", "learn"])

@@ -5,16 +5,20 @@ from __future__ import annotations
 import io
 import sys
 import unicodedata
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from accel.commands import profile
 from accel.report import Event, Machine, Report
 from accel.report.optimize_document import decision_line
 from accel.report.rendering import as_text as render
+from accel.report.summary import summary
 from accel.report.words import clean, ms_text
+from tests.accel import profile_reports
 from tests.accel.run_reports import full, row, untried
 
 # Markup, cursor movement, right-to-left override, line separators, wide and unpaired characters.
@@ -155,7 +159,7 @@ def test_markup_is_shown_literally_and_escapes_are_stripped() -> None:
 
 
 class _Stream(io.StringIO):
-    """A stdout that may be a terminal, with an encoding."""
+    """A stream that may be a terminal, with an encoding."""
 
     def __init__(self, tty: bool, encoding: str = "utf-8") -> None:
         super().__init__()
@@ -190,6 +194,36 @@ def test_colour_only_where_wanted(
     text = render(full(), width=80, color=color)
     assert ("\x1b[1;32m" in text) is expected
     assert ("\x1b" in text) is expected
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_colour_and_characters_follow_the_stream_that_the_text_goes_to(
+    monkeypatch: pytest.MonkeyPatch, tty: bool
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", _Stream(not tty))
+    monkeypatch.setattr(sys, "stderr", _Stream(tty))
+    assert ("\x1b" in render(full(), stream=sys.stderr)) is tty
+    assert ("\x1b" in summary(full(), "")) is tty
+    assert ("\x1b" in render(full())) is not tty
+    assert not render(full(), stream=sys.stderr).isascii()
+    monkeypatch.setattr(sys, "stderr", _Stream(tty, "ascii"))
+    assert summary(full(model="Ünet"), "").isascii()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in summary(full(), "")
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_so_does_that_of_a_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tty: bool) -> None:
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", _Stream(not tty))
+    monkeypatch.setattr(sys, "stderr", errors := _Stream(tty))
+    profile._write(profile_reports.full(), tmp_path / "profile.json")
+    *_, verdict = errors.getvalue().splitlines()
+    assert ("\x1b" in verdict) is tty
+    assert ("\x1b" in errors.getvalue().replace(verdict, "")) is tty
 
 
 def test_colour_changes_no_word() -> None:

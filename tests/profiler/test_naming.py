@@ -6,7 +6,10 @@ import random
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from accel.profiler.clocks import facts
 from accel.profiler.diagnose.causes import CAUSES
 from accel.profiler.diagnose.findings import saving
 from accel.profiler.evidence import (
@@ -294,6 +297,19 @@ def test_workers_are_no_remedy_for_batches_that_cost_less_than_a_handover() -> N
         finding = next(f for f in found.findings if f.cause == "input.cpu")
         assert finding.strategy == strategy
         assert ("whole batches at once" in finding.remedy) == (strategy == "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [("Muon", "optimizer.update"), ("LBFGS", "optimizer.update"), ("AdamW", "optimizer.per_parameter")],
+)
+def test_only_an_optimizer_that_has_another_path_is_to_take_it(kind: str, named: str) -> None:
+    if not hasattr(torch.optim, kind):
+        pytest.skip(f"this torch has no {kind}")
+    made = getattr(torch.optim, kind)([nn.Parameter(torch.zeros(2, 2)) for _ in range(40)])
+    found = diagnose(evidence(phases={"optimizer": 8}, optimizer=facts.of_optimizers([made])))
+    assert [finding.cause for finding in found.findings] == [named]
+    assert ("foreach=True" in found.findings[0].remedy) == (kind == "AdamW")
 
 
 QUEUING = ThreadShare(run=0.04, wait=0.12, blocked=0.84)
