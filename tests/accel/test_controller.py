@@ -37,16 +37,6 @@ def test_the_best_of_several_settings_is_kept() -> None:
     assert row.gain == pytest.approx(1.5, rel=0.05)
 
 
-def test_a_closing_trial_is_shown_for_its_own_plan_only() -> None:
-    """A strategy of it was undone: the report gave the larger plan's speed-up until the next one."""
-    controller = simulate([candidate("good"), candidate("better")], Machine(speed={"good": 1.3, "better": 1.6}))
-    assert controller.closed is controller.closing is not None
-    assert controller.break_even_step() is not None
-    del controller.plan["good"]
-    assert controller.closed is None
-    assert controller.break_even_step() is None
-
-
 @pytest.mark.parametrize("runs", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_no_false_keep_in_many_runs_at_twenty_percent_noise(runs: int) -> None:
     """Measured: in 10 of 1,000 runs of five worthless candidates a trial kept one (1.0 %, or 0.2 % of trials); the

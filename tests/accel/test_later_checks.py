@@ -72,3 +72,13 @@ def test_none_are_repeated_where_the_pace_says_so() -> None:
     hasty = replace(FAST, confirm=0)
     controller = simulate([candidate("good")], machine, pace=hasty, until_settled=False, steps=1500)
     assert controller.plan == {}
+
+
+def test_a_closing_trial_is_shown_for_its_own_plan_only() -> None:
+    """A strategy of it was undone: the report gave the larger plan's speed-up until the next one."""
+    controller = simulate([candidate("good"), candidate("better")], Machine(speed={"good": 1.3, "better": 1.6}))
+    assert controller.closed is controller.closing is not None
+    assert controller.break_even_step() is not None
+    del controller.plan["good"]
+    assert controller.closed is None
+    assert controller.break_even_step() is None

@@ -19,7 +19,7 @@ from accel.profiler.closures import followed_by
 from accel.run import backward
 from accel.strategies.fused_optimizer import FusedOptimizer
 from tests.accel.loops import Quick, assert_same, everything, loss_of, make, make_loader
-from tests.accel.test_session import Faster, Slow
+from tests.accel.test_session import Faster, Scale, Slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -162,21 +162,11 @@ def test_a_loop_that_goes_on_in_another_thread_is_followed_there(only_quick: Non
     assert accel.explain(model).steps >= before + 4 * 13 - 2
 
 
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * 1.05
-
-
 class ScalesGradients(Faster):
     """Faster, and its gradients are wrong."""
 
     def faulty(self, call: Any, x: Tensor) -> Any:
-        return _Scaled.apply(super().faulty(call, x)) if torch.is_grad_enabled() else super().faulty(call, x)
+        return Scale.apply(super().faulty(call, x)) if torch.is_grad_enabled() else super().faulty(call, x)
 
 
 @pytest.mark.parametrize("way", ["within", "after a break"])

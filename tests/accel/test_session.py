@@ -127,7 +127,7 @@ def assert_undone(registry: list[type[Strategy]], kind: type[Strategy], why: str
     return report
 
 
-class _Scale(torch.autograd.Function):
+class Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
@@ -140,7 +140,7 @@ class _Scale(torch.autograd.Function):
 def test_a_gradient_scaled_by_five_percent_never_reaches_the_weights(registry: Any) -> None:
     class Scaled(Injected):
         def faulty(self, call: Any, x: Tensor) -> Any:
-            return _Scale.apply(call(x))
+            return Scale.apply(call(x))
 
     assert_undone(registry, Scaled, "wrong: its gradient")
 

@@ -434,39 +434,6 @@ def test_progress_goes_on_after_undo(job: Any, clock: Clock, monkeypatch: pytest
     assert [b - a for a, b in itertools.pairwise(seen[80:])] == pytest.approx([1.0] * (len(seen) - 81))
 
 
-def summed(outputs: Tensor, y: Tensor) -> Tensor:
-    """A sum that scatters by a tenth from batch to batch."""
-    return nn.functional.mse_loss(outputs, y, reduction="sum") + 30.0 * len(y)
-
-
-@pytest.mark.parametrize("loss", [nn.functional.mse_loss, summed])
-def test_a_loss_that_is_a_sum_keeps_the_batch(
-    job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, loss: Any
-) -> None:
-    """Its gradient grows with the batch: at eight times the rate as well, a step was 64 times as long."""
-    known_noise(monkeypatch, 5000.0)
-    model, loader, optimizer = job
-    optimizer.param_groups[0]["lr"] = 1e-4
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, max_batch_size=64, **PLAIN)
-    sizes, rates = [], []
-    optimizer.register_step_pre_hook(lambda *_: rates.append(batch_run(model)._rates._scalers[0][1].multipliers[0].lr))
-    for _ in range(4):
-        for x, y, _ in loader:
-            optimizer.zero_grad()
-            loss(model(x), y).backward()
-            clock.now += 1e-3
-            optimizer.step()
-            sizes.append(len(x))
-    larger = [(size, rate) for size, rate in zip(sizes, rates, strict=True) if size > 8]
-    if loss is nn.functional.mse_loss:
-        assert max(sizes) == 64
-        return
-    assert len(larger) <= 3
-    assert all(rate == 1.0 for _, rate in larger)
-    assert sizes[-1] == 8
-    assert "a sum over the batch" in accel.explain(model).batch_rows[-1].why
-
-
 def test_the_report_says_what_was_decided_and_why(job: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     known_noise(monkeypatch, 5000.0)
     model, loader, optimizer = accel.optimize(*job, max_batch_size=64, **PLAIN)
