@@ -355,6 +355,7 @@ def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetchin
         is_compared=bool(strategy.touches),
         lasting=strategy.lasting,
         host_dependent=strategy.host_dependent,
+        frees_cores=strategy.frees_cores,
         ruled_out=_ruled_out(strategy, settings, fetching_in_use),
         refusal=lambda: _refusal(strategy, run),
         waits=lambda: strategy.waits(run),

@@ -83,6 +83,10 @@ class TrialConfig:
         looks = (4, *(pairs for pairs in self.looks if 4 < pairs <= _BRIEF_PAIRS))
         return replace(self, looks=looks, alpha=self.alpha / 2) if self.looks[-1] > _BRIEF_PAIRS else None
 
+    def early(self) -> TrialConfig:
+        """Return the knobs of a trial at length that looks after four pairs too, for a gain that may be large."""
+        return replace(self, looks=(4, *self.looks)) if self.looks[0] > 4 else self
+
     def for_steps_of(self, step_s: float) -> TrialConfig:
         """Return the knobs for steps of so many seconds: blocks of slow steps have fewer, at least two.
 

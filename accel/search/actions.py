@@ -12,6 +12,7 @@ from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.diagnose import anatomy
 from accel.profiler.evidence import Evidence
 from accel.profiler.phases import Measurement
+from accel.search.host_load import HostLoad
 from accel.search.plan import Choices
 from accel.strategies.base import Exactness
 
@@ -42,6 +43,8 @@ class Action:
     """The profiler observes the counted steps."""
     base: bool = False
     """The plan is what has been kept so far: no candidate is on."""
+    host: bool = False
+    """Look at the other processes on the host since the last such look."""
     settled: bool = False
     """The search is over; resources of strategies that are off may be released."""
 
@@ -67,6 +70,8 @@ class Result:
     """The guard's comparison, if the action asked for one and it could be made."""
     refusals: dict[str, str] = field(default_factory=dict)
     """Strategy → why it does not apply on another rank; only for those that all ranks must switch at the same step."""
+    load: HostLoad | None = None
+    """Of the host, if the action asked for it, and it is known and some seconds after the last look."""
     regime: Hashable = None
     """The conditions that the plan was chosen for: batch shape, world size, threads, …"""
 
@@ -87,8 +92,10 @@ class Result:
 
     @classmethod
     def merged(cls, results: list[Result]) -> Result:
-        """Merge the ranks' results: rank 0's times, everyone's trips and refusals, the worst finding."""
+        """Merge the ranks' results: rank 0's times, all trips and refusals, the worst finding, the busiest host."""
         merged = results[0]
+        loads = [each.load for each in results if each.load is not None]
+        merged.load = max(loads, key=lambda load: load.foreign_cores / load.cores, default=None)
         for rank, other in enumerate(results[1:], 1):
             merged.refusals.update({name: f"on rank {rank} {why}" for name, why in other.refusals.items()})
             merged.trips.update({name: why for name, why in other.trips.items() if name not in merged.trips})
@@ -118,6 +125,8 @@ class Candidate:
     lasting: bool = False
     """It saves page faults, and its effect may outlast it: then it is judged by the steps before and after it."""
     host_dependent: bool = False
+    frees_cores: bool = False
+    """It uses fewer cores, and gains most where other processes keep the rest busy."""
     phase: str = ""
     """The one phase of the step that it can shorten; '' if it acts on more."""
     by_epoch: Callable[[], bool] = lambda: False

@@ -17,27 +17,24 @@ from dataclasses import replace
 
 from accel.profiler import naming
 from accel.profiler.diagnose import causes
-from accel.profiler.trial import Outcome, TrialConfig, Verdict
+from accel.profiler.trial import Outcome, TrialConfig
 from accel.report import StrategyRow
 from accel.search import priority
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
+from accel.search.candidate_trials import COMPARING
 from accel.search.experiments import Decisions
-from accel.search.later_checks import LaterChecks
+from accel.search.host_load import Neighbours
 from accel.search.ledger import refusal, waiting_for
 from accel.search.one_off import Preparations
 from accel.search.pace import Pace
 from accel.search.plan import Choices
 from accel.search.remembered import PlanMemory, Recollection
+from accel.search.shared_host import SharedHost
 from accel.search.step_level import StepLevel
 
-_COMPARING = "comparing it with the plain loop"
 
-_SOON_STEADY = 2
-"""What needs more settling steps may need a few more the first time: its first steps say little."""
-
-
-class Controller(LaterChecks):
+class Controller(SharedHost):
     """Choose strategies on real training steps.
 
     Args:
@@ -77,9 +74,8 @@ class Controller(LaterChecks):
             reduce=reduce,
             announce=announce,
         )
-        self._brief = self._config.brief()
         self._say = say
-        self._replay = replay
+        self._replay, self._follows_host = replay, replay is None
         self._startup_s = startup_s
         self.anatomy_before: dict[str, float] = {}
         self.plain_diagnosis = self.diagnosis
@@ -87,7 +83,6 @@ class Controller(LaterChecks):
         self.searched_until = 0
         """Step at which the last search ended."""
         self._postponed: set[str] = set()
-        """Pending candidates whose brief trial had no verdict."""
         self._preparations = Preparations(candidates)
 
     # -- the loop of the search --------------------------------------------------------------------------------------
@@ -97,16 +92,16 @@ class Controller(LaterChecks):
         self.elapsed_s = self.cost_s = self._startup_s()
         yield from self._observe()
         while True:
-            if self._regime_changed:
+            if self._is_interrupted():
                 yield from self._reopen()
                 continue
             if self._replay is not None:
                 yield from self._take_over(self._replay)
             else:
                 yield from self._search()
-                if not self._regime_changed and (self.closing is None or self.plan != self._closed):
+                if not self._is_interrupted() and (self.closing is None or self.plan != self._closed):
                     yield from self._close()
-            if not self._regime_changed:
+            if not self._is_interrupted():
                 self.searching = False
                 self._passed = {name: plan for name, plan in self._passed.items() if name in self.plan}
                 self.searched_until = self.steps
@@ -129,10 +124,12 @@ class Controller(LaterChecks):
                     self._keep_what_has_lasted()
             if not waits and self._replay is None:
                 yield from self._recall(result.seconds)
-                if not self._regime_changed and not self.plan:
-                    yield from self._begin_affordably()
-                if self._regime_changed:
-                    return
+            if not self._is_interrupted():
+                yield from self._follow_load()
+            if not (waits or self.plan or self._is_interrupted() or self._replay is not None):
+                yield from self._begin_affordably()
+            if self._is_interrupted():
+                return
             if self._replay is not None:  # it measures nothing that a crowded machine could hide
                 break
             if not _is_crowded(self.diagnosis) or self._only_losers_are_left():
@@ -144,7 +141,7 @@ class Controller(LaterChecks):
             if not waits:
                 self._say("other processes keep the machine busy: what that would hide or distort is tried later")
             yield from self._try_at_once()
-            if self._regime_changed:
+            if self._is_interrupted():
                 return
             self._blocks_outcome = None  # the closing trial is to see the quiet machine
 
@@ -196,7 +193,7 @@ class Controller(LaterChecks):
                 continue
             brief = None if candidate.lasting else self._brief  # if its effect lasts, that trial is its only one
             yield from self._try(candidate, brief or self._config)
-            if self._regime_changed:
+            if self._is_interrupted():
                 return
             row = self.rows[name]
             if row.status == "kept" or row.gain is None or candidate.lasting:  # kept, or wrong or failing
@@ -214,6 +211,11 @@ class Controller(LaterChecks):
                 waiting_for(candidate)  # begins what that takes, which costs next to nothing, while others are tried
         waiting: list[str] = []
         while self._pending:
+            yield from self._follow_load()
+            if self._is_interrupted():
+                return
+            if not self._pending:
+                break
             name = priority.first(self._pending, self._candidates, self._put_off(), self.diagnosis)
             self._pending.remove(name)
             candidate = self._candidates[name]
@@ -232,7 +234,7 @@ class Controller(LaterChecks):
                 waiting.append(name)
             elif not self._affordable(expected_s):
                 one_off_s = self._one_off_s(candidate)
-                work = "one-off work" if one_off_s else _COMPARING
+                work = "one-off work" if one_off_s else COMPARING
                 why = self._budget.too_dear(self.cost_s, one_off_s or expected_s, work)
                 self._ledger.decide(name, "not tried", why)
                 waiting.append(name)
@@ -247,7 +249,7 @@ class Controller(LaterChecks):
                 self._decide_unless_kept(name, "not tried", of_epoch)
             else:
                 yield from self._try_or_postpone(candidate)
-                if self._regime_changed:
+                if self._is_interrupted():
                     return
                 waiting += [name] if name in self._left and name not in self._pending else []
             self._pending += [other for other in waiting if self._is_ready(other)]
@@ -268,7 +270,7 @@ class Controller(LaterChecks):
         brief = None if at_once else self._brief
         config = brief or (self._config.at_length() if self._brief else self._config)
         yield from self._try(candidate, config, limited=True)
-        if self._regime_changed:
+        if self._is_interrupted():
             return
         if name in self._tripped:
             return
@@ -283,7 +285,7 @@ class Controller(LaterChecks):
             self._left.forget(name)
             self._postponed.add(name)
             self._pending.append(name)
-        else:
+        elif self._neighbours.news is None:  # else its trial was left for that
             self._ledger.settle(name)
 
     def _too_little_of_epoch(self, candidate: Candidate) -> Generator[Action, Result, str | None]:
@@ -299,104 +301,34 @@ class Controller(LaterChecks):
         """Return what comes last: what stayed undecided in brief, and what gave nothing in an earlier run."""
         return {*self._postponed, *(name for name in self._pending if self.recollection.lost(name))}
 
-    def _try(self, candidate: Candidate, config: TrialConfig, *, limited: bool = False) -> Decisions:
-        """Try each setting of a candidate against the plan so far; a setting that wins becomes part of the plan.
-
-        Args:
-            candidate: to be tried.
-            config: the statistics of its trials.
-            limited: a trial is cut short, and its setting left for later, once it has cost what is left of the budget.
-        """
-        name, row, began_s = candidate.name, self.rows[candidate.name], self.elapsed_s
-        settings = self._left.of(candidate)
-        self._left.forget(name)
-        for number, setting in enumerate(settings):
-            one_off_s = self.recollection.one_off_s(candidate, setting)
-            expected_s = one_off_s + self._recompiling_s(candidate, setting) + self._expected_check_s(candidate)
-            if number and (not self._affordable(expected_s) or (one_off_s and waiting_for(candidate))):
-                self._left.keep(name, settings[number:])  # they wait for their turn; the verdict so far stands
-                break
-            row.setting = row.setting or candidate.describe(setting)
-            trial_plan = {**self.plan, name: setting}
-            cost, steps = self.cost_s, self.steps
-            outcome = None
-            passed = self._passed.get(name) == trial_plan or (yield from self._guard(candidate, trial_plan))
-            if candidate.is_compared:
-                self._note_work(candidate, setting, self.cost_s - cost)
-            if passed:
-                self._passed[name] = trial_plan
-                settle = candidate.settling(setting)
-                hasty = self._if_much_slower(name, config) if settle <= _SOON_STEADY else None
-                limit_s = self._trial_limit_s() if limited else math.inf
-                outcome = yield from self._trial(self.plan, trial_plan, settle, config, hasty, limit_s)
-            if not candidate.is_compared:  # then it works when it is switched on
-                self._note_work(candidate, setting, self.cost_s - cost)
-            row.cost_s += self.cost_s - cost
-            row.steps += self.steps - steps
-            self.search_steps += self.steps - steps
-            if outcome is None and passed and self._cut_short_s:
-                self._next_trial_s[name] = 2 * self._cut_short_s
-                self._left.keep(name, settings[number:] if number else settings)  # a list that may still grow
-                if row.status == "not tried":
-                    row.why = self._budget.too_dear(self.cost_s, self._next_trial_s[name], _COMPARING)
-            if outcome is None:
-                break  # wrong, failed, or interrupted by another regime, which is recorded; or cut short
-            outcome, how = self._with_earlier(name, outcome) if len(settings) == 1 else (outcome, "")
-            if outcome.verdict == "keep":
-                self.plan = trial_plan
-                if candidate.lasting:
-                    self._lasting[name] = outcome
-            self._ledger.judge(candidate, setting, outcome, self.plan)
-            row.why += how
-            if outcome.verdict == "keep":
-                yield from self._measure_anatomy()
-        self.recollection.tried(name, self.elapsed_s - began_s)
-
-    def _with_earlier(self, name: str, outcome: Outcome) -> tuple[Outcome, str]:
-        """Keep what this run's trial and an earlier one leave open by noise and show together; say so."""
-        if (
-            outcome.verdict != "refused"
-            or outcome.saved_faults == 0
-            or not self.recollection.shows_with(name, outcome, self._config.keep_gain)
-        ):
-            return outcome, ""
-        how = ", as in an earlier run: noise left each trial open, both together do not"
-        return replace(outcome, verdict="keep"), how
-
-    def _note_work(self, candidate: Candidate, setting: object, seconds: float) -> None:
-        if worked := self.recollection.worked({candidate.name: setting}, seconds):
-            self._note(worked)
-
-    def _if_much_slower(self, name: str, config: TrialConfig) -> Verdict | None:
-        """Return the verdict where the first steps are much slower: two such trials end in a drop."""
-        if name in self._postponed:
-            return "drop"
-        return "refused" if config is self._brief else None
-
     # -- hold --------------------------------------------------------------------------------------------------------
 
     def _hold(self) -> Decisions:
         """Keep the plan on, checking it, until there is a reason to search again."""
         self._blocks_outcome = None
-        level = StepLevel(self._pace.slower)
+        level, step_s = StepLevel(self._pace.slower), self.plain_ms / 1e3
         gap, next_check = self._pace.recheck, self.steps + self._pace.recheck
         while True:
             check = dict(self.plan) if self.plan and self.steps >= next_check else None
             preparing = self._preparations.under_way(self._charged)
             steps = 1 if check else self._pace.observe if preparing else self._pace.hold
             rest = 0 if check or preparing or (self.plan and level.is_open) else self._pace.rest
+            if self._freeing() and not check:
+                steps, most = self._pace.until_look(step_s, steps)
+                rest = min(rest, most)
             if self.plan:
                 rest = max(0, min(rest, next_check - self.steps - steps))
             if self._replay is None:
                 rest = int(min(rest, max(self._pace.observe, self._steps_until_affordable(self._pending) - steps)))
             result = yield from self._act(Action(plan=self.plan, rest=rest, steps=steps, check=check, settled=True))
+            step_s = statistics.median(result.seconds or [step_s])
             if check:
                 gap, next_check = 2 * gap, self.steps + 2 * gap
                 yield from self._recheck_numbers(result)
                 # Step times don't show that the machine was busy during the search and is quiet now (or the reverse).
-                by_host = [n for n in self.plan if self._candidates[n].host_dependent and not self._regime_changed]
-                yield from self._retry_kept(by_host)
-                if self._regime_changed:
+                by_host = [n for n in self._quiet_plan() if self._candidates[n].host_dependent]
+                yield from self._retry_kept([] if self._is_interrupted() else by_host)
+                if self._is_interrupted():
                     return
                 level.forget()
                 continue
@@ -404,20 +336,24 @@ class Controller(LaterChecks):
                 return
             if preparing and not result.trips:
                 self._count_preparation(preparing, result)
+            plan = self.plan
+            yield from self._follow_load()
+            if self._is_interrupted():
+                return
             if self._replay is None and self._waits_no_more():
                 return
-            if result.trips:
+            if result.trips or self.plan != plan:
                 level.begin_anew()
             elif preparing:
                 pass  # a step's time says nothing of the plan now
             elif result.seconds and self.plan and (slower := level.add(statistics.median(result.seconds) * 1e3)):
                 self._note(f"{slower}: trying the plan again")
-                yield from self._retry_kept(list(self.plan))
+                yield from self._retry_kept(list(self._quiet_plan()))
                 level.forget()
-            if self._replay is None and self.plan and self.plan != self._closed and not self._regime_changed:
+            if self._replay is None and self.plan and self.plan != self._closed and not self._is_interrupted():
                 yield from self._close()  # the closing trial measured a larger plan
                 level.forget()
-            if self._regime_changed:
+            if self._is_interrupted():
                 return
             self.remember()
 
@@ -442,6 +378,7 @@ class Controller(LaterChecks):
         self.plan, self.closing, self._closed, self._epochs_outcome, self._blocks_outcome = {}, None, {}, None, None
         self._ledger.begin_anew()
         self._postponed, self._passed, self._next_trial_s = set(), {}, {}
+        self._neighbours = Neighbours()
         self._charged = {name for name in self._charged if self._candidates[name].is_preparing()}
         self._left.forget()
         self._tripped.clear()

@@ -17,6 +17,7 @@ from accel.report import Event, Status, StrategyRow
 from accel.search import check_cost, lasting_trials, priority, trials
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
+from accel.search.host_load import Neighbours
 from accel.search.ledger import Ledger, refusal, waiting_for
 from accel.search.one_off import SettingsLeft
 from accel.search.pace import Pace
@@ -25,9 +26,6 @@ from accel.search.remembered import Recollection
 
 _OVERSPENT = 0.01
 """Share of the run so far that a trial may cost where less than that is left of the budget."""
-
-_CLOSING_PAIRS = 6
-"""Pairs of blocks that a closing trial has at the least, and so a trial that stands for it."""
 
 _MARGIN = 1.1
 """The run may have become faster since the plain step was measured."""
@@ -85,12 +83,14 @@ class Experiments:
         """The last plan with each candidate that the guard has passed."""
         self._next_trial_s: dict[str, float] = {}
         """Candidates whose trial was cut short → what the next one must be allowed to cost."""
-        self._cut_short_s = 0.0  # what the last trial has cost, if it was cut short
+        self._cut_short_s: float | None = None  # what the last trial has cost, if it was cut short
         self._pending = [c.name for c in candidates if c.ruled_out is None]
         self._left = SettingsLeft()
         self._charged: set[str] = set()  # for work beside the loop, as it began
         self._lasting: dict[str, Outcome] = {}
         """What may have a lasting effect and is kept → what its own trial has shown."""
+        self._neighbours = Neighbours()
+        self._follows_host = True
         self._tripped: set[str] = set()
         self._just_observed: Sequence[float] = ()
         """Seconds of the plain steps before a remembered plan."""
@@ -124,12 +124,13 @@ class Experiments:
     # -- actions -----------------------------------------------------------------------------------------------------
 
     def _act(self, action: Action) -> Generator[Action, Result, Result]:
-        result = yield replace(action, base=action.plan == self.plan)
+        result = yield replace(action, base=action.plan == self.plan, host=bool(self._freeing()))
         self.steps += result.steps
         self.elapsed_s += result.elapsed_s + result.aside_s
         self.saved_s += result.elapsed_s * (self._shown_gain(action.plan) - 1)
         if self.searching:
             self.cost_s += result.aside_s
+        self._neighbours.see(result.load)
         self._ledger.moving = self._is_another(result)
         for name, why in result.trips.items():
             self._record_trip(name, f"{why} at step {self.steps}", action)
@@ -165,6 +166,9 @@ class Experiments:
         self._regime = result.regime if self._regime is None else self._regime
         return False
 
+    def _is_interrupted(self) -> bool:
+        return self._regime_changed
+
     def _is_another(self, result: Result) -> bool:
         both_known = self._regime is not None and result.regime is not None
         return both_known and result.regime != self._regime and self._reopened < self._pace.reopenings
@@ -172,6 +176,7 @@ class Experiments:
     def _remove(self, name: str, why: str) -> None:
         self.plan = {n: s for n, s in self.plan.items() if n != name}
         self._lasting.pop(name, None)
+        self._neighbours.beside.discard(name)
         self._note(f"{name} undone: {why}")
         if name in self._pending:
             self._pending.remove(name)
@@ -238,6 +243,15 @@ class Experiments:
         data_s = self.anatomy_after.get("data", 0.0)
         expected_s = check_cost.expected_s(compared, self._pace.guard, self.plain_ms / 1e3, data_s)
         return self._check_s.get(compared, expected_s)
+
+    def _freeing(self) -> list[Candidate]:
+        """Return the candidates that apply and use fewer cores, if the plan follows the load of the host."""
+        candidates = self._candidates.values() if self._follows_host else ()
+        return [each for each in candidates if each.frees_cores and each.ruled_out is None and not refusal(each)]
+
+    def _quiet_plan(self) -> Choices:
+        """Return the plan without what is in it only for the other processes that are there."""
+        return {name: setting for name, setting in self.plan.items() if name not in self._neighbours.beside}
 
     def _trial_limit_s(self) -> float:
         """Return what a trial may cost before it is cut short: doubled, that is what its next one must wait for."""
@@ -360,13 +374,13 @@ class Experiments:
         settle: int,
         config: TrialConfig | None = None,
         if_much_slower: Verdict | None = None,
-        limit_s: float = math.inf,
+        limit_s: Callable[[], float] = lambda: math.inf,
     ) -> Trying:
         """Run one trial; None if a strategy tripped or the regime changed meanwhile, or it was cut short.
 
         What may have a lasting effect has a trial of its own; once that has kept it, it is in both plans.
         """
-        self._cut_short_s = 0.0
+        self._cut_short_s = None
         lasting = {n: s for n, s in b.items() if n not in a and self._candidates[n].lasting}
         if lasting:
             return (yield from self._lasting_trial(a, b, lasting, settle, config))
@@ -439,61 +453,3 @@ class Experiments:
                 self._undisturbed, a, b, settle=settle, config=config, reduce=self._reduce, step_s=step_s
             )
         )
-
-    def _known_outcome(self, plan: Choices) -> Outcome | None:
-        """Return the outcome of a plan against the plain loop, if it is one strategy, whose own trial was of just that.
-
-        What has a lasting effect may be in the plan too: its trial has been. Of trials in blocks only the very last
-        counts: of several candidates, the luckiest would be kept without a second trial.
-        """
-        epochs, blocks = self._epochs_outcome, self._blocks_outcome
-        if epochs is not None and epochs[:2] == ({}, plan):
-            return epochs[2]
-        lasting = {name: setting for name, setting in plan.items() if name in self._lasting}
-        if blocks is None or blocks[:2] != (lasting, plan):
-            return None
-        if blocks[2].verdict != "keep" or blocks[2].pairs < _CLOSING_PAIRS:
-            return None
-        return functools.reduce(trials.together, [*(self._lasting[name] for name in lasting), blocks[2]])
-
-    # -- closing trial -----------------------------------------------------------------------------------------------
-
-    def _close(
-        self,
-        what: str = "the plan as a whole",
-        agrees: Callable[[Collection[str], Outcome], bool] = lambda plan, outcome: False,
-    ) -> Decisions:
-        """Try the whole plan against the plain loop; unless it is shown to be faster, it is undone.
-
-        Args:
-            what: the plan, in the reason for undoing it.
-            agrees: whether an outcome that shows nothing by itself does so together with an earlier run's.
-        """
-        if not self.plan:
-            return
-        settle = max(self._candidates[name].settling(setting) for name, setting in self.plan.items())
-        steps = self.steps
-        plan = dict(self.plan)
-        outcome = self._known_outcome(plan) or (yield from self._trial({}, plan, settle))
-        self.search_steps += self.steps - steps
-        if outcome is None:
-            if self.plan and not self._regime_changed:
-                yield from self._close(what, agrees)  # a strategy tripped and is gone: close with the rest
-            return
-        self.closing, self._closed = outcome, plan
-        if outcome.verdict != "keep" and not agrees(plan.keys(), outcome) and not self._bears_out_trials(plan, outcome):
-            for name in priority.first_undone(plan, self._candidates):
-                self._remove(name, f"{what} was not shown to be faster than plain in the closing trial")
-            yield from self._close(what, agrees)
-            return
-        yield from self._measure_anatomy()
-
-    def _bears_out_trials(self, plan: Choices, outcome: Outcome) -> bool:
-        """Tell whether a closing trial that noise has left open shows no loss, and a gain together with the trials.
-
-        Each of these was measured on top of the ones before, so their product is of the same plan.
-        """
-        if outcome.verdict != "refused" or any(self._candidates[name].lasting for name in plan):
-            return False
-        shown = self._ledger.shown(plan)
-        return shown is not None and trials.bears_out(outcome, *shown)

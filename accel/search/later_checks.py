@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from accel.profiler.trial import Verdict
 from accel.search.actions import Action, Result
 from accel.search.experiments import Decisions
 from accel.search.takeover import TakeOver
@@ -25,11 +26,15 @@ class LaterChecks(TakeOver):
                 return
             again += 1
 
-    def _retry_kept(self, names: Sequence[str]) -> Decisions:
+    def _retry_kept(self, names: Sequence[str], if_much_slower: Verdict | None = None) -> Decisions:
         """Try the plan without each of these in turn, and undo those that no longer pay.
 
         What is tried in whole epochs stays: a trial takes many of them, and steps say nothing of how epochs begin. So
         does that without which the model would be compiled once more, while what compiles, which comes first, is on.
+
+        Args:
+            names: strategies of the plan.
+            if_much_slower: the verdict where its first steps are much slower than those without it.
         """
         for name in sorted(names, key=lambda name: not self._candidates[name].compiles):
             candidate = self._candidates[name]
@@ -39,8 +44,8 @@ class LaterChecks(TakeOver):
                 continue
             without = {n: s for n, s in self.plan.items() if n != name}
             settle = candidate.settling(self.plan[name])
-            outcome = yield from self._trial(without, dict(self.plan), settle, self._config.of_kept())
-            if self._regime_changed:
+            outcome = yield from self._trial(without, dict(self.plan), settle, self._config.of_kept(), if_much_slower)
+            if self._is_interrupted():
                 return
             if outcome is not None and outcome.verdict == "drop":
                 self._remove(name, f"it no longer pays: {outcome.gain:.2f}x when tried again at step {self.steps}")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_FEWEST = 5
+"""Steps whose median says something of the plan."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
@@ -33,8 +36,21 @@ class Pace:
     its end, gradients in bfloat16 were 1.3 % too long or too short (standard deviation), with no direction."""
     reopenings: int = 3
     """How often the search may begin again; a batch shape that never settles would keep it searching."""
+    look_s: float = 10.0
+    """From one look at the host's load to the next, s, where that matters."""
     slower: float = 1.10
     """A plan whose step has become this much slower, three medians in a row, is tried again."""
+
+    def until_look(self, step_s: float, steps: int) -> tuple[int, int]:
+        """Return the steps to measure, and those of the rest before them, so that the next look is in time.
+
+        Args:
+            step_s: what a step takes, s.
+            steps: to measure otherwise.
+        """
+        most = int(self.look_s / max(step_s, 1e-6))
+        steps = min(steps, max(_FEWEST, most))
+        return steps, max(0, most - steps)
 
     def crowded_rest(self, step_s: float) -> int:
         """Return the steps to wait for a quiet machine, few where they are slow."""

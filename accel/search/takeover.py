@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from accel.profiler.trial import Outcome
 from accel.search.actions import Candidate
-from accel.search.experiments import Decisions, Experiments, Trying
+from accel.search.closing import Closing
+from accel.search.experiments import Decisions, Trying
 from accel.search.ledger import SAVES_NO_FAULTS, refusal
 from accel.search.plan import Choices
 
 
-class TakeOver(Experiments):
+class TakeOver(Closing):
     """Take plans over; the arguments are those of `Experiments`."""
 
     _say: Callable[[str], None]
@@ -60,14 +61,14 @@ class TakeOver(Experiments):
             (only,) = plan
             self.rows[only].cost_s += self.cost_s - cost_s
         if problem:
-            if not self._regime_changed:
+            if not self._is_interrupted():
                 recollection.reject(problem)
             return
         self._pending = [name for name in self._pending if name not in plan]
         self.plan = plan
         yield from self._measure_anatomy()
         yield from self._close("the remembered plan", self.recollection.agrees_on_plan)
-        if self._regime_changed:
+        if self._is_interrupted():
             return
         missing = [name for name in plan if name not in self.plan and name not in self._tripped]
         if self.plan and not missing:
@@ -96,7 +97,7 @@ class TakeOver(Experiments):
             self.search_steps += self.steps - steps
             if outcome is None:
                 plan.clear()
-                if not self._regime_changed:
+                if not self._is_interrupted():
                     self.recollection.reject(row.why)
                 return
             if outcome.verdict != "keep" and self.recollection.agrees(name, outcome):
@@ -153,6 +154,8 @@ class TakeOver(Experiments):
         Args:
             ended: the run is over.
         """
-        closing = self.closing if self.plan == self._closed else None
-        open_rows = [name for name in self.rows if self._ledger.is_open(name)]
-        self.recollection.store(self.plan, self.rows, closing, self.elapsed_s, open_rows=open_rows, ended=ended)
+        plan = self._quiet_plan()
+        rows = {name: row for name, row in self.rows.items() if name in plan or name not in self.plan}
+        closing = self.closing if plan == self._closed else None
+        open_rows = [name for name in rows if self._ledger.is_open(name)]
+        self.recollection.store(plan, rows, closing, self.elapsed_s, open_rows=open_rows, ended=ended)

@@ -49,7 +49,7 @@ def by_blocks(
     config: TrialConfig,
     reduce: Callable[[Sequence[float]], float],
     if_much_slower: Verdict | None = None,
-    limit_s: float = math.inf,
+    limit_s: Callable[[], float] = lambda: math.inf,
 ) -> Generator[Action, Result, TrialResult | None]:
     """Run one trial in blocks of steps; None if it was interrupted.
 
@@ -61,7 +61,7 @@ def by_blocks(
         config: the statistics of the trial.
         reduce: how a block of step times becomes one number.
         if_much_slower: the verdict where B's first steps are much slower than A's; None tries it to the end.
-        limit_s: the trial is cut short once it has made the run longer by more than this.
+        limit_s: the trial is cut short once it has made the run longer by more than this; asked after each block of B.
     """
     trial = Trial(config, reduce=reduce)
     last = None
@@ -87,7 +87,7 @@ def by_blocks(
                     return None
                 seconds = seconds + result.seconds
         trial.record(seconds)
-        if trial.verdict is None and arm == "B" and settling + _slower_s(trial) > limit_s:
+        if trial.verdict is None and arm == "B" and settling + _slower_s(trial) > limit_s():
             cost_s = max(0.0, settling) + max(0.0, _slower_s(trial))
             return TrialResult(_outcome(trial.steps["A"], trial.steps["B"], "refused"), cost_s, cut_short=True)
     return TrialResult(trial.outcome(), max(0.0, settling) + max(0.0, _slower_s(trial)))

@@ -18,7 +18,6 @@ import logging
 import statistics
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 
@@ -34,18 +33,18 @@ from accel.search.experiments import Decisions
 from accel.search.plan import Choices
 from accel.session.events import StepEvents
 from accel.session.guard_runner import GuardRunner
+from accel.session.host_meter import HostMeter
 from accel.session.state import Mode, RunState
 from accel.session.switchboard import Switchboard
 from accel.session.training_loader import TrainingLoader
 from accel.session.turns import TURNS, Searcher
 from accel.session.usage import Usage
+from accel.session.usual_batch import UsualBatch
 from accel.session.usual_steps import UsualSteps
 from accel.strategies.base import Strategy, asked
 
 log = logging.getLogger("accel")
 
-_SHAPES = 5
-"""Steps by whose batches the usual shape is judged, at the least."""
 _PAUSE = 25
 """Steps between two checks whether another model's search has ended."""
 
@@ -107,9 +106,8 @@ class Session:
         # How many epochs had begun when the action began; when the first step of the epoch it counts was booked.
         self._epochs_before = self._epoch_counted = 0
         self._usual = UsualSteps()
-        self._usual_shape: Hashable = None
-        self._shapes: Counter[Hashable] = Counter()
-        """Of the measured steps since that was judged."""
+        self._batch = UsualBatch()
+        self._host = HostMeter(run)
         self._is_left_out = False
         """The present step's time is not that of others."""
         self._waits_for = ""
@@ -368,20 +366,17 @@ class Session:
             self._result.evidence = self.events.observation.evidence(self._result.measurements)
         self.samples_per_step = statistics.median(self._usual.sizes) if self._usual.sizes else None
         self._result.regime = self._regime()
+        assert self._action is not None
+        self._result.load = self._host.look(self._action.host)
         self.run.observed.fetch_finding = self._loader.finding
         self._usage.report_submodules()
         self._next_action()
 
     def _regime(self) -> Hashable:
-        self._shapes.update(m.shape for m in self._result.measurements)
-        # An action of one step has one shape although shapes vary, and one odd batch in four is not a variation.
-        if self._usual_shape is None or self._shapes.total() >= _SHAPES:
-            shape, count = self._shapes.most_common(1)[0] if self._shapes else (None, 0)
-            self._usual_shape = shape if count >= 0.8 * self._shapes.total() else "varying"
-            self._shapes.clear()
-            self.run.observed.note_batch(self._usual_shape)
+        if self._batch.judge(m.shape for m in self._result.measurements):
+            self.run.observed.note_batch(self._batch.shape)
         threads = torch.get_num_threads() if "intraop_threads" not in self.switchboard.active else self.run.threads
-        return (self._usual_shape, self.run.world_size, threads, self._loader.moves, self._usage.called)
+        return (self._batch.shape, self.run.world_size, threads, self._loader.moves, self._usage.called)
 
     def _next_action(self, first: bool = False) -> None:
         assert self._ranks is not None
@@ -400,6 +395,7 @@ class Session:
         self._action, self._result, self._epochs_before = action, Result(), self.events.epochs
         self._rest(action.rest)
         self._loader.watch(action.anatomy)
+        self._host.begin(action.host)
         self.events.observe(action.anatomy)
         self.switchboard.switch_together(action.plan, self._ranks)
         self.guard.expect(action.check)
@@ -418,7 +414,8 @@ class Session:
             return self._result
         collective = [(name, strategy) for name, strategy in self.strategies.items() if strategy.collective]
         refusals = {name: why for name, each in collective if (why := asked(partial(each.refusal, self.run)))}
-        return Result(trips=self._result.trips, finding=self._result.finding, refusals=refusals)
+        own = self._result
+        return Result(trips=own.trips, finding=own.finding, refusals=refusals, load=own.load)
 
     def _settle(self) -> None:
         """The search is over for the first time: report it."""

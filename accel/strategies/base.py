@@ -63,6 +63,8 @@ class Strategy(ABC):
     """The one phase of the step that it can shorten (`data`, `optimizer`); not tried when that phase is negligible."""
     host_dependent: ClassVar[bool] = False
     """Its gain depends on what else the machine does: once kept, it is tried again from time to time."""
+    frees_cores: ClassVar[bool] = False
+    """It uses fewer cores: tried as soon as other processes keep them busy, and again once these have left."""
     compiles: ClassVar[bool] = False
     """The model's call is compiled. It draws random numbers in canonical order (`accel.guard.draws`) by itself."""
     captures: ClassVar[bool] = False

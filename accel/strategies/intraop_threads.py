@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class IntraopThreads(Strategy):
     treats = frozenset({Bottleneck.COMPUTE, Bottleneck.INPUT, Bottleneck.LAUNCH})
     exactness = Exactness.REORDERED
     host_dependent = True
+    frees_cores = True
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: another device, another model, or nothing to choose from."""
@@ -38,8 +40,9 @@ class IntraopThreads(Strategy):
         return ""
 
     def settings(self, run: Run) -> list[Any]:
-        """Return one thread less (a core for the loader), half, and one; fewer where they coincide."""
-        wanted = [run.threads - 1, run.threads // 2, 1]
+        """Return as many as other processes leave cores, one thread less (a core for the loader), half, and one."""
+        free = max(1, run.cores - math.ceil(run.observed.foreign_cores))
+        wanted = [free, run.threads - 1, run.threads // 2, 1]
         return [n for i, n in enumerate(wanted) if 1 <= n < run.threads and n not in wanted[:i]]
 
     def enable(self, run: Run, setting: Any) -> None:

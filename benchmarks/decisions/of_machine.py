@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.decisions.fault import Fault, ends_with, is_now, property_becomes, result_becomes, returns
 
 _METER = ("tests/profiler/test_host.py",)
+_SHARED = ("tests/accel/test_shared_host.py",)
 _WAITS = ("tests/accel/test_crowded_machine.py",)
 _NAMING = ("tests/profiler/test_naming.py", "tests/profiler/test_consistency.py")
 _JUDGING = ("tests/profiler/test_judging.py",)
@@ -72,6 +73,30 @@ FAULTS = [
         "accel.search.controller:_is_crowded",
         returns(True),
         _WAITS,
+    ),
+    Fault(
+        "neighbours_unseen",
+        "crowd meter",
+        "uses all threads beside any neighbour",
+        "accel.search.host_load:HostLoad.is_shared",
+        property_becomes(lambda self, right: False),
+        _SHARED,
+    ),
+    Fault(
+        "neighbours_never_leave",
+        "crowd meter",
+        "leaves cores to neighbours that have left",
+        "accel.search.host_load:HostLoad.is_quiet",
+        property_becomes(lambda self, right: False),
+        _SHARED,
+    ),
+    Fault(
+        "remembers_neighbours",
+        "crowd meter",
+        "remembers what was kept beside neighbours for every run",
+        "accel.search.experiments:Experiments._quiet_plan",
+        lambda right: lambda self: self.plan,
+        _SHARED,
     ),
     # Verdict
     Fault(

@@ -15,6 +15,7 @@ from accel.profiler.phases import Measurement
 from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
 from accel.search.controller import Controller
+from accel.search.host_load import HostLoad
 from accel.search.pace import Pace
 
 PLAIN_S = 0.020
@@ -42,6 +43,8 @@ class Machine:
     """What the first step of an epoch of ten takes longer under a plan."""
     thread: Callable[[int], ThreadShare | None] = lambda step: None
     """How the training thread spends its time, by step."""
+    load: Callable[[int], HostLoad | None] = lambda step: None
+    """Of the host, by step."""
     page_fault_s: float = 0.0
     """What a page fault costs; 0 where they are not counted."""
 
@@ -88,6 +91,7 @@ class Machine:
                 page_faults=result.page_faults,
                 page_fault_s=self.page_fault_s,
             )
+        result.load = self.load(self.step) if action.host else None
         for name, setting in action.plan.items():
             if self.step >= self.trips_at.get((name, setting), self.trips_at.get(name, 10**9)):
                 result.trips[name] = "its output is not finite"
