@@ -1,6 +1,6 @@
 """Short runs: how much longer a process takes for the same steps when a first search has hardly time to win anything.
 
-    python -m benchmarks.short_runs [MODEL …] [--seconds 20] [--rounds 1] [--record]
+    python -m benchmarks.short_runs [MODEL …] [--seconds 20] [--load quiet] [--rounds 1] [--record]
 
 Each process begins with its imports and an empty cache, and takes turns with a plain one, as in
 `benchmarks.end_to_end`: once on a quiet machine, and once while other processes keep half of the cores busy. What is
@@ -23,6 +23,8 @@ from benchmarks.suite import MODELS
 
 LIMIT = 1.03
 """A run may take this many times as long as the plain one."""
+
+LOADS = ("quiet", "half busy")
 
 RECORD = Record(
     "short-runs",
@@ -64,15 +66,18 @@ def measure(job: Job, load: str, rounds: int) -> Row:
 @click.command()
 @click.argument("models", nargs=-1, type=click.Choice(sorted(MODELS)))
 @click.option("--seconds", "lengths", multiple=True, default=(20.0,), show_default=True, help="Of each process.")
+@click.option("--load", "loads", multiple=True, type=click.Choice(LOADS), default=LOADS, help="Of the machine.")
 @click.option("--rounds", default=1, show_default=True, type=click.IntRange(1), help="Processes of each kind.")
 @click.option("--record", is_flag=True, help="Write the figures to benchmarks/results/, after each row.")
-def main(models: tuple[str, ...], lengths: tuple[float, ...], rounds: int, record: bool) -> None:
+def main(
+    models: tuple[str, ...], lengths: tuple[float, ...], loads: tuple[str, ...], rounds: int, record: bool
+) -> None:
     """Compare short runs of MODELS (default: all); exit with 1 if one is shown to be longer than the limit."""
     console = Console(highlight=False, soft_wrap=True)
     longer = False
     for seconds in lengths:
         for model in models or MODELS:
-            for load in ("quiet", "half busy"):
+            for load in loads:
                 row = measure(Job(model, "tiny", "synthetic", seconds, 0.0, "reordered"), load, rounds)
                 longer = longer or row["low"] > LIMIT
                 line = "{model:7} {seconds:.0f} s, {load}: {longer:.3f} [{low:.3f}, {high:.3f}] of plain"
