@@ -50,8 +50,8 @@ class Observed:
     """What the loop does in backward passes that only autograd's own graphs can: '' if nothing was seen."""
     batch: Hashable = None
     """Shapes of the tensors in the usual batch; "varying" if there is no usual one."""
-    foreign_cores: float = 0.0
-    """Cores that processes outside this run kept busy at the last look."""
+    free_cores: int | None = None
+    """Cores that processes outside this run left to this rank at the last look; None before the first."""
     fetch_finding: str = ""
     """Why fetching can't be moved elsewhere; '' if nothing speaks against it."""
 

@@ -44,7 +44,7 @@ class Action:
     base: bool = False
     """The plan is what has been kept so far: no candidate is on."""
     host: bool = False
-    """Look at the other processes on the host since the last such look."""
+    """Look at the other processes on the host when the steps have ended."""
     settled: bool = False
     """The search is over; resources of strategies that are off may be released."""
 
@@ -71,7 +71,7 @@ class Result:
     refusals: dict[str, str] = field(default_factory=dict)
     """Strategy → why it does not apply on another rank; only for those that all ranks must switch at the same step."""
     load: HostLoad | None = None
-    """Of the host, if the action asked for it, and it is known and some seconds after the last look."""
+    """Of the host since the last look, if the action asked for it and it is known."""
     regime: Hashable = None
     """The conditions that the plan was chosen for: batch shape, world size, threads, …"""
 
@@ -95,7 +95,10 @@ class Result:
         """Merge the ranks' results: rank 0's times, all trips and refusals, the worst finding, the busiest host."""
         merged = results[0]
         loads = [each.load for each in results if each.load is not None]
-        merged.load = max(loads, key=lambda load: load.foreign_cores / load.cores, default=None)
+        if len(loads) < len(results):  # a host that nobody has seen may be as busy as another
+            merged.load = None
+        else:
+            merged.load = max(loads, key=lambda load: load.foreign_cores / load.cores)
         for rank, other in enumerate(results[1:], 1):
             merged.refusals.update({name: f"on rank {rank} {why}" for name, why in other.refusals.items()})
             merged.trips.update({name: why for name, why in other.trips.items() if name not in merged.trips})

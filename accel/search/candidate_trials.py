@@ -71,10 +71,11 @@ class CandidateTrials(LaterChecks):
             self.search_steps += self.steps - steps
             if outcome is None and passed and self._cut_short_s is not None:
                 self._left.keep(name, settings[number:] if number else settings)  # a list that may still grow
+                why = "other processes came or left in its trial; tried later"
                 if self._neighbours.news is None:
                     self._next_trial_s[name] = 2 * self._cut_short_s
-                if self._neighbours.news is None and row.status == "not tried":
-                    row.why = self._budget.too_dear(self.cost_s, self._next_trial_s[name], COMPARING)
+                    why = self._budget.too_dear(self.cost_s, self._next_trial_s[name], COMPARING)
+                row.why = why if row.status == "not tried" else row.why
             if outcome is None:
                 break  # wrong, failed, or interrupted by another regime, which is recorded; or cut short
             outcome, how = self._with_earlier(name, outcome) if len(settings) == 1 else (outcome, "")

@@ -42,7 +42,8 @@ class Closing(Experiments):
         self.closing, self._closed = outcome, plan
         if outcome.verdict != "keep" and not agrees(plan.keys(), outcome) and not self._bears_out_trials(plan, outcome):
             for name in priority.first_undone(plan, self._candidates):
-                self._remove(name, f"{what} was not shown to be faster than plain in the closing trial")
+                why = f"{what} was not shown to be faster than plain in the closing trial"
+                self._remove(name, why, is_slower=True)
             yield from self._close(what, agrees)
             return
         yield from self._measure_anatomy()

@@ -33,6 +33,9 @@ from accel.search.remembered import PlanMemory, Recollection
 from accel.search.shared_host import SharedHost
 from accel.search.step_level import StepLevel
 
+_GLANCE = 2
+"""Steps after which the host is looked at for the first time."""
+
 
 class Controller(SharedHost):
     """Choose strategies on real training steps.
@@ -110,6 +113,10 @@ class Controller(SharedHost):
                 self.searching = True
 
     def _observe(self) -> Decisions:
+        if self._freeing():
+            yield from self._glance()
+            if self._is_interrupted():
+                return
         for waits in range(self._pace.crowded_looks + 1):
             rest = self._pace.crowded_rest(self.plain_ms / 1e3) if waits else 0
             plan = dict(self.plan)
@@ -149,13 +156,28 @@ class Controller(SharedHost):
             if self.rows[name].status == "not allowed" and (why := refusal(candidate)):
                 self._ledger.decide(name, "not applicable", why)
 
+    def _glance(self) -> Decisions:
+        """Look at the host after two steps: where threads wait for each other, steps are too slow to observe many."""
+        result = yield from self._act(Action(plan={}, steps=_GLANCE, anatomy=True))
+        self._regime = result.regime
+        self._record_anatomy(result)
+        self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
+        self.plain_ms = statistics.median(result.seconds or [0.0]) * 1e3
+        if self._neighbours.news is not None:
+            self.recollection.recall()
+            if not self.recollection.text:  # else the remembered plan comes first
+                yield from self._follow_load()
+
     def _begin_affordably(self) -> Decisions:
         """Let the loop run until the budget allows for more than accel's start has taken, and look at it anew."""
         from_s = self._budget.allowed_from(spent=self.cost_s, expected=0.0, saved=self.saved_s)
         if not self.elapsed_s < from_s < math.inf or self.plain_ms <= 0:
             return
-        while (wait_s := from_s - self.elapsed_s) > 0:  # in pieces: a run may end before, and what is known is kept
+        while (wait_s := from_s - self.elapsed_s) > 0 and self._neighbours.news is None:
+            # In pieces: a run may end before, and what is known is kept.
             rest = min(self._pace.rest, math.ceil(wait_s / (self.plain_ms / 1e3)))
+            if self._freeing():
+                rest = min(rest, self._pace.hold_steps(self.plain_ms / 1e3, 1)[1])
             if self._changed((yield from self._act(Action(plan=self.plan, rest=rest, steps=1)))):
                 return
         result = yield from self._act(Action(plan=self.plan, steps=self._pace.observe, anatomy=True))
@@ -177,6 +199,7 @@ class Controller(SharedHost):
         """
         names, waiting = list(self._pending) if self._replay is None else [], list[str]()
         names.sort(key=lambda name: not self._candidates[name].lasting)  # see `priority.rank`
+        names = [name for name in names if not self._candidates[name].frees_cores]  # in `_follow_load`
         while names or (names := [name for name in waiting if self._is_ready(name)]):
             waiting = [name for name in waiting if name not in names]
             candidate = self._candidates[name := names.pop(0)]
@@ -261,6 +284,7 @@ class Controller(SharedHost):
                 self._pending = [other for other in waiting if self._is_ready(other)]
                 waiting = [other for other in waiting if other not in self._pending]
         self._pending = waiting
+        yield from self._follow_load()
 
     def _try_or_postpone(self, candidate: Candidate) -> Decisions:
         """Try a candidate in brief, and at length once all others have been tried: noise must not hold them up."""
@@ -306,7 +330,7 @@ class Controller(SharedHost):
     def _hold(self) -> Decisions:
         """Keep the plan on, checking it, until there is a reason to search again."""
         self._blocks_outcome = None
-        level, step_s = StepLevel(self._pace.slower), self.plain_ms / 1e3
+        level, step_s, seconds = StepLevel(self._pace.slower), self.plain_ms / 1e3, list[float]()
         gap, next_check = self._pace.recheck, self.steps + self._pace.recheck
         while True:
             check = dict(self.plan) if self.plan and self.steps >= next_check else None
@@ -314,7 +338,7 @@ class Controller(SharedHost):
             steps = 1 if check else self._pace.observe if preparing else self._pace.hold
             rest = 0 if check or preparing or (self.plan and level.is_open) else self._pace.rest
             if self._freeing() and not check:
-                steps, most = self._pace.until_look(step_s, steps)
+                steps, most = self._pace.hold_steps(step_s, steps)
                 rest = min(rest, most)
             if self.plan:
                 rest = max(0, min(rest, next_check - self.steps - steps))
@@ -326,7 +350,7 @@ class Controller(SharedHost):
                 gap, next_check = 2 * gap, self.steps + 2 * gap
                 yield from self._recheck_numbers(result)
                 # Step times don't show that the machine was busy during the search and is quiet now (or the reverse).
-                by_host = [n for n in self._quiet_plan() if self._candidates[n].host_dependent]
+                by_host = [n for n in self.plan if self._candidates[n].host_dependent]
                 yield from self._retry_kept([] if self._is_interrupted() else by_host)
                 if self._is_interrupted():
                     return
@@ -344,13 +368,17 @@ class Controller(SharedHost):
                 return
             if result.trips or self.plan != plan:
                 level.begin_anew()
-            elif preparing:
-                pass  # a step's time says nothing of the plan now
-            elif result.seconds and self.plan and (slower := level.add(statistics.median(result.seconds) * 1e3)):
-                self._note(f"{slower}: trying the plan again")
-                yield from self._retry_kept(list(self._quiet_plan()))
-                level.forget()
-            if self._replay is None and self.plan and self.plan != self._closed and not self._is_interrupted():
+                seconds.clear()
+            elif self.plan and not preparing:  # else a step's time says nothing of the plan
+                seconds += result.seconds
+            if len(seconds) >= self._pace.hold:  # looks at the host may have come sooner
+                slower = level.add(statistics.median(seconds) * 1e3)
+                seconds.clear()
+                if slower:
+                    self._note(f"{slower}: trying the plan again")
+                    yield from self._retry_kept(list(self.plan))
+                    level.forget()
+            if self._replay is None and self._is_unclosed() and not self._is_interrupted():
                 yield from self._close()  # the closing trial measured a larger plan
                 level.forget()
             if self._is_interrupted():
@@ -399,10 +427,14 @@ class Controller(SharedHost):
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
+    def _is_unclosed(self) -> bool:
+        """Tell whether the plan needs a closing trial; what came for other processes, after that trial, doesn't."""
+        return bool(self.plan) and self._closed not in (self.plan, self._quiet_plan())
+
     @property
     def closed(self) -> Outcome | None:
         """The closing trial, if it was of the plan that is on: not once a part of that was undone, or one added."""
-        return self.closing if self.plan and self.plan == self._closed else None
+        return self.closing if self.plan and not self._is_unclosed() else None
 
     def break_even_step(self) -> int | None:
         """Return the step at which the search has paid for itself, or None if it never does."""

@@ -91,6 +91,10 @@ class Experiments:
         """What may have a lasting effect and is kept → what its own trial has shown."""
         self._neighbours = Neighbours()
         self._follows_host = True
+        """The plan follows the load of the host."""
+        self._is_following = False
+        """What is tried now is an answer to that."""
+        self._next_look_s = 0.0
         self._tripped: set[str] = set()
         self._just_observed: Sequence[float] = ()
         """Seconds of the plain steps before a remembered plan."""
@@ -124,12 +128,16 @@ class Experiments:
     # -- actions -----------------------------------------------------------------------------------------------------
 
     def _act(self, action: Action) -> Generator[Action, Result, Result]:
-        result = yield replace(action, base=action.plan == self.plan, host=bool(self._freeing()))
+        looks = self.elapsed_s >= self._next_look_s and bool(self._freeing())
+        result = yield replace(action, base=action.plan == self.plan, host=looks)
         self.steps += result.steps
         self.elapsed_s += result.elapsed_s + result.aside_s
         self.saved_s += result.elapsed_s * (self._shown_gain(action.plan) - 1)
-        if self.searching:
+        if self.searching or self._is_following:
             self.cost_s += result.aside_s
+        if looks:
+            took_s = 0.0 if result.load is None else result.load.took_s
+            self._next_look_s = self.elapsed_s + self._pace.until_look(took_s)
         self._neighbours.see(result.load)
         self._ledger.moving = self._is_another(result)
         for name, why in result.trips.items():
@@ -173,14 +181,25 @@ class Experiments:
         both_known = self._regime is not None and result.regime is not None
         return both_known and result.regime != self._regime and self._reopened < self._pace.reopenings
 
-    def _remove(self, name: str, why: str) -> None:
+    def _remove(self, name: str, why: str, *, is_slower: bool = False) -> None:
+        """Undo a strategy of the plan.
+
+        Args:
+            name: of it.
+            why: for the report.
+            is_slower: it does not pay as things are; what was kept beside other processes has its turn on a quiet host.
+        """
         self.plan = {n: s for n, s in self.plan.items() if n != name}
         self._lasting.pop(name, None)
-        self._neighbours.beside.discard(name)
+        before = self._neighbours.undone(name)
         self._note(f"{name} undone: {why}")
         if name in self._pending:
             self._pending.remove(name)
         self._ledger.decide(name, "undone", why)
+        if before is not None and is_slower:
+            self._ledger.restore(before.row)
+            if before.was_pending:
+                self._pending = [other for other in self._candidates if other in (*self._pending, name)]
 
     def _note(self, text: str) -> None:
         self._ledger.note(self.steps, text)
@@ -326,7 +345,9 @@ class Experiments:
         if not candidate.is_compared:
             return True
         row, cost_s = self.rows[candidate.name], self.cost_s
-        result = yield from self._act(Action(plan=self.plan, steps=self._pace.guard, check=trial_plan))
+        # With fewer threads nothing can be stale, and where they are wanted a comparison's plain steps are slow.
+        steps = 1 if candidate.frees_cores else self._pace.guard
+        result = yield from self._act(Action(plan=self.plan, steps=steps, check=trial_plan))
         works = candidate.one_off_s or candidate.expected_s is not None
         if not works and self._compiled_without(candidate) is None:  # else it may be mostly that
             self._check_s[check_cost.compared(candidate)] = self.cost_s - cost_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from accel.profiler.trial import Verdict
 from accel.search.actions import Action, Result
@@ -26,15 +26,12 @@ class LaterChecks(TakeOver):
                 return
             again += 1
 
-    def _retry_kept(self, names: Sequence[str], if_much_slower: Verdict | None = None) -> Decisions:
+    def _retry_kept(self, names: Sequence[str]) -> Decisions:
         """Try the plan without each of these in turn, and undo those that no longer pay.
 
         What is tried in whole epochs stays: a trial takes many of them, and steps say nothing of how epochs begin. So
-        does that without which the model would be compiled once more, while what compiles, which comes first, is on.
-
-        Args:
-            names: strategies of the plan.
-            if_much_slower: the verdict where its first steps are much slower than those without it.
+        does that without which the model would be compiled once more, while what compiles, which comes first, is on;
+        and what is there for other processes, while these are.
         """
         for name in sorted(names, key=lambda name: not self._candidates[name].compiles):
             candidate = self._candidates[name]
@@ -42,10 +39,25 @@ class LaterChecks(TakeOver):
                 continue
             if self._compiled_without(candidate) is not None:
                 continue
-            without = {n: s for n, s in self.plan.items() if n != name}
-            settle = candidate.settling(self.plan[name])
-            outcome = yield from self._trial(without, dict(self.plan), settle, self._config.of_kept(), if_much_slower)
+            if name in self._neighbours.beside and self._neighbours.are_here:
+                continue
+            yield from self._retry(name)
             if self._is_interrupted():
                 return
-            if outcome is not None and outcome.verdict == "drop":
-                self._remove(name, f"it no longer pays: {outcome.gain:.2f}x when tried again at step {self.steps}")
+
+    def _retry(self, name: str, if_much_slower: Verdict | None = None) -> Generator[Action, Result, Verdict | None]:
+        """Try the plan without a strategy, undo that if it no longer pays, and return the verdict, if there is one.
+
+        Args:
+            name: of the plan.
+            if_much_slower: the verdict where its first steps are much slower than those without it.
+        """
+        without = {n: s for n, s in self.plan.items() if n != name}
+        settle = self._candidates[name].settling(self.plan[name])
+        outcome = yield from self._trial(without, dict(self.plan), settle, self._config.of_kept(), if_much_slower)
+        if self._is_interrupted() or outcome is None:
+            return None
+        if outcome.verdict == "drop":
+            why = f"it no longer pays: {outcome.gain:.2f}x when tried again at step {self.steps}"
+            self._remove(name, why, is_slower=True)
+        return outcome.verdict

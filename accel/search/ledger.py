@@ -162,6 +162,11 @@ class Ledger:
             tolerance=row.tolerance,
         )
 
+    def restore(self, earlier: StrategyRow) -> None:
+        """Let an earlier verdict stand again; what has been spent since counts."""
+        row = self.rows[earlier.name]
+        self.rows[earlier.name] = dataclasses.replace(earlier, cost_s=row.cost_s, steps=row.steps)
+
     def begin_anew(self) -> None:
         """Withdraw all verdicts."""
         self._announced = {}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 _FEWEST = 5
-"""Steps whose median says something of the plan."""
+"""Steps that an action measures at the least."""
+_LOOKING = 0.005
+"""Share of the time that looks at the host may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +39,23 @@ class Pace:
     its end, gradients in bfloat16 were 1.3 % too long or too short (standard deviation), with no direction."""
     reopenings: int = 3
     """How often the search may begin again; a batch shape that never settles would keep it searching."""
-    look_s: float = 10.0
+    look_s: float = 5.0
     """From one look at the host's load to the next, s, where that matters."""
     slower: float = 1.10
     """A plan whose step has become this much slower, three medians in a row, is tried again."""
 
-    def until_look(self, step_s: float, steps: int) -> tuple[int, int]:
+    def until_look(self, took_s: float) -> float:
+        """Return how long after a look at the host that took so many seconds the next one is due, s."""
+        return max(self.look_s, took_s / _LOOKING)
+
+    def hold_steps(self, step_s: float, steps: int) -> tuple[int, int]:
         """Return the steps to measure, and those of the rest before them, so that the next look is in time.
 
         Args:
             step_s: what a step takes, s.
             steps: to measure otherwise.
         """
-        most = int(self.look_s / max(step_s, 1e-6))
+        most = math.ceil(self.look_s / max(step_s, 1e-6))
         steps = min(steps, max(_FEWEST, most))
         return steps, max(0, most - steps)
 

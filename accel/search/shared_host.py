@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from accel.search.candidate_trials import CandidateTrials
 from accel.search.experiments import Decisions
-from accel.search.host_load import HostLoad
+from accel.search.host_load import Before, HostLoad
 
 
 class SharedHost(CandidateTrials):
@@ -20,44 +20,71 @@ class SharedHost(CandidateTrials):
         load = self._neighbours.take_news()
         if load is None:
             return
+        self._is_following = True
         if load.is_quiet:
             yield from self._without_neighbours()
         else:
             yield from self._beside_neighbours(load)
+        self._is_following = False
+        self._blocks_outcome = None  # the closing trial is to be of the loop's own
 
-    def _without_neighbours(self) -> Decisions:
-        names = sorted(self._neighbours.beside)
-        self._neighbours.beside.clear()
-        self._note("the other processes have left: the plan is tried without what was kept beside them")
-        yield from self._retry_kept(names, if_much_slower="drop")
-        if any(name not in self.plan for name in names):
-            self._neighbours.ask_later()
+    # -- they have come ------------------------------------------------------------------------------------------------
 
     def _beside_neighbours(self, load: HostLoad) -> Decisions:
         """Try at length what uses fewer cores, for it is noisy here; only a keep counts.
 
         Neither the budget nor an earlier verdict holds it up: the one is for gains that may not come, the other was
-        found under another load.
+        found under another load. Only compiling once more for it must be affordable.
         """
         for candidate in self._freeing():
             name = candidate.name
-            if name in self.plan:
-                self._neighbours.beside.add(name)
+            if name in self.plan or self._is_settled(name):
                 continue
+            self._left.forget(name)  # the settings to be tried have changed with the load
+            if not self._affordable(self._one_off_s(candidate)):
+                self._neighbours.ask_later()
+                continue
+            before = self._neighbours.beside[name] = Before(self.rows[name], name in self._pending)
+            self._ledger.withdraw(name)
             yield from self._try(candidate, self._config.early())
             if self._is_interrupted():
                 return
             self._left.forget(name)
-            row = self.rows[name]
-            if row.status == "kept":
-                self._neighbours.beside.add(name)
-                row.why += f", beside {load.text}"
-                self._note(f"{name} {row.setting} is kept for as long as there are {load.text}")
-                self._say(f"{load.text}: {name} {row.setting} until they leave ({row.gain:.2f}x)")
-            if row.status == "kept" or row.gain is None:  # kept, or wrong or failing
-                self._pending = [other for other in self._pending if other != name]
-                self._ledger.settle(name)
+            if name in self.plan:
+                self._keep_beside(name, load)
+            elif self._is_settled(name):
+                self._neighbours.undone(name)
+                self._settle_beside(name)
             else:
-                if self._ledger.is_open(name):
-                    self._neighbours.ask_later()
-                self._ledger.withdraw(name)
+                self._neighbours.undone(name)
+                self._ledger.restore(before.row)
+
+    def _keep_beside(self, name: str, load: HostLoad) -> None:
+        row = self.rows[name]
+        row.why += f", beside {load.text}"
+        self._note(f"{name} {row.setting} is kept for as long as there are {load.text}")
+        self._say(f"other processes keep the machine busy: {name} {row.setting} until they leave")
+        self._settle_beside(name)
+
+    def _settle_beside(self, name: str) -> None:
+        self._pending = [other for other in self._pending if other != name]
+        self._ledger.settle(name)
+
+    def _is_settled(self, name: str) -> bool:
+        """Tell whether it is out of the question: it is wrong, or has failed."""
+        return name in self._tripped or (self.rows[name].gain is None and self.rows[name].status == "undone")
+
+    # -- they have left ------------------------------------------------------------------------------------------------
+
+    def _without_neighbours(self) -> Decisions:
+        """Try the plan without what was kept beside them."""
+        self._note("the other processes have left: the plan is tried without what was kept beside them")
+        for name in list(self._neighbours.beside):
+            verdict = yield from self._retry(name, if_much_slower="drop")
+            if self._is_interrupted():
+                return
+            if name in self.plan and verdict == "keep":
+                del self._neighbours.beside[name]
+                self.rows[name].why += "; faster without them too"
+            elif name in self.plan:
+                self._neighbours.doubt_quiet()

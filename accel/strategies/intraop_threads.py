@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ class IntraopThreads(Strategy):
 
     def settings(self, run: Run) -> list[Any]:
         """Return as many as other processes leave cores, one thread less (a core for the loader), half, and one."""
-        free = max(1, run.cores - math.ceil(run.observed.foreign_cores))
+        free = run.cores if run.observed.free_cores is None else run.observed.free_cores
         wanted = [free, run.threads - 1, run.threads // 2, 1]
         return [n for i, n in enumerate(wanted) if 1 <= n < run.threads and n not in wanted[:i]]
 

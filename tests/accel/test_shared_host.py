@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
+from accel.report import StrategyRow
 from accel.run.context import Observed
-from accel.search.actions import Candidate, Result
-from accel.search.host_load import HostLoad, Neighbours
+from accel.search.actions import Action, Candidate, Result
+from accel.search.host_load import Before, HostLoad, Neighbours
 from accel.search.pace import Pace
 from accel.session import host_meter
 from accel.session.host_meter import HostMeter
@@ -74,7 +76,7 @@ def test_beside_other_processes_it_is_tried_before_all_else_whatever_the_budget(
     assert machine.spent_s < 0.7 * machine.plain_s
     assert controller.rows["threads"].why.endswith("beside other processes that keep 1.0 of 2 cores busy")
     (line,) = [line for line in said if "until they leave" in line]
-    assert line.startswith("other processes that keep 1.0 of 2 cores busy: threads 1 until they leave (")
+    assert line == "other processes keep the machine busy: threads 1 until they leave"
 
 
 def test_on_a_quiet_host_it_waits_for_its_turn() -> None:
@@ -94,10 +96,8 @@ def test_it_goes_soon_after_they_have_left(during_search: bool) -> None:
     assert "threads" in plan_at(machine, left)
     assert "threads" not in plan_at(machine, left + LOOK_STEPS + 150)
     assert controller.plan == {}
-    assert controller.rows["threads"].why.startswith("it no longer pays: 0.6")
-    assert "the other processes have left: the plan is tried without what was kept beside them" in [
-        event.text for event in controller.events
-    ]
+    assert controller.rows["threads"].why == "slower"  # as it was found to be in its turn, too
+    assert "threads undone" in " ".join(event.text for event in controller.events)
 
 
 def test_it_comes_soon_after_they_have_come() -> None:
@@ -148,16 +148,84 @@ def test_a_wrong_one_is_tried_once() -> None:
     assert len([action for action in machine.actions if action.check]) == 2  # with "none"
 
 
-def test_one_that_gives_nothing_beside_them_waits_for_its_turn() -> None:
+def test_one_that_gives_nothing_beside_them_has_its_turn_and_is_asked_ever_more_rarely() -> None:
     machine = Host([0])
     machine.seconds = lambda plan: PLAIN_S  # type: ignore[method-assign]
-    controller = simulate([threads(), candidate("none")], machine, steps=8000, until_settled=False)
+    controller = simulate([threads(), candidate("none")], machine, steps=40_000, until_settled=False)
     assert controller.rows["threads"].status == "undone"
     assert "beside" not in controller.rows["threads"].why
     assert controller.plan == {}
+    assert sum("threads" in (action.check or {}) for action in machine.actions) < 10
 
 
-@pytest.mark.usefixtures("today")
+def test_a_verdict_of_a_quiet_host_stands_again_after_one_that_was_not_kept_beside_others() -> None:
+    machine = Host([3000])
+    machine.seconds = lambda plan: PLAIN_S * (1.6 if plan else 1.0)  # type: ignore[method-assign]
+    controller = simulate([threads(), candidate("none")], machine, steps=8000, until_settled=False)
+    row = controller.rows["threads"]
+    assert (row.status, row.why) == ("undone", "slower")
+    assert row.steps > 20  # with those of the trials beside them
+
+
+def test_what_was_kept_beside_them_has_its_turn_once_they_have_left() -> None:
+    machine = Host([0, 2000])
+    offered = candidate("threads", settings=(1, 2), host_dependent=True, frees_cores=True)
+    seconds = machine.seconds
+
+    def two_are_better_alone(plan: dict[str, Any]) -> float:
+        alone = plan.get("threads") == 2 and not machine.is_shared(machine.step)
+        return seconds(plan) / (2.0 if alone else 1.0)
+
+    machine.seconds = two_are_better_alone  # type: ignore[method-assign]
+    controller = simulate([offered], machine, steps=6000, until_settled=False)
+    assert controller.plan == {"threads": 2}
+    assert "beside" not in controller.rows["threads"].why
+    controller.remember(ended=True)
+
+
+def test_what_a_load_between_both_makes_slower_goes_at_a_recheck() -> None:
+    machine = Host([0, 2000])
+    machine.load = lambda step: SHARED if step < 2000 else BETWEEN
+    controller = simulate([threads()], machine, steps=20_000, until_settled=False)
+    assert controller.plan == {}
+
+
+def test_it_goes_though_the_model_is_compiled_once_more_for_that() -> None:
+    machine = Host([0, 4000], speed={"compiled": 1.5})
+    compiled = candidate("compiled", compiles=True, one_off_s=0.1)
+    controller = simulate([threads(), compiled], machine, steps=9000, until_settled=False)
+    assert controller.plan == {"compiled": None}
+
+
+@pytest.mark.parametrize("budget", [35.0, 100.0])
+def test_what_compiles_is_not_compiled_once_more_for_others_beyond_the_budget(budget: float) -> None:
+    machine = Host([4000], speed={"compiled": 1.5})
+    answer = machine.answer
+
+    def compiling(action: Action) -> Result:
+        result = answer(action)
+        result.aside_s += 20.0 if "compiled" in (action.check or {}) else 0.0
+        return result
+
+    machine.answer = compiling  # type: ignore[method-assign]
+    compiled = candidate("compiled", compiles=True, one_off_s=20.0)
+    controller = simulate([threads(), compiled], machine, steps=6000, until_settled=False, budget=budget)
+    assert controller.plan == {"compiled": None} if budget == 35.0 else {"compiled": None, "threads": 1}
+
+
+def test_neither_their_coming_nor_their_leaving_puts_the_plan_to_a_closing_trial_again() -> None:
+    machine = Host([3000, 5000], speed={"good": 1.5}, noise=0.02)
+    controller = simulate([candidate("good"), threads()], machine, steps=8000, until_settled=False)
+    closing = controller.closing
+    assert controller.plan == {"good": None}
+    after = [action for action in machine.actions if not action.plan and action.steps]
+    (first,) = {id(controller.closing)}
+    assert first == id(closing)
+    starts = list(itertools.accumulate(a.rest + a.settle + a.steps for a in machine.actions))
+    plain = [end for end, action in zip(starts, machine.actions, strict=True) if action in after]
+    assert max(plain) < 3000
+
+
 def test_an_earlier_verdict_was_of_another_load() -> None:
     memory = FakeMemory()
     simulate([threads(), candidate("good")], Host([], speed={"good": 1.5}), memory=memory)
@@ -220,12 +288,17 @@ def test_they_have_come_once_until_they_leave() -> None:
     neighbours = Neighbours()
     assert news(neighbours, QUIET, BETWEEN, SHARED, SHARED, BETWEEN, SHARED) == [SHARED]
     assert news(neighbours, QUIET, None, SHARED) == [SHARED]
-    neighbours.beside.add("threads")
+    neighbours.beside["threads"] = Before(
+        StrategyRow(name="threads", summary="", treats=[], exactness="exact"), was_pending=False
+    )
     assert news(neighbours, SHARED, BETWEEN, QUIET) == [QUIET]
-    neighbours.beside.clear()
-    neighbours.ask_later()
-    assert news(neighbours, SHARED, QUIET, SHARED) == []
+    neighbours.doubt_quiet()
+    assert news(neighbours, QUIET, BETWEEN, QUIET, QUIET) == [QUIET]
+    neighbours.undone("threads")
+    assert news(neighbours, QUIET, SHARED, QUIET, SHARED) == []
     assert news(neighbours, SHARED) == [SHARED]
+    neighbours.undone("threads")  # it was not beside them
+    assert news(neighbours, QUIET, SHARED, SHARED) == [SHARED]
 
 
 def news(neighbours: Neighbours, *looks: HostLoad | None) -> list[HostLoad]:
@@ -242,60 +315,73 @@ def test_a_trial_is_left_for_other_processes_that_come_and_taken_up_again() -> N
     controller = simulate([candidate("good"), candidate("none"), threads()], machine, steps=20_000)
     first = next(n for n, action in enumerate(machine.actions) if "threads" in (action.check or action.plan))
     before = sum(action.rest + action.settle + action.steps for action in machine.actions[:first])
-    assert 150 <= before < 200
+    assert 150 <= before < 200 + LOOK_STEPS
     assert controller.plan == {"threads": 1, "good": None}
     assert controller.rows["none"].status == "undone"
 
 
 def test_the_busiest_host_of_all_ranks_counts() -> None:
-    results = [Result(load=QUIET), Result(load=SHARED), Result(), Result(load=BETWEEN)]
-    assert Result.merged(results).load == SHARED
-    assert Result.merged([Result(), Result()]).load is None
+    assert Result.merged([Result(load=QUIET), Result(load=SHARED), Result(load=BETWEEN)]).load == SHARED
+    assert Result.merged([Result(load=QUIET), Result()]).load is None
+    assert Result.merged([Result()]).load is None
 
 
 class Meter:
-    """A crowd meter that sees what a test says."""
+    """A crowd meter that sees what a test says, on a clock that the test sets."""
+
+    seen: ClassVar[list[float | None]] = []
+    now_s: ClassVar[float] = 0.0
 
     def __init__(self, *, launched: bool = False) -> None:
-        self.launched, self.read = launched, 0
+        self.launched = launched
 
     def cores(self) -> float | None:
-        self.read += 1
-        return None if self.read == 1 else 1.25
+        Meter.now_s += 0.25
+        return Meter.seen.pop(0)
 
 
-def test_looks_are_apart_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(host_meter, "CrowdMeter", Meter)
-    monkeypatch.setattr(host_meter.time, "monotonic", lambda: now[0])
-    run: Any = SimpleNamespace(world_size=1, cores=2, threads=2, observed=Observed())
-    meter = HostMeter(run)
-    meter.begin(wanted=False)
-    assert meter.look(wanted=True) is None  # nobody has asked for it before
-    meter.begin(wanted=True)
-    assert meter.look(wanted=False) is None
-    assert meter.look(wanted=True) is None  # too short a time to be known
-    assert meter.look(wanted=True) == HostLoad(foreign_cores=1.25, cores=2, threads=2)
-    assert run.observed.foreign_cores == 1.25
-    now[0] += 4.9
-    assert meter.look(wanted=True) is None
-    now[0] += 0.2
-    assert meter.look(wanted=True) is not None
+@pytest.fixture
+def host_of() -> Iterator[Callable[..., HostMeter]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_meter, "CrowdMeter", Meter)
+        patch.setattr(host_meter.time, "monotonic", lambda: Meter.now_s)
+        patch.setenv("LOCAL_WORLD_SIZE", "3")
+        yield lambda **run: HostMeter(cast(Any, SimpleNamespace(observed=Observed(), **run)))
 
 
-def test_the_threads_of_all_ranks_on_the_host_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_meter, "CrowdMeter", Meter)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    run: Any = SimpleNamespace(world_size=6, cores=8, threads=2, observed=Observed())
-    meter = HostMeter(run)
-    meter.begin(wanted=True)
-    meter.look(wanted=True)
-    assert meter.look(wanted=True) == HostLoad(foreign_cores=1.25, cores=8, threads=6)
-    assert meter._meter.launched  # type: ignore[union-attr]
+def test_a_look_is_of_a_second_or_more(host_of: Callable[..., HostMeter]) -> None:
+    Meter.seen, Meter.now_s = [1.25, None, 1.5], 100.0
+    host = host_of(world_size=1, cores=2, threads=2)
+    host.begin(wanted=False)
+    Meter.now_s += 5
+    assert host.look(wanted=True) is None  # nobody has begun
+    host.begin(wanted=True)
+    assert host.look(wanted=True) is None
+    Meter.now_s += 1
+    assert host.look(wanted=False) is None
+    assert host.look(wanted=True) == HostLoad(foreign_cores=1.25, cores=2, threads=2, took_s=0.25)
+    assert host._run.observed.free_cores == 1
+    assert host.look(wanted=True) is None
+    Meter.now_s += 1
+    assert host.look(wanted=True) is None  # it could not be told
+    Meter.now_s += 1
+    assert host.look(wanted=True) is not None
+    assert not host._meter.launched  # type: ignore[union-attr]
+
+
+def test_the_threads_of_all_ranks_on_the_host_count(host_of: Callable[..., HostMeter]) -> None:
+    Meter.seen = [1.25]
+    host = host_of(world_size=6, cores=8, threads=2)
+    host.begin(wanted=True)
+    Meter.now_s += 2
+    assert host.look(wanted=True) == HostLoad(foreign_cores=1.25, cores=8, threads=6, took_s=0.25)
+    assert host._run.observed.free_cores == 2
+    assert host._meter.launched  # type: ignore[union-attr]
 
 
 def test_a_search_on_a_real_loop_looks_at_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_meter, "CrowdMeter", lambda **options: SimpleNamespace(cores=lambda: 8.0))
+    monkeypatch.setattr(host_meter, "_LEAST_S", 0.0)
     torch.set_num_threads(2)
     seen = list[HostLoad | None]()
     see = Neighbours.see

@@ -16,8 +16,8 @@ from accel.strategies.intraop_threads import IntraopThreads
 from accel.strategies.tf32 import TF32
 
 
-def run_of(threads: int = 4, foreign_cores: float = 0.0) -> Any:
-    observed = SimpleNamespace(foreign_cores=foreign_cores)
+def run_of(threads: int = 4, free_cores: int | None = None) -> Any:
+    observed = SimpleNamespace(free_cores=free_cores)
     return SimpleNamespace(device=torch.device("cpu"), threads=threads, cores=4, observed=observed)
 
 
@@ -57,11 +57,19 @@ def test_threads_are_tried_for_one_model_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "foreign_cores", "settings"),
-    [(4, 0.0, [3, 2, 1]), (4, 1.3, [2, 3, 1]), (4, 9.0, [1, 3, 2]), (8, 0.0, [4, 7, 1]), (2, 0.0, [1]), (1, 0.0, [])],
+    ("threads", "free_cores", "settings"),
+    [
+        (4, None, [3, 2, 1]),
+        (4, 4, [3, 2, 1]),
+        (4, 2, [2, 3, 1]),
+        (4, 1, [1, 3, 2]),
+        (8, 4, [4, 7, 1]),
+        (2, 1, [1]),
+        (1, 1, []),
+    ],
 )
-def test_what_other_processes_leave_is_tried_first(threads: int, foreign_cores: float, settings: list[int]) -> None:
-    assert IntraopThreads().settings(run_of(threads, foreign_cores)) == settings
+def test_what_other_processes_leave_is_tried_first(threads: int, free_cores: int | None, settings: list[int]) -> None:
+    assert IntraopThreads().settings(run_of(threads, free_cores)) == settings
 
 
 @pytest.mark.parametrize(
