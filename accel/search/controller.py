@@ -24,7 +24,7 @@ from accel.search.actions import Action, Candidate, Result
 from accel.search.budget import Budget
 from accel.search.candidate_trials import COMPARING
 from accel.search.experiments import Decisions
-from accel.search.host_load import Neighbours
+from accel.search.host_load import SHORTEST_LOOK_S, Neighbours
 from accel.search.ledger import refusal, waiting_for
 from accel.search.one_off import Preparations
 from accel.search.pace import Pace
@@ -34,7 +34,7 @@ from accel.search.shared_host import SharedHost
 from accel.search.step_level import StepLevel
 
 _GLANCE = 2
-"""Steps after which the host is looked at for the first time."""
+"""Steps after which the host is looked at for the first time, if they take long enough."""
 
 
 class Controller(SharedHost):
@@ -135,6 +135,7 @@ class Controller(SharedHost):
                 yield from self._follow_load()
             if not (waits or self.plan or self._is_interrupted() or self._replay is not None):
                 yield from self._begin_affordably()
+                yield from self._follow_load()
             if self._is_interrupted():
                 return
             if self._replay is not None:  # it measures nothing that a crowded machine could hide
@@ -157,12 +158,16 @@ class Controller(SharedHost):
                 self._ledger.decide(name, "not applicable", why)
 
     def _glance(self) -> Decisions:
-        """Look at the host after two steps: where threads wait for each other, steps are too slow to observe many."""
+        """Look at the host first of all: where threads wait for each other, steps are too slow to observe many."""
         result = yield from self._act(Action(plan={}, steps=_GLANCE, anatomy=True))
         self._regime = result.regime
         self._record_anatomy(result)
         self.anatomy_before, self.plain_diagnosis = dict(self.anatomy_after), self.diagnosis
         self.plain_ms = statistics.median(result.seconds or [0.0]) * 1e3
+        if result.load is None and self.plain_ms > 0:
+            rest = min(self._pace.recheck, math.ceil(SHORTEST_LOOK_S * 1e3 / self.plain_ms))
+            if self._changed((yield from self._act(Action(plan={}, rest=rest, steps=1)))):
+                return
         if self._neighbours.news is not None:
             self.recollection.recall()
             if not self.recollection.text:  # else the remembered plan comes first
@@ -201,6 +206,9 @@ class Controller(SharedHost):
         names.sort(key=lambda name: not self._candidates[name].lasting)  # see `priority.rank`
         names = [name for name in names if not self._candidates[name].frees_cores]  # in `_follow_load`
         while names or (names := [name for name in waiting if self._is_ready(name)]):
+            yield from self._follow_load()
+            if self._is_interrupted():
+                return
             waiting = [name for name in waiting if name not in names]
             candidate = self._candidates[name := names.pop(0)]
             if candidate.lasting and self.steps > self._looked_at and not refusal(candidate):

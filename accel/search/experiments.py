@@ -136,8 +136,7 @@ class Experiments:
         if self.searching or self._is_following:
             self.cost_s += result.aside_s
         if looks:
-            took_s = 0.0 if result.load is None else result.load.took_s
-            self._next_look_s = self.elapsed_s + self._pace.until_look(took_s)
+            self._next_look_s = self.elapsed_s + self._pace.until_look(result.load)
         self._neighbours.see(result.load)
         self._ledger.moving = self._is_another(result)
         for name, why in result.trips.items():

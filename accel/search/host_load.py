@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from accel.report import StrategyRow
 
+SHORTEST_LOOK_S = 1.0
+"""Over less than that, what others do says nothing, s."""
 _SHARED, _QUIET = 0.25, 0.15
 """Share of the cores that others keep busy, from which on they are in the way, and up to which they are not. Of two
 cores, one spinning process beside two spinning threads gets two thirds of one."""

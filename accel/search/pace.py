@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from accel.search.host_load import SHORTEST_LOOK_S, HostLoad
+
 _FEWEST = 5
 """Steps that an action measures at the least."""
 _LOOKING = 0.005
@@ -44,9 +46,9 @@ class Pace:
     slower: float = 1.10
     """A plan whose step has become this much slower, three medians in a row, is tried again."""
 
-    def until_look(self, took_s: float) -> float:
-        """Return how long after a look at the host that took so many seconds the next one is due, s."""
-        return max(self.look_s, took_s / _LOOKING)
+    def until_look(self, load: HostLoad | None) -> float:
+        """Return how long after a look at the host the next one is due, s; soon if it could not be told."""
+        return SHORTEST_LOOK_S if load is None else max(self.look_s, load.took_s / _LOOKING)
 
     def hold_steps(self, step_s: float, steps: int) -> tuple[int, int]:
         """Return the steps to measure, and those of the rest before them, so that the next look is in time.

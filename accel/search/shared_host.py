@@ -41,7 +41,7 @@ class SharedHost(CandidateTrials):
             if name in self.plan or self._is_settled(name):
                 continue
             self._left.forget(name)  # the settings to be tried have changed with the load
-            if not self._affordable(self._one_off_s(candidate)):
+            if (one_off_s := self._one_off_s(candidate)) and not self._affordable(one_off_s):
                 self._neighbours.ask_later()
                 continue
             before = self._neighbours.beside[name] = Before(self.rows[name], name in self._pending)

@@ -8,10 +8,7 @@ import time
 
 from accel.profiler.host import CrowdMeter
 from accel.run.context import Run
-from accel.search.host_load import HostLoad
-
-_LEAST_S = 1.0
-"""Over less than that, what others do says nothing."""
+from accel.search.host_load import SHORTEST_LOOK_S, HostLoad
 
 
 class HostMeter:
@@ -35,7 +32,7 @@ class HostMeter:
     def look(self, wanted: bool) -> HostLoad | None:
         """Return the load since the last look; None if it is not wanted, not known, or that was just now."""
         began_s = time.monotonic()
-        if not wanted or self._meter is None or began_s - self._began_s < _LEAST_S:
+        if not wanted or self._meter is None or began_s - self._began_s < SHORTEST_LOOK_S:
             return None
         self._began_s = began_s
         foreign_cores = self._meter.cores()

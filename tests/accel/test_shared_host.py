@@ -68,7 +68,8 @@ def plan_at(machine: Machine, step: int) -> dict[str, Any]:
 
 def test_beside_other_processes_it_is_tried_before_all_else_whatever_the_budget() -> None:
     machine, said = Host([0], noise=0.1, speed={"good": 1.5}), list[str]()
-    controller = simulate([candidate("good"), threads()], machine, budget="1%", steps=200, say=said.append)
+    offered = [candidate("good"), threads()]
+    controller = simulate(offered, machine, budget="1%", steps=200, say=said.append, startup_s=lambda: 3.0)
 
     tried = [name for action in machine.actions for name in {**action.plan, **(action.check or {})}]
     assert tried[0] == "threads"
@@ -381,7 +382,7 @@ def test_the_threads_of_all_ranks_on_the_host_count(host_of: Callable[..., HostM
 
 def test_a_search_on_a_real_loop_looks_at_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_meter, "CrowdMeter", lambda **options: SimpleNamespace(cores=lambda: 8.0))
-    monkeypatch.setattr(host_meter, "_LEAST_S", 0.0)
+    monkeypatch.setattr(host_meter, "SHORTEST_LOOK_S", 0.0)
     torch.set_num_threads(2)
     seen = list[HostLoad | None]()
     see = Neighbours.see
