@@ -437,7 +437,7 @@ class Controller(SharedHost):
 
     def _is_unclosed(self) -> bool:
         """Tell whether the plan needs a closing trial; what came for other processes, after that trial, doesn't."""
-        return bool(self.plan) and self._closed not in (self.plan, self._quiet_plan())
+        return bool(self.plan) and (not self._closed or self._closed not in (self.plan, self._quiet_plan()))
 
     @property
     def closed(self) -> Outcome | None:

@@ -426,7 +426,7 @@ class Experiments:
             return None
         if in_epochs:
             self._epochs_outcome = dict(a), dict(b), tried.outcome
-        elif self.searching:
+        elif self.searching or self._is_following:
             self._blocks_outcome = dict(a), dict(b), tried.outcome
         return tried.outcome
 

@@ -26,7 +26,8 @@ class SharedHost(CandidateTrials):
         else:
             yield from self._beside_neighbours(load)
         self._is_following = False
-        self._blocks_outcome = None  # the closing trial is to be of the loop's own
+        if self._quiet_plan():
+            self._blocks_outcome = None  # it says nothing of these
 
     # -- they have come ------------------------------------------------------------------------------------------------
 

@@ -214,6 +214,16 @@ def test_what_compiles_is_not_compiled_once_more_for_others_beyond_the_budget(bu
     assert controller.plan == {"compiled": None} if budget == 35.0 else {"compiled": None, "threads": 1}
 
 
+def test_fewer_threads_alone_are_closed_by_their_own_trial() -> None:
+    machine = Host([3000], noise=0.02)
+    controller = simulate([threads(), candidate("none")], machine, steps=6000, until_settled=False)
+    assert controller.plan == {"threads": 1}
+    assert controller.closed is not None
+    assert controller.closed.gain == pytest.approx(2.0, rel=0.05)
+    plain = sum(action.steps for action in machine.actions if not action.plan and not action.settled)
+    assert plain < 150  # one trial on the quiet host, one beside the others
+
+
 def test_neither_their_coming_nor_their_leaving_puts_the_plan_to_a_closing_trial_again() -> None:
     machine = Host([3000, 5000], speed={"good": 1.5}, noise=0.02)
     controller = simulate([candidate("good"), threads()], machine, steps=8000, until_settled=False)
