@@ -53,7 +53,7 @@ def bernoulli_(tensor: Tensor, p: float = 0.5, *, generator: Generator | None = 
     """Fill a tensor with ones, with probability p, and zeros.
 
     Args:
-        tensor: on a CPU, of any shape, dtype and layout. Where `takes` is False it is filled by torch.
+        tensor: of any shape, dtype and layout. Where `takes` is False it is filled by torch.
         p: probability of a one, in [0, 1].
         generator: of the CPU; torch's default one if None.
 
@@ -74,7 +74,11 @@ def bernoulli_(tensor: Tensor, p: float = 0.5, *, generator: Generator | None = 
         drawn = _drawn(tensor, p, torch.default_generator if generator is None else generator)
     finally:
         _lock.release()
-    return tensor if drawn else torchs(tensor, p, generator)
+    if not drawn:
+        return torchs(tensor, p, generator)
+    # Written through its address: autograd must hear of it, as a backward pass may need what stood there.
+    torch.autograd.graph.increment_version(tensor)
+    return tensor
 
 
 def _drawn(tensor: Tensor, p: float, generator: Generator) -> bool:
@@ -102,9 +106,14 @@ def _drawn(tensor: Tensor, p: float, generator: Generator) -> bool:
 
 
 def takes(tensor: Tensor) -> bool:
-    """Return whether a tensor's elements are drawn here: enough of them, of a usual dtype, in the order of memory."""
+    """Return whether a tensor's elements are drawn here: enough, on a CPU, of a usual dtype, in the order of memory.
+
+    What autograd follows is torch's: it refuses a leaf, and notes that other elements have no gradient any more.
+    """
     return (
         tensor.numel() >= _FEW
+        and tensor.is_cpu
+        and not (tensor.requires_grad and torch.is_grad_enabled())
         and tensor.dtype in _ONES
         and (tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)))
     )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.kernels.support import Cost, applied, runs_triton
+from accel.kernels.support import Cost, applied, is_plain, runs_triton
 from accel.kernels.tables import kept
 
 _WHOLE = {8: torch.int64, 16: torch.complex128}
@@ -124,7 +124,13 @@ class GatherRowsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NGC: Tensor, index_N: Tensor) -> Tensor:
         _save_gather(ctx, (x_NGC, index_N), None)
+        ctx.save_for_forward(index_N)
         return _gather(x_NGC, index_N)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent_NGC: Tensor, _: Any) -> Tensor:
+        (index_N,) = ctx.saved_tensors
+        return _gather(tangent_NGC, index_N)
 
     @staticmethod
     def backward(ctx: Any, grad_NC: Tensor) -> tuple[Tensor, None]:
@@ -202,7 +208,9 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         picked = _gather_op(*flat)
     else:
-        picked = _apply(GatherRowsFunction, *flat) if x.requires_grad else _gather(*flat)
+        # Plain torch carries tangents, and goes through transforms, by itself.
+        plain = is_plain(x) if runs_triton(x) else not x.requires_grad
+        picked = _gather(*flat) if plain else _apply(GatherRowsFunction, *flat)
     return picked if x.dim() == 3 else picked.view(*index.shape, x.shape[-1])
 
 

@@ -31,6 +31,8 @@ _MOST = 1024
 """Plans that a kernel keeps: a loop with other shapes in each step must not fill the memory."""
 PLANS = 512
 """Shapes whose plans an op keeps."""
+_MOST_PROGRAMS = 65_535
+"""Of CUDA, along every axis of a grid but the first, which takes 2³¹ - 1."""
 _DTYPE, _ADDRESS = attrgetter("dtype"), torch.Tensor.data_ptr
 _ALIGNMENT = 16
 """Bytes; Triton compiles a kernel of its own for tensors that are not aligned so."""
@@ -84,6 +86,7 @@ class LaunchPlan:
 
     Raises:
         TypeError: if a tensor comes after a number.
+        ValueError: if the grid is larger than a GPU takes.
     """
 
     __slots__ = ("_bound", "_constants", "_grid", "_lacks", "_last", "_launched", "_numbers", "compiles", "kernel")
@@ -93,6 +96,11 @@ class LaunchPlan:
         if wrong := [type(number).__name__ for number in numbers if isinstance(number, Tensor)]:
             raise TypeError(f"a kernel's tensors must come before its numbers. Found: {wrong[0]} after a number")
         self._launched = (*grid, 1, 1)[:3]
+        if max(self._launched[1:]) > _MOST_PROGRAMS:
+            raise ValueError(
+                f"a GPU runs at most {_MOST_PROGRAMS:,} programs along the second and the third axis of a grid. "
+                f"Found: {grid}"
+            )
         self.compiles = isinstance(kernel, triton.runtime.JITFunction)  # not so in the interpreter
         self._bound: dict[Hashable, _Bound] = {}
         self._lacks = False

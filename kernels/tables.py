@@ -18,7 +18,7 @@ _R = TypeVar("_R")
 
 
 def kept(most: int) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
-    """Cache a function's results for its last `most` arguments; they must not be written to.
+    """Cache a function's results for its last `most` arguments, and for captured graphs; they must not be written to.
 
     The function must name device and dtype of its tensors: among fake tensors it runs under the caller's defaults.
     """
@@ -28,11 +28,26 @@ def kept(most: int) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
 
         @functools.wraps(make)
         def table(*key: Any) -> _R:
-            return make(*key) if hides_values() else keep(*key)
+            return make(*key) if hides_values() else held(keep(*key))
 
         return table
 
     return decorate
+
+
+_read_by_graphs: dict[int, Any] = {}
+"""Tables by their ids, so that each is here once."""
+
+
+def held(table: _R) -> _R:
+    """Return a table, which is kept for good if a CUDA graph is being captured.
+
+    The graph will read it by its address, and holds no reference: its memory must not be freed when others take its
+    place among those that are kept.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        _read_by_graphs[id(table)] = table
+    return table
 
 
 def hides_values() -> bool:

@@ -103,11 +103,21 @@ def parameters(owner: str, params: Iterable[Any], device: torch.device | None) -
                 f"{owner}: all parameters must be on one device. Found: {device} and {param.device}. "
                 "Make an optimizer for each device."
             )
-        if torch._debug_has_internal_overlap(param) == 1:
+        if _overlaps(param):
             raise InvalidArgument(
                 f"{owner}: each element of a parameter must have memory of its own. Found: {list(param.shape)} with "
                 f"strides {param.stride()}. Clone it."
             )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Return whether elements share memory: a step along a dimension must go past all that smaller steps reach."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return tensor.numel() > 0
+        reach += (size - 1) * stride
+    return False
 
 
 def gradients(owner: str, grads: Sequence[Tensor]) -> None:

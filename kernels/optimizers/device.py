@@ -43,7 +43,8 @@ class Launcher:
         """Of the step that the table's addresses were sent for; [] where a step like it must be laid out again."""
         self._signature: list[Any] = []
         self._addresses: list[int] = []
-        self._numbers: list[list[float]] = []
+        self._numbers: list[list[float | None]] = []
+        """Sent last; None, which no number equals, where a tensor was copied."""
         self._plain_rows: list[Hypers] = []
         self._hypers = torch.empty(0, COLUMNS, dtype=torch.float64, device=device)
         self._norm = torch.zeros((), device=device)
@@ -69,7 +70,7 @@ class Launcher:
         plain = all(map(_NUMBERS.issuperset, (map(type, row) for row in rows)))
         if plain and rows == self._plain_rows:
             return
-        numbers = [[0.0 if _on_device(x) else float(x) for x in row] for row in rows]
+        numbers = [[None if _on_device(x) else float(x) for x in row] for row in rows]
         if numbers != self._numbers:
             if self._captures():
                 raise RuntimeError(
@@ -77,7 +78,8 @@ class Launcher:
                     "the last step. Call optimizer.refresh() before the capture."
                 )
             padded = torch.zeros(len(rows), COLUMNS, dtype=torch.float64)
-            padded[:, : len(Hypers._fields)] = torch.tensor(numbers, dtype=torch.float64)
+            filled = [[0.0 if x is None else x for x in row] for row in numbers]
+            padded[:, : len(Hypers._fields)] = torch.tensor(filled, dtype=torch.float64)
             if len(self._hypers) == len(rows):
                 # In place: captured graphs read this memory.
                 self._hypers.copy_(padded if self.device.type == "cpu" else padded.pin_memory(), non_blocking=True)

@@ -31,17 +31,17 @@ def update(kind: Kind, batches: Sequence[Batch], scaling: Scaling) -> UpdateOutc
         The norm where a group is clipped or nobody looked for infinity and NaN, and whether the step was skipped.
     """
     asked = scaling.checks or scaling.found_inf is not None
-    if scaling.found_inf is not None and float(scaling.found_inf) != 0:
-        return UpdateOutcome(None, torch.ones(()))
-    inverse = 1.0 if scaling.grad_scale is None else 1.0 / float(scaling.grad_scale)
-    norm = math.inf
+    skips = scaling.found_inf is not None and float(scaling.found_inf) != 0
+    scale = 1.0 if scaling.grad_scale is None else float(scaling.grad_scale)
+    inverse = math.inf if skips and scale == 0 else 1.0 / scale  # 0: halved too often, where all steps are skipped
+    norm, found = math.inf, None
     if needs_norm(batches, scaling):
         norm = _norm([g for batch in batches for g in batch.grads]) * inverse
-        if scaling.checks and not math.isfinite(norm) and not _all_finite(batches):
-            return UpdateOutcome(torch.tensor(norm), torch.ones(()))
-        outcome = UpdateOutcome(torch.tensor(norm), torch.zeros(()) if asked else None)
-    else:
-        outcome = UpdateOutcome(None, torch.zeros(()) if asked else None)
+        found = torch.tensor(norm)
+        skips = skips or (scaling.checks and not math.isfinite(norm) and not _all_finite(batches))
+    if skips:
+        return UpdateOutcome(found, torch.ones(()))
+    outcome = UpdateOutcome(found, torch.zeros(()) if asked else None)
     for batch in batches:
         if batch.params:
             row = batch.row.numbers()

@@ -43,11 +43,13 @@ def _take_kernel(
     P,
     S,
     C,
+    across,  # blocks of columns
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    block = tl.program_id(0)
+    row = (block // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (block % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     p = tl.load(source + row, mask=row < S, other=0)
     written = (row < S)[:, None] & (column < C)[None, :]
     there = written & (p < P)[:, None]
@@ -65,11 +67,13 @@ def _put_kernel(
     P,
     S,
     C,
+    across,  # blocks of columns
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    block = tl.program_id(0)
+    row = (block // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (block % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     p = tl.load(source + row, mask=row < S, other=P)
     there = (p < P)[:, None] & (column < C)[None, :]
     values = tl.load(rows + row[:, None] * C + column[None, :], mask=there, other=0)
@@ -106,8 +110,8 @@ def take(x_PC: Tensor, source_S: Tensor, pad: float) -> Tensor:
 
 @functools.lru_cache(PLANS)
 def _take_plan(total: int, size: int, columns: int) -> LaunchPlan:
-    grid, blocks = _blocks(size, columns)
-    return _take_kernel.plan(grid, total, size, columns, **blocks)
+    grid, across, blocks = _blocks(size, columns)
+    return _take_kernel.plan(grid, total, size, columns, across, **blocks)
 
 
 def put(rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
@@ -122,12 +126,12 @@ def put(rows_SC: Tensor, source_S: Tensor, total: int) -> Tensor:
 
 @functools.lru_cache(PLANS)
 def _put_plan(total: int, size: int, columns: int) -> LaunchPlan:
-    grid, blocks = _blocks(size, columns)
-    return _put_kernel.plan(grid, total, size, columns, **blocks)
+    grid, across, blocks = _blocks(size, columns)
+    return _put_kernel.plan(grid, total, size, columns, across, **blocks)
 
 
-def _blocks(size: int, columns: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return the grid and the blocks of rows and columns."""
-    across = min(next_power_of_2(columns), _ELEMENTS)
-    down = _ELEMENTS // across
-    return (ceil_div(size, down), ceil_div(columns, across)), {"ROWS": down, "COLUMNS": across}
+def _blocks(size: int, columns: int) -> tuple[tuple[int], int, dict[str, int]]:
+    """Return the grid, how many blocks lie side by side, and the rows and columns of one."""
+    wide = min(next_power_of_2(columns), _ELEMENTS)
+    tall, across = _ELEMENTS // wide, ceil_div(columns, wide)
+    return (ceil_div(size, tall) * across,), across, {"ROWS": tall, "COLUMNS": wide}

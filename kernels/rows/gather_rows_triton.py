@@ -26,11 +26,14 @@ def _gather_kernel(
     x_group,
     x_row,
     x_column,
+    across,  # blocks of columns
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    block = tl.program_id(0)
+    n = (block // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # In 64 bits: columns may lie far apart, where x was permuted.
+    c = (block % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.load(index + n, mask=n < N, other=-1).to(tl.int64)
     there = (row >= 0) & (row < G)
     written = (n < N)[:, None] & (c < C)[None, :]
@@ -44,19 +47,20 @@ def _scatter_kernel(
     rows,  # [N, C]
     index,  # [N]
     out,  # [N, G, C]
-    N,
     G,
     C,
+    elements,  # G·C
+    blocks,  # of a group
     SIZE: tl.constexpr,
 ):
     # One program a group and block of its G·C elements: zeros and the row are written in one pass.
-    n = tl.program_id(0).to(tl.int64)
-    element = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    n = (tl.program_id(0) // blocks).to(tl.int64)
+    element = (tl.program_id(0) % blocks).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     row = tl.load(index + n).to(tl.int64)
-    mine = element // C == row
-    written = element < G * C
-    values = tl.load(rows + n * C + element % C, mask=written & mine, other=0)
-    tl.store(out + n * G * C + element, values, mask=written)
+    c = element - row * C
+    mine = (row >= 0) & (row < G) & (c >= 0) & (c < C)
+    values = tl.load(rows + n * C + c, mask=mine, other=0)
+    tl.store(out + n * elements + element, values, mask=element < elements)
 
 
 def gather(x_NGC: Tensor, index_N: Tensor) -> Tensor:
@@ -75,8 +79,9 @@ def gather(x_NGC: Tensor, index_N: Tensor) -> Tensor:
 def _gather_plan(groups: int, rows: int, columns: int, *strides: int) -> LaunchPlan:
     block_columns = min(next_power_of_2(columns), _ELEMENTS)
     block_rows = _ELEMENTS // block_columns
-    grid = (ceil_div(groups, block_rows), ceil_div(columns, block_columns))
-    return _gather_kernel.plan(grid, groups, rows, columns, *strides, ROWS=block_rows, COLUMNS=block_columns)
+    across = ceil_div(columns, block_columns)
+    grid = (ceil_div(groups, block_rows) * across,)
+    return _gather_kernel.plan(grid, groups, rows, columns, *strides, across, ROWS=block_rows, COLUMNS=block_columns)
 
 
 def scatter(rows_NC: Tensor, index_N: Tensor, group: int) -> Tensor:
@@ -91,5 +96,7 @@ def scatter(rows_NC: Tensor, index_N: Tensor, group: int) -> Tensor:
 
 @functools.lru_cache(PLANS)
 def _scatter_plan(groups: int, group: int, columns: int) -> LaunchPlan:
-    size = min(next_power_of_2(group * columns), _ELEMENTS)
-    return _scatter_kernel.plan((groups, ceil_div(group * columns, size)), groups, group, columns, SIZE=size)
+    elements = group * columns
+    size = min(next_power_of_2(elements), _ELEMENTS)
+    blocks = ceil_div(elements, size)
+    return _scatter_kernel.plan((groups * blocks,), group, columns, elements, blocks, SIZE=size)

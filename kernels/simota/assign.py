@@ -118,7 +118,8 @@ def simota_assign(
         from accel.kernels.simota import op as simota_op
 
         tensors = (boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates)
-        return Assignment(*simota_op.assign(*tensors, *simota_op.flat(rules), xyxy, chunk, check))
+        with torch.no_grad():  # torch gives an operator a backward pass, which this one has not
+            return Assignment(*simota_op.assign(*tensors, *simota_op.flat(rules), xyxy, chunk, check))
     validate(boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates, rules, chunk)
     check = boxes.is_cpu if check is None else check
     predicted, grid, own = (boxes, cls, obj), (points, strides), (gt_boxes, gt_classes, gt_mask)

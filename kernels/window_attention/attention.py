@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from accel.kernels import support
 from accel.kernels.support import Cost
-from accel.kernels.tables import hides_values
+from accel.kernels.tables import held, hides_values
 from accel.kernels.window_attention.regions import mask_of_regions, merge, partition, relative_index, shift_regions
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -170,7 +170,7 @@ def _own_regions(qkv: Tensor, known: CheckedCall) -> Tensor | None:
         return None
     hidden = hides_values()
     if known.regions and not hidden:
-        return known.regions[0]
+        return held(known.regions[0])
     # A compiler would build the table, on the CPU, in every step.
     if hidden and torch.compiler.is_compiling() and _runs_kernels(qkv):
         return None

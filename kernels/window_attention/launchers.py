@@ -83,6 +83,7 @@ class _Layer(NamedTuple):
     """Windows that have regions of their own; 0 without regions."""
     cosine: bool
     precision: str
+    """Of products, as the switches stood in the forward pass."""
 
     @classmethod
     def of(cls, qkv: Tensor, head_scale: Tensor | None, regions: Tensor | None, spec: Spec) -> _Layer:
@@ -100,7 +101,7 @@ class _Layer(NamedTuple):
             "COSINE": self.cosine,
             "num_warps": tiles.warps,
             "num_stages": tiles.stages,
-            **constants(self.spec, self.channels, self.dtype, tiles),
+            **constants(self.spec, self.channels, self.dtype, tiles, self.precision),
         }
 
     @property
@@ -116,16 +117,17 @@ class _Layer(NamedTuple):
     @property
     def is_one_block(self) -> bool:
         """Return whether a window is one block of rows."""
-        return is_one_block(self.spec, self.channels, self.dtype)
+        return is_one_block(self.spec, self.channels, self.dtype, self.precision)
 
     def tiles(self, *, backward: bool) -> Tiles:
         """Return the tiles of a pass over windows of one block."""
-        return tiles_of(self.spec, self.channels, self.dtype, cosine=self.cosine, backward=backward)
+        kind = self.spec, self.channels, self.dtype
+        return tiles_of(*kind, cosine=self.cosine, backward=backward, precision=self.precision)
 
     def block_tiles(self, kind: Pass) -> BlockTiles:
         """Return the tiles of a pass over windows of several blocks."""
-        capability = _capability(self.device)
-        return block_tiles_of(self.spec, self.channels, self.dtype, kind, cosine=self.cosine, capability=capability)
+        layer, capability = (self.spec, self.channels, self.dtype), _capability(self.device)
+        return block_tiles_of(*layer, kind, cosine=self.cosine, capability=capability, precision=self.precision)
 
     def block_grid(self, tiles: BlockTiles) -> tuple[int, int, int]:
         """Return the programs of such a pass."""

@@ -59,6 +59,7 @@ def attend(qkv: Tensor, table: Tensor, head_scale: Tensor | None, regions: Tenso
         # torch's generator, so that manual_seed and captured graphs behave as they do with its own dropout.
         seed = torch.randint(2**62, (1,), device=qkv.device)
     table = table.contiguous()
+    head_scale = None if head_scale is None else head_scale.contiguous()
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         fields = (spec.heads, list(spec.window), list(spec.shift), spec.scale, spec.mask_value, spec.dropout)
         compiled: Tensor = _attend_op(qkv, table, head_scale, regions, seed, *fields)

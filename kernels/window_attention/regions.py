@@ -12,6 +12,8 @@ from torch import Tensor
 from accel.kernels.tables import hides_values, kept
 
 _CPU = torch.device("cpu")
+_MOST_REGIONS = 256
+"""Numbers of a uint8: as many as the largest window has tokens."""
 
 
 @kept(256)
@@ -55,9 +57,9 @@ def regions_of_mask(mask: Tensor) -> tuple[Tensor, float] | None:
         mask: [windows, N, N]; 0 between tokens that see each other, one negative number elsewhere.
 
     Returns:
-        uint8 [windows, N] and the number; None if the mask can't be written as regions.
+        uint8 [windows, N] and the number; None if the mask can't be written as regions, as one of more than 256 tokens.
     """
-    if mask.dim() != 3 or mask.shape[1] != mask.shape[2] or mask.shape[1] > 255 or mask.numel() == 0:
+    if mask.dim() != 3 or mask.shape[1] != mask.shape[2] or mask.shape[1] > _MOST_REGIONS or mask.numel() == 0:
         return None
     visible = mask == 0
     regions = visible.to(torch.uint8).argmax(-1)  # the first token that each token sees

@@ -74,28 +74,43 @@ def precision_of(dtype: torch.dtype) -> str:
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def is_one_block(spec: Spec, head_channels: int, dtype: torch.dtype) -> bool:
+# `precision` below: None for what torch's switches say now. The backward pass is planned when it is first needed, and
+# gets that of its forward pass.
+
+
+def is_one_block(spec: Spec, head_channels: int, dtype: torch.dtype, precision: str | None = None) -> bool:
     """Return whether a window is one block of rows; IEEE fp32 has room for 32 channels in it."""
-    exact = precision_of(dtype) == "ieee"  # without tensor cores a product's operands lie in registers
+    # Without tensor cores a product's operands lie in registers.
+    exact = (precision or precision_of(dtype)) == "ieee"
     return spec.tokens <= _SINGLE_BLOCK_TOKENS and not (exact and head_channels > 32)
 
 
-def tiles_of(spec: Spec, head_channels: int, dtype: torch.dtype, *, cosine: bool, backward: bool) -> Tiles:
+def tiles_of(
+    spec: Spec, head_channels: int, dtype: torch.dtype, *, cosine: bool, backward: bool, precision: str | None = None
+) -> Tiles:
     """Return the tiles of a window of one block: four warps that load ahead, else more that don't."""
     columns, channels = (max(16, next_power_of_2(size)) for size in (spec.tokens, head_channels))
     if dtype == torch.float32:
-        return Tiles(columns, channels, 16 if precision_of(dtype) == "ieee" and backward else 8, 1)
+        exact = (precision or precision_of(dtype)) == "ieee"
+        return Tiles(columns, channels, 16 if exact and backward else 8, 1)
     if backward and ((cosine and channels > 16) or channels > 32 or spec.tokens > 49):
         return Tiles(columns, channels, 8, 1)
     return Tiles(columns, channels, 4, 2)
 
 
 def block_tiles_of(
-    spec: Spec, head_channels: int, dtype: torch.dtype, kind: Pass, *, cosine: bool, capability: int
+    spec: Spec,
+    head_channels: int,
+    dtype: torch.dtype,
+    kind: Pass,
+    *,
+    cosine: bool,
+    capability: int,
+    precision: str | None = None,
 ) -> BlockTiles:
     """Return the tiles of a window of several blocks, on a GPU of a compute capability (times ten)."""
     channels = max(16, next_power_of_2(head_channels))
-    if precision_of(dtype) == "ieee":
+    if (precision or precision_of(dtype)) == "ieee":
         shape = (16, 64, 8, 1) if kind == "forward" else (16, 128, 8, 1)
     else:
         layer = _BlockLayer(spec, channels, dtype == torch.float32, cosine, capability >= 90)
@@ -138,7 +153,9 @@ class _BlockLayer(NamedTuple):
         return 32 if self.single or (self.cosine and self.spec.tokens > 160) else 64, 128, 8, 2
 
 
-def constants(spec: Spec, head_channels: int, dtype: torch.dtype, tiles: Tiles | BlockTiles) -> dict[str, Any]:
+def constants(
+    spec: Spec, head_channels: int, dtype: torch.dtype, tiles: Tiles | BlockTiles, precision: str | None = None
+) -> dict[str, Any]:
     """Return the compile-time arguments that all passes take."""
     return {
         "SCALE": spec.scale,
@@ -150,6 +167,6 @@ def constants(spec: Spec, head_channels: int, dtype: torch.dtype, tiles: Tiles |
         "WW": spec.window[1],
         "SH": spec.shift[0],
         "SW": spec.shift[1],
-        "PRECISION": precision_of(dtype),
+        "PRECISION": precision or precision_of(dtype),
         **tiles.constants(),
     }

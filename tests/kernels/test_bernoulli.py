@@ -104,6 +104,36 @@ def test_normal_draws_kept_by_the_generator_stay() -> None:
     assert torch.equal(torch.randn(3, generator=generator), torch.randn(3, generator=twin))
 
 
+def test_a_mask_that_was_saved_for_backward_may_not_be_filled_anew() -> None:
+    """torch counts what is written to a tensor, and was not told: the gradient was that of another mask."""
+    x, mask = torch.ones(500, requires_grad=True), bernoulli_(torch.empty(500))
+    out = (x * mask).sum()
+    bernoulli_(mask)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_parameter_is_refused_as_torch_does() -> None:
+    parameter = torch.zeros(500, requires_grad=True)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        bernoulli_(parameter)
+    assert not parameter.any()
+    with torch.no_grad():
+        assert bernoulli_(parameter).any()
+
+
+def test_what_had_a_gradient_before_it_was_filled_has_none() -> None:
+    x = torch.ones(500, requires_grad=True)
+    bernoulli_(x * 2).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None and not x.grad.any()
+
+
+def test_what_lies_elsewhere_is_left_to_torch() -> None:
+    on_a_device = torch.empty(500, device="meta")
+    assert not bernoulli.takes(on_a_device)
+    assert bernoulli_(on_a_device) is on_a_device
+
+
 @pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
 def test_a_probability_is_between_0_and_1(p: float) -> None:
     with pytest.raises(RuntimeError, match=r"bernoulli_ expects p to be in \[0, 1\]"):

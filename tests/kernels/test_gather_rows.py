@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from accel.kernels import gather_rows as module
 from accel.kernels.gather_rows import gather_rows
@@ -75,6 +77,31 @@ INTERPRETED = [*SHAPES[:-1], *EMPTY, pytest.param(SHAPES[-1], marks=pytest.mark.
 @pytest.mark.parametrize("shape", INTERPRETED, ids=str)
 def test_kernels_agree(interpreted: None, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     _agrees(shape, dtype, torch.int64)
+
+
+def test_kernels_write_groups_of_several_blocks(interpreted: None) -> None:
+    _agrees((2, 70, 33), torch.float32, torch.int64)
+
+
+def test_kernels_reach_columns_that_lie_far_apart(interpreted: None, tmp_path: Path) -> None:
+    """Offsets of 2³¹ elements and more wrapped around. The file has holes: it takes no room."""
+    half = 2**31
+    storage = torch.from_file(str(tmp_path / "far"), shared=True, size=2 * half + 8, dtype=torch.uint8)
+    storage[2 * half + 1] = 7
+    x = storage[half:].as_strided((1, 2, 3), (1, 1, half // 2))
+    assert gather_rows(x, torch.tensor([1])).tolist() == [[0, 0, 7]]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own, on first use
+def test_kernels_carry_tangents(interpreted: None) -> None:
+    """A tangent asks for no gradient: it was lost."""
+    x, index = _inputs((7, 3, 5))
+    tangent = torch.randn_like(x)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(gather_rows(forward_ad.make_dual(x, tangent), index))
+        assert found.tangent is not None
+        assert torch.equal(found.primal, _published(x, index))
+        assert torch.equal(found.tangent, _published(tangent, index))
 
 
 def test_kernels_take_a_narrow_index(interpreted: None) -> None:

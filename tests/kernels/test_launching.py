@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ import triton
 import triton.language as tl
 
 from accel.kernels.launching import LaunchPlan, PlannedKernel, ceil_div, next_power_of_2
+from accel.kernels.rows import compact_triton, gather_rows_triton, threshold_triton
+from accel.kernels.window_attention import Spec
+from accel.kernels.window_attention import launchers as window_launchers
 
 
 @PlannedKernel
@@ -90,6 +94,36 @@ def test_blocks_cover_a_size(size: int, block: int, count: int) -> None:
 
 def test_powers_of_2_are_tritons() -> None:
     assert all(next_power_of_2(size) == triton.next_power_of_2(size) for size in range(1, 300))
+
+
+HUGE: dict[str, Callable[[], LaunchPlan]] = {
+    "gather_rows": lambda: gather_rows_triton._gather_plan(3, 2, 2**28, 2**29, 2**28, 1),
+    "gather_rows backward": lambda: gather_rows_triton._scatter_plan(8, 2048, 50_257),  # the last token of each text
+    "compact": lambda: compact_triton._take_plan(5, 3, 2**28),
+    "compact backward": lambda: compact_triton._put_plan(5, 3, 2**28),
+    "block_maxima": lambda: threshold_triton._block_maxima_plan(2**36),
+    "at_least": lambda: threshold_triton._take_plan(2**36, 10, 2**26),
+    "window_attention": lambda: window_launchers._forward_plan(_layer((1, 2**13, 2**13, 96), heads=1)),
+    "window_attention, many heads": lambda: window_launchers._forward_plan(_layer((64, 56, 56, 3 * 512), heads=512)),
+}
+"""Of each op whose programs are counted by what a caller gives: a plan for more of it than 65,535 blocks."""
+
+
+def _layer(shape: tuple[int, ...], heads: int) -> window_launchers._Layer:
+    spec = Spec(heads=heads, window=(8, 8))
+    return window_launchers._Layer(spec, torch.Size(shape), torch.float16, torch.device("cpu"), 0, False, "tf32")
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_grid_is_as_large_as_a_gpu_takes(name: str) -> None:
+    """CUDA takes 2³¹ - 1 programs along the first axis, and 65,535 along the others."""
+    first, *others = HUGE[name]()._launched
+    assert first < 2**31 and max(others) <= 65_535
+
+
+def test_more_programs_along_an_axis_than_a_gpu_takes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"at most 65,535 programs along the second.*Found: \(1, 65536\)"):
+        _scale_kernel.plan((1, 65_536), 10, 3.0, BLOCK=16)
 
 
 _SCRIPT = '''

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from accel.kernels import support
-from accel.kernels.optimizers import Batch, Hypers, Kind, Scaling, Updater, address_table, cost, rules, update_ref
+from accel.kernels.optimizers import (
+    Batch,
+    Hypers,
+    Kind,
+    Scaling,
+    Updater,
+    address_table,
+    cost,
+    device,
+    rules,
+    update_ref,
+)
 from accel.kernels.optimizers.address_table import CHUNK, AddressTable, Form, TableEntry
 from accel.kernels.optimizers.device import Launcher
 from accel.kernels.optimizers.regular import copy_back, is_dense, regular
@@ -117,6 +129,37 @@ def test_numbers_are_sent_when_they_changed() -> None:
     assert float(table[0, rules.LR]) == 0.5
     launcher.send([Hypers(0.5), Hypers(0.25)])
     assert len(launcher._hypers) == 2
+
+
+def test_nought_in_the_place_of_a_tensor_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device kept the tensor's last value: a learning rate that came to 0 went on."""
+    monkeypatch.setattr(device, "_on_device", lambda number: isinstance(number, Tensor))
+    launcher = Launcher(torch.device("cpu"))
+    for rate, expected in ((torch.tensor(0.5), 0.5), (0.0, 0.0), (torch.tensor(0.25), 0.25), (0.0, 0.0)):
+        launcher.send([Hypers(rate)])
+        assert float(launcher._hypers[0, rules.LR]) == expected
+
+
+def test_a_skipped_step_has_a_norm_where_one_is_asked_for(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it was None, where GradScaler had found infinity."""
+    scaling = Scaling(torch.tensor([2.0]), torch.tensor([1.0]))
+
+    def step(max_norm: float) -> Tensor | None:
+        batch = _batch("sgd")
+        batch.row = batch.row._replace(max_norm=max_norm)
+        before = copy.deepcopy(_all(batch))
+        outcome = Updater("sgd")([batch], scaling)
+        assert outcome.overflow is not None and float(outcome.overflow) == 1
+        assert all(map(torch.equal, _all(batch), before))
+        return outcome.norm
+
+    by_kernels = step(1.0)
+    assert step(math.inf) is None
+    monkeypatch.setattr("accel.kernels.optimizers.update.runs_triton", lambda tensor: False)
+    by_operators = step(1.0)
+    assert step(math.inf) is None
+    assert by_kernels is not None and by_operators is not None
+    torch.testing.assert_close(by_operators, by_kernels)
 
 
 def test_launches_are_kept_while_their_tensors_are_the_same(interpreted: None) -> None:

@@ -331,6 +331,23 @@ def test_torch_compile_works_through_it(variant: str | Rules) -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+def test_compiled_it_leaves_no_graph() -> None:
+    """The operator has no gradient: a loss that used the IoUs failed in its backward pass."""
+    boxes, *rest = oracle_batch()
+    boxes.requires_grad_()
+
+    def loss(*given: Tensor) -> tuple[Assignment, Tensor]:
+        found = simota_assign(*given)
+        return found, (given[0].sum(-1) * found.matched_iou).sum()
+
+    found, total = torch.compile(loss, backend="aot_eager", fullgraph=True)(boxes, *rest)
+    assert not any(t.requires_grad for t in found)
+    total.backward()
+    assert boxes.grad is not None
+    assert torch.equal(boxes.grad, found.matched_iou[..., None].expand_as(boxes))
+
+
 def test_the_operator_keeps_its_contract() -> None:
     from accel.kernels.simota import op as simota_op
 

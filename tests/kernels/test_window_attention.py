@@ -196,6 +196,20 @@ def test_inputs_that_are_not_contiguous(interpreted: None) -> None:
     torch.testing.assert_close(out, layer.run()["out"], rtol=0, atol=0)
 
 
+def test_a_head_scale_that_is_a_column(interpreted: None) -> None:
+    """The kernels took the numbers that lie side by side in memory: what is no scale at all."""
+    layer = Layer((2, 4), (0, 0), (2, 4), heads=2, channels=16, cosine=True)
+    assert layer.scale is not None
+    columns = torch.stack([layer.scale, 9 * layer.scale], 1).requires_grad_()
+    out = shifted_window_attention(layer.qkv, layer.table, heads=2, window=(2, 4), head_scale=columns[:, 0])
+    out.backward(layer.dout)
+    plain = layer.run()
+    torch.testing.assert_close(out, plain["out"], rtol=0, atol=0)
+    assert columns.grad is not None
+    torch.testing.assert_close(columns.grad[:, 0], plain["dscale"], rtol=0, atol=0)
+    assert not columns.grad[:, 1].any()
+
+
 @pytest.mark.parametrize("size", [(0, 7), (7, 0)])
 def test_an_empty_map(size: Window, interpreted: None) -> None:
     layer = Layer(size=size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,35 @@ def test_tf32_is_read_whichever_switch_set_it(name: str, allowed: bool) -> None:
         value = "tf32" if allowed else "ieee"
     setattr(matmul, name, value)
     assert _precision_of_dots() == ("tf32" if allowed else "ieee")
+
+
+@pytest.mark.skipif(not support.has_triton(), reason="needs triton, which is not installed")
+@pytest.mark.parametrize("channels", [16, 64])
+@pytest.mark.usefixtures("_precision")
+def test_the_backward_pass_is_as_exact_as_the_forward_pass(channels: int) -> None:
+    """Its launches are planned when they are first needed: by then the switch may stand otherwise."""
+    from accel.kernels.window_attention import launchers
+
+    spec = Spec(heads=1, window=(4, 4), scale=float(channels))  # a layer that no other test has planned
+    qkv = torch.zeros(1, 4, 4, 3 * channels)
+    expected = {}
+    for is_switched in (False, True):
+        launchers._backward_plan.cache_clear()
+        for name in ("ieee", "tf32"):
+            matmul.fp32_precision = name
+            layer = launchers._Layer.of(qkv, None, None, spec)
+            if is_switched:
+                matmul.fp32_precision = "tf32" if name == "ieee" else "ieee"
+            plan = launchers._backward_plan(layer)
+            launches = [plan.windows] if isinstance(plan, launchers._BackwardPlan) else plan.rows_and_columns._launches
+            found = [launch._constants for launch, *_ in map(_in_a_tuple, launches)]
+            assert {constants["PRECISION"] for constants in found} == {name}
+            assert expected.setdefault(name, found) == found
+    launchers._backward_plan.cache_clear()
+
+
+def _in_a_tuple(launch: object) -> tuple[Any, ...]:
+    return launch if isinstance(launch, tuple) else (launch,)
 
 
 class WindowAttention(OfficialWindowAttention):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel.kernels.window_attention import attention, shifted_window_attention
 from accel.kernels.window_attention.regions import merge, partition, regions_of_mask, relative_index, shift_regions
 
 CPU = torch.device("cpu")
@@ -53,6 +57,14 @@ def test_a_mask_is_read_back(value: float) -> None:
     assert torch.equal(torch.where(regions[:, None] == regions[:, :, None], 0.0, value), mask)
 
 
+def test_a_mask_of_as_many_regions_as_the_largest_window_has_tokens() -> None:
+    mask = torch.full((1, 256, 256), -100.0)
+    mask[0].fill_diagonal_(0)
+    found = regions_of_mask(mask)
+    assert found is not None and found[0].tolist() == [[*range(256)]]
+    assert regions_of_mask(torch.zeros(1, 257, 257)) is None
+
+
 def test_a_mask_that_hides_nothing() -> None:
     found = regions_of_mask(torch.zeros(2, 4, 4))
     assert found is not None and not found[0].any()
@@ -71,6 +83,23 @@ def test_a_mask_that_hides_nothing() -> None:
 )
 def test_masks_that_are_no_regions(mask: torch.Tensor) -> None:
     assert regions_of_mask(mask) is None
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "not captured"])
+def test_regions_that_a_graph_reads_stay(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph holds their address alone: it read what later lay there, after a loop over many sizes."""
+    layer = {"heads": 1, "window": (2, 2), "shift": (1, 1)}
+    shifted_window_attention(torch.zeros(1, 4, 6, 3), torch.zeros(9, 1), **layer)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: captured)
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+        shifted_window_attention(torch.zeros(1, 4, 6, 3), torch.zeros(9, 1), **layer)
+    regions = weakref.ref(shift_regions((4, 6), (2, 2), (1, 1), CPU))
+    attention._checked_calls.clear()
+    for tall in range(1, 300):  # more than are kept
+        shift_regions((2 * tall, 2), (2, 2), (1, 0), CPU)
+    gc.collect()
+    assert (regions() is not None) == captured
 
 
 def test_partition_and_merge_are_inverse() -> None:

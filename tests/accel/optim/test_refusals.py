@@ -21,10 +21,11 @@ KINDS = [FusedSGD, FusedAdam, FusedAdamW, FusedLAMB, FusedLARS]
         (torch.zeros(2, dtype=torch.complex64), "must be float32, float16, bfloat16 or float64. Found: complex64"),
         (torch.zeros(2, dtype=torch.int64), "Found: int64"),
         (torch.zeros(1).expand(3), r"memory of its own. Found: \[3\] with strides \(0,\)"),
+        (torch.zeros(7).as_strided((3, 3), (2, 1)), r"memory of its own. Found: \[3, 3\] with strides \(2, 1\)"),
         (torch.zeros(2, device="meta"), "on one device. Found: cpu and meta"),
         (torch.eye(2).to_sparse(), "must be dense"),
     ],
-    ids=["complex", "integers", "overlap", "two devices", "sparse"],
+    ids=["complex", "integers", "overlap", "overlapping rows", "two devices", "sparse"],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters(kind: Any, param: torch.Tensor, words: str) -> None:
@@ -34,6 +35,12 @@ def test_parameters(kind: Any, param: torch.Tensor, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
         optimizer.add_param_group({"params": [param]})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_with_gaps_are_taken(kind: Any) -> None:
+    whole = torch.zeros(4, 6, 2)
+    kind([whole[:, ::2], whole[:, :3].transpose(0, 1), whole[::4, 0], whole[..., 1]])
 
 
 @pytest.mark.parametrize(
