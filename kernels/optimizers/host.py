@@ -34,14 +34,14 @@ def update(kind: Kind, batches: Sequence[Batch], scaling: Scaling) -> UpdateOutc
     skips = scaling.found_inf is not None and float(scaling.found_inf) != 0
     scale = 1.0 if scaling.grad_scale is None else float(scaling.grad_scale)
     inverse = math.inf if skips and scale == 0 else 1.0 / scale  # 0: halved too often, where all steps are skipped
-    norm, found = math.inf, None
+    norm, known = math.inf, None
     if needs_norm(batches, scaling):
         norm = _norm([g for batch in batches for g in batch.grads]) * inverse
-        found = torch.tensor(norm)
+        known = torch.tensor(norm)
         skips = skips or (scaling.checks and not math.isfinite(norm) and not _all_finite(batches))
     if skips:
-        return UpdateOutcome(found, torch.ones(()))
-    outcome = UpdateOutcome(found, torch.zeros(()) if asked else None)
+        return UpdateOutcome(known, torch.ones(()))
+    outcome = UpdateOutcome(known, torch.zeros(()) if asked else None)
     for batch in batches:
         if batch.params:
             row = batch.row.numbers()
