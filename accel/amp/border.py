@@ -49,7 +49,7 @@ class Border:
         self._dtype, self._scale, self._autocast = dtype, scale, autocast
         self.decoration: Any = None
         """What to undo together with it; a copy has none."""
-        self.on_call: Callable[[nn.Module], None] | None = None
+        self.on_call: list[Callable[[nn.Module], None]] = []
         """Called when a call of the model begins; a copy has none."""
 
     @property
@@ -76,8 +76,8 @@ class Border:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast what goes in."""
-        if self.on_call is not None:
-            self.on_call(module)
+        for listener in self.on_call:
+            listener(module)
         context = None
         if self._autocast:
             device = next((p.device.type for p in module.parameters()), "cpu")

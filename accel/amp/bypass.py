@@ -38,6 +38,14 @@ class BypassCheck:
         scale.on_forward.append(self._watch)
         scale.on_create_graph.append(self._begin_anew)
 
+    def remove(self) -> None:
+        """Look no more: the models are no longer decorated."""
+        _watching.discard(self)
+        scale, self._left = self._scale(), 0
+        if scale is not None:
+            scale.on_forward.remove(self._watch)
+            scale.on_create_graph.remove(self._begin_anew)
+
     def _begin_anew(self) -> None:
         """Look at the next passes: gradients that are differentiated again are part of a penalty, perhaps late."""
         self._left, self._most = _LOOKS, _MOST_LOOKS

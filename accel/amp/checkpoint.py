@@ -63,6 +63,8 @@ class Float32Checkpoint:
     def _given_away(self, tensor: Tensor, key: str) -> Tensor:
         """Return a float32 copy, and warn if the one before was written to, as a moving average does."""
         value, known = tensor.detach().float(), self._given
+        if value.is_inference():  # torch counts no writes to it
+            return value
         same = known is not None and known.of() is tensor
         if known is not None and same and known.value._version != known.version:
             self._warn(key)

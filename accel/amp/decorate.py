@@ -18,6 +18,7 @@ from accel.amp.checkpoint import Float32Checkpoint
 from accel.amp.loss_scale import DynamicLossScale
 from accel.amp.master_option import MasterOption, leave_no_masters
 from accel.amp.masters import MasterWeights, masters_of
+from accel.amp.moments import MomentDtypes
 from accel.amp.ranks import SharedMasters
 from accel.errors import InvalidArgument
 
@@ -134,9 +135,14 @@ def _decorate(
             if isinstance(whole, DistributedDataParallel):
                 _reduce_anew(whole)
     masters: list[MasterWeights] = []
-    if what.keeps_masters or scale is not None:
+    # Where the loop has a GradScaler: torch's own unscales no float16 gradients.
+    unscales = scale is not None or (what.casts_weights and dtype == torch.float16)
+    if what.keeps_masters or unscales:
         masters += [MasterWeights(each, values, scale, keeps=what.keeps_masters) for each in optimizers]
     options = [MasterOption(each, what.keeps_masters) for each in optimizers]
+    moments = [MomentDtypes(each, _cast_by(casts)) for each in optimizers if not what.keeps_masters]
+    for own_moments in moments:
+        own_moments.follow()
     handles: list[RemovableHandle] = []
     borders = [Border(dtype, scale if optimizers else None, what.autocasts) for _ in plain]
     for model, border in zip(plain, borders, strict=True):
@@ -145,14 +151,23 @@ def _decorate(
             handles += Float32Checkpoint(masters).register(model)
     for each in casts.values():
         each.values.clear()  # those of an optimizer are kept in its state, and those of none are let go
+    check = _check_of(plain, scale) if scale is not None and optimizers else None
     for whole, model, border in zip(given, plain, borders, strict=True):
-        border.decoration = undecorate.Decoration(handles, casts, masters, options, given != plain)
+        border.decoration = undecorate.Decoration(handles, casts, masters, options, moments, check, given != plain)
+        border.on_call += [each.begin_call for each in masters]
         if what.keeps_masters and whole is model:
-            border.on_call = SharedMasters(masters).begin_call
-    if scale is not None and optimizers:
-        first = next((p for model in plain for p in model.parameters()), None)
-        scale.to(torch.device("cpu") if first is None else first.device)
-        BypassCheck((p for model in plain for p in model.parameters()), scale)
+            border.on_call.append(SharedMasters(masters).begin_call)
+
+
+def _cast_by(casts: dict[nn.Module, weights.Casts]) -> list[torch.Tensor]:
+    return [p for each in casts.values() for p in each.dtypes]
+
+
+def _check_of(models: list[nn.Module], scale: DynamicLossScale) -> BypassCheck:
+    """Bring the scale to the device of the models, and look for gradients that take another way."""
+    params = [p for model in models for p in model.parameters()]
+    scale.to(params[0].device if params else torch.device("cpu"))
+    return BypassCheck(params, scale)
 
 
 def _reduce_anew(model: DistributedDataParallel) -> None:

@@ -13,16 +13,19 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel.amp.gradients import Seen, unscale
+from accel.amp.gradients import HiddenGradients, Seen, values_of
+from accel.amp.hook_order import put_first, put_last
 from accel.amp.loss_scale import DynamicLossScale
 from accel.amp.master_option import without_bare_masters
+from accel.amp.ready import ReadyGradients
+from accel.amp.stand_ins import NAME, StandIns
+from accel.amp.unrounded import opened, sealed
 from accel.errors import InvalidArgument
 from accel.optim import MultiTensorOptimizer
 
-_NAME = "master"
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 _all: weakref.WeakKeyDictionary[Optimizer, MasterWeights] = weakref.WeakKeyDictionary()
@@ -51,7 +54,7 @@ def master_params(optimizer: Optimizer, scaler: torch.amp.GradScaler | None = No
     masters = _all.get(optimizer)
     if masters is None:
         return [p for group in optimizer.param_groups for p in group["params"]]
-    return masters.unscaled(None if scaler is None else scaler._scale)
+    return masters.unscaled(getattr(scaler, "_scale", None))  # one that is not enabled has none
 
 
 def masters_of(optimizer: Optimizer) -> MasterWeights | None:
@@ -75,13 +78,9 @@ class MasterWeights:
         self._optimizer, self._scale, self._keeps = weakref.ref(optimizer), scale, keeps
         self._fused = isinstance(optimizer, MultiTensorOptimizer)
         self._skips_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        self._swapped: list[tuple[dict[str, Any], list[Tensor]]] = []
-        """Groups, and the parameters that masters stand in for."""
-        self._set_aside: list[tuple[Tensor, Tensor]] = []
-        self._ready: Tensor | None = None
-        """Whether gradients overflowed, once masters have theirs; None before that."""
-        self._ready_for: dict[Tensor, Seen] = {}
-        """The gradients that they are made of."""
+        self._stand_ins = StandIns()
+        self._hidden = HiddenGradients()
+        self._ready = ReadyGradients()
         self._versions: dict[Tensor, Seen] = {}
         """The gradients that the last scaled backward pass has left."""
         self._rounded: dict[Tensor, int] = {}
@@ -92,20 +91,25 @@ class MasterWeights:
         """The optimizer has been given a scale, or whether gradients overflowed, for this step."""
         own = [p for p in self._params() if keeps and p in values]
         for p in own:
-            optimizer.state[p][_NAME] = values[p]
+            optimizer.state[p][NAME] = values[p]
         self.agree(own)
         if not self._fused:
             # torch.amp.GradScaler then passes its scale on, in place of refusing 16-bit gradients.
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        self._begins = optimizer.register_step_pre_hook(self._before_step)
+        ends = optimizer.register_step_post_hook(self._after_step)
+        # Hooks of the user's after the step find the parameters in the groups, and may write to them.
+        put_first(optimizer._optimizer_step_post_hooks, ends)
         self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_post_hook(self._add_scale),
+            *(self._begins, ends),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_state_dict_post_hook(self._after_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
         self._kept: dict[Tensor, Tensor] = {}
         self._bare: dict[Tensor, Tensor] = {}
+        self._puts_in = False
         self._unfitting: dict[Tensor, Tensor] = {}
         """Master weights of a loaded state that don't round to the parameters; these may be loaded later."""
         self._loaded_scale: Any = None
@@ -116,6 +120,7 @@ class MasterWeights:
 
     def remove(self) -> dict[Tensor, Tensor]:
         """Let the optimizer step as it did, without master weights, and return these."""
+        self.recover()
         optimizer = self._optimizer()
         masters = {p: master for p in self._params() if (master := self.follow(p)) is not None}
         for handle in self._handles:
@@ -126,7 +131,7 @@ class MasterWeights:
         if optimizer is None:
             return masters
         for p in masters:
-            del optimizer.state[p][_NAME]
+            del optimizer.state[p][NAME]
             if not optimizer.state[p]:
                 del optimizer.state[p]  # many optimizers take any state for one they have made
         if not self._fused and not self._skips_itself:
@@ -147,8 +152,8 @@ class MasterWeights:
         """Return the master weights of a parameter, None if it has none."""
         optimizer = self._optimizer()
         if optimizer is None or p not in optimizer.state:
-            return None
-        master: Tensor | None = optimizer.state[p].get(_NAME)
+            return self._stand_ins.of(p)
+        master: Tensor | None = optimizer.state[p].get(NAME)
         return master
 
     @torch.no_grad()
@@ -188,8 +193,17 @@ class MasterWeights:
 
     def follow_all(self) -> None:
         """Take over what someone else has written to parameters, before a captured step is replayed."""
+        self.recover()
         for p in self._params():
             self.follow(p)
+
+    def begin_call(self, model: nn.Module) -> None:
+        """Be told that a call of the model begins."""
+        self.recover()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            # Hooks of the user's may change gradients, of which masters are given theirs.
+            put_last(optimizer._optimizer_step_pre_hooks, self._begins)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -197,11 +211,15 @@ class MasterWeights:
         return any(p.grad is not None and p in self._versions for p in self._params())
 
     def _begin_backward(self) -> None:
-        if self._ready is not None:
+        self.recover()
+        if self._ready.overflow is not None:
             # A loop that skips a step clears the gradients. This waits for the device, where it would raise otherwise.
-            if any(p.grad is not None and bool(p.grad.any()) for p in self._params()):
-                raise InvalidArgument("master_params() must be called after the last backward pass of a step.")
-            self._skip(self._ready)
+            if any(p.grad is not None and bool(values_of(p.grad).any()) for p in self._params()):
+                raise InvalidArgument(
+                    "master_params() must be called after the last backward pass of a step, and the gradients of a "
+                    "step that failed must be cleared before the next. Found: another backward pass."
+                )
+            self._skip(self._ready.overflow)
         # After what DistributedDataParallel does at the end of the pass, which it will ask for only now.
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(self._end_backward))
@@ -216,7 +234,10 @@ class MasterWeights:
             self._scale.note(overflow)
             self._scale.settle()
             self._scale.came_through = True  # it does, at this moment
-        self._ready, self._ready_for = None, {}
+        self._ready.forget()
+        self._clear_masters()
+
+    def _clear_masters(self) -> None:
         for p in self._params():
             if (master := self.of(p)) is not None:
                 master.grad = None
@@ -225,28 +246,20 @@ class MasterWeights:
         """Return which gradients there are, and how often each has been written to."""
         return {p: Seen(weakref.ref(p.grad), p.grad._version) for p in self._params() if p.grad is not None}
 
-    def _are_ready(self) -> bool:
-        """Return whether masters have their gradients, of the ones that are there now."""
-        there = {p for p in self._params() if p.grad is not None and self.of(p) is not None}
-        as_they_were = all(seen.is_still(p) for p, seen in self._ready_for.items())
-        return self._ready is not None and as_they_were and there == set(self._ready_for)
-
-    def _seen_of_halves(self) -> dict[Tensor, Seen]:
-        return {p: seen for p, seen in self._seen().items() if self.of(p) is not None}
-
     def _check_unchanged(self, optimizer: Optimizer) -> None:
         """Raise if the gradients of this step are not those that a scaled backward pass has left."""
         assert self._scale is not None
-        grads = {p: p.grad for p in self._params() if p.grad is not None}
-        if grads and not self._scale.came_through and not self._versions:
+        there = [p for p in self._params() if p.grad is not None]
+        if there and not self._scale.came_through and not self._versions:
             raise InvalidArgument(
                 "the gradients must come through the output of the decorated model, where the loss scale is applied. "
                 "Found: gradients of a step in which nothing did. Decorate the module that the loop calls, or scale "
                 "the loss by torch.amp.GradScaler and pass loss_scale=None."
             )
-        for p, grad in grads.items():
+        for p in there:
             seen = self._versions.get(p)
-            if seen is not None and seen.gradient() is grad and seen.version != grad._version:
+            was_changed = seen is not None and seen.gradient() is p.grad and not seen.is_still(p)
+            if was_changed and not self._ready.has(p, self.of(p)):
                 raise InvalidArgument(
                     f"gradients must not be changed while they are scaled, by {float(self._scale.value):g} now. Found: "
                     "one that was, between backward and step. Clip or change those of "
@@ -262,37 +275,42 @@ class MasterWeights:
         """
         optimizer = self._optimizer()
         assert optimizer is not None
+        if self._stand_ins.are_in:  # within a step, or after one that failed
+            return [p for group in optimizer.param_groups for p in group["params"]]
+        self.recover()
         if self._scale is not None:
             if not self._versions and not self._scale.came_through:  # no backward pass since the last step
                 return self._updated()
             value = self._scale.value
-        if not self._are_ready():
+        if value is not None and self._ready.are_scaled:
+            self._ready.forget()  # they were looked at, by someone who had no scaler at hand
+        if not self._ready.are_all(self._pairs()):
             if self._scale is not None:
                 self._check_unchanged(optimizer)
             self._move()
-            for p in self._params():
-                master = self.of(p)
-                if master is not None:
-                    master.grad = None if p.grad is None else p.grad.float()
-            grads = [each.grad for each in self._updated() if each.grad is not None]
-            self._ready = torch.zeros(()) if value is None else unscale(grads, value)
-            self._ready_for = self._seen_of_halves()
+            self._ready.make(self._pairs(), value)
         return self._updated()
 
     def _updated(self) -> list[Tensor]:
-        return [p if (master := self.follow(p)) is None else master for p in self._params()]
+        return [own for _, own in self._pairs()]
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters, each with what the step updates."""
+        return [(p, p if (master := self.follow(p)) is None else master) for p in self._params()]
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._swap_out(optimizer)  # where the step before has failed
+        passed_on = self._passed_on  # of this very step, where a class calls its base's, or it is tried again
+        self.recover(goes_on=True)
         native = hasattr(optimizer, "found_inf")
         if native and self._scale is not None:
+            self._take_passed_on(optimizer)
             raise InvalidArgument(
                 "one loss scale is enough. Found: torch.amp.GradScaler beside that of decorate; pass loss_scale=None."
             )
         closure = next((each for each in (*args[1:2], kwargs.get("closure")) if each is not None), None)
-        in_its_pass = self._fused and self._ready is None
+        in_its_pass = self._fused and self._ready.overflow is None
         if closure is not None and (native or self._scale is not None):
             raise InvalidArgument(
                 "an optimizer's step takes no closure where its gradients are scaled. Found: one. bfloat16 needs no "
@@ -305,24 +323,25 @@ class MasterWeights:
             self._move()
             return None
         if closure is not None:
-            self._ready, self._ready_for = None, {}
+            self._ready.forget()
             others = {name: value for name, value in kwargs.items() if name != "closure"}
             return (args[0], self._on_parameters(optimizer, closure)), others
-        if native:
-            self._passed_on = {name: vars(optimizer).pop(name, None) for name in ("grad_scale", "found_inf")}
-            self.unscaled(self._passed_on["grad_scale"])
-            overflow = self._passed_on["found_inf"]
+        if native or passed_on:
+            passed_on = self._take_passed_on(optimizer) if native else passed_on
+            self._check_divided(passed_on["grad_scale"])
+            self.unscaled(passed_on["grad_scale"])
+            self._passed_on, overflow = passed_on, passed_on["found_inf"]
         else:
-            if self._scale is not None and self._ready is None:
+            if self._scale is not None and self._ready.overflow is None:
                 self._check_unchanged(optimizer)
             self.unscaled()
-            overflow = self._ready if self._scale is not None else None
+            overflow = self._ready.overflow if self._scale is not None else None
         if overflow is not None and self._skips_itself:
             self._hand_over(optimizer, grad_scale=None, found_inf=overflow)
         elif overflow is not None and bool(overflow.to("cpu") != 0):  # this waits for the device
-            self._hide_gradients()
+            self._hidden.hide(self._params())
             return None
-        self._swap_in(optimizer)
+        self._stand_ins.put_in(optimizer)
         return None
 
     def _on_parameters(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -331,76 +350,88 @@ class MasterWeights:
         def run() -> Any:
             self._swap_out(optimizer)
             loss = closure()
-            self._ready, self._ready_for = None, {}
+            self._swap_out(optimizer)  # a class may give it to its base's step, which returns from one of its own
+            self._ready.forget()
             self.unscaled()
-            self._swap_in(optimizer)
+            self._stand_ins.put_in(optimizer)
             return loss
 
         return run
+
+    def _take_passed_on(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Take what torch.amp.GradScaler has set: the step of a master needs it no more, and one that is refused."""
+        return {name: vars(optimizer).pop(name, None) for name in ("grad_scale", "found_inf")}
+
+    def _check_divided(self, value: Tensor | None) -> None:
+        if value is not None and self._ready.are_scaled and self._ready.are_all(self._pairs()):
+            self._ready.forget()
+            raise InvalidArgument(
+                "master_params() must be given the scaler of the loop, or gradients stay scaled. Found: none. Call "
+                "accel.amp.master_params(optimizer, scaler)."
+            )
 
     def _hand_over(self, optimizer: Optimizer, **values: Any) -> None:
         vars(optimizer).update(values)
         self._hands_over = True
 
-    def _hide_gradients(self) -> None:
-        """Let the step find no gradient, so that it changes nothing."""
-        for p in self._params():
-            if p.grad is not None:
-                self._set_aside.append((p, p.grad))
-                p.grad = None
-
-    def _swap_in(self, optimizer: Optimizer) -> None:
-        """Put masters, with the state of their parameters, in the place of these.
-
-        A parameter's own data must not be replaced by one of another dtype: torch then gives it another accumulator,
-        of which DistributedDataParallel knows nothing.
-        """
-        for group in optimizer.param_groups:
-            self._swapped.append((group, group["params"]))
-            group["params"] = [self._stand_in(optimizer, p) for p in group["params"]]
-
-    def _stand_in(self, optimizer: Optimizer, p: Tensor) -> Tensor:
-        own = optimizer.state.get(p, {})
-        if _NAME not in own:
-            return p
-        del optimizer.state[p]
-        master: Tensor = own.pop(_NAME)
-        if own:  # many optimizers take any state for one they have made
-            optimizer.state[master] = own
-        return master
-
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._swap_out(optimizer)
-        for p, grad in self._set_aside:
-            p.grad = grad
-        self._set_aside.clear()
-        overflow: Tensor | None = self._ready
+        self._hidden.show()
+        overflow: Tensor | None = self._ready.overflow
         if self._fused and overflow is None and self._scale is not None:
             overflow = optimizer.overflow  # type: ignore[attr-defined]
-        if self._hands_over:
-            self._hands_over = False
-            for name in ("grad_scale", "found_inf"):
-                vars(optimizer).pop(name, None)
+        self._take_back(optimizer)
         vars(optimizer).update(self._passed_on)
+        self._passed_on = {}
+        self._finish(overflow)
+        self._unfitting.clear()
+
+    def _finish(self, overflow: Tensor | None) -> None:
         if self._scale is not None:
             self._scale.note(torch.zeros(()) if overflow is None else overflow)
-        self._passed_on, self._ready, self._ready_for, self._versions = {}, None, {}, {}
-        self._unfitting.clear()
+        self._versions = {}
+        self._ready.forget()
+
+    def _take_back(self, optimizer: Optimizer) -> None:
+        if self._hands_over:
+            self._hands_over = False
+            self._take_passed_on(optimizer)
 
     @torch.no_grad()
     def _swap_out(self, optimizer: Optimizer) -> None:
         """Put the parameters back, as their masters round."""
-        for group, params in self._swapped:
-            for p, master in zip(params, group["params"], strict=True):
-                if master is not p:
-                    # A state of its own is there where a capture has failed within the step, and was undone.
-                    own = {**optimizer.state.get(p, {}), **optimizer.state.pop(master, {})}
-                    optimizer.state[p] = {**own, _NAME: master}
-                    p.copy_(master)
-                    master.grad = None
-                    self.agree([p])
-            group["params"] = params
-        self._swapped.clear()
+        for p, master in self._stand_ins.take_out(optimizer).items():
+            p.copy_(master)
+            master.grad = None
+            self.agree([p])
+
+    @torch.no_grad()
+    def recover(self, *, goes_on: bool = False) -> None:
+        """Put back what a step has left that failed, of which torch tells nobody.
+
+        Gradients stay, so that it may be tried again. Where the loop has cleared them, those of masters stood in for
+        the model's.
+
+        Args:
+            goes_on: the step is tried again, or has called that of its base class. Gradients are not looked at then:
+                that waits for the device.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None or not (self._stand_ins.are_in or self._hands_over or self._passed_on or self._hidden):
+            return
+        for p, master in self._stand_ins.take_out(optimizer).items():
+            p.copy_(master)
+            self.agree([p])
+            if master.grad is None:
+                p.grad = None
+            elif not goes_on and p.grad is not None and not bool(values_of(master.grad).any()):
+                p.grad.zero_()
+        self._take_back(optimizer)
+        self._passed_on = {}
+        if self._hidden:  # a step that overflowed changes nothing, so it is done
+            self._hidden.drop()
+            self._finish(self._ready.overflow)
+            self._clear_masters()
 
     def _move(self) -> None:
         """Follow a model that was moved to another device, and refuse one whose dtype was changed."""
@@ -414,7 +445,7 @@ class MasterWeights:
             if master.device != p.device:
                 optimizer = self._optimizer()
                 assert optimizer is not None
-                optimizer.state[p][_NAME] = master.to(p.device)
+                optimizer.state[p][NAME] = master.to(p.device)
             self.follow(p)
         if self._scale is not None and self._params() and self._scale.value.device != self._params()[0].device:
             self._scale.to(self._params()[0].device)
@@ -423,39 +454,38 @@ class MasterWeights:
         """Give a 16-bit parameter that was added later its master weights."""
         optimizer = self._optimizer()
         if self._keeps and not self._fused and p.dtype in _HALF and optimizer is not None:
-            optimizer.state[p][_NAME] = p.detach().float()
+            optimizer.state[p][NAME] = p.detach().float()
             self.agree([p])
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def _add_scale(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        # Within a step, or after one that failed: who knows which, so they are put in again.
+        self._puts_in = self._stand_ins.are_in
+        self._stand_ins.take_out(optimizer)
+
+    def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        if self._puts_in:
+            self._stand_ins.put_in(optimizer)
         return None if self._scale is None else {**state_dict, "loss_scale": self._scale.state_dict()}
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        self.recover()
         self._kept = {p: master for p in self._params() if (master := self.follow(p)) is not None}
         self._loaded_scale = state_dict.get("loss_scale")
         # Of weights that were never updated: an optimizer takes any state for one it has made, and misses its own.
         state_dict, self._bare = without_bare_masters(optimizer, state_dict)
         if self._fused:
             return state_dict
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        halves = {key for key, p in zip(keys, self._params(), strict=False) if p in self._kept}
-        sealed = {
-            key: {name: value if name == "step" else _Unrounded(value) for name, value in own.items()}
-            if key in halves
-            else own
-            for key, own in state_dict["state"].items()
-        }
-        return {**state_dict, "state": sealed}
+        return sealed(state_dict, self._params(), self._kept)
 
     @torch.no_grad()
     def _after_load(self, optimizer: Optimizer) -> None:
         for p, kept in self._kept.items():
             own = optimizer.state[p]
-            for name, value in own.items():
-                own[name] = value.opened(kept) if isinstance(value, _Unrounded) else value
-            loaded = own.get(_NAME, self._bare.get(p, kept)).to(kept.device, kept.dtype)
-            own[_NAME] = kept
+            opened(own, kept)
+            loaded = own.get(NAME, self._bare.get(p, kept)).to(kept.device, kept.dtype)
+            own[NAME] = kept
             if torch.equal(loaded.to(p.dtype), p):
                 kept.copy_(loaded)
             else:  # the model is loaded later, or has gone on in float32, where nobody updates master weights
@@ -464,18 +494,5 @@ class MasterWeights:
         self._kept, self._bare = {}, {}
         if self._scale is not None and self._loaded_scale is not None:
             self._scale.load_state_dict(self._loaded_scale)
-        self._loaded_scale, self._ready, self._ready_for, self._versions = None, None, {}, {}
-
-
-class _Unrounded:
-    """Holds a value that torch would round to the parameter's dtype while it loads a state."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def opened(self, like: Tensor) -> Any:
-        """Return it, for master weights `like`."""
-        if not isinstance(self._value, Tensor):
-            return self._value
-        dtype = like.dtype if self._value.is_floating_point() else self._value.dtype
-        return self._value.to(like.device, dtype, copy=True)
+        self._loaded_scale, self._versions = None, {}
+        self._ready.forget()

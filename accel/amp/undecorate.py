@@ -12,8 +12,10 @@ from torch.utils.hooks import RemovableHandle
 
 from accel.amp import weights
 from accel.amp.border import border_of
+from accel.amp.bypass import BypassCheck
 from accel.amp.master_option import MasterOption
 from accel.amp.masters import MasterWeights
+from accel.amp.moments import MomentDtypes
 from accel.errors import InvalidArgument
 
 
@@ -25,6 +27,8 @@ class Decoration:
     casts: dict[nn.Module, weights.Casts]
     masters: list[MasterWeights]
     options: list[MasterOption]
+    moments: list[MomentDtypes]
+    check: BypassCheck | None
     is_distributed: bool
     """A model was in `DistributedDataParallel` then, whose buckets are of 16 bits."""
 
@@ -72,6 +76,8 @@ def _check(model: nn.Module) -> None:
             "a model must be undecorated before it is wrapped: its gradients' buckets are of 16 bits. "
             "Found: DistributedDataParallel."
         )
+    for masters in [] if decoration is None else decoration.masters:
+        masters.recover()
     if decoration is not None and not all(masters.is_between_steps for masters in decoration.masters):
         raise InvalidArgument("a model must be undecorated between two steps. Found: gradients that wait for theirs.")
 
@@ -87,3 +93,7 @@ def _undo(model: nn.Module) -> None:
         option.remove()
     for other, casts in decoration.casts.items():
         weights.uncast(other, casts, latest)
+    for moments in decoration.moments:
+        moments.follow()
+    if decoration.check is not None:
+        decoration.check.remove()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accel.amp import DynamicLossScale, decorate, master_params
 from accel.errors import InvalidArgument
-from tests.accel.amp.amp_models import OPTIMIZERS, batches, cnn, loss_of
+from tests.accel.amp.amp_models import OPTIMIZERS, batches, cnn, loss_of, mlp
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[tuple[Tensor, Tensor]]) -> None:
@@ -239,3 +239,46 @@ def test_a_state_with_masters_of_weights_that_were_never_updated_is_taken(name: 
     train(other, others, data[steps:])
     for own, mine in zip(master_params(others), master_params(optimizer), strict=True):
         assert torch.equal(own, mine) if there == "O2" else own.dtype == torch.float32
+
+
+class Nested(torch.optim.SGD):
+    """Keeps its moments in a list and in a dict, as Shampoo and SOAP do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            own = self.state[p]
+            own.setdefault("sides", [torch.zeros_like(p, dtype=torch.float32), None])
+            own.setdefault("more", {"count": torch.zeros((), dtype=torch.int64)})
+            own["sides"][0].add_(p.grad.float())
+            own["more"]["count"] += 1
+        return super().step(closure)
+
+
+def test_nested_state_is_a_copy_of_what_is_loaded() -> None:
+    """It was once handed on as it was: on the device of the file, and the same tensors as in the loaded state."""
+    runs: list[Any] = []
+    for seed in (0, 1):
+        model = mlp(seed)
+        runs.append(decorate(model, Nested(model.parameters(), 0.1), dtype=torch.bfloat16))
+    (model, optimizer), (other, others) = runs
+    train(model, optimizer, batches(2, 8))
+    saved = optimizer.state_dict()
+    others.load_state_dict(saved)
+    for mine, own in zip(saved["state"].values(), others.state_dict()["state"].values(), strict=True):
+        assert torch.equal(own["sides"][0], mine["sides"][0]) and own["sides"][1] is None
+        assert torch.equal(own["more"]["count"], mine["more"]["count"])
+    before = copy.deepcopy(saved)
+    train(other, others, batches(1, 8))
+    for mine, then in zip(saved["state"].values(), before["state"].values(), strict=True):
+        assert torch.equal(mine["sides"][0], then["sides"][0])
+        assert torch.equal(mine["more"]["count"], then["more"]["count"])
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_state_is_taken_in_inference_mode(level: str) -> None:
+    model = decorate(cnn(), level=level, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        for _ in range(2):
+            state = model.state_dict()
+    assert {value.dtype for value in state.values()} == {torch.float32, torch.int64}

@@ -443,3 +443,20 @@ def test_a_step_that_fails_leaves_the_model_as_it_was() -> None:
     assert all(map(torch.equal, before, model.parameters()))
     step(model, optimizer, *data[2])
     assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_sparse_gradients_are_unscaled(level: str) -> None:
+    results = []
+    for scale in (None, 64.0):
+        torch.manual_seed(0)
+        model = nn.EmbeddingBag(10, 4, sparse=True, mode="sum")
+        model, optimizer = decorate(
+            model, torch.optim.SGD(model.parameters(), 0.1), level=level, dtype=torch.bfloat16, loss_scale=scale
+        )
+        for words in ([[1, 2, 2]], [[3, 2, 0]]):
+            optimizer.zero_grad()
+            model(torch.tensor(words)).square().sum().backward()
+            optimizer.step()
+        results.append([m.detach().clone() for m in master_params(optimizer)])
+    assert all(map(torch.equal, *results))

@@ -93,6 +93,9 @@ def test_on_and_off_leaves_no_trace(model: str, optimizer: str, dtype: torch.dty
         with torch.no_grad():
             for p in network.parameters():
                 p.copy_(p.to(dtype))
+            for value in tree_leaves([own.state[p] for p in network.parameters() if "betas" in own.defaults]):
+                if isinstance(value, Tensor) and value.dim():
+                    value.copy_(value.to(dtype))
     own.zero_grad()
     before = copy.deepcopy(everything(network, own))
     attributes = sorted(vars(own))
@@ -241,3 +244,31 @@ def test_a_model_does_not_keep_its_optimizer(make: Any, level: str) -> None:
     del optimizer
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_backward_passes_are_no_longer_looked_at(level: str, again: bool) -> None:
+    """The look for gradients past the loss scale once went on: each backward pass in float32 was refused."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    decorate(model, optimizer, level=level, dtype=torch.float16)
+    train(model, optimizer, batches(1, 8))
+    undecorate(model)
+    if again:
+        decorate(model, optimizer, level=level, dtype=torch.float16, loss_scale=64.0)
+    train(model, optimizer, batches(3, 8))
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW fused", "RMSprop", "FusedAdamW"])
+def test_moments_follow_the_weights_at_o3(name: str) -> None:
+    """Moments of another dtype than their gradients once made the next step raise, on either side."""
+    model = mlp()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train(model, optimizer, batches(1, 8))
+    decorate(model, optimizer, level="O3", dtype=torch.bfloat16)
+    train(model, optimizer, batches(2, 8))
+    undecorate(model)
+    train(model, optimizer, batches(2, 8))
+    moments = [value for own in optimizer.state.values() for entry, value in own.items() if entry != "step"]
+    assert {value.dtype for value in moments} == {torch.float32}
