@@ -20,13 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accel.graphs.found import found
 from accel.graphs.host_draws import HostDraws, without_draws
 from accel.graphs.inputs import WrittenInputs, described, difference, rebuilt, unwritten
+from accel.graphs.leaving import recorded
 from accel.graphs.model_calls import MANY, MANY_KINDS, CaptureError, ModelCalls
 from accel.graphs.models import capture_model
 from accel.graphs.modes import modes, without_cached_casts
+from accel.graphs.module_states import LeftBehind, LeftValue, ModuleStates
 from accel.graphs.optimizer_states import OptimizerStates
-from accel.graphs.owners import Owners, found
+from accel.graphs.own_scales import with_their_step
+from accel.graphs.owners import Owners
 from accel.graphs.recorder import CudaRecorder, GraphRecorder, RecordedGraph
 
 _MOST_COUNTED = 1024
@@ -35,6 +39,8 @@ _FIRST_STEPS = 2
 """Eager calls of a kind, beside `warmup`, in which optimizers may make their state."""
 _ANEW = 3
 """Captures for the same inputs and other numbers of an optimizer, after which a warning says so."""
+_MANY_NUMBERS = 16
+"""The same of eager calls: numbers that change in each step are never captured, and those of a warm-up are."""
 
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -106,7 +112,9 @@ def capture(
         return capture_model(step, ModelCalls(step, warmup=warmup, most=most, strict=strict))
     by_itself = found(step)
     owners = Owners(by_itself[0] if modules is None else modules, by_itself[1] if optimizers is None else optimizers)
-    return CapturedStep(step, owners, warmup=warmup, most=most, strict=strict, fixed=fixed)
+    captured = CapturedStep(step, owners, warmup=warmup, most=most, strict=strict, fixed=fixed)
+    captured.has_no_owners = modules is None and optimizers is None and not any(by_itself)
+    return captured
 
 
 @dataclass
@@ -120,6 +128,10 @@ class _Captured:
     outputs: list[Tensor]
     gradients: list[tuple[Tensor, Tensor | None]]
     """Those that the step has made, each with its parameter."""
+    left: list[LeftValue]
+    """What the step has put into modules."""
+    entries: list[Any]
+    """States of optimizers that the graph writes to: they are kept, so that no other takes their identity."""
 
     def replay(self, inputs: list[Tensor]) -> Any:
         """Run it on these inputs."""
@@ -128,7 +140,28 @@ class _Captured:
         self.graph.replay()
         for parameter, gradient in self.gradients:
             parameter.grad = gradient  # zero_grad outside of the graph has taken it off
+        for each in self.left:
+            each.put()
         return rebuilt(self.result, iter([output.clone() for output in self.outputs]))
+
+
+class _Kind:
+    """A kind of calls, which is looked up several times in each: its hash is computed once.
+
+    Args:
+        of: arguments, state of the owners, modes.
+    """
+
+    __slots__ = ("_hash", "of")
+
+    def __init__(self, of: tuple[Hashable, ...]) -> None:
+        self.of, self._hash = of, hash(of)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Kind) and self.of == other.of)
 
 
 class CapturedStep:
@@ -138,7 +171,10 @@ class CapturedStep:
         captures: graphs captured so far.
         replays: calls that were replayed.
         why_eager: why steps run eagerly, one sentence for each kind.
+        has_no_owners: True if a model or optimizer was looked for in the step, and none was found.
     """
+
+    has_no_owners = False
 
     def __init__(
         self, step: Callable[..., Any], owners: Owners, *, warmup: int, most: int, strict: bool, fixed: bool = False
@@ -154,6 +190,11 @@ class CapturedStep:
         self._first: Hashable = None
         """Form of the first call's arguments, which `fixed` holds all others to."""
         self._numbers: dict[Hashable, set[Hashable]] = {}
+        """Numbers of optimizers that were captured."""
+        self._met: dict[Hashable, set[Hashable]] = {}
+        """Those of eager calls."""
+        self._has_said_numbers = False
+        self._kinds: dict[_Kind, _Kind] = {}
         self._recorder: GraphRecorder | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +217,7 @@ class CapturedStep:
             self.replays += 1
             self._owners.send()
             return captured.replay(inputs)
-        if key in self._eager:
+        if key in self._eager or description in self._eager:
             return _detached(self._step(*args, **kwargs))
         if self._calls[key] < self._warmup:
             return self._warm(recorder, key, args, kwargs)
@@ -191,8 +232,16 @@ class CapturedStep:
         self._eager.clear()
 
     def _key(self, description: Hashable, recorder: GraphRecorder) -> tuple[Hashable, ...]:
-        kind = recorder.device.type
-        return description, self._owners.state(kind), modes(kind), self._owners.places(self._owners.gradients())
+        """Return what a graph is captured for: what decides how the code goes, and where it reads and writes."""
+        device = recorder.device.type
+        kind = _Kind((description, self._owners.state(device, description), modes(device)))
+        if len(self._kinds) >= _MOST_COUNTED:
+            self._kinds.clear()
+        kind = self._kinds.setdefault(kind, kind)
+        return kind, *self._memory(kind, self._owners.gradients())
+
+    def _memory(self, kind: Hashable, gradients: list[Tensor | None]) -> tuple[Hashable, ...]:
+        return tuple(map(id, self._owners.entries())), self._owners.places(gradients, kind)
 
     def _elsewhere(self, device: torch.device, args: Any, kwargs: Any) -> Any:
         """Run a step eagerly some of whose inputs are not on its device."""
@@ -211,15 +260,21 @@ class CapturedStep:
         self._say(f"its tensors must be on one CUDA device. Found: {words}")
         return None
 
-    def _warm(self, recorder: GraphRecorder, key: Hashable, args: Any, kwargs: Any) -> Any:
+    def _warm(self, recorder: GraphRecorder, key: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
         if len(self._calls) >= _MOST_COUNTED:
             self._calls.clear()
         if len(self._calls) == MANY and not self.captures:
             self._say(MANY_KINDS)
-        self._calls[key] += 1
-        before = self._owners.gradients()
+        description = key[0].of[0]
+        self._count(self._met, description, recorder, _MANY_NUMBERS)
+        before, states = self._owners.gradients(), ModuleStates(self._owners.modules_within())
         result = recorder.aside(lambda: self._step(*args, **kwargs))
-        self._owners.learn(before)
+        self._owners.learn(before, key[0])
+        overwritten = self._owners.overwritten(description)
+        new = {each.place for each in states.left() if each.holds_tensors} - overwritten
+        overwritten |= new
+        if not new:  # else calls are of another kind from now on
+            self._calls[(key[0], *self._memory(key[0], before))] += 1  # with what it has made, and replaces
         return _detached(result)
 
     def _captured(self, recorder: GraphRecorder, description: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
@@ -235,38 +290,59 @@ class CapturedStep:
         before = self._owners.gradients()
         self._owners.send()
         recorder.waits()
-        states = OptimizerStates(self._owners.optimizers)
+        states = OptimizerStates(self._owners.optimizers, recorder.device)
+        object_before = dict(own_object := _object_of(self._step))
         outputs: list[Tensor] = []
-        try:
-            with unwritten(own), without_cached_casts(recorder.device.type):
-                graph, result = without_draws(
+
+        def record() -> tuple[RecordedGraph, Any]:
+            with (
+                unwritten(own),
+                without_cached_casts(recorder.device.type),
+                with_their_step(self._owners.modules_within()),
+            ):
+                made = without_draws(
                     lambda: recorder.record(lambda: self._step(*own_args, **own_kwargs)), recorder.device
                 )
             states.check()
+            return made
+
+        def undo(made: tuple[RecordedGraph, Any]) -> None:
+            made[0].reset()
+            self._owners.put(before)
+
+        try:
+            recording = recorded(
+                self._owners, description, lambda: self._key(description, recorder), record, undo, is_whole=True
+            )
         except Exception as error:
             self._owners.put(before)
             is_first = states.have_more()
             states.put_back()
+            own_object.clear()
+            own_object.update(object_before)
             if is_first and self._calls[key] < self._warmup + _FIRST_STEPS:  # made anew in each replay
                 return self._warm(recorder, key, args, kwargs)
-            self._refuse(key, error)
+            self._refuse(description if isinstance(error, LeftBehind) else key, error)
             return _detached(self._step(*args, **kwargs))
+        graph, result = recording.made
         shape = described(_detached(result), outputs, "what a step returns")
-        self._owners.learn(before)
-        key = (*key[:-1], self._owners.places(before))  # gradients that it has replaced are of no account
-        self._keep(key, description, _Captured(graph, own, shape, outputs, self._owners.made(before)))
-        self._count(description, recorder)
+        kind, entries, _ = recording.key
+        self._owners.learn(before, kind)
+        key = kind, entries, self._owners.places(before, kind)  # gradients that it has replaced are of no account
+        owned = self._owners.made(before), recording.left, self._owners.entries()
+        self._keep(key, description, _Captured(graph, own, shape, outputs, *owned))
+        self._count(self._numbers, description, recorder, _ANEW)
         return self._graphs[key].replay(inputs)
 
     def _refuse(self, key: Hashable, error: Exception) -> None:
         """Run calls of a kind eagerly from now on, and say why."""
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        if self._strict and isinstance(error, HostDraws | WrittenInputs):
+        if self._strict and isinstance(error, HostDraws | WrittenInputs | LeftBehind):
             raise CaptureError(f"capture: a step can't be captured: {error}") from error
         if self._strict:
             raise CaptureError(f"capture: a step must not wait for the device. Found: {reason}") from error
         self._eager.add(key)
-        if isinstance(error, HostDraws | WrittenInputs):
+        if isinstance(error, HostDraws | WrittenInputs | LeftBehind):
             self._say(str(error))
         else:
             self._say(f"it could not be captured: {reason}; accel.graphs.why_not_capturable names the line")
@@ -278,6 +354,11 @@ class CapturedStep:
         self._graphs[key] = captured
         self._calls.pop(key, None)
         self.captures += 1
+        if self.captures == 1 and self.has_no_owners:
+            self._warn(
+                "no model and no optimizer was found in what the step refers to, and a graph goes on with their modes, "
+                "numbers and places; name them (modules=, optimizers=), modules=[] if there is none"
+            )
         if self.captures == 4 * self._most:
             other = _difference(self._first, description)
             self._warn(
@@ -285,10 +366,16 @@ class CapturedStep:
                 f"{other and f', as at {other}'}. Pad them to few sizes (accel.graphs.Buckets), or raise most="
             )
 
-    def _count(self, description: Hashable, recorder: GraphRecorder) -> None:
-        numbers = self._numbers.setdefault(description, set())
-        numbers.add(self._owners.numbers(recorder.device.type))
-        if len(numbers) == _ANEW:
+    def _count(self, met: dict[Hashable, set[Hashable]], description: Any, recorder: GraphRecorder, most: int) -> None:
+        """Say once if there are as many numbers of optimizers for the same arguments."""
+        if len(met) >= _MOST_COUNTED:
+            met.clear()
+        numbers = met.setdefault(description, set())
+        is_new = len(numbers) < most
+        if is_new:
+            numbers.add(self._owners.numbers(recorder.device.type))
+        if is_new and len(numbers) == most and not self._has_said_numbers:
+            self._has_said_numbers = True
             self._warn(
                 "a number of an optimizer changes from step to step, and each value takes a graph of its own; give it "
                 "as a tensor on the device, lr=torch.tensor(0.1, device='cuda'), or take an optimizer of accel.optim"
@@ -301,6 +388,12 @@ class CapturedStep:
 
     def _warn(self, text: str) -> None:
         warnings.warn(f"accel.graphs.capture: {text}", RuntimeWarning, stacklevel=4)
+
+
+def _object_of(step: Callable[..., Any]) -> dict[str, Any]:
+    """Return the attributes of a method's object: a capture that fails leaves tensors there that were never written."""
+    owner = getattr(step, "__self__", None)
+    return {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
 
 
 def _difference(known: Any, new: Any) -> str:

@@ -18,8 +18,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from accel.errors import AccelError
 from accel.graphs.host_draws import HostDraws, without_draws
 from accel.graphs.inputs import WrittenInputs, described
+from accel.graphs.leaving import recorded
 from accel.graphs.model_graph import ModelGraph, described_outputs
-from accel.graphs.modes import modes
+from accel.graphs.modes import is_watched, modes
+from accel.graphs.module_states import LeftBehind
 from accel.graphs.owners import Owners
 from accel.graphs.recorder import CudaRecorder, GraphRecorder
 from accel.run.gate import Call, hooks_of
@@ -35,8 +37,8 @@ _DIFFERS = (
 MANY = 64
 """Kinds of calls without a capture, after which a warning says so."""
 MANY_KINDS = (
-    f"{MANY} calls were of {MANY} kinds: inputs, where parameters, buffers and gradients lie, or numbers of modules "
-    "differ each time. A buffer must be written to, and not replaced; what each call changes belongs into one"
+    f"{MANY} calls were of {MANY} kinds: inputs, where parameters, buffers and gradients lie, or numbers of modules or "
+    "optimizers differ each time. What each call changes belongs into a buffer, and a learning rate into a tensor"
 )
 
 
@@ -138,11 +140,14 @@ class ModelCalls:
                 return self._watched(kind, call, args, kwargs)
             self._owners.refresh()  # parameters that have come or gone are part of the key
             self._hooks = hooks_of(self._model)
-            key = self._key(around, description, inputs)
-            graph = self._capture(key, call, description, inputs) if self._has_room() else None
+            if self._owners.has_hooks():  # one that comes after the capture is called by `.grad` alone
+                self._say("a parameter has hooks, which a graph would call once more")
+                return call(*args, **kwargs)
+            graph = self._capture(around, call, description, inputs) if self._has_room() else None
+        else:
+            self._graphs.move_to_end(key)
         if graph is None or graph.is_awaited:
             return call(*args, **kwargs)
-        self._graphs.move_to_end(key)
         if graph.replays == 1:
             self._unused[description] = 0
         self.replays += 1
@@ -150,7 +155,7 @@ class ModelCalls:
 
     def _key(self, around: Hashable, description: Hashable, inputs: list[Tensor]) -> Hashable:
         kind = next((tensor.device.type for tensor in inputs), "cuda")
-        return around, description, self._owners.form(), modes(kind)
+        return around, description, self._owners.form(description), modes(kind)
 
     # -- eager calls before --------------------------------------------------------------------------------------------
 
@@ -202,7 +207,8 @@ class ModelCalls:
 
     # -- capture -------------------------------------------------------------------------------------------------------
 
-    def _capture(self, key: Hashable, call: Call, description: Any, inputs: list[Tensor]) -> ModelGraph | None:
+    def _capture(self, around: Hashable, call: Call, description: Any, inputs: list[Tensor]) -> ModelGraph | None:
+        key = self._key(around, description, inputs)
         recorder = self._recorder_for([*inputs, *self._owners.tensors()])
         if recorder is None:
             self._leave_eager(key)
@@ -212,10 +218,24 @@ class ModelCalls:
         # Each once: autograd adds up what comes for a weight that stands in two places.
         trained = {id(tensor): tensor for tensor in self._owners.tensors() if tensor.requires_grad}
         seen = [use for use in uses if uses[use]]
-        try:
-            graph = without_draws(
+
+        def record() -> ModelGraph:
+            return without_draws(
                 lambda: ModelGraph(recorder, call, description, inputs, list(trained.values()), seen), recorder.device
             )
+
+        try:
+            recording = recorded(
+                self._owners,
+                description,
+                lambda: self._key(around, description, inputs),
+                record,
+                ModelGraph.reset,
+                is_whole=False,
+            )
+        except LeftBehind as error:
+            self._refuse((description, torch.is_grad_enabled()), str(error))
+            return None
         except (HostDraws, WrittenInputs) as error:
             self._refuse(key, str(error))
             return None
@@ -223,6 +243,8 @@ class ModelCalls:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self._refuse(key, f"it could not be captured: {reason}; accel.graphs.why_not_capturable names the line")
             return None
+        graph, key = recording.made, recording.key
+        graph.left = recording.left
         self._graphs[key] = graph
         self.captures += 1
         self._unused[description] += 1
@@ -277,7 +299,7 @@ def _is_traced() -> bool:
     return (
         torch.compiler.is_compiling()
         or is_in_torch_dispatch_mode()
-        or torch._C._len_torch_function_stack() > 0
+        or is_watched()
         or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
     )
 

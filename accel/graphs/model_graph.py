@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from accel.graphs.inputs import described, rebuilt, unwritten
-from accel.graphs.modes import without_cached_casts
+from accel.graphs.modes import outside_autocast, without_cached_casts
+from accel.graphs.module_states import LeftValue
 from accel.graphs.recorder import GraphRecorder, RecordedGraph
 from accel.run.gate import Call
 
@@ -62,6 +63,8 @@ class ModelGraph:
         self._needing = [tensor for tensor in self._inputs if tensor.requires_grad] + parameters
         self.differentiable = [number for number, output in enumerate(self._outputs) if output.requires_grad]
         self.replays = 0
+        self.left: list[LeftValue] = []
+        """What the call has put into modules, for a replay to put there again."""
         self._use: weakref.ref[_Use] | None = None
         self._backwards: dict[frozenset[int], BackwardGraph] = {}
         if self.differentiable:
@@ -87,6 +90,8 @@ class ModelGraph:
         """Replay the forward pass, and return copies of its outputs."""
         self._take(inputs)
         self._forward.replay()
+        for each in self.left:
+            each.put()
         return [output.detach().clone() for output in self._outputs]
 
     def _take(self, inputs: Any) -> None:
@@ -132,9 +137,10 @@ class BackwardGraph:
         used = [outputs[number] for number in numbers]
         self._given = [torch.zeros_like(output) for output in used]
         self.graph: RecordedGraph
-        self.graph, gradients = recorder.record(
-            lambda: torch.autograd.grad(used, needing, self._given, retain_graph=True, allow_unused=True)
-        )
+        with outside_autocast(recorder.device.type):
+            self.graph, gradients = recorder.record(
+                lambda: torch.autograd.grad(used, needing, self._given, retain_graph=True, allow_unused=True)
+            )
         self._gradients: list[Tensor | None] = list(gradients)
         self._reached = {number: _reached(outputs[number], needing) for number in numbers}
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 
 _BACKENDS: Any = torch.backends
 
@@ -24,6 +25,7 @@ def modes(kind: str) -> Hashable:
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         torch.are_deterministic_algorithms_enabled(),
+        default_device(),
         tuple([backend.fp32_precision for backend in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)]),
         (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic),
         (
@@ -33,6 +35,31 @@ def modes(kind: str) -> Hashable:
             backends.cuda.cudnn_sdp_enabled(),
         ),
     )
+
+
+def default_device() -> torch.device | None:
+    """Return where tensors are made that are given no device, None if nobody has set it."""
+    own = [mode for mode in _function_modes() if isinstance(mode, DeviceContext)]
+    return own[-1].device if own else None
+
+
+def is_watched() -> bool:
+    """Return whether a mode of torch looks at each function; a default device is one that doesn't."""
+    return any(not isinstance(mode, DeviceContext) for mode in _function_modes())
+
+
+def _function_modes() -> list[Any]:
+    count = torch._C._len_torch_function_stack()
+    return [torch._C._get_function_stack_at(place) for place in range(count)]
+
+
+def outside_autocast(kind: str) -> AbstractContextManager[Any]:
+    """Return no autocast, for a backward pass: it belongs outside, and is captured within a call that may be under it.
+
+    Args:
+        kind: of the device.
+    """
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 def without_cached_casts(kind: str) -> AbstractContextManager[Any]:

@@ -1,10 +1,10 @@
-"""What a captured function works on beside its arguments: the models and optimizers that it finds by itself."""
+"""What a captured function works on beside its arguments: models and optimizers, and what of them a graph freezes."""
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Callable, Hashable, Iterable, Iterator
+import weakref
+from collections.abc import Hashable, Iterable
+from collections.abc import Set as AbstractSet
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,6 +17,11 @@ from accel.profiler.clocks import callslot
 _PLAIN = frozenset({type(None), bool, int, float, complex, str})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that torch gives each module; of these only the mode decides, which is asked by itself."""
+_MOST_KINDS = 1024
+"""Kinds of calls of which it is known what they replace."""
+
+Place = tuple[int, str]
+"""Where a module keeps something: the id of one of its dictionaries, and a name."""
 
 
 @runtime_checkable
@@ -41,12 +46,14 @@ class Owners:
 
     def __init__(self, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         self.modules, self.optimizers = list(modules), list(optimizers)
-        self._replaced: set[int] = set()
-        """Tensors whose gradient a call was seen to replace: what it begins with is of no account."""
+        self._replaced: dict[Hashable, set[int]] = {}
+        """Kind of call → tensors whose gradient it was seen to replace: what it begins with is of no account."""
+        self._overwritten: dict[Hashable, set[Place]] = {}
+        """Kind of call → attributes and buffers whose tensor it replaces: it must not read the one it begins with."""
         self._slots: list[tuple[dict[str, Any], str]] = []
         self._contents: list[dict[str, Any]] = []
         self._settings: list[tuple[dict[str, Any], str]] = []
-        """Where a module has a plain value of its own: a rate of dropout, a temperature."""
+        """Where a module has a plain value or a tensor of its own: a rate of dropout, a mask."""
         self._stepped: list[Tensor] = []
         self._every: list[nn.Module] = []
         self._inner: list[nn.Module] = []
@@ -71,31 +78,66 @@ class Owners:
         """Return the parameters and buffers as they are now: one may have been replaced."""
         return [tensor for d, name in self._slots if (tensor := d.get(name)) is not None] + self._stepped
 
-    def state(self, kind: str) -> Hashable:
+    def _held(self) -> list[Tensor | None]:
+        """Return the same with None where there is none: a call may have filled the place since."""
+        held: list[Tensor | None] = [d.get(name) for d, name in self._slots]
+        return held + self._stepped
+
+    def state(self, kind: str, arguments: Hashable) -> Hashable:
         """Return what a step's graph has frozen beside gradients: that of a model's, and numbers of optimizers.
 
         Args:
             kind: of the device that the graph runs on.
+            arguments: describe those of the call.
         """
-        return self.form(), self.numbers(kind), self._loaded()
+        return self.form(arguments), self.numbers(kind), self._loaded()
 
-    def places(self, gradients: list[Tensor | None]) -> Hashable:
-        """Return where the gradients lie with which a step begins, but for those that it replaces."""
-        pairs = zip(self.tensors(), gradients, strict=True)
-        return tuple([None if g is None or id(t) in self._replaced else g.data_ptr() for t, g in pairs])
+    def places(self, gradients: list[Tensor | None], kind: Hashable) -> Hashable:
+        """Return where the gradients lie with which a step of a kind begins, but for those that it replaces."""
+        replaced: AbstractSet[int] = self._replaced.get(kind, frozenset())
+        pairs = zip(self._held(), gradients, strict=True)
+        return tuple([None if g is None or id(t) in replaced else g.data_ptr() for t, g in pairs])
 
-    def form(self) -> Hashable:
-        """Return what a model's graph has frozen: modes, code, numbers of modules, where tensors lie, which train."""
-        places = tuple([(t.data_ptr(), t.requires_grad) for t in self.tensors()])
-        return tuple([module.training for module in self._every]), self._code(), self._values(), places
+    def form(self, arguments: Hashable) -> Hashable:
+        """Return what a model's graph has frozen: modes, code, numbers of modules, where tensors lie, which train.
 
-    def _values(self) -> Hashable:
-        """Return the plain values of modules, and how much each module holds: a value may have come."""
+        Args:
+            arguments: describe those of the call; what calls with such only write to is left out.
+        """
+        left_out = self._overwritten.get(arguments)
+        tensors = self._but(left_out) if left_out else self.tensors()
+        places = tuple([(t.data_ptr(), t.requires_grad) for t in tensors])
+        return tuple([module.training for module in self._every]), self._code(), self._values(left_out), places
+
+    def _but(self, left_out: AbstractSet[Place]) -> list[Tensor]:
+        held = [(d, name) for d, name in self._slots if (id(d), name) not in left_out]
+        return [tensor for d, name in held if (tensor := d.get(name)) is not None] + self._stepped
+
+    def _values(self, left_out: AbstractSet[Place] | None) -> Hashable:
+        """Return the values and tensors of modules, and how much each module holds: a value may have come."""
         values: list[Any] = [d.get(name) for d, name in self._settings]
+        if left_out:  # a tensor that is only written to; None in its place decides which way the code goes
+            places = [(id(d), name) for d, name in self._settings]
+            pairs = zip(values, places, strict=True)
+            values = [_Tensor if place in left_out and holds_tensors(value) else value for value, place in pairs]
         kinds = tuple(map(type, values))  # 1 and 1.0 are equal, and not the same factor
         if not _PLAIN.issuperset(kinds):
-            values = [value if kind in _PLAIN else _Same(value) for value, kind in zip(values, kinds, strict=True)]
+            values = list(map(_frozen, values))
         return tuple(values), kinds, tuple(map(len, self._contents))
+
+    def overwritten(self, arguments: Hashable) -> set[Place]:
+        """Return the attributes and buffers that calls with such arguments only write to; more may be added."""
+        if len(self._overwritten) >= _MOST_KINDS:
+            self._overwritten.clear()
+        return self._overwritten.setdefault(arguments, set())
+
+    def modules_within(self) -> list[nn.Module]:
+        """Return the modules with all those inside of them."""
+        return self._every
+
+    def has_hooks(self) -> bool:
+        """Return whether a parameter has hooks: a backward pass that is captured would have them in it."""
+        return any([tensor._backward_hooks for tensor in self.tensors()])
 
     def _code(self) -> Hashable:
         """Return what runs in calls of the modules: someone may have put another class, forward or call in its place.
@@ -112,6 +154,11 @@ class Owners:
             self._loads, self._states = self._loads + 1, states
         return self._loads
 
+    def entries(self) -> list[Any]:
+        """Return what optimizers keep for each parameter: someone may clear it, or put something else in its place."""
+        groups = [(each.state, group["params"]) for each in self.optimizers for group in each.param_groups]
+        return [state.get(p) for state, params in groups for p in params]
+
     def numbers(self, kind: str) -> tuple[Hashable, ...]:
         """Return the optimizers' options that a graph has frozen: those that are no tensors there, and aren't sent."""
         groups = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -127,22 +174,26 @@ class Owners:
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients, tensor by tensor."""
-        return [t.grad for t in self.tensors()]
+        return [None if t is None else t.grad for t in self._held()]
 
-    def learn(self, before: list[Tensor | None]) -> None:
-        """Note, after a call or its capture, which gradients it has put in the place of others."""
-        for tensor, one in zip(self.tensors(), before, strict=True):
-            if one is not None and tensor.grad is not None and one is not tensor.grad:
-                self._replaced.add(id(tensor))
+    def learn(self, before: list[Tensor | None], kind: Hashable) -> None:
+        """Note, after a call of a kind or its capture, which gradients it has put in the place of others."""
+        if len(self._replaced) >= _MOST_KINDS:
+            self._replaced.clear()
+        replaced = self._replaced.setdefault(kind, set())
+        for tensor, one in zip(self._held(), before, strict=True):
+            if tensor is not None and one is not None and tensor.grad is not None and one is not tensor.grad:
+                replaced.add(id(tensor))
 
     def made(self, before: list[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
         """Return the tensors that have another gradient than before, with it; others' gradients are not the step's."""
-        return [(t, t.grad) for t, one in zip(self.tensors(), before, strict=True) if t.grad is not one]
+        pairs = zip(self._held(), before, strict=True)
+        return [(t, t.grad) for t, one in pairs if t is not None and t.grad is not one]
 
     def put(self, gradients: list[Tensor | None]) -> None:
         """Set the gradients."""
-        for tensor, gradient in zip(self.tensors(), gradients, strict=True):
-            if tensor.grad is not gradient:
+        for tensor, gradient in zip(self._held(), gradients, strict=True):
+            if tensor is not None and tensor.grad is not gradient:
                 tensor.grad = gradient
 
 
@@ -153,7 +204,32 @@ def _options(optimizer: Optimizer, group: dict[str, Any], kind: str) -> Hashable
 
 
 def _is_setting(name: str, value: object) -> bool:
-    return type(value) in _PLAIN and name not in _OF_EVERY_MODULE
+    return is_looked_at(value) and name not in _OF_EVERY_MODULE
+
+
+def is_looked_at(value: object) -> bool:
+    """Return whether a value of a module's is part of the key."""
+    return type(value) in _PLAIN or holds_tensors(value)
+
+
+def holds_tensors(value: object) -> bool:
+    """Return whether a value is a tensor, or a tuple with one in it: the state of an LSTM is a pair."""
+    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(holds_tensors, value)))
+
+
+def _frozen(value: Any) -> Hashable:
+    """Return what a graph has frozen of a value: where a tensor lies, which is not kept alive by that."""
+    if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
+        return value.data_ptr(), value.dtype, value.shape, value.stride(), value.requires_grad
+    if isinstance(value, Tensor):
+        return _SameAlive(value)
+    if isinstance(value, tuple):
+        return tuple(map(_frozen, value))
+    return value if type(value) in _PLAIN else _Same(value)
+
+
+class _Tensor:
+    """Stands for any tensor."""
 
 
 class _Same:
@@ -169,6 +245,21 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and other._of is self._of
+
+
+class _SameAlive:
+    """Equal to another of the same tensor, which it does not keep alive; to none once that is gone."""
+
+    __slots__ = ("_id", "_of")
+
+    def __init__(self, of: Tensor) -> None:
+        self._of, self._id = weakref.ref(of), id(of)
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameAlive) and self._of() is not None and other._of() is self._of()
 
 
 def _same(value: object) -> Hashable:
@@ -187,52 +278,3 @@ def _hashable(value: Any, kind: str) -> Hashable:
     except TypeError:
         return repr(value)
     return value  # type: ignore[no-any-return]
-
-
-def found(function: Callable[..., Any]) -> tuple[list[nn.Module], list[Optimizer]]:
-    """Return the modules and optimizers that a function refers to: closure, globals, its object, bound arguments."""
-    modules: dict[int, nn.Module] = {}
-    optimizers: dict[int, Optimizer] = {}
-    for value in _referred(function):
-        if isinstance(value, nn.Module):
-            modules[id(value)] = value
-        elif isinstance(value, Optimizer):
-            optimizers[id(value)] = value
-    return list(modules.values()), list(optimizers.values())
-
-
-def _referred(function: Any) -> Iterator[Any]:
-    if isinstance(function, functools.partial):
-        yield from (*function.args, *function.keywords.values())
-        yield from _referred(function.func)
-    elif isinstance(function, types.MethodType):
-        yield function.__self__
-        yield from _attributes(function.__self__)
-        yield from _referred(function.__func__)
-    elif isinstance(function, types.FunctionType):
-        for cell in function.__closure__ or ():
-            if (value := _content(cell)) is not None:
-                yield value
-                yield from _items(value)
-        yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        for name in function.__code__.co_names:
-            if name in function.__globals__:
-                yield function.__globals__[name]
-    else:
-        yield function
-        yield from _attributes(function)
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound yet
-        return None
-
-
-def _items(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else ()
-
-
-def _attributes(value: Any) -> Iterable[Any]:
-    return () if isinstance(value, nn.Module | torch.Tensor) else getattr(value, "__dict__", {}).values()

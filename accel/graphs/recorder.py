@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -53,20 +54,36 @@ class CudaRecorder:
         """Run on a side stream, as captured libraries want it."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            result = run()
-        current.wait_stream(self._stream)
-        return result
+        try:
+            with torch.cuda.stream(self._stream):
+                return run()
+        finally:
+            current.wait_stream(self._stream)
 
     def record(self, run: Callable[[], _T]) -> tuple[RecordedGraph, _T]:
         """Capture on the side stream; threads of a loader, which pin memory, may go on."""
         graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.device(self.device),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-        ):
-            result = run()
+        with torch.cuda.device(self.device):
+            before = torch.cuda.current_stream(self.device)
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    result = run()
+            except BaseException:
+                torch.cuda.set_stream(before)
+                self._unwind()
+                raise
         return graph, result
+
+    def _unwind(self) -> None:
+        """Let the allocator end what a capture that was invalidated has begun.
+
+        torch without pytorch/pytorch#180395 leaves it under way, and the next `empty_cache` fails on it. There is no
+        public function for it. The pool is not released: it is this recorder's, and newer torch does so by itself.
+        """
+        end: Callable[[int | None, Any], None] | None = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        if end is not None:
+            with contextlib.suppress(RuntimeError):  # torch has ended it
+                end(self.device.index, self._pool)
 
     def waits(self) -> None:
         """Wait for the device."""

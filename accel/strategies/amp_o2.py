@@ -53,6 +53,12 @@ class AmpO2(Strategy):
             return "an optimizer updates parameters of other models, too; decorate them together (accel.amp.decorate)"
         return ""
 
+    def failure(self, run: Run) -> str:
+        """Say so if an optimizer has come since: it would update 16-bit weights, without master weights."""
+        if all(any(each is known for known in self._decorated) for each in run.optimizers):
+            return ""
+        return "an optimizer came after the model was decorated, and has no master weights"
+
     def enable(self, run: Run, setting: Any) -> None:
         """Cast weights, and keep their fp32 values as master weights."""
         from accel.amp import decorate

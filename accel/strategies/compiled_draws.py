@@ -70,14 +70,37 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
     return _masked(x, p, training, inplace, features=False)
 
 
-def _feature_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return _masked(x, p, training, inplace, features=True)
+def _dropout1d(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return _of_features(functional.dropout1d, x, p, training, inplace, is_batch=x.dim() == 3)
+
+
+def _dropout2d(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return _of_features(functional.dropout2d, x, p, training, inplace, is_batch=True)  # torch takes (C, H, W) for one
+
+
+def _dropout3d(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return _of_features(functional.dropout3d, x, p, training, inplace, is_batch=x.dim() == 5)
+
+
+def _of_features(
+    plain: Callable[..., Tensor], x: Tensor, p: float, training: bool, inplace: bool, *, is_batch: bool
+) -> Tensor:
+    """Drop features of (N, C, ...) if it is a batch, else of (C, ...)."""
+    if not _draws(p, training) or x.dim() < 2 + is_batch:
+        return plain(x, p, training, inplace)
+    if is_batch:
+        return _masked(x, p, training, inplace, features=True)
+    batch = _masked(x.unsqueeze(0), p, training, inplace, features=True)
+    return x if inplace else batch.squeeze(0)
+
+
+def _draws(p: float, training: bool) -> bool:
+    return training and 0 < p <= 1
 
 
 def _masked(x: Tensor, p: float, training: bool, inplace: bool, *, features: bool) -> Tensor:
-    if not training or not 0 < p <= 1 or (features and x.dim() < 3):
-        plain = functional.dropout2d if features else functional.dropout
-        return plain(x, p, training, inplace)
+    if not _draws(p, training):
+        return functional.dropout(x, p, training, inplace)
     mask = x.new_zeros(()) if p == 1 else dropout_mask(x.detach(), p, features)  # eager draws nothing where p is 1
     return x.mul_(mask) if inplace else x * mask
 
@@ -109,8 +132,8 @@ def _attention(
 
 _REPLACED: dict[Any, Callable[..., Any]] = {
     functional.dropout: _dropout,
-    functional.dropout1d: _feature_dropout,
-    functional.dropout2d: _feature_dropout,
-    functional.dropout3d: _feature_dropout,
+    functional.dropout1d: _dropout1d,
+    functional.dropout2d: _dropout2d,
+    functional.dropout3d: _dropout3d,
     functional.scaled_dot_product_attention: _attention,
 }

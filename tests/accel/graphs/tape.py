@@ -60,9 +60,21 @@ class TapeGraph(TorchDispatchMode):
             whole.copy_(content)
         self._before.clear()
 
+    def spoil(self) -> None:
+        """Let what a recording that failed has made be what it is on a GPU: memory that nobody has written to."""
+        made, others = set[int](), set[int]()
+        with torch.no_grad():
+            for func, args, kwargs, out, _ in self._operations:
+                others |= {_memory(leaf) for leaf in tree_leaves([args, kwargs]) if _is_float(leaf)} - made
+                fresh = all(returned.alias_info is None for returned in func._schema.returns)
+                for leaf in filter(_is_float, tree_leaves(out) if fresh else []):
+                    if _memory(leaf) not in others:
+                        leaf.detach().fill_(torch.nan)
+                        made.add(_memory(leaf))
+
     def replay(self) -> None:
         """Run the operators again."""
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # casts are among the operators
             for func, args, kwargs, out, has_gradients in self._operations:
                 with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(has_gradients):
                     again = func(*args, **kwargs)
@@ -79,6 +91,14 @@ class TapeGraph(TorchDispatchMode):
     def reset(self) -> None:
         """Count."""
         self.resets += 1
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class TapeRecorder:
@@ -98,6 +118,9 @@ class TapeRecorder:
         try:
             with graph:
                 result = run()
+        except Exception:
+            graph.spoil()
+            raise
         finally:
             graph.restore()
             torch.set_rng_state(random)

@@ -58,6 +58,22 @@ def test_while_it_is_on_checkpoints_are_the_plain_loops() -> None:
     assert "master" in saved["state"] or set(optimizer.state[model.weight]) == {"momentum_buffer"}
 
 
+def test_an_optimizer_that_comes_later_is_reported() -> None:
+    """It would update 16-bit weights, with no master weights."""
+    model = nn.Linear(6, 2)
+    run, strategy = run_of(model, [torch.optim.SGD(model.parameters(), 0.1)]), AmpO2()
+    strategy.enable(run, None)
+    assert strategy.failure(run) == ""
+    later = torch.optim.SGD(model.parameters(), 0.1)  # a run keeps no optimizer alive
+    run.optimizers.append(later)  # type: ignore[union-attr]
+    assert "came after the model was decorated" in strategy.failure(run)
+    strategy.disable(run)
+    strategy.enable(run, None)
+    assert strategy.failure(run) == ""
+    strategy.disable(run)
+    assert model.weight.dtype == torch.float32
+
+
 class Wide(nn.Module):
     """A model with dropout and batch norm."""
 

@@ -83,6 +83,13 @@ MODELS = {
     "same shapes": (lambda: nn.Sequential(*(nn.Dropout(0.5) for _ in range(4)), nn.Linear(6, 3)), (4, 6)),
     "nothing and all": (lambda: nn.Sequential(nn.Dropout(0.0), nn.Linear(6, 3), nn.Dropout(1.0)), (4, 6)),
     "images": (images, (2, 3, 8, 8)),
+    "sequences": (lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.Dropout1d(0.3)), (2, 3, 8)),
+    "one sequence": (lambda: nn.Sequential(nn.Conv1d(3, 8, 3), nn.Dropout1d(0.3)), (3, 8)),
+    "one sequence in place": (lambda: nn.Sequential(nn.Conv1d(3, 8, 3), nn.Dropout1d(0.3, inplace=True)), (3, 8)),
+    "one image": (lambda: nn.Sequential(nn.Linear(5, 6), nn.Dropout2d(0.3)), (8, 4, 5)),
+    "volumes": (lambda: nn.Sequential(nn.Conv3d(2, 4, 2), nn.Dropout3d(0.3)), (2, 2, 4, 4, 4)),
+    "one volume": (lambda: nn.Sequential(nn.Conv3d(2, 8, 2), nn.Dropout3d(0.3)), (2, 4, 4, 4)),
+    "one volume in place": (lambda: nn.Sequential(nn.Conv3d(2, 8, 2), nn.Dropout3d(0.3, inplace=True)), (2, 4, 4, 4)),
     "attention": (lambda: nn.Sequential(Attention(), Attention()), (2, 5, 16)),
     "boolean mask": (lambda: Attention(mask="boolean"), (2, 5, 16)),
     "added mask": (lambda: Attention(mask="added"), (2, 5, 16)),
@@ -123,6 +130,7 @@ def _fresh() -> Iterator[None]:
 
 
 @pytest.mark.sample(6, every_value=False)
+@pytest.mark.filterwarnings("ignore:dropout2d:UserWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_changed_graph_draws_as_the_model_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_draws, "compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
@@ -134,6 +142,20 @@ def test_the_changed_graph_draws_as_the_model_does(name: str, monkeypatch: pytes
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled_models_draw_as_plain_ones_do(name: str) -> None:
     assert_draws_alike(name)
+
+
+@pytest.mark.filterwarnings("ignore:dropout[23]d:UserWarning")
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dim", [2, 3, 4, 5])
+def test_features_are_dropped_as_torch_drops_them(dim: int, inplace: bool) -> None:
+    x = torch.rand(2, 6, 3, 2, 2)[(..., *[0] * (5 - dim))] + 1
+    for plain in (functional.dropout1d, functional.dropout2d, functional.dropout3d):
+        if plain is functional.dropout1d and dim > 3:
+            continue  # torch raises
+        torch.manual_seed(0)
+        expected = plain(x.clone(), 0.5, True, inplace)
+        torch.manual_seed(0)
+        assert torch.equal(compiled_draws._REPLACED[plain](x.clone(), 0.5, True, inplace), expected)
 
 
 def test_the_mask_has_its_mean_and_leaves_other_values_alone() -> None:

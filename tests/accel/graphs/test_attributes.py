@@ -1,0 +1,290 @@
+"""What calls leave in a model's attributes and buffers: replays go on with it, or the model runs eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel.graphs import CaptureError
+from tests.accel.graphs.model_loops import batch, both, step
+from tests.accel.graphs.test_frozen import taped_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")
+
+
+class Stateful(nn.Module):
+    """Begins with what the call before has left, a tensor or a pair with one."""
+
+    def __init__(self, is_pair: bool = False, starts_with: str = "none") -> None:
+        super().__init__()
+        self.layer, self.is_pair = nn.Linear(6, 6), is_pair
+        self.hidden: Any
+        if starts_with == "buffer":
+            self.register_buffer("hidden", torch.zeros(6))
+        elif starts_with == "zeros":
+            self.hidden = (torch.zeros(6), 1) if is_pair else torch.zeros(6)
+        else:
+            self.hidden = None
+
+    def state(self) -> Tensor:
+        state: Tensor = self.hidden[0] if self.is_pair else self.hidden
+        return state
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the mean of the rows before."""
+        before = self.hidden[0] if self.is_pair and self.hidden is not None else self.hidden
+        out: Tensor = self.layer(x) + (0.0 if before is None else before)
+        mean = out.detach().mean(0)
+        self.hidden = (mean, 1) if self.is_pair else mean
+        return out
+
+
+_STATEFUL: dict[str, Callable[[], Stateful]] = {
+    "from none": Stateful,
+    "from zeros": lambda: Stateful(starts_with="zeros"),
+    "pair": lambda: Stateful(is_pair=True),
+    "pair from zeros": lambda: Stateful(is_pair=True, starts_with="zeros"),
+    "buffer": lambda: Stateful(starts_with="buffer"),
+}
+
+
+@pytest.mark.parametrize("kind", _STATEFUL)
+def test_a_state_that_each_call_replaces_is_not_frozen(kind: str) -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+        return [step(model, optimizer, seed) for seed in range(10)] + [model.state()]
+
+    calls = both(loop, _STATEFUL[kind], warmup=2)
+    assert calls.replays == 0
+    assert "'hidden'" in calls.why_eager[0]
+
+
+@pytest.mark.parametrize("kind", _STATEFUL)
+def test_a_state_that_each_step_replaces_is_not_frozen(kind: str) -> None:
+    def outcome(captured: bool) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = _STATEFUL[kind]()
+        run: Any = taped_step(lambda x: model(x), modules=[model], warmup=2) if captured else model
+        return [run(batch(8, seed)).detach() for seed in range(10)], run
+
+    (expected, _), (found, run) = outcome(False), outcome(True)
+    assert all(map(torch.equal, found, expected))
+    assert "'hidden'" in run.why_eager[0]
+    model = _STATEFUL[kind]()
+    strict = taped_step(lambda x: model(x), modules=[model], warmup=2, strict=True)
+    with pytest.raises(CaptureError, match=r"can't be captured: .*'hidden'"):
+        [strict(batch(8, seed)) for seed in range(6)]
+
+
+class Masked(nn.Module):
+    """Has a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mask = nn.Linear(6, 6), torch.ones(6)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x) * self.mask
+
+
+def test_a_tensor_that_was_put_in_the_place_of_an_attribute_is_used() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+        results = [step(model, optimizer, seed) for seed in range(4)]
+        model.mask = torch.arange(6.0)
+        results += [step(model, optimizer, seed) for seed in range(4, 8)]
+        model.mask.mul_(0.5)
+        return results + [step(model, optimizer, seed) for seed in range(8, 10)]
+
+    calls = both(loop, Masked, warmup=1)
+    assert (calls.captures, calls.why_eager) == (2, [])
+
+
+class Watched(nn.Module):
+    """Leaves its features for others to look at, counts rows, and keeps a phase that turns."""
+
+    def __init__(self, detaches: bool = True) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.phase, self.rows, self.detaches = 0, 0, detaches
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale by the phase."""
+        self.rows, self.phase = len(x), 1 - self.phase
+        features = self.one(x).relu()
+        self.features = features.detach() if self.detaches else features.square().mean()
+        out: Tensor = self.two(features) * (1 + self.phase)
+        return out
+
+
+def test_what_is_only_left_for_others_is_captured_and_seen() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+        results: list[Any] = []
+        for seed in range(24):
+            results.append(step(model, optimizer, seed, rows=8 if seed // 6 % 2 else 4))
+            results += [model.features.clone(), torch.tensor([model.phase, model.rows])]
+        return results
+
+    calls = both(loop, Watched, warmup=2)
+    assert calls.why_eager == []
+    assert calls.replays >= 12
+
+
+def test_what_a_step_leaves_for_others_is_captured_and_seen() -> None:
+    def outcome(captured: bool) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = Watched(detaches=False)
+
+        def whole(x: Tensor) -> Tensor:
+            for p in model.parameters():
+                p.grad = None
+            loss = model(x).square().mean() + model.features
+            loss.backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.sub_(0.1 * p.grad)
+            return loss
+
+        run: Any = taped_step(whole, modules=[model], warmup=1) if captured else whole
+        results = []
+        for seed in range(12):
+            results += [run(batch(8, seed)).detach(), model.features.detach().clone(), torch.tensor(model.phase)]
+        return [*results, *model.parameters()], run
+
+    (expected, _), (found, run) = outcome(False), outcome(True)
+    assert all(map(torch.equal, found, expected))
+    assert run.why_eager == []
+    assert run.replays >= 6
+
+
+def test_a_loss_that_a_model_leaves_beside_its_outputs_stays_eager() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+        results: list[Any] = []
+        for seed in range(8):
+            optimizer.zero_grad()
+            loss = model(batch(8, seed)).square().mean() + model.features
+            loss.backward()
+            optimizer.step()
+            results.append(loss.detach())
+        return results
+
+    calls = both(loop, lambda: Watched(detaches=False), warmup=2)
+    assert calls.replays == 0
+    assert calls.why_eager == ["it leaves a tensor with gradients in 'features', beside what it returns; return it"]
+
+
+class Failing(nn.Module):
+    """Replaces a buffer and an attribute, counts, and then looks at a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(6, 6), 0
+        self.register_buffer("ema", torch.zeros(6))
+        self.kept = torch.zeros(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shift by the mean so far."""
+        out: Tensor = self.layer(x)
+        self.calls += 1
+        self.ema = 0.9 * self.ema + 0.1 * out.detach().mean(0)
+        self.kept = self.kept * 0.5 + self.ema
+        return out - self.kept / self.calls if out.sum().item() < 1e9 else out
+
+
+def test_a_capture_that_failed_leaves_the_model_as_it_was() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+        results = [step(model, optimizer, seed) for seed in range(8)]
+        return [*results, model.kept, torch.tensor(model.calls)]
+
+    calls = both(loop, Failing, warmup=2)
+    assert calls.captures == 0
+    assert calls.why_eager
+
+
+def test_a_capture_of_a_step_that_failed_leaves_its_models_as_they_were() -> None:
+    def outcome(captured: bool) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = Failing()
+        run: Any = taped_step(lambda x: model(x), modules=[model], warmup=0) if captured else model
+        results = [run(batch(8, seed)).detach() for seed in range(6)]
+        return [*results, model.ema, model.kept, torch.tensor(model.calls)], run
+
+    (expected, _), (found, run) = outcome(False), outcome(True)
+    assert all(map(torch.equal, found, expected))
+    assert (run.captures, bool(run.why_eager)) == (0, True)
+
+
+def test_the_object_of_a_step_is_as_it_was_after_a_capture_that_failed() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.mean, self.steps = torch.zeros(()), 0
+
+        def step(self, x: Tensor) -> Tensor:
+            self.mean, self.steps = self.mean * 0.5 + x.sum(), self.steps + 1
+            return x * 2 if self.mean.item() < 1e9 else x
+
+    trainer = Trainer()
+    run = taped_step(trainer.step, modules=[], warmup=1)
+    for _ in range(3):
+        run(torch.ones(2))
+    assert (float(trainer.mean), trainer.steps) == (3.5, 3)
+
+
+def normed() -> nn.Module:
+    layer = torch.nn.utils.spectral_norm(nn.Linear(6, 6))
+    return nn.Sequential(layer, nn.Tanh(), nn.Linear(6, 3))
+
+
+def test_spectral_norm_in_a_step_is_captured() -> None:
+    """Its hook puts a weight of its own in the place of the one before, in each call."""
+
+    def outcome(captured: bool) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = normed()
+
+        def whole(x: Tensor) -> Tensor:
+            for p in model.parameters():
+                p.grad = None
+            loss = model(x).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.sub_(0.1 * p.grad)
+            return loss
+
+        run: Any = taped_step(whole, modules=[model], warmup=1) if captured else whole
+        losses = [run(batch(8, seed)).detach() for seed in range(8)]
+        return [*losses, *model.state_dict().values()], run
+
+    (expected, _), (found, run) = outcome(False), outcome(True)
+    assert all(map(torch.equal, found, expected))
+    assert run.why_eager == []
+    assert run.replays >= 5
+
+
+def test_hooks_of_parameters_run_once() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+        results = [step(model, optimizer, seed) for seed in range(3)]
+        handle = model.layer.weight.register_hook(lambda gradient: gradient * 0.5)
+        for seed in range(3, 8):
+            results += [step(model, optimizer, seed), model.layer.weight.grad]
+        handle.remove()
+        return results + [step(model, optimizer, seed) for seed in range(8, 10)]
+
+    calls = both(loop, Masked, warmup=0)
+    assert (calls.replays, calls.why_eager) == (10, [])
+
+
+def test_hooks_of_parameters_from_the_start_run_once() -> None:
+    def hooked() -> nn.Module:
+        model = Masked()
+        model.layer.weight.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
+        return model
+
+    calls = both(lambda model, optimizer: [step(model, optimizer, seed) for seed in range(6)], hooked)
+    assert calls.captures == 0
+    assert calls.why_eager == ["a parameter has hooks, which a graph would call once more"]

@@ -1,0 +1,106 @@
+"""What a recording that fails leaves behind on CUDA, on stand-ins for torch's functions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from accel.graphs.recorder import CudaRecorder
+
+
+class Stream:
+    """Notes what waits for what."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.waited: list[str] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other.name)
+
+
+class Cuda:
+    """The state that torch keeps: the stream, and pools that are recorded to."""
+
+    def __init__(self) -> None:
+        self.first, self.side = Stream("first"), Stream("side")
+        self.current = self.first
+        self.recorded_to: list[Any] = []
+        self.frees_pool = False
+
+    def set_stream(self, stream: Stream) -> None:
+        self.current = stream
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextlib.contextmanager
+    def graph(self, graph: Any, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        """End the capture before the stream goes back, as torch does."""
+        assert not self.recorded_to, "captures_underway.empty()"
+        before, self.current = self.current, stream
+        self.recorded_to.append(pool)
+        try:
+            yield
+        except RuntimeError as error:
+            if self.frees_pool:
+                self.recorded_to.remove(pool)
+            raise RuntimeError("CUDA error: a capture was invalidated") from error
+        self.recorded_to.remove(pool)
+        self.current = before
+
+    def end(self, device: int, pool: Any) -> None:
+        if pool not in self.recorded_to:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.recorded_to.remove(pool)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    own = Cuda()
+    parts: dict[str, Any] = {
+        "Stream": lambda device: own.side,
+        "graph_pool_handle": lambda: (0, 1),
+        "CUDAGraph": object,
+        "current_stream": lambda device=None: own.current,
+        "device": lambda device: contextlib.nullcontext(),
+    }
+    for name, value in parts.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("set_stream", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(own, name))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", own.end, raising=False)
+    return own
+
+
+def waits() -> None:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize("frees_pool", [False, True])
+def test_a_recording_that_fails_leaves_nothing_behind(cuda: Cuda, frees_pool: bool) -> None:
+    cuda.frees_pool = frees_pool  # torch with and without pytorch/pytorch#180395
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a capture was invalidated"):
+            recorder.record(waits)
+        assert cuda.current is cuda.first
+        assert cuda.recorded_to == []
+    assert recorder.record(lambda: 3)[1] == 3
+
+
+def test_work_aside_that_fails_is_waited_for(cuda: Cuda) -> None:
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="not permitted"):
+        recorder.aside(waits)
+    assert cuda.first.waited == ["side"]
+    assert cuda.current is cuda.first
