@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from accel.dataio.engine import thread_pool
 from accel.dataio.engine.thread_pool import ThreadPool, at_rest
 from tests import warm
 
@@ -253,9 +255,12 @@ def test_a_fork_within_a_thread_of_a_pool_waits_for_nothing() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_forks_one_after_the_other_wait_once() -> None:
+def test_forks_one_after_the_other_wait_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that had long batches made each worker of an evaluation wait for one of them."""
-    pool, ends = ThreadPool(1, "tests"), threading.Event()
+    monkeypatch.setattr(thread_pool, "_FORKS_APART_S", 60.0)  # a busy machine takes its time for six forks
+    pool, rest, ends = ThreadPool(1, "tests"), thread_pool._rest, threading.Event()
+    ask, waits = rest.ask, list[int]()
+    monkeypatch.setattr(rest, "ask", lambda timeout_s: (waits.append(rest.running), ask(timeout_s))[1])
 
     def keep_fetching() -> None:
         while not ends.is_set():
@@ -263,17 +268,19 @@ def test_forks_one_after_the_other_wait_once() -> None:
 
     asking = threading.Thread(target=keep_fetching)
     asking.start()
-    time.sleep(0.05)
-    began = time.perf_counter()
+    while not rest.running:
+        time.sleep(0.001)
     children = []
     for _ in range(6):
         children.append(os.fork())
         if not children[-1]:
             os._exit(0)
-    took = time.perf_counter() - began
     for child in children:
         os.waitpid(child, 0)
     ends.set()
+    with rest.changed:
+        rest.until = -math.inf
+        rest.changed.notify_all()
     asking.join()
     pool.shutdown()
-    assert took < 0.9  # six waits would take 1.2 s
+    assert waits[1:] == [0] * 5
