@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from accel.commands.cli import main
 
 if __name__ == "__main__":
@@ -11,4 +9,4 @@ if __name__ == "__main__":
     if job is not None:
         with job:  # here rather than in a function: the script's stack is hardly deeper than without the profiler
             exec(job.script.code(), job.script.globals)
-        sys.exit(job.script.ending.status)
+        job.leave()

@@ -20,6 +20,7 @@ from accel.cache.conditions import conditions
 from accel.cache.remembered_plans import RememberedPlans
 from accel.dataio.passes.proxy import LoaderProxy, is_proxy
 from accel.errors import InvalidArgument
+from accel.guard.sharded import is_sharded
 from accel.profiler import stderr
 from accel.report import Report
 from accel.run import Run
@@ -370,6 +371,8 @@ def _candidate(strategy: Strategy, run: Run, settings: OptimizeSettings, fetchin
 def _refusal(strategy: Strategy, run: Run) -> str:
     if "model" in strategy.touches and run.observed.uncalled:
         return run.observed.uncalled
+    if "model" in strategy.touches and is_sharded(run.model):
+        return "the model is sharded (FSDP, tensor parallel), which replays can't compare"
     return strategy.refusal(run) or run.refused_elsewhere.get(strategy.name, "")
 
 
@@ -455,8 +458,13 @@ def _at_exit() -> None:
             optimized.journal.say_interrupted()
         except Exception as error:
             stderr.write(f"accel: the report could not be written: {error}")
-    if getattr(sys, "last_type", None) is KeyboardInterrupt:
+    if getattr(sys, "last_type", None) is KeyboardInterrupt and not _is_interactive():
         _die_of_the_interrupt()
+
+
+def _is_interactive() -> bool:
+    """Return whether the interpreter went on after what was interrupted: a statement typed, or a script with -i."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def _die_of_the_interrupt() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -39,13 +41,25 @@ def write_atomic(path: str | os.PathLike[str], text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         # mkstemp makes the file private (0600); a report is as readable as any file the user makes.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
+        with contextlib.suppress(OSError):  # some mounts keep no permissions, or let nobody change them
+            os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _umask() -> int:
+    """Return the permissions that new files of this process lack.
+
+    Python can only ask by setting another one, which for an instant holds for the files of all threads.
+    """
+    with contextlib.suppress(OSError):
+        if umask_line := re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE):
+            return int(umask_line[1], 8)
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
 
 
 def check_folder(option: str, target: str | os.PathLike[str]) -> None:
@@ -61,12 +75,13 @@ def check_folder(option: str, target: str | os.PathLike[str]) -> None:
         raise InvalidArgument(f"{option} must lie in a directory that exists, got {str(target)!r}; make it first")
 
 
-def is_there(option: str, target: str | os.PathLike[str]) -> bool:
-    """Return whether there is a file or a folder at a place that a command is to write to.
+def is_there(option: str, target: str | os.PathLike[str], use: str = "written") -> bool:
+    """Return whether there is a file or a folder at a place that a command is to use.
 
     Args:
         option: as on the command line.
         target: the place.
+        use: what the command does there, as it is said in the error.
 
     Raises:
         InvalidArgument: if that can't be told: its name is too long, or a folder above it is closed.
@@ -77,6 +92,6 @@ def is_there(option: str, target: str | os.PathLike[str]) -> bool:
         return False
     except OSError as error:
         raise InvalidArgument(
-            f"{option} must be a place that can be written, got {str(target)!r} ({error.strerror}); name another one"
+            f"{option} must be a place that can be {use}, got {str(target)!r} ({error.strerror}); name another one"
         ) from error
     return True

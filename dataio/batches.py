@@ -22,7 +22,8 @@ def leaves(batch: Any) -> Iterator[Any]:
             yield from leaves(value)
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         for field in dataclasses.fields(batch):
-            yield from leaves(getattr(batch, field.name))
+            if hasattr(batch, field.name):  # one with init=False may be set later
+                yield from leaves(getattr(batch, field.name))
     else:
         yield batch
 
@@ -66,7 +67,8 @@ def _rebuild_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
 
 
 def _rebuild_dataclass(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    old = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.init}
+    names = [field.name for field in dataclasses.fields(batch) if field.init and hasattr(batch, field.name)]
+    old = {name: getattr(batch, name) for name in names}
     new = {name: map_tensors(function, value) for name, value in old.items()}
     changed = {name: value for name, value in new.items() if value is not old[name]}
     return dataclasses.replace(batch, **changed) if changed else batch

@@ -57,14 +57,18 @@ class Exchange:
         except (RuntimeError, KeyError, ValueError) as error:
             raise OSError(f"the launcher's store can't be reached: {error}") from None
 
-    def collect(self, key: str) -> dict[int, Any]:
+    def collect(self, key: str, timeout_s: float | None = None) -> dict[int, Any]:
         """Return the values of all ranks that posted one in time, by rank.
+
+        Args:
+            key: under which they posted it.
+            timeout_s: how long to wait for them at most; None as long as for anything.
 
         Raises:
             OSError: if there is no store.
         """
         keys = {rank: f"{key}/{rank}" for rank in range(self.size)}
-        for _ in self._polls():
+        for _ in self._polls(timeout_s):
             if self._has(list(keys.values())):
                 break
         values = {rank: self._read(path) for rank, path in keys.items()}
@@ -85,9 +89,10 @@ class Exchange:
                 return posted
         return None
 
-    def _polls(self) -> Iterator[None]:
+    def _polls(self, timeout_s: float | None = None) -> Iterator[None]:
         """Yield until the timeout, with a pause after each poll."""
-        deadline, pause_s = time.monotonic() + self._timeout, _POLL_S
+        deadline = time.monotonic() + (self._timeout if timeout_s is None else min(timeout_s, self._timeout))
+        pause_s = _POLL_S
         while time.monotonic() < deadline:
             yield
             time.sleep(pause_s)

@@ -136,10 +136,11 @@ def _ending(error: BaseException) -> Ending:
 
 
 def _exited(leaving: SystemExit) -> Ending:
-    if leaving.code is None or leaving.code == 0:
+    if leaving.code is None:
         return Ending(0, "completed")
-    if isinstance(leaving.code, int):
-        return Ending(leaving.code & 0xFF, f"exited with {leaving.code & 0xFF}")
+    if isinstance(leaving.code, int):  # anything else is printed: 0.0, or a tensor
+        status = leaving.code & 0xFF
+        return Ending(status, f"exited with {status}" if leaving.code else "completed")
     stderr.write(f"{leaving.code}")
     return Ending(1, "exited with 1")
 

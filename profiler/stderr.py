@@ -9,6 +9,8 @@ import sys
 def write(text: str, end: str = "\n") -> None:
     """Write to stderr at once; as in Python itself, nothing comes of it if there is none, or the script has closed it.
 
+    Nor if writing fails in any other way: a script may put an object of its own in the place of stderr.
+
     Args:
         text: what is written.
         end: what follows it; default a new line.
@@ -17,5 +19,5 @@ def write(text: str, end: str = "\n") -> None:
         >>> write("accel: kept channels_last")
     """
     if sys.stderr is not None:  # print() would write to stdout then
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):
             print(text, end=end, file=sys.stderr, flush=True)

@@ -93,7 +93,8 @@ class CacheFolder:
         """
         target = self.path / name
         with contextlib.suppress(OSError):  # a pipe would be written into, which waits for a reader
-            if not stat.S_ISREG(target.stat().st_mode):
+            # Not what a link points to: in a folder that others write in too, it could be any file of this user's.
+            if not stat.S_ISREG(target.lstat().st_mode):
                 target.unlink()
         write_atomic(target, text)
         self._prune(name)

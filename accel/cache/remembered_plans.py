@@ -41,10 +41,12 @@ class RememberedPlans:
         """Why the remembered plan is not to be tried; see `accel.search.remembered.PlanMemory`."""
         self.note = ""
         """For the report: the file, or why there is none."""
+        self._passed_over = ""
+        """What was wrong with the file that was found."""
 
     def recall(self) -> RememberedSearch | None:
         """Return what is remembered for runs like this one, None if nothing is."""
-        self._folder, self._last, self.interrupted = None, None, ""
+        self._folder, self._last, self.interrupted, self._passed_over = None, None, "", ""
         try:
             self._key = json.loads(json.dumps(self._conditions()))
             folder = CacheFolder(cache_folder() / "plans")
@@ -64,6 +66,7 @@ class RememberedPlans:
             if text is not None:
                 self._last, self.interrupted = self._parse(text)
         except Exception as error:  # whatever stands there, the run goes on without it
+            self._passed_over = str(error)
             self.note = f"{folder.path / self._name} is passed over: {error}"
         return self._last
 
@@ -105,7 +108,8 @@ class RememberedPlans:
         path = self._folder.path / self._name
         try:
             self._folder.write(self._name, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-            self.note = str(path)
+            before = f"; what it held before is passed over: {self._passed_over}" if self._passed_over else ""
+            self.note = f"{path}{before}"
         except (OSError, TypeError, ValueError) as error:
             self.note = f"{NOTHING_REMEMBERED}: {path} can't be written: {error}"
 

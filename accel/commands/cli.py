@@ -25,6 +25,10 @@ _HOMES = {
 """Subcommand → module that holds it."""
 
 
+_HAVE_SCRIPTS = frozenset({"run", "profile"})
+"""Subcommands that take a script with arguments of its own."""
+
+
 class _Group(click.Group):
     """A group that prints accel's errors as one line, with exit status 2, and imports a subcommand when it is called.
 
@@ -52,8 +56,10 @@ class _Group(click.Group):
     def prepared(self, *args: Any, **kwargs: Any) -> ScriptJob | None:
         """Run a command; if it has a script to run, return that instead, so that it runs outside of click's frames."""
         jobs: list[ScriptJob] = []
+        # On Windows click would expand `*`, `~` and `%NAME%` in the script's own arguments too.
+        expands = not _HAVE_SCRIPTS.intersection(sys.argv[1:2])
         try:
-            self.main(*args, obj=jobs, **kwargs)
+            self.main(*args, obj=jobs, windows_expand_args=expands, **kwargs)
         except SystemExit:
             if not jobs:
                 raise
@@ -65,7 +71,7 @@ class _Group(click.Group):
         if job is not None:
             with job:
                 exec(job.script.code(), job.script.globals)
-            sys.exit(job.script.ending.status)
+            job.leave()
 
 
 @click.group(cls=_Group)

@@ -12,7 +12,7 @@ import click
 
 from accel.code.finder import HABITS, Search, search
 from accel.errors import InvalidArgument
-from accel.files import check_folder, write_atomic
+from accel.files import check_folder, is_there, write_atomic
 from accel.report.terminal import Page
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def code(ctx: click.Context, path: Path, target: Path | None, fail: bool) -> Non
 
     Files are read, not run. The exit status is 0, 1 with --fail if there are findings, and 2 if PATH is not there.
     """
-    if not path.exists():
+    if not is_there("PATH", path, "read"):
         raise InvalidArgument(f"PATH must be a Python file or a folder, got {str(path)!r}, which is not there")
     result = search(path)
     click.echo(render(result))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from accel.profiler.script import Ending, Script
     from accel.profiler.session import ProfileSession
 
+_TERMINATED_S = 10.0
+"""How long a rank that was sent SIGTERM waits for what the others saw; torchrun kills it 30 s after the signal."""
 _DIAGNOSING = (
     "accel: profiling. Suspects are tried on real steps; what that changes in the training is put back. "
     "This is a diagnosing run: --no-confirm leaves the training as it is."
@@ -155,7 +157,8 @@ def _conclude(
     if exchange.launched:
         try:
             exchange.post("rank", verdict.rank_summary(evidence, diagnosis))
-            everyone = exchange.collect("rank") if exchange.rank == 0 else {}
+            timeout_s = _TERMINATED_S if ending.text == "terminated" else None
+            everyone = exchange.collect("rank", timeout_s) if exchange.rank == 0 else {}
         except OSError as error:
             session.unseen.append(f"other ranks: {error}")
     if exchange.rank != 0:

@@ -127,7 +127,9 @@ class RunJob(ScriptJob):
     def __enter__(self) -> None:
         super().__enter__()
         startup.command_line_ends()
-        if os.environ.get("ACCEL") != "0":
+        if os.environ.get("ACCEL") == "0":
+            self.script.untouched()  # nothing is to be concluded: SIGTERM ends the process as it does the plain script
+        else:
             self.after_torch(self._begin)
 
     def _begin(self) -> None:

@@ -27,7 +27,7 @@ class ScriptJob:
 
         with job:
             exec(job.script.code(), job.script.globals)
-        sys.exit(job.script.ending.status)
+        job.leave()
 
     Args:
         script: what to run.
@@ -46,6 +46,17 @@ class ScriptJob:
         with self:
             exec(self.script.code(), self.script.globals)
         context.exit(self.script.ending.status)
+
+    def leave(self) -> NoReturn:
+        """End the process as the script would have ended it.
+
+        After Ctrl-C it ends by the signal, as Python does of itself when nobody catches it: after an exit status a
+        shell's loop over runs would go on. Python sees to it if source text ends so.
+        """
+        if self.script.ending.text == "interrupted":
+            sys.excepthook = lambda *_: None  # the script's own traceback has been printed
+            exec("raise KeyboardInterrupt")
+        sys.exit(self.script.ending.status)
 
     def after_torch(self, begin: Callable[[], None]) -> None:
         """Call `begin` once the script has imported torch; what a forked child or an exit handler imports is theirs."""
@@ -100,15 +111,16 @@ def _end_of_child(status: int) -> NoReturn:
             thread.join()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # the script has left None, or a closed one
+        with contextlib.suppress(Exception):  # the script has left None, a closed one, or an object of its own
             stream.flush()
     os._exit(status)
 
 
 def say(text: str) -> None:
-    """Print a message to stderr, unless the script has closed it."""
-    with contextlib.suppress(OSError, ValueError):
-        click.echo(text, err=True)
+    """Print a message to stderr, unless the script has left none that can be written."""
+    from accel.profiler import stderr
+
+    stderr.write(text)
 
 
 def own_arguments(arguments: tuple[str, ...]) -> list[str]:
@@ -117,11 +129,28 @@ def own_arguments(arguments: tuple[str, ...]) -> list[str]:
 
 
 def check_script(script: str, module: bool) -> None:
-    """Raise InvalidArgument if there is no such script."""
-    if not module and not os.path.isfile(script):
+    """Raise InvalidArgument if there is no such script, or none whose source can be run."""
+    if module:
+        return
+    if os.path.isdir(script):
+        raise InvalidArgument(
+            f"SCRIPT must be a Python file, got {script!r}, which is a folder; name its __main__.py, or use -m"
+        )
+    if not os.path.isfile(script):
         raise InvalidArgument(
             f"SCRIPT must be a Python file, got {script!r}, which is not there; -m takes a module name"
         )
+    if _holds_null_bytes(script):
+        raise InvalidArgument(
+            f"SCRIPT must be Python source, got {script!r}, which is compiled or an archive; name its source, or use -m"
+        )
+
+
+def _holds_null_bytes(script: str) -> bool:
+    """Return whether a file can't be source, by its beginning; one that can't be read is told of when it is run."""
+    with contextlib.suppress(OSError), open(script, "rb") as file:
+        return b"\0" in file.read(1024)
+    return False
 
 
 def training_in_children(command: str) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from functools import partial
@@ -47,6 +46,7 @@ from accel.run import backward
 from accel.run.context import Run
 from accel.run.ranks import Ranks
 from accel.session.listeners import Onlooker
+from accel.session.own_warning import warn
 from accel.session.session import Session
 from accel.session.turns import TURNS
 
@@ -470,7 +470,7 @@ class BatchRun(Onlooker):
         stays = "the loop's own" if self._sampler.num_replicas == 1 else "as it is"
         self.note = f"{stays} from step {self._steps} on: {text}"
         self._stop()
-        warnings.warn(f"the batch size is {self.note}", RuntimeWarning, stacklevel=5)
+        warn(f"the batch size is {self.note}", stacklevel=5)
 
     def _stop(self) -> None:
         if not self._alive:

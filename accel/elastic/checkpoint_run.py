@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
@@ -25,6 +24,7 @@ from accel.errors import CheckpointError, InvalidArgument
 from accel.run import backward
 from accel.run.ranks import Ranks
 from accel.session.listeners import Onlooker
+from accel.session.own_warning import warn
 
 _REQUESTS_ELSEWHERE = 4
 """Of batches, by another thread than the one that trains, after which the loop is taken to fetch there."""
@@ -169,10 +169,10 @@ class CheckpointRun(Onlooker):
         if self._ranks is not None and self._ranks.is_late(error):
             self._apart_since = self._steps
             ending = "; no checkpoint is saved until it has come"
-            warnings.warn(f"at step {self.step} {error}{ending}", RuntimeWarning, stacklevel=5)
+            warn(f"at step {self.step} {error}{ending}", stacklevel=5)
             return False
         text = f"no checkpoints are saved from step {self.step} on: {type(error).__name__}: {error}"
-        warnings.warn(text, RuntimeWarning, stacklevel=5)
+        warn(text, stacklevel=5)
         self.close()
         return self._policy is not None and self._policy.terminated
 
@@ -197,10 +197,9 @@ class CheckpointRun(Onlooker):
         self._steps += max(0, self._uncounted - 1)
         if self._policy is not None:
             self._policy.close()
-        warnings.warn(
+        warn(
             "checkpoints are saved where the loop asks for a batch, but another thread than the one that trains does; "
             "call accel.elastic.running.save_checkpoint(model) between two steps",
-            RuntimeWarning,
             stacklevel=6,
         )
 
@@ -241,7 +240,7 @@ class CheckpointRun(Onlooker):
             try:
                 self.checkpoints.save(state)
             except (CheckpointError, InvalidArgument) as error:
-                warnings.warn(f"no checkpoint was saved at step {self.step}: {error}", RuntimeWarning, stacklevel=6)
+                warn(f"no checkpoint was saved at step {self.step}: {error}", stacklevel=6)
 
     def close(self) -> None:
         """Save no more, and leave SIGTERM to whom it was before."""

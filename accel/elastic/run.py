@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from accel.elastic.sample_position import SamplePosition
 from accel.elastic.torchrun_nodes import remedy
 from accel.goodput.job import JobProfile
 from accel.session.listeners import follow, is_followed, leave
+from accel.session.own_warning import warn
 from accel.session.session import Session
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class ElasticRun:
         try:
             profile.save(self.checkpoint.checkpoints.folder / PROFILE)
         except OSError as error:
-            warnings.warn(f"the job's profile can't be written: {error}", RuntimeWarning, stacklevel=6)
+            warn(f"the job's profile can't be written: {error}", stacklevel=6)
 
     def follow(self, proxy: LoaderProxy, session: Any) -> None:
         """Follow the loader, around the session that follows it: samples are counted and clocks stopped before it."""

@@ -26,7 +26,7 @@ def on_this_rank_alone(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             is_parallel = isinstance(module, DistributedDataParallel)
             if is_parallel:
-                stack.enter_context(_without_forward(module))
+                stack.enter_context(without_forward(module))
             if is_parallel or module is model:
                 no_sync: Any = getattr(module, "no_sync", contextlib.nullcontext)
                 stack.enter_context(no_sync())
@@ -34,7 +34,7 @@ def on_this_rank_alone(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_forward(module: Any) -> Iterator[None]:
+def without_forward(module: Any) -> Iterator[None]:
     before = {name: getattr(module, name) for name in _OF_FORWARD}
     try:
         module._join_config = module._join_config._replace(enable=False)

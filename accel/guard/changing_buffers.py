@@ -1,7 +1,8 @@
-"""State that a model's own call changes: running statistics, counters. Observed, so that only this is copied."""
+"""What a model's own call changes: statistics, counters, recurrent states. Observed, so that only this is copied."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,8 @@ _OBSERVATIONS = 8
 _ELEMENTS = 1_000_000
 _PLAIN = (Tensor, nn.Parameter)
 _SCALARS = (int, float, bool, str, type(None))
+_REPLACED = (Tensor, tuple)
+"""Put back by reference, where a call has put another in its place: a recurrent state, say."""
 
 
 class ChangingBuffers:
@@ -47,17 +50,18 @@ class ChangingBuffers:
         # By value: BatchNorm's statistics keep their version when they change.
         contents = {id(b): (b, b.detach().clone()) for b in self._model.buffers() if _is_small(b)}
         values = {
-            (id(module), name): (vars(module), value)
+            (id(module), name): (owner, _reference(value))
             for module in self._model.modules()
-            for name, value in vars(module).items()
-            if name != "training" and isinstance(value, _SCALARS)
+            for owner in (vars(module), vars(module).get("_buffers"))
+            if isinstance(owner, dict)  # a scripted module's is another mapping
+            for name, value in owner.items()
+            if name != "training" and isinstance(value, (*_SCALARS, *_REPLACED))
         }
         if self._observations:
             before = self._contents
             self._buffers |= {i: b for i, (b, c) in contents.items() if i in before and not c.equal(before[i][1])}
-            self._attributes |= {
-                k: owner for k, (owner, value) in values.items() if self._values.get(k, (owner, value))[1] != value
-            }
+            known = {key: pair for key, pair in values.items() if key in self._values}
+            self._attributes |= {k: o for k, (o, value) in known.items() if _is_other(self._values[k][1], value)}
         self._generators = own_state.generators_of(self._model)
         self._observations, self._contents, self._values = self._observations + 1, contents, values
         if self._observations == _OBSERVATIONS:
@@ -81,6 +85,19 @@ class ChangingBuffers:
             self._copied.put_back(self._buffers.values())
         for ((_, name), owner), value in zip(self._attributes.items(), values, strict=True):
             owner[name] = value
+
+
+def _reference(value: Any) -> Any:
+    """Return what tells a value from another later, without keeping a tensor and its graph."""
+    return weakref.ref(value) if isinstance(value, Tensor) else value
+
+
+def _is_other(before: Any, now: Any) -> bool:
+    if isinstance(before, weakref.ref) and isinstance(now, weakref.ref):
+        return before() is not now()
+    if isinstance(now, tuple):
+        return before is not now  # equality would ask the tensors in it
+    return bool(before != now)
 
 
 def _is_small(buffer: Tensor) -> bool:

@@ -28,9 +28,7 @@ Compared, for a candidate with a base precision ε (fp32's 1.2e-7 for `reordered
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,14 +40,17 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from accel.dataio.batches import map_tensors, tensors
-from accel.dataio.fetching.randomness import streams
-from accel.guard import own_state
 from accel.guard.alone import on_this_rank_alone
+from accel.guard.call_flags import CallFlags
 from accel.guard.draws import Draw, ReplayedDraws, difference
+from accel.guard.module_state import ModuleState
+from accel.guard.random_states import RandomStates, devices_of
 from accel.strategies.base import Exactness
 
 _REDUCED_EPS = 2.0**-8
 """bfloat16, the coarsest format a `reduced` strategy may use."""
+_PIECE = 2**22
+"""Elements that are compared at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +122,12 @@ class Recording:
     """Output number → gradient that arrived at it."""
     hooks: list[RemovableHandle] = field(default_factory=list)
     """What `listen` has put on the outputs."""
+    flags: CallFlags | None = None
+    """Which modules trained and which parameters got gradients; None for those of now."""
+
+    def as_called(self) -> contextlib.AbstractContextManager[None]:
+        """Set the flags of modules and parameters as they were in the call, for a block."""
+        return contextlib.nullcontext() if self.flags is None else self.flags.set()
 
     def listen(self, outputs: Any) -> None:
         """Record the gradients that arrive at the outputs."""
@@ -140,68 +147,6 @@ class Recording:
         self.arrived[number] = self.arrived[number] + arrived if number in self.arrived else arrived
 
 
-class RandomStates:
-    """The random states a model may draw from: torch on each device, Python, numpy, generators that it is given.
-
-    Args:
-        device: where the model lives.
-        given: the arguments of the call.
-    """
-
-    def __init__(self, device: torch.device, *given: Any) -> None:
-        self._given = own_state.states_of(own_state.generators_given(*given))
-        self._host = [(stream, stream.read()) for stream in streams()]
-        self._device = device
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        """Restore the states that have changed; the others are not written, since other threads may draw from them."""
-        for stream, state in self._host:
-            if stream.read() != state:
-                stream.write(state)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
-        own_state.put_back(self._given)
-
-
-class ModuleState:
-    """What a forward pass may change in a model: buffers, generators, plain attributes such as counters and caches.
-
-    Args:
-        model: whose state this is.
-        written: the parameters that its own call writes to.
-    """
-
-    _CONTAINERS = (list, dict, set, deque)
-
-    def __init__(self, model: nn.Module, written: Iterable[Tensor] = ()) -> None:
-        self._written = [(parameter, parameter.detach().clone()) for parameter in written]
-        self._generators = own_state.states_of(own_state.generators_of(model))
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not is_lazy(buffer)]
-        self._attributes = [(vars(module), self._plain(vars(module))) for module in model.modules()]
-        containers = (v for _, state in self._attributes for v in state.values() if isinstance(v, self._CONTAINERS))
-        self._contents = [(container, copy.copy(container)) for container in containers]
-
-    @staticmethod
-    def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-        return {n: v for n, v in attributes.items() if n == "_buffers" or not (n.startswith("_") or n == "training")}
-
-    def restore(self) -> None:
-        """Restore buffers and attributes; containers are refilled, so that they stay the same objects."""
-        for attributes, state in self._attributes:
-            for name in self._plain(attributes).keys() - state.keys():
-                del attributes[name]
-            attributes.update(state)
-        for container, contents in self._contents:
-            container.clear()
-            (container.extend if isinstance(container, list | deque) else container.update)(contents)
-        for buffer, value in self._buffers:
-            buffer.detach().copy_(value)
-        for parameter, value in self._written:
-            parameter.data.copy_(value)  # as the model does; its version is that of the graphs there may be
-        own_state.put_back(self._generators)
-
-
 def record(
     model: nn.Module,
     device: torch.device,
@@ -214,10 +159,11 @@ def record(
     return Recording(
         args=map_tensors(_copied, args),
         kwargs=map_tensors(_copied, kwargs),
-        state=RandomStates(device, args, kwargs),
+        state=RandomStates(devices_of(model, device, args, kwargs), args, kwargs),
         modules=ModuleState(model, written),
         autocast=(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
         device=kind,
+        flags=CallFlags(model),
     )
 
 
@@ -237,6 +183,8 @@ class Replayed:
     """Some draws were made in canonical order, and come out otherwise in a real step."""
     inputs: list[Tensor | None] = field(default_factory=list)
     """What the call has left in the tensors that it was given, None where it has written nothing."""
+    is_cut_off: bool = False
+    """Gradients arrived in the step, and in the replay none of them reached a parameter or an input."""
 
 
 @contextlib.contextmanager
@@ -249,7 +197,7 @@ def untouched(model: nn.Module, device: torch.device, *given: Any, written: Iter
         given: the arguments of the call.
         written: the parameters that its own call writes to.
     """
-    states, modules = RandomStates(device, *given), ModuleState(model, written)
+    states, modules = RandomStates(devices_of(model, device, *given), *given), ModuleState(model, written)
     try:
         yield
     finally:
@@ -269,6 +217,11 @@ def replay(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDra
         recording: what was recorded.
         draws: notes the random draws; None notes none.
     """
+    with recording.as_called():
+        return _replayed(model, call, recording, draws)
+
+
+def _replayed(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDraws | None) -> Replayed:
     recording.state.restore()
     args, kwargs = map_tensors(_copied, recording.args), map_tensors(_copied, recording.kwargs)
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not is_lazy(p)]
@@ -280,7 +233,15 @@ def replay(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDra
         gradients = _sent_back(recording, outputs, [tensor for _, tensor in named])
     names, noted = [name for name, _ in named], [] if draws is None else draws.noted
     other_order = draws is not None and draws.other_order
-    return Replayed([t.detach() for t in outputs], gradients, names, noted, other_order, _written(recording, inputs))
+    return Replayed(
+        [t.detach() for t in outputs],
+        gradients,
+        names,
+        noted,
+        other_order,
+        _written(recording, inputs),
+        is_cut_off=bool(recording.arrived) and all(gradient is None for gradient in gradients),
+    )
 
 
 def _written(recording: Recording, inputs: list[Tensor]) -> list[Tensor | None]:
@@ -357,6 +318,8 @@ def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Compa
         return Comparison(unsure="the plain call's own output is not finite")
     if plain.names and not plain.outputs:  # a training call; one of evaluation may return what it found, as text, say
         return Comparison(unsure="the model returns no tensors that can be looked at")
+    if plain.is_cut_off:  # its graph has other leaves than the model's parameters, as that of a sharded model has
+        return Comparison(unsure="gradients arrived at the outputs, and none of them reaches a parameter or an input")
     finding = Comparison()
     for expected, actual in zip(plain.outputs, candidate.outputs, strict=True):
         finding = finding.merge(_compare_output(expected, actual, exactness))
@@ -381,7 +344,7 @@ def _compare_output(plain: Tensor, candidate: Tensor, exactness: Exactness) -> C
     tolerance = Tolerance.of(exactness, plain.dtype).output
     if not _is_finite(candidate):
         return Comparison("its output is not finite, unlike the plain one", math.inf)
-    error, size = _norm(candidate.double() - plain.double()), _norm(plain.double())
+    error, size, _ = _sizes(plain, candidate)
     relative = error / size if size > 0 else error
     if relative > tolerance:
         return Comparison(f"its output is off by {relative:.1e}, allowed {tolerance:.1e}", relative)
@@ -401,7 +364,8 @@ def _compare_input(number: int, plain: Tensor | None, candidate: Tensor | None, 
 
 
 def _compare_gradients(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
-    pairs = list(zip(plain.names, plain.gradients, candidate.gradients, strict=True))
+    gradients = map(_summed, plain.gradients), map(_summed, candidate.gradients)
+    pairs = list(zip(plain.names, *gradients, strict=True))
     for name, expected, actual in pairs:
         if (expected is None) != (actual is None):
             return Comparison(
@@ -411,8 +375,10 @@ def _compare_gradients(plain: Replayed, candidate: Replayed, exactness: Exactnes
             return Comparison(
                 f"its gradient for {name} has shape {tuple(actual.shape)}, the plain one {tuple(expected.shape)}"
             )
+        if expected is not None and actual is not None and not _same_places(expected, actual):
+            return Comparison(f"its gradient for {name} holds other entries than the plain one", 0.0, 1.0)
     compared = [
-        (name, as_real(expected), as_real(actual))
+        (name, _entries(expected), _entries(actual))
         for name, expected, actual in pairs
         if expected is not None and actual is not None
     ]
@@ -422,10 +388,24 @@ def _compare_gradients(plain: Replayed, candidate: Replayed, exactness: Exactnes
     return _compare_sizes(compared, exactness) if compared else Comparison()
 
 
+def _summed(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient with each entry once; a sparse one has a row for each time that it was looked up."""
+    return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
+
+
+def _same_places(expected: Tensor, actual: Tensor) -> bool:
+    if expected.is_sparse != actual.is_sparse:
+        return False
+    return not expected.is_sparse or torch.equal(expected.indices(), actual.indices())
+
+
+def _entries(gradient: Tensor) -> Tensor:
+    return as_real(gradient.values() if gradient.is_sparse else gradient)
+
+
 def _compare_sizes(compared: list[tuple[str, Tensor, Tensor]], exactness: Exactness) -> Comparison:
     tolerance = Tolerance.of(exactness, compared[0][1].dtype)
-    errors = [_norm(actual.double() - expected.double()) for _, expected, actual in compared]
-    sizes = [_norm(expected.double()) for _, expected, _ in compared]
+    errors, sizes, products = zip(*(_sizes(expected, actual) for _, expected, actual in compared), strict=True)
     if not all(map(math.isfinite, sizes)):
         return Comparison()  # the plain gradients are not finite: the loop's own fault, and nothing to compare with
     total = math.hypot(*sizes)
@@ -440,8 +420,7 @@ def _compare_sizes(compared: list[tuple[str, Tensor, Tensor]], exactness: Exactn
                 off,
                 tolerance.gradient,
             )
-    product = math.fsum(float((expected.double() * actual.double()).sum()) for _, expected, actual in compared)
-    scale = product / total**2 if total > 0 else 1.0
+    scale = math.fsum(products) / total**2 if total > 0 else 1.0
     if abs(scale - 1) > tolerance.scale:
         return Comparison(
             f"its gradients are {scale:.3f} times as long, allowed 1 ± {tolerance.scale:.1e}",
@@ -460,6 +439,18 @@ def as_real(tensor: Tensor) -> Tensor:
 def _is_finite(tensor: Tensor) -> bool:
     tensor = as_real(tensor)
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def _sizes(expected: Tensor, actual: Tensor) -> tuple[float, float, float]:
+    """Return the size of the difference and that of `expected`, and their product, piece by piece: double is large."""
+    differences, sizes, products = [], [], []
+    pieces = (torch.split(tensor.reshape(-1), _PIECE) for tensor in (expected, actual))
+    for left, right in zip(*pieces, strict=True):
+        a, b = left.double(), right.double()
+        differences.append(_norm(b - a))
+        sizes.append(_norm(a))
+        products.append(float(a @ b))
+    return math.hypot(*differences), math.hypot(*sizes), sum(products)
 
 
 def _norm(tensor: Tensor) -> float:

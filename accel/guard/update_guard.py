@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from accel.guard.guard import Comparison, Tolerance, as_real, noise_like
 from accel.strategies.base import Exactness
 
-# The first parameters of each group up to this many elements: enough to show a wrong formula, and cheap to copy.
+# The first parameters up to this many elements, over all groups: enough to show a wrong formula, and cheap to copy.
 _ELEMENTS = 1_000_000
 
 
@@ -42,8 +42,7 @@ def updated(optimizer: Optimizer) -> list[Tensor]:
     shadow.param_groups, shadow.state = [], defaultdict(dict)
     copies: list[Tensor] = []
     generator = torch.Generator().manual_seed(0)
-    for group in optimizer.param_groups:
-        chosen = _some(group["params"])
+    for group, chosen in zip(optimizer.param_groups, _chosen(optimizer), strict=True):
         clones = [_clone(p, generator) for p in chosen]
         shadow.param_groups.append({**group, "params": clones})
         for parameter, clone in zip(chosen, clones, strict=True):
@@ -54,14 +53,30 @@ def updated(optimizer: Optimizer) -> list[Tensor]:
     return [clone.detach() for clone in copies]
 
 
-def _some(parameters: list[Tensor]) -> list[Tensor]:
-    chosen: list[Tensor] = []
-    elements = 0
-    for parameter in parameters:
-        if parameter.numel() + elements <= _ELEMENTS or not chosen:
-            chosen.append(parameter)
-            elements += parameter.numel()
+def _chosen(optimizer: Optimizer) -> list[list[Tensor]]:
+    """Return, for each group, the parameters that are stepped: one of each kind at least, since paths may differ."""
+    left = _ELEMENTS
+    kinds: set[Any] = set()
+    chosen: list[list[Tensor]] = []
+    for group in optimizer.param_groups:
+        chosen.append([])
+        formula = _formula(group)
+        for parameter in group["params"]:
+            kind = (formula, parameter.dtype, parameter.device)
+            if parameter.numel() <= left or kind not in kinds:
+                chosen[-1].append(parameter)
+                kinds.add(kind)
+                left -= parameter.numel()
     return chosen
+
+
+def _formula(group: dict[str, Any]) -> tuple[Any, ...]:
+    """Return which options of a group are on: a layer's own learning rate makes no other formula, no momentum does.
+
+    The path is left out: a plan switches it between two updates, which must step the same parameters.
+    """
+    options = {name: value for name, value in group.items() if name not in ("foreach", "fused")}
+    return tuple((name, bool(value)) for name, value in options.items() if isinstance(value, int | float | None))
 
 
 def _clone(parameter: Tensor, generator: torch.Generator) -> Tensor:
@@ -106,4 +121,21 @@ def compare(plain: list[Tensor], candidate: list[Tensor], before: list[Tensor], 
 
 def start_of(optimizer: Optimizer) -> list[Tensor]:
     """Return copies of the parameters that `updated` would step, in its order."""
-    return [p.detach().clone() for group in optimizer.param_groups for p in _some(group["params"])]
+    return [p.detach().clone() for chosen in _chosen(optimizer) for p in chosen]
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the options of an optimizer's groups, such as the path of its step, as they are now."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def differ(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
+    """Return whether options have been switched.
+
+    Args:
+        before: what `options_of` has returned.
+        now: what it has returned later, of the same optimizer.
+    """
+    if [set(group) for group in before] != [set(group) for group in now]:
+        return True
+    return any(old[name] is not new[name] for old, new in zip(before, now, strict=True) for name in old)

@@ -4,25 +4,38 @@ While a strategy is on, each call's outputs are checked. A call that raises, or 
 far above any in the plain loop, is repeated along the plain path from the same random state, buffers and counters,
 and the step goes on with that result. If the plain result is fine, the strategies are at fault and are switched off at
 once. If it is no better, the fault is the run's own and no strategy is blamed; if it raises too, the error is the
-user's and propagates.
+user's and propagates. What can't be judged is passed over: no check raises anything into the loop.
+
+With several ranks, the repeated call sends nothing that the first one has sent already. A model that exchanges more
+within its call than `DistributedDataParallel` does can't be called on one rank alone: the loop gets the outputs as they
+are, and the strategies go. Only a call that has raised is repeated in such a model, too: there are no outputs to hand
+on, and ranks mostly meet the same error together.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accel.dataio.batches import tensors
 from accel.guard import own_state
+from accel.guard.alone import without_forward
 from accel.guard.changing_buffers import ChangingBuffers
 from accel.run import backward
 from accel.run.gate import Call, Gate
+
+log = logging.getLogger("accel")
 
 # Outputs don't grow so much in a few hundred healthy steps; a diverging run gets there fast.
 _GROWTH = 1e3
@@ -76,8 +89,14 @@ class Watch:
         self._plain_max = 0.0
         self._large = 0
         self._moving = ChangingBuffers(gate.model)
+        self._gpus = _gpus_of(gate.model)
+        self._parallel = _data_parallel(gate.model)
         self._excuse = Excuse()
         self._keeps_inputs = False
+        self._is_within = False
+        """A call is being made: those within it are a recursion's, and the outermost is checked."""
+        self._is_repeating = False
+        """It is being made along the plain path."""
 
     def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call through the strategies and check its outputs.
@@ -87,42 +106,76 @@ class Watch:
         """
         if not self._gate.wrapped or backward.is_running():
             return call(*args, **kwargs)
-        given = tensors((args, kwargs))
-        kept = _Inputs(given) if self._keeps_inputs else None
-        before = (
-            torch.get_rng_state(),
-            self._moving.saved(),
-            own_state.states_of(own_state.generators_given(args, kwargs)),
-            kept,
-        )
-        written = versions(given)
+        if self._is_within:
+            return (self._gate.plain if self._is_repeating else call)(*args, **kwargs)
+        self._is_within = True
         try:
-            outputs = call(*args, **kwargs)
+            return self._checked(call, args, kwargs)
+        finally:
+            self._is_within = self._is_repeating = False
+
+    def _checked(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = tensors((args, kwargs))
+        before = self._before(args, kwargs, given)
+        if before is None:
+            return call(*args, **kwargs)
+        written = versions(given)
+        # In what the loop has compiled a hook would become a part of the graph.
+        is_compiled = self._gate.compiled_by_user or hasattr(self._gate.model, "_orig_mod")
+        reached = list(self._parallel) if is_compiled else []
+        try:
+            with _noting([] if is_compiled else self._parallel, reached):
+                outputs = call(*args, **kwargs)
         except Exception as error:
             raised = f"it raised {type(error).__name__}: {error}"
         else:
-            problem = "" if self._excuse.holds() else self._problem(outputs)
+            problem = "" if self._excuse.holds() else self._judged(self._problem, outputs)
             # A forward that wrote to its inputs can't be repeated, unless they were kept; nor one that took some away.
-            if not problem or len(tensors((args, kwargs))) != len(given) or (not kept and versions(given) != written):
+            is_kept = before.inputs is not None or versions(given) == written
+            if not problem or len(tensors((args, kwargs))) != len(given) or not is_kept:
                 return outputs
-            return self._again(before, problem, args, kwargs)
+            if _talks_within_calls(self._gate.model):
+                self._trip(f"{problem}, and no rank can make this model's call again alone")
+                return outputs
+            return self._again(before, reached, problem, args, kwargs)
         # Outside the handler: the user's own error must not carry this one as its context.
-        return self._again(before, raised, args, kwargs)
+        return self._again(before, reached, raised, args, kwargs)
 
-    def _again(self, before: Any, why: str, args: Any, kwargs: Any) -> Any:
-        """Repeat the call along the plain path; the strategies are to blame only if its result is fine."""
-        torch.set_rng_state(before[0])
-        self._moving.restore(before[1])
-        own_state.put_back(before[2])
-        if before[3] is not None:
-            before[3].put_back()
-        plain = self._gate.plain(*args, **kwargs)  # raises the user's own error, if it is the user's
-        if why.startswith("it raised") or not self._problem_now(plain):
+    def _before(self, args: Any, kwargs: Any, given: list[Tensor]) -> _CallState | None:
+        """Return the state before a call; None if it can't be read, and so the call not be made again."""
+        try:
+            return _CallState(self._moving, self._gpus, (args, kwargs), _Inputs(given) if self._keeps_inputs else None)
+        except Exception as error:
+            log.debug("accel: the state before a call could not be read: %s", error)
+            return None
+
+    def _again(self, before: _CallState, reached: list[nn.Module], why: str, args: Any, kwargs: Any) -> Any:
+        """Repeat the call along the plain path; the strategies are to blame only if its result is fine.
+
+        The modules in `reached` have told the other ranks of this call. These don't listen a second time.
+        """
+        try:
+            before.put_back()
+        except Exception as error:
+            log.debug("accel: the state before a call could not be put back: %s", error)
+        self._is_repeating = True
+        with contextlib.ExitStack() as alone:
+            for module in reached:
+                alone.enter_context(without_forward(module))
+            plain = self._gate.plain(*args, **kwargs)  # raises the user's own error, if it is the user's
+        if why.startswith("it raised") or not self._judged(self._problem_now, plain):
             self._trip(why)
         else:
             self._excuse.grant()
             self.learn(plain)
         return plain
+
+    def _judged(self, judge: Callable[[Any], str], outputs: Any) -> str:
+        try:
+            return judge(outputs)
+        except Exception as error:  # outputs of a kind that has no norm are the loop's own affair
+            log.debug("accel: outputs could not be judged: %s", error)
+            return ""
 
     def _problem(self, outputs: Any) -> str:
         if self._device.type == "cpu":
@@ -159,8 +212,12 @@ class Watch:
 
     def learn(self, outputs: Any) -> None:
         """Learn how large the outputs of the plain loop are."""
-        self._moving.observe()
-        size = _size(outputs)
+        try:
+            self._moving.observe()
+            size = _size(outputs)
+        except Exception as error:
+            log.debug("accel: nothing could be learnt from a call: %s", error)
+            return
         if size is not None:
             self._plain_max = max(self._plain_max, size)
 
@@ -176,12 +233,77 @@ class Watch:
         """Return whether the gradients that `optimizer` will use are finite; on a GPU, without waiting, always."""
         if self._device.type != "cpu":
             return True
-        gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
-        dense = [g for g in gradients if g is not None and not g.is_sparse]
-        # One multi-tensor call: 12 µs for ten small tensors, against 35 µs one by one.
-        if not dense or math.isfinite(math.fsum(norm.item() for norm in torch._foreach_norm(dense))):
+        try:
+            return _are_finite([p.grad for group in optimizer.param_groups for p in group["params"]])
+        except Exception as error:
+            log.debug("accel: gradients could not be judged: %s", error)
             return True
-        return all(bool(g.isfinite().all()) for g in dense)  # a norm overflows before its elements do
+
+
+def _are_finite(gradients: list[Tensor | None]) -> bool:
+    dense = [g for g in gradients if g is not None and not g.is_sparse]
+    # One multi-tensor call: 12 µs for ten small tensors, against 35 µs one by one.
+    if not dense or math.isfinite(math.fsum(norm.item() for norm in torch._foreach_norm(dense))):
+        return True
+    return all(bool(g.isfinite().all()) for g in dense)  # a norm overflows before its elements do
+
+
+class _CallState:
+    """The state that a call finds: random numbers, buffers and counters, and its inputs if they are kept."""
+
+    def __init__(self, moving: ChangingBuffers, gpus: list[torch.device], given: Any, inputs: _Inputs | None) -> None:
+        self.inputs = inputs
+        self._moving = moving
+        self._drawn = torch.get_rng_state()
+        self._drawn_on_gpus = [(gpu, torch.cuda.get_rng_state(gpu)) for gpu in gpus]
+        self._moved = moving.saved()
+        self._generators = own_state.states_of(own_state.generators_given(*given))
+
+    def put_back(self) -> None:
+        """Make it what it was."""
+        torch.set_rng_state(self._drawn)
+        for gpu, state in self._drawn_on_gpus:
+            torch.cuda.set_rng_state(state, gpu)
+        self._moving.restore(self._moved)
+        own_state.put_back(self._generators)
+        if self.inputs is not None:
+            self.inputs.put_back()
+
+
+def _gpus_of(model: nn.Module) -> list[torch.device]:
+    """Return the GPUs that a model draws random numbers on: those of its parameters."""
+    return list({p.device: None for p in model.parameters() if p.device.type == "cuda"})
+
+
+def _data_parallel(model: nn.Module) -> list[nn.Module]:
+    """Return the modules in which this rank talks to others, if there are any."""
+    return [m for m in model.modules() if isinstance(m, DistributedDataParallel)] if _has_other_ranks() else []
+
+
+@contextlib.contextmanager
+def _noting(modules: list[nn.Module], called: list[nn.Module]) -> Iterator[None]:
+    """Put those of the modules that are called in the block into `called`."""
+    hooks = [module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _has_other_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _talks_within_calls(model: nn.Module) -> bool:
+    """Return whether ranks exchange activations or weights within a call: synchronised norms, FSDP, tensor parallel."""
+    if not _has_other_ranks():
+        return False
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # a model has it only if the loop has imported it
+    kinds = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    if any(isinstance(module, (nn.SyncBatchNorm, *kinds)) for module in model.modules()):
+        return True
+    return any(hasattr(parameter, "to_local") for parameter in model.parameters())
 
 
 class _Inputs:
@@ -208,13 +330,27 @@ def versions(given: list[Tensor]) -> list[int]:
 
 
 def _norm(outputs: Any) -> Tensor | None:
-    # Sparse and nested tensors have no norm to ask for.
-    dense = [t.detach() for t in tensors(outputs) if t.layout == torch.strided and not t.is_nested]
-    gradients = [t for t in dense if t.is_floating_point() and t.numel()]
-    if not gradients:
-        return None
-    norms = [torch.linalg.vector_norm(t.float() if t.dtype != torch.float64 else t) for t in gradients]
-    return norms[0] if len(norms) == 1 else torch.stack([n.float() for n in norms]).sum()
+    # Sparse and nested tensors have no norm to ask for, and those of the meta device no values.
+    dense = [t.detach() for t in tensors(outputs) if t.layout == torch.strided and not (t.is_nested or t.is_meta)]
+    numbers = [t for t in dense if (t.is_floating_point() or t.is_complex()) and t.numel()]
+    return _total([_norm_of(t) for t in numbers]) if numbers else None
+
+
+def _norm_of(tensor: Tensor) -> Tensor:
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()  # this rank's part: for the whole all ranks would have to talk
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    norm: Tensor = torch.linalg.vector_norm(tensor if tensor.dtype == torch.float64 else tensor.float())
+    return norm
+
+
+def _total(norms: list[Tensor]) -> Tensor:
+    """Return the sum of norms; on a GPU if one of them is there, so that the host needn't wait for it."""
+    if len(norms) == 1:
+        return norms[0]
+    place = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
+    return torch.stack([norm.to(place, torch.float32, non_blocking=True) for norm in norms]).sum()
 
 
 def _size(outputs: Any) -> float | None:

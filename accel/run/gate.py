@@ -44,7 +44,9 @@ class Gate:
         self._order = order
         self._wraps: dict[str, Wrap] = {}
         self._before_plain: dict[str, Callable[[], None]] = {}
-        self._user_compiled: Call | None = model._compiled_call_impl
+        in_slot: Call | None = model._compiled_call_impl
+        # A call that only counts, of the profiler's or of `accel run`'s, is not a compiled one.
+        self._user_compiled = None if isinstance(in_slot, callslot.SlotCall) else in_slot
         self._installed: Call | None = self._user_compiled
         self._original_slot = callslot.contents(model)
         self._chain: Call = self._innermost

@@ -32,6 +32,8 @@ class OptimizerSteps:
         after: called after each of its steps, with these steps.
 
     Attributes:
+        parameters: the identities of those that it trains.
+        updates: steps of all optimizers when it stepped last, kept by the follower.
         from_loader: batches came from a loader between the last two steps.
         is_under_way: a step is being made, and `after` will be called. A step that is made while this is False is one
             that another method made in place of ours: accelerate assigns `optimizer.step` before and after each scaled
@@ -40,6 +42,8 @@ class OptimizerSteps:
 
     def __init__(self, optimizer: Optimizer, batches: int, after: Callable[[OptimizerSteps], None]) -> None:
         self.optimizer = optimizer
+        self.parameters = parameters_of(optimizer)
+        self.updates = 0
         self.from_loader = False
         self._batches, self._after = batches, after
         self._steps = 1
@@ -49,7 +53,7 @@ class OptimizerSteps:
         """The outermost modules that own its parameters."""
         self._own_step = vars(optimizer).get("step")
         self.is_under_way = False
-        self._step = _followed(optimizer, self._around)
+        self._step: MethodType | None = _followed(optimizer, self._around)
         vars(optimizer)["step"] = self._step
 
     def _around(self, step: Callable[[], Any]) -> Any:
@@ -84,10 +88,16 @@ class OptimizerSteps:
         """Restore the modules and the optimizer."""
         self.release_modules()
         self._after = lambda steps: None
-        if vars(self.optimizer).get("step") is self._step:  # within another wrapper it stays
+        ours, self._step = self._step, None  # it holds this object: both would wait for the garbage collector
+        if ours is not None and vars(self.optimizer).get("step") is ours:  # within another wrapper it stays
             del self.optimizer.step
             if self._own_step is not None:
                 vars(self.optimizer)["step"] = self._own_step
+
+
+def parameters_of(optimizer: Optimizer) -> frozenset[int]:
+    """Return the identities of the parameters that an optimizer trains."""
+    return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _followed(optimizer: Optimizer, around: Callable[[Callable[[], Any]], Any]) -> MethodType:

@@ -23,14 +23,17 @@ from accel import entry, startup
 from accel.dataio.passes.proxy import LoaderProxy
 from accel.profiler import stderr
 from accel.run import ranks
+from accel.script.learners import Learners
 from accel.script.loaders import ScriptLoaders
-from accel.script.optimizer_steps import OptimizerSteps
+from accel.script.optimizer_steps import OptimizerSteps, parameters_of
 from accel.script.own_batches import UpdateBoundary
 from accel.session.listeners import leave
 from accel.session.session import Session
 
 _AT_ONCE = 8
 """Models that are optimized at a time."""
+_REPORTS = 32
+"""Models of which reports are written: a loop may copy its model for each of a hundred thousand tasks."""
 _GONE_AFTER = 200
 """Updates without a step of a model after which it is taken to be trained no more, once another one is found."""
 
@@ -57,7 +60,7 @@ class ScriptTraining:
         self.loaders = ScriptLoaders(thread)
         self._options, self._thread, self._whole, self._earlier = options, thread, whole, earlier
         self._boundary = UpdateBoundary()
-        self._learning: dict[int, OptimizerSteps] = {}
+        self._learning = Learners(_AT_ONCE)
         self._due: list[OptimizerSteps] = []
         """What they train is known, and is optimized when the next batch is asked for."""
         self._inseparable = 0
@@ -78,9 +81,9 @@ class ScriptTraining:
         self.loaders.stop()
         if self._hook is not None:
             self._hook.remove()
-        for steps in [*self._learning.values(), *self._due, *self._own_batches]:
+        self._learning.release()
+        for steps in [*self._due, *self._own_batches]:
             steps.release()
-        self._learning.clear()
         self._due.clear()
 
     def end_trials(self, together: bool) -> None:
@@ -131,25 +134,37 @@ class ScriptTraining:
                 self._known.add(optimizer)
                 with startup.counted():
                     self._meet(optimizer)
-            elif (steps := self._learning.get(id(optimizer))) is not None and not steps.is_under_way:
+            elif (steps := self._learning.get(optimizer)) is not None and not steps.is_under_way:
                 self._stepped_past(steps)
+            if self.updates % _GONE_AFTER == 0:
+                self._learning.let_go_of_idle(self.updates)
         except Exception as error:
             self._fail(error)
 
     def _meet(self, optimizer: Optimizer) -> None:
+        if self._learning.is_hopeless or self._is_optimized(optimizer):
+            return
         steps = OptimizerSteps(optimizer, self.loaders.delivered, self._stepped)
         if any(entry.optimized(root) for root in steps.roots) or not steps.roots:
             steps.release()  # its model's session meets it too; parameters of no module are nobody's
             return
-        self._learning[id(optimizer)] = steps
+        steps.updates = self.updates
+        self._learning.add(steps)
+
+    def _is_optimized(self, optimizer: Optimizer) -> bool:
+        """Return whether all that it trains is optimized, which is found sooner than the modules that own it."""
+        optimized = (parameter for model in self.modules for parameter in model.parameters())
+        return bool(self._optimized) and parameters_of(optimizer) <= set(map(id, optimized))
 
     def _stepped(self, steps: OptimizerSteps) -> None:
         if get_ident() != self._thread or self.has_failed:
             return
         try:
-            if id(steps.optimizer) not in self._learning:
+            if self._learning.get(steps.optimizer) is None:
                 self._boundary.updated(steps.optimizer)
-            elif steps.learned(self.loaders.delivered):
+                return
+            steps.updates = self.updates
+            if steps.learned(self.loaders.delivered):
                 self._optimize(steps)
         except Exception as error:
             steps.release()
@@ -157,9 +172,10 @@ class ScriptTraining:
 
     def _stepped_past(self, steps: OptimizerSteps) -> None:
         """Count a step that was made without ours; it ends within hooks, where none can be added or removed."""
+        steps.updates = self.updates
         if not steps.learned(self.loaders.delivered):
             return
-        del self._learning[id(steps.optimizer)]
+        self._learning.take(steps)
         if steps.from_loader:
             self._due.append(steps)
         else:
@@ -187,7 +203,7 @@ class ScriptTraining:
 
     def _optimize(self, steps: OptimizerSteps) -> None:
         """Optimize what an optimizer trains; its loop is between two steps."""
-        self._learning.pop(id(steps.optimizer), None)
+        self._learning.take(steps)
         models = steps.trained()
         steps.release_modules()
         loader = self.loaders.latest if steps.from_loader else None
@@ -202,15 +218,15 @@ class ScriptTraining:
 
     def _begin(self, model: nn.Module, loader: LoaderProxy | None, optimizer: Optimizer) -> None:
         self.models += 1
-        report = self._options["report"]
-        options = {**self._options, "report": _numbered(report, self._earlier + self.models)}
+        report, whole = self._place_of_report(self._earlier + self.models)
+        options = {**self._options, "report": report}
         proxy = self._boundary.proxy if loader is None else loader  # not `or`: that asks for the loader's length
         entry.optimize(model, proxy, optimizer, **options)
         optimized = entry.optimized(model)
         if optimized is None:
             return  # ACCEL=0 was set meanwhile
         if report is None:
-            optimized.journal.whole = self._whole
+            optimized.journal.whole = whole
         session = optimized.session
         follow = optimized.follow if loader is not None else lambda proxy: None
         self._optimized[id(model)] = _Model(model, session, follow, self.updates)
@@ -220,6 +236,15 @@ class ScriptTraining:
             self._boundary.join(session.events)
         else:
             session.events.epoch_begins(loader)  # it has, and the session did not hear of it
+
+    def _place_of_report(self, model: int) -> tuple[Path | None, str]:
+        """Return where the report of the n-th model goes, and how to see the whole if it goes nowhere."""
+        report = self._options["report"]
+        if report is None or model <= _REPORTS:
+            return _numbered(report, model), self._whole
+        if model == _REPORTS + 1:
+            _say(f"{_REPORTS} models have been optimized; no more reports are written")
+        return None, f"reports are written of the first {_REPORTS} models only"
 
     def _follow(self, proxy: LoaderProxy) -> None:
         """Let all sessions follow a new loader: one for the next epoch, say."""

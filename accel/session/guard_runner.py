@@ -35,6 +35,10 @@ from accel.strategies.base import Exactness
 log = logging.getLogger("accel")
 
 
+class _NotReplayable(Exception):
+    """The plain call can't be made again, whatever the candidate does."""
+
+
 class GuardRunner:
     """Run the checks.
 
@@ -136,7 +140,10 @@ class GuardRunner:
 
     def _check_model(self, plan: Choices, recording: Recording, exactness: Exactness) -> Comparison:
         with self._untouched(recording), self._state.suspended():
-            plain, candidate = self._both(plan, recording, partial(guard.replay, self._run.model), exactness)
+            try:
+                plain, candidate = self._both(plan, recording, partial(guard.replay, self._run.model), exactness)
+            except _NotReplayable as error:
+                return Comparison(unsure=f"the plain call can't be replayed: {error}")
             finding = guard.compare(plain, candidate, exactness)
             if finding.unsure:  # what is compared beside this call would hide it
                 return finding
@@ -189,7 +196,10 @@ class GuardRunner:
         canonical = exactness != Exactness.EXACT
         self._switchboard.switch({})
         recording.modules.restore()
-        plain = replay(self._run.gate.plain, recording, draws=self._draws(canonical))
+        try:
+            plain = replay(self._run.gate.plain, recording, draws=self._draws(canonical))
+        except Exception as error:
+            raise _NotReplayable(f"{type(error).__name__}: {error}") from error
         compiles = self._switchboard.compiles(plan)
         noting = partial(replay, draws=None if compiles else self._draws(canonical))
         candidate = self._replayed(self._switchboard.acting_on("model", plan), recording, noting)
@@ -207,7 +217,7 @@ class GuardRunner:
     def _check_update(self, plan: Choices, exactness: Exactness) -> Comparison:
         findings = []
         with self._state.suspended():
-            for optimizer in filter(update_guard.makes_updates, self._run.optimizers):
+            for optimizer in self._switched_by(plan):
                 self._switchboard.switch({})
                 start = update_guard.start_of(optimizer)
                 plain = update_guard.updated(optimizer)
@@ -216,6 +226,19 @@ class GuardRunner:
                 findings.append(update_guard.compare(plain, candidate, start, exactness))
         none = Comparison(unsure="no optimizer that updates by itself is known")
         return reduce(Comparison.beside, findings or [none])
+
+    def _switched_by(self, plan: Choices) -> list[Optimizer]:
+        """Return the optimizers whose options a plan switches; all, if it acts on them in another way.
+
+        The others' update is the same, and a copy of a user's own optimizer shares what it holds beside its state.
+        """
+        optimizers = list(filter(update_guard.makes_updates, self._run.optimizers))
+        self._switchboard.switch({})
+        before = [update_guard.options_of(optimizer) for optimizer in optimizers]
+        self._switchboard.switch(self._switchboard.acting_on("optimizer", plan))
+        now = [update_guard.options_of(optimizer) for optimizer in optimizers]
+        pairs = zip(optimizers, before, now, strict=True)
+        return [optimizer for optimizer, old, new in pairs if update_guard.differ(old, new)] or optimizers
 
     def _note(self, finding: Comparison) -> None:
         self._finding = finding if self._finding is None else self._finding.merge(finding)
@@ -261,7 +284,12 @@ class GuardRunner:
             self._check_gradients(roots)
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Check the gradients, if no backward pass was seen; leave out an update that strategies have spoiled."""
+        """Check the gradients, if no backward pass was seen; leave out an update that strategies have spoiled.
+
+        One within a backward pass changes the weights that the calls were made with: they can't be made again.
+        """
+        if self._blame.calls and backward.is_running():
+            self._blame.forget()
         if not self._gradients_checked and self._blame.calls:
             self._check_gradients(None)
         if self._leaves_out_update and not self._watch.gradients_are_finite(optimizer):

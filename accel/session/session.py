@@ -17,7 +17,6 @@ import contextlib
 import logging
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 
@@ -34,6 +33,7 @@ from accel.search.plan import Choices
 from accel.session.events import StepEvents
 from accel.session.guard_runner import GuardRunner
 from accel.session.host_meter import HostMeter
+from accel.session.own_warning import warn
 from accel.session.state import Mode, RunState
 from accel.session.switchboard import Switchboard
 from accel.session.training_loader import TrainingLoader
@@ -438,7 +438,7 @@ class Session:
         if failure.reported:
             log.info("accel stopped and left the loop as it was: %s", failure.text)
             return
-        warnings.warn(f"accel stopped and left the loop as it was: {failure.text}", RuntimeWarning, stacklevel=8)
+        warn(f"accel stopped and left the loop as it was: {failure.text}", stacklevel=8)
 
     def _failure(self, error: Exception) -> Failure:
         if self._ranks is None:

@@ -23,6 +23,7 @@ import torch
 from torch import fx, nn
 
 from accel.profiler.clocks import callslot
+from accel.run import backward
 from accel.run.context import Shapes, shapes_of
 from accel.run.gate import Call, hooks_of
 
@@ -32,6 +33,8 @@ MOST = 4
 _PATIENCE = 20.0
 """How many times as long as compiling the plain calls of another kind must have taken: the default budget's tenth, and
 the backward half of a graph, which is compiled later, takes about as long again as the measured half."""
+_MOST_RECENT = 256
+"""Shapes of blocks that are remembered: many more than one step has."""
 
 
 class CompiledCalls:
@@ -68,8 +71,13 @@ class CompiledCalls:
         """Why nothing runs compiled any more; '' while it does."""
         self._kinds: set[Kind] = set()
         self._plain_s: dict[Kind, float] = {}
-        self._is_compiled = False
-        """Of the last call: blocks that are called again in its backward pass (checkpointing) must do the same."""
+        self._is_compiled = self._has_gradients = False
+        """Of the last call."""
+        self._recent: dict[Shapes, bool] = {}
+        """Shapes that blocks were given in calls with gradients → whether they ran compiled.
+
+        A backward pass in which they are called again (checkpointing) must find the same, also after other calls.
+        """
         self._hooks: list[dict[Any, Any]] = []
         self._hook_keys: list[tuple[int, ...]] = []
         self._frames: list[Any] = []
@@ -113,7 +121,7 @@ class CompiledCalls:
 
     def leave(self) -> None:
         """Run plainly what is called next: a call along the plain path, with its backward pass."""
-        self._is_compiled = False
+        self._is_compiled, self._has_gradients = False, torch.is_grad_enabled()
 
     def forget(self) -> None:
         """Take off, and let torch forget what it has compiled for it."""
@@ -126,7 +134,7 @@ class CompiledCalls:
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = self._kind(args, kwargs)
-        self._is_compiled = self._may_be_compiled(kind)
+        self._is_compiled, self._has_gradients = self._may_be_compiled(kind), torch.is_grad_enabled()
         if not self._is_compiled:
             began = self._clock()
             outputs = call(*args, **kwargs)
@@ -179,9 +187,20 @@ class CompiledCalls:
             self._whole = self._compile(_call_frame(call))
         return self._whole
 
+    def _block_is_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if backward.is_running():
+            return self._recent.get(shapes_of(args, kwargs), self._is_compiled)
+        if self._has_gradients:
+            if len(self._recent) >= _MOST_RECENT:
+                self._recent.pop(next(iter(self._recent)))
+            shapes = shapes_of(args, kwargs)
+            self._recent.pop(shapes, None)  # the latest comes last
+            self._recent[shapes] = self._is_compiled
+        return self._is_compiled
+
     def _block_call(self, compiled: Call, block: nn.Module) -> Call:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._is_compiled:
+            if self._block_is_compiled(args, kwargs):
                 return compiled(block, *args, **kwargs)
             return block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 

@@ -33,6 +33,8 @@ class CalledModules:
     ) -> None:
         self._mark, self._hooks = mark, hooks
         self._handles: dict[int, list[Any]] = {}
+        self._marked: dict[int, Call] = {}
+        """What was put in the slots."""
         self._owned: set[int] = set()
         self._watched: dict[int, tuple[nn.Module, dict[str, Any], int, int]] = {}
         self._calls: dict[int, list[int]] = {}
@@ -104,14 +106,15 @@ class CalledModules:
             ]
             return
         target = slot.get(callslot.NAME) or module._call_impl
-        callslot.fill(module, callslot.SlotCall(self._mark(target, calls)))
+        self._marked[id(module)] = callslot.SlotCall(self._mark(target, calls))
+        callslot.fill(module, self._marked[id(module)])
 
     def _release(self, module: nn.Module) -> None:
         _, slot, *_ = self._watched.pop(id(module))
-        handles = self._handles.pop(id(module), None)
-        if handles is None:
+        marked = self._marked.pop(id(module), None)
+        if marked is not None and vars(module).get(callslot.NAME) is marked:  # nobody has filled it since
             callslot.restore(module, slot)
-        for handle in handles or ():
+        for handle in self._handles.pop(id(module), ()):
             handle.remove()
 
 

@@ -226,6 +226,33 @@ def test_a_truncated_file_is_passed_over() -> None:
         assert plans().recall() is None
 
 
+def test_what_was_passed_over_is_still_told_once_the_file_is_written_anew() -> None:
+    path = stored()
+    path.write_text("{", encoding="utf-8")
+    memory = plans()
+    memory.recall()
+    memory.store(SEARCH)
+    assert memory.note.startswith(f"{path}; what it held before is passed over: ")
+    again = plans()
+    again.recall()
+    again.store(SEARCH)
+    assert again.note == str(path)
+
+
+def test_a_link_in_its_place_is_replaced_and_what_it_points_to_is_not(tmp_path: Path) -> None:
+    """Where several users share the folder, one could have another's file overwritten."""
+    path, other = stored(), tmp_path / "profile"
+    other.write_text("precious", encoding="utf-8")
+    path.unlink()
+    path.symlink_to(other)
+    memory = plans()
+    memory.recall()
+    memory.store(SEARCH)
+    assert other.read_text(encoding="utf-8") == "precious"
+    assert not path.is_symlink()
+    assert plans().recall() == SEARCH
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_pipe_or_a_folder_in_its_place_holds_nothing_up() -> None:
     path = stored()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -26,6 +27,20 @@ def _save(path: Path, accel_ms: float | None) -> Path:
     speedup = None if accel_ms is None else 20.0 / accel_ms
     Report(state="done", plain_ms=20.0, accel_ms=accel_ms, speedup=speedup, plan={"x": {}}).save(path)
     return path
+
+
+@pytest.mark.parametrize(("command", "expands"), [("run", False), ("profile", False), ("compare", True)])
+def test_only_accel_s_own_arguments_are_expanded_on_windows(
+    monkeypatch: pytest.MonkeyPatch, command: str, expands: bool
+) -> None:
+    """Where no shell does so, click does: a script would get other arguments than were typed."""
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        click.Group, "main", lambda self, *args, windows_expand_args=True, **kwargs: seen.append(windows_expand_args)
+    )
+    monkeypatch.setattr(sys, "argv", ["accel", command, "own.py", "*.txt"])
+    main.prepared(prog_name="accel")
+    assert seen == [expands]
 
 
 def test_report_prints_the_terminal_report(tmp_path: Path) -> None:

@@ -256,6 +256,14 @@ def test_path_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert result.stderr.startswith("error: PATH must be a Python file or a folder")
 
 
+def test_path_of_which_nothing_can_be_told_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for place in (tmp_path / ("x" * 300), tmp_path / "loop" / "a.py"):
+        result = _run(place)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("error: PATH must be ")
+
+
 def test_command_loads_no_torch(project: Path) -> None:
     code = (
         "import sys; from accel.commands.cli import main; main(sys.argv[1:], standalone_mode=False);"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,32 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     write_atomic(link, "new")
     assert link.is_symlink()
     assert target.read_text() == "new"
+
+
+def test_a_file_is_as_readable_as_any_and_the_umask_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set for an instant, it is that of another thread's files too."""
+    before = os.umask(0o027)
+    set_to: list[int] = []
+    try:
+        if sys.platform == "linux":
+            monkeypatch.setattr(os, "umask", lambda mask: set_to.append(mask) or before)
+        write_atomic(tmp_path / "file", "text")
+    finally:
+        monkeypatch.undo()
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
+    assert set_to == []
+
+
+def test_a_file_system_without_permissions_takes_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object, mode: int) -> None:
+        raise PermissionError("Operation not permitted")
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    write_atomic(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"
 
 
 def test_a_folder_is_not_replaced(tmp_path: Path) -> None:

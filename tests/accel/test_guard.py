@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.guard import guard, update_guard
+from accel.guard import guard, random_states, update_guard
 from accel.guard.guard import Comparison, Tolerance
 from accel.profiler.experiments.update_path import Paths
 from accel.strategies.base import Exactness
@@ -269,9 +269,9 @@ def test_a_shadow_step_runs_no_hooks() -> None:
 def test_generators_that_a_replay_does_not_draw_from_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may draw from them meanwhile, and must not draw the same numbers again."""
     written: list[str] = []
-    real = guard.streams()
+    real = random_states.streams()
     watched = [each._replace(write=lambda state, name=each.name: written.append(name)) for each in real]
-    monkeypatch.setattr(guard, "streams", lambda: watched)
+    monkeypatch.setattr(random_states, "streams", lambda: watched)
     model = nn.Linear(2, 2)
     with guard.untouched(model, torch.device("cpu")):
         model(torch.ones(1, 2))

@@ -284,7 +284,7 @@ def check_interrupted(folder: Path, ended: str) -> None:
 @pytest.mark.parametrize(
     ("number", "status", "ended"),
     [
-        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGINT, -signal.SIGINT, "interrupted"),
         pytest.param(
             signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow
         ),  # by default in test_profile_endings.py
@@ -323,7 +323,7 @@ def test_ctrl_c_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
     finally:
         running.kill()
 
-    assert running.returncode == 130, errors
+    assert running.returncode == -signal.SIGINT, errors
     check_interrupted(tmp_path, "interrupted")
 
 

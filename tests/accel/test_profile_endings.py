@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ finally:
 
 @pytest.mark.parametrize(
     ("name", "status", "ended"),
-    [pytest.param("SIGINT", 130, "interrupted", marks=pytest.mark.slow), ("SIGTERM", 143, "terminated")],
+    [pytest.param("SIGINT", -signal.SIGINT, "interrupted", marks=pytest.mark.slow), ("SIGTERM", 143, "terminated")],
 )
 def test_a_signal_within_a_garbage_collection_ends_the_script(
     tmp_path: Path, name: str, status: int, ended: str

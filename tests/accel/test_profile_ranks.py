@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import warm
+from tests.accel.loops import QUIET
 from tests.accel.profiled import causes, in_an_interpreter_of_its_own, profile_ranks, report, script
 
 DISTRIBUTED = """
@@ -40,6 +43,31 @@ dist.destroy_process_group()
     straggler: Any = next(f for f in found.findings if f.cause == "straggler.rank")
     assert "rank 1" in straggler.why[0]
     assert "in host" in straggler.why[1]
+
+
+def test_a_terminated_rank_does_not_wait_long_for_one_that_was_killed(tmp_path: Path) -> None:
+    """torchrun kills it 30 s after SIGTERM, which is as long as it waited: there was no report."""
+    script(
+        tmp_path,
+        """
+import os, signal
+for number in range(60):
+    x, y = next(iter(loader))
+    step(x, y)
+    if number == 50:
+        if os.environ["RANK"] == "1":
+            os._exit(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+""",
+    )
+    shorter = QUIET + "from accel.commands import profile\nprofile._TERMINATED_S = 0.5\n"
+    command = ["-m", "accel", "profile", "--no-confirm", "train.py"]
+    began = time.monotonic()
+    first, _ = warm.run_ranks(2, command, cwd=tmp_path, before=shorter)
+
+    assert time.monotonic() - began < 25
+    assert first.returncode == 143, first.stderr
+    assert report(tmp_path).ended == "terminated"
 
 
 @pytest.mark.slow

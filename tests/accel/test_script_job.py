@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import py_compile
 import signal
 import subprocess
 import sys
+import zipapp
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -13,13 +15,16 @@ from types import FrameType
 
 import pytest
 
-from accel.commands.script_job import ScriptJob
+from accel.commands.script_job import ScriptJob, check_script
 from accel.elastic.termination import Termination
+from accel.errors import InvalidArgument
 from accel.profiler.script import Script
 from tests import warm
 from tests.accel.loops import QUIET
 from tests.accel.profiled import ONE_THREAD, ROOT, accel_profile, report, script
 from tests.accel.sigterm import send
+
+NEVER_IMPORTED = "from accel.script import after_import\nafter_import.after_import = lambda name, then: None\n"
 
 
 def under(command: str, folder: Path, body: str, before: str = "") -> CompletedProcess[str]:
@@ -70,6 +75,19 @@ def test_a_script_that_saves_when_it_is_terminated_has_its_checkpoint(tmp_path: 
     assert done.stdout.splitlines() == [str(number) for number in range(6)], done.stderr
     assert done.returncode == 143
     assert [path.parent.name for path in tmp_path.glob("saved/*/state.pt")] == ["00000001-step-6"]
+
+
+def test_switched_off_the_script_ends_by_the_signal_at_once(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import os, signal, time\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(9)\n"
+        "finally:\n    print('unwound', flush=True)\n"
+    )
+    command = ["-m", "accel", "run", "own.py"]
+    plain, off = (
+        warm.run(words, cwd=tmp_path, environment={**ONE_THREAD, "ACCEL": "0"}) for words in (command[-1:], command)
+    )
+    assert (off.returncode, off.stdout) == (plain.returncode, plain.stdout) == (-signal.SIGTERM, "")
 
 
 @pytest.mark.usefixtures("default_handler")
@@ -185,6 +203,60 @@ def test_the_end_of_a_forked_child_is_not_that_of_the_run(tmp_path: Path, comman
     assert (tmp_path / "out" / "report.json").is_file()
 
 
+# -- the exit status ---------------------------------------------------------------------------------------------------
+
+
+class Unclear:
+    """Like a tensor of several numbers, neither equal to 0 nor not."""
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("ambiguous")
+
+    def __str__(self) -> str:
+        return "unclear"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "printed"),
+    [
+        (None, 0, ""),
+        (0, 0, ""),
+        (False, 0, ""),
+        (3, 3, ""),
+        (0.0, 1, "0.0\n"),
+        ("", 1, "\n"),
+        (Unclear(), 1, "unclear\n"),
+    ],
+)
+def test_the_status_is_that_of_python(
+    code: object, status: int, printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Script("none.py", []) as own:
+        raise SystemExit(code)
+    assert (own.ending.status, capsys.readouterr().err) == (status, printed)
+
+
+@pytest.mark.parametrize("command", ["run", "profile"])
+def test_an_interrupt_ends_the_process_by_its_signal(tmp_path: Path, command: str) -> None:
+    """As without accel: a shell's loop over runs ends too, which status 130 would not do."""
+    done = under(command, tmp_path, "print('ran')\nraise KeyboardInterrupt\n", before=NEVER_IMPORTED)
+
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, "ran\n"), done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert "accel/commands" not in done.stderr
+
+
+def test_an_interrupt_ends_the_installed_command_by_its_signal(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("raise KeyboardInterrupt\n")
+    (tmp_path / "accel.script").write_text(
+        "import sys\nfrom accel.commands.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+    )
+    done = in_an_interpreter_of_its_own(tmp_path, "accel.script", "run", "own.py")
+
+    assert done.returncode == -signal.SIGINT, done.stderr
+    assert done.stderr.count("Traceback") == 1
+
+
 # -- the path ----------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +274,23 @@ def test_the_path_is_that_of_the_plain_script(tmp_path: Path, arguments: list[st
 
     assert done.stdout == plain.stdout != "", done.stderr
     assert done.returncode == 0
+
+
+def test_what_is_no_source_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    source, compiled, archive = tmp_path / "own.py", tmp_path / "own.pyc", tmp_path / "own.pyz"
+    (tmp_path / "package").mkdir()
+    source.write_text("print('ran')\n")
+    (tmp_path / "package" / "__main__.py").write_text("print('ran')\n")
+    py_compile.compile(str(source), cfile=str(compiled))
+    zipapp.create_archive(tmp_path / "package", archive, interpreter="/usr/bin/env python3")
+    for place in (compiled, archive):
+        with pytest.raises(
+            InvalidArgument, match=r"^SCRIPT must be Python source, got '.*', which is compiled or an a"
+        ):
+            check_script(str(place), module=False)
+    with pytest.raises(InvalidArgument, match=r"^SCRIPT must be a Python file, got '.*', which is a folder; name its "):
+        check_script(str(tmp_path / "package"), module=False)
+    check_script(str(source), module=False)
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
@@ -229,9 +318,6 @@ def test_names_of_strategies_are_checked_without_torch(tmp_path: Path) -> None:
     done = in_an_interpreter_of_its_own(tmp_path, "-m", "accel", "run", *options, "own.py")
 
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
-
-
-NEVER_IMPORTED = "from accel.script import after_import\nafter_import.after_import = lambda name, then: None\n"
 
 
 def test_a_profiled_script_without_torch_is_told_what_was_not_seen(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import sys
 import threading
@@ -19,6 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import accel
 from accel import entry
+from accel.profiler.clocks import called_modules, callslot
+from accel.run.gate import Gate
 from accel.script.training import ScriptTraining, _numbered
 from tests.accel.loops import Net, Quick, Samples, assert_same, everything, loss_of, make, make_loader
 
@@ -159,6 +162,107 @@ def test_both_models_of_a_gan_are_found(training: ScriptTraining, has_loader: bo
                 optimizer.step()
     assert training.models == 2
     assert min(steps_of(generator), steps_of(discriminator)) >= 30
+
+
+def test_optimizers_that_step_only_once_are_let_go_of(
+    training: ScriptTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new one for each step, as beginners write it, and FedSGD: all of them stayed, and slowed each call down."""
+    scans: list[int] = []
+    find = called_modules._modules
+    monkeypatch.setattr(called_modules, "_modules", lambda: scans.append(1) or find())
+    model, _, _ = make()
+    alive = weakref.WeakSet[Any]()
+    gc.disable()
+    try:
+        for _ in range(80):
+            optimizer = torch.optim.Adam(model.parameters())
+            alive.add(optimizer)
+            step(model, optimizer, torch.randn(8, 6), torch.randint(9, (8,)))
+            assert len(model._forward_hooks) <= 2
+        assert len(alive) <= 3
+    finally:
+        gc.enable()
+    assert len(scans) <= 60  # each takes 20 ms
+    training.stop()
+    assert not model._forward_hooks and not callslot.contents(model)
+
+
+def test_models_that_are_copied_for_one_step_are_let_go_of(training: ScriptTraining) -> None:
+    model, _, _ = make()
+    alive = weakref.WeakSet[Any]()
+    gc.disable()
+    try:
+        for _ in range(30):
+            copied = copy.deepcopy(model)
+            alive.add(copied)
+            optimizer = torch.optim.SGD(copied.parameters(), lr=0.01)
+            step(copied, optimizer, torch.randn(8, 6), torch.randint(9, (8,)))
+        assert len(alive) <= 9
+    finally:
+        gc.enable()
+
+
+def test_an_optimizer_that_is_replaced_after_one_step_leaves_the_model_uncompiled(training: ScriptTraining) -> None:
+    """What counts the calls was taken for the user's compiled call, and torch_compile was refused."""
+    model, loader, first = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number, (x, target) in enumerate(loader):
+        step(model, optimizer if number else first, x, target)
+    assert training.models == 1
+    assert not entry._optimized[model].session.run.gate.compiled_by_user
+    assert "step" not in vars(first)
+
+
+def test_a_call_that_is_compiled_while_the_model_is_learned_stays(training: ScriptTraining) -> None:
+    model, loader, optimizer = make()
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    for number, (x, target) in enumerate(loader):
+        if number == 1:
+            model._compiled_call_impl = compiled
+        step(model, optimizer, x, target)
+    training.undo()
+    assert model._compiled_call_impl is compiled
+
+
+def test_a_call_that_is_only_counted_is_not_compiled() -> None:
+    model = Net()
+    callslot.fill(model, callslot.SlotCall(model._call_impl))
+    assert not Gate(model, []).compiled_by_user
+
+
+def test_an_optimizer_that_has_not_stepped_for_long_is_let_go_of(training: ScriptTraining) -> None:
+    other, _, once = make(1)
+    step(other, once, torch.randn(8, 6), torch.randint(9, (8,)))
+    model, _, optimizer = make()
+    for _ in range(410):
+        step(model, optimizer, torch.randn(8, 6), torch.randint(9, (8,)))
+    assert "step" not in vars(once) and not callslot.contents(other)
+
+
+def test_the_optimizer_of_an_outer_loop_is_found_between_inner_ones(training: ScriptTraining) -> None:
+    """First-order MAML with one inner step, by a new optimizer of the same parameters for each task."""
+    model, _, outer = make()
+    for _ in range(10):
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        for optimizer in (inner, outer):
+            step(model, optimizer, torch.randn(8, 6), torch.randint(9, (8,)))
+    assert training.models == 1
+
+
+def test_an_optimizer_for_each_parameter_ends_its_steps_after_the_last(training: ScriptTraining) -> None:
+    model, _, _ = make()
+    optimizers = [torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters()]
+    for _ in range(20):
+        loss_of(model(torch.randn(8, 6)), torch.randint(9, (8,))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert training.models == 1
+    assert 15 <= steps_of(model) <= 20
 
 
 def test_a_loader_that_is_made_anew_for_each_epoch_goes_on(training: ScriptTraining) -> None:
@@ -402,6 +506,31 @@ def test_each_model_s_report_has_a_place(training: ScriptTraining, tmp_path: Any
 def test_only_what_names_a_kind_of_report_stays_at_the_end(place: str, second: str) -> None:
     assert [_numbered(Path(place), model) for model in (1, 2)] == [Path(place), Path(second)]
     assert _numbered(None, 2) is None
+
+
+def test_reports_are_written_of_so_many_models_only(
+    only_quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A loop that copies its model for each of a hundred thousand tasks would leave as many folders."""
+    places: list[Path | None] = []
+    optimize = entry.optimize
+
+    def seen(*objects: Any, **options: Any) -> Any:
+        places.append(options["report"])
+        return optimize(*objects, **options)
+
+    monkeypatch.setattr(entry, "optimize", seen)
+    training = ScriptTraining({**OPTIONS, "report": tmp_path / "out"}, threading.get_ident(), whole="", earlier=30)
+    training.start()
+    try:
+        for seed in range(4):
+            model, loader, optimizer = make(seed)
+            epochs(model, loader, optimizer, 1)
+    finally:
+        training.stop()
+        training.undo()
+    assert places == [tmp_path / "out-31", tmp_path / "out-32", None, None]
+    assert capsys.readouterr().err.count("no more reports are written") == 1
 
 
 @pytest.mark.parametrize("place", ["optimize", "learn"])

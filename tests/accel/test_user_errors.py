@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +35,7 @@ from tests.accel.loops import (
     settled,
     training,
 )
+from tests.forks import ROOT
 
 PLACES = ("forward", "loss", "dataset", "collate")
 
@@ -272,6 +275,16 @@ def test_a_run_that_is_interrupted_writes_its_report(tmp_path: Path, way: str) -
     plan = Plan.load(folder / "plan.json")
     assert plan.strategies == report.plan == {}
     plan.check(Net())
+
+
+def test_an_interpreter_that_was_interrupted_and_went_on_ends_as_it_would() -> None:
+    """With Ctrl-D, long after Ctrl-C in one statement."""
+    typed = "import accel.entry\nraise KeyboardInterrupt\nprint('went on')\n"
+    done = subprocess.run(
+        [sys.executable, "-i"], input=typed, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+    assert done.stdout == "went on\n"
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_plain_run_is_the_reference() -> None:

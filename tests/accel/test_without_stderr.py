@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from accel.commands.script_job import say
 from accel.profiler import stderr
 from accel.session.announcer import Announcer
 
@@ -21,17 +22,36 @@ class Gone(io.StringIO):
         raise BrokenPipeError("Broken pipe")
 
 
+class WritesOnly:
+    """What some loggers put in place of stderr."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+class Broken(io.StringIO):
+    """A stream whose owner has a fault."""
+
+    def write(self, text: str) -> int:
+        raise RuntimeError("no console")
+
+
 def closed() -> io.StringIO:
     stream = io.StringIO()
     stream.close()
     return stream
 
 
-@pytest.mark.parametrize("stream", [None, closed(), Gone()], ids=["none", "closed", "broken pipe"])
+@pytest.mark.parametrize(
+    "stream",
+    [None, closed(), Gone(), WritesOnly(), Broken()],
+    ids=["none", "closed", "broken pipe", "without flush", "broken"],
+)
 def test_a_line_goes_nowhere(stream: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     stderr.write("a line")
     Announcer().say("another one")
+    say("a command's")
     assert capsys.readouterr().out == ""
 
 

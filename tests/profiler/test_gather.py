@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -38,6 +39,15 @@ def test_a_rank_that_posts_nothing_is_left_out(store: TCPStore, monkeypatch: pyt
     first.post("seen", 1)
 
     assert first.collect("seen") == {0: 1}
+
+
+def test_who_has_little_time_left_waits_less_long(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = rank(0, monkeypatch, timeout_s=60.0)
+    first.post("seen", 1)
+    began = time.monotonic()
+
+    assert first.collect("seen", timeout_s=0.3) == {0: 1}
+    assert time.monotonic() - began < 10
 
 
 def test_rank_0_decides(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Models that write to their input: a copy of it hides nothing from the loop, which trains as it would without."""
+"""What the strategy may not hide from the loop: what a model writes to its input, and the layout of its outputs."""
 
 from __future__ import annotations
 
@@ -107,3 +107,24 @@ def test_a_run_whose_model_writes_to_its_input_has_the_plain_losses(name: str, w
         return curve
 
     assert losses(True) == losses(False)
+
+
+def test_outputs_of_a_call_with_images_in_this_order_are_handed_on_as_they_are() -> None:
+    model, images = nn.Conv2d(3, 8, 3), torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    run, strategy = run_of(model), ChannelsLast()
+    model(images).permute(0, 2, 3, 1).view(-1, 8)
+    strategy.enable(run, None)
+    model(images).permute(0, 2, 3, 1).view(-1, 8)
+    model(images.contiguous()).view(4, -1)
+    strategy.disable(run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_in_this_order_is_left_as_it_is(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3)).to(dtype)
+    run: Any = SimpleNamespace(
+        model=model, has_module=lambda *kinds: True, observed=SimpleNamespace(conv_input=True), gate=None
+    )
+    assert ChannelsLast().refusal(run) == ""
+    model.to(memory_format=torch.channels_last)
+    assert "already" in ChannelsLast().refusal(run)

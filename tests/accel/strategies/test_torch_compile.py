@@ -203,6 +203,41 @@ def test_blocks_of_a_checkpointed_model_do_the_same_when_they_are_called_again(b
     assert backend.runs == 6
 
 
+def targeted(model: nn.Module, x: Tensor) -> None:
+    """A loss against the output of a call without gradients, which runs plainly."""
+    outputs = model(x)
+    with torch.no_grad():
+        target = model(x[:1])
+    (outputs - target).square().sum().backward()
+
+
+def of_two_sizes(model: nn.Module, x: Tensor) -> None:
+    """A loss of two calls, of which one runs plainly."""
+    whole, part = model(x), model(x[:1])
+    (whole - part).square().sum().backward()
+
+
+def of_two_sizes_the_other_way(model: nn.Module, x: Tensor) -> None:
+    part, whole = model(x[:1]), model(x)
+    (whole - part).square().sum().backward()
+
+
+@pytest.mark.parametrize("step", [targeted, of_two_sizes, of_two_sizes_the_other_way])
+def test_checkpointed_blocks_do_the_same_again_whatever_was_called_since(
+    step: Callable[[nn.Module, Tensor], None], backend: Counts
+) -> None:
+    model = Stack(3, checkpointed=True)
+    plain, x = copy.deepcopy(model), torch.randn(2, 5, WIDTH)
+    strategy, run = make(model, (2, 5, WIDTH))
+    strategy.enable(run, BLOCKS)
+    for _ in range(2):
+        step(model, x)
+        step(plain, x)
+    for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, expected.grad)
+    assert backend.runs == 2 * 6  # of the usual size, each made again
+
+
 @pytest.mark.parametrize("setting", [BLOCKS, WHOLE])
 def test_a_hook_that_comes_later_is_called(setting: str, backend: Counts) -> None:
     model, x, seen = Stack(2), torch.randn(2, 5, WIDTH), list[Tensor]()
