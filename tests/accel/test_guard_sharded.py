@@ -55,12 +55,14 @@ def test_strategies_of_the_model_do_not_apply(make: Any) -> None:
     model = make()
     model, loader = accel.optimize(model, loader, budget=60, enable=("autocast_bf16",), cache=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    for _ in range(5):
+    for _ in range(200):  # a busy machine keeps the search waiting
         for x, target in loader:
             optimizer.zero_grad()
             (model(x) - target).square().mean().backward()
             optimizer.step()
-    rows = {row.name: row for row in accel.explain(model).rows}
+        rows = {row.name: row for row in accel.explain(model).rows}
+        if rows["autocast_bf16"].status != "not tried":
+            break
     accel.undo(model)
     assert rows["autocast_bf16"].status == "not applicable"
     assert rows["autocast_bf16"].why == SHARDED
