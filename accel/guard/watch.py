@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -32,6 +31,7 @@ from accel.dataio.batches import tensors
 from accel.guard import own_state
 from accel.guard.alone import without_forward
 from accel.guard.changing_buffers import ChangingBuffers
+from accel.guard.sharded import is_sharded
 from accel.run import backward
 from accel.run.gate import Call, Gate
 
@@ -299,11 +299,7 @@ def _talks_within_calls(model: nn.Module) -> bool:
     """Return whether ranks exchange activations or weights within a call: synchronised norms, FSDP, tensor parallel."""
     if not _has_other_ranks():
         return False
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # a model has it only if the loop has imported it
-    kinds = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
-    if any(isinstance(module, (nn.SyncBatchNorm, *kinds)) for module in model.modules()):
-        return True
-    return any(hasattr(parameter, "to_local") for parameter in model.parameters())
+    return is_sharded(model) or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
 class _Inputs:
