@@ -16,6 +16,14 @@ from tests.accel.graphs.test_frozen import taped_step
 pytestmark = pytest.mark.filterwarnings("ignore:accel.graphs.capture:RuntimeWarning")
 
 
+@torch.no_grad()
+def descend(model: nn.Module) -> None:
+    """Take a step of plain gradient descent."""
+    for p in model.parameters():
+        assert p.grad is not None
+        p.sub_(0.1 * p.grad)
+
+
 class Stateful(nn.Module):
     """Begins with what the call before has left, a tensor or a pair with one."""
 
@@ -142,10 +150,7 @@ def test_what_a_step_leaves_for_others_is_captured_and_seen() -> None:
                 p.grad = None
             loss = model(x).square().mean() + model.features
             loss.backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    assert p.grad is not None
-                    p.sub_(0.1 * p.grad)
+            descend(model)
             return loss
 
         run: Any = taped_step(whole, modules=[model], warmup=1) if captured else whole
@@ -250,10 +255,7 @@ def test_spectral_norm_in_a_step_is_captured() -> None:
                 p.grad = None
             loss = model(x).square().mean()
             loss.backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    assert p.grad is not None
-                    p.sub_(0.1 * p.grad)
+            descend(model)
             return loss
 
         run: Any = taped_step(whole, modules=[model], warmup=1) if captured else whole
