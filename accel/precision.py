@@ -67,6 +67,11 @@ def allows_tf32() -> bool:
     return all(each.fp32_precision == "tf32" for each in (torch.backends.cuda.matmul, *_cudnn()))
 
 
+def uses_tf32() -> bool:
+    """Return whether any of them uses TF32: convolutions and recurrent layers do by default."""
+    return any(each.fp32_precision == "tf32" for each in (torch.backends.cuda.matmul, *_cudnn()))
+
+
 def _products() -> Callable[[], None]:
     """Return what puts the precision of matrix products back."""
     backends: Any = torch.backends

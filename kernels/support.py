@@ -39,10 +39,13 @@ class Cost:
         return max(self.flops / flops_per_s, self.bytes / bytes_per_s)
 
 
-@functools.cache
+# Looked for once, at import: torch 2.11 on Python 3.12 can't trace `find_spec`, and an op asks while it is compiled.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
 def has_triton() -> bool:
     """Return whether triton is installed."""
-    return importlib.util.find_spec("triton") is not None
+    return _HAS_TRITON
 
 
 def runs_triton(tensor: Tensor) -> bool:

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from accel.errors import AccelError
 from accel.graphs.host_draws import HostDraws, without_draws
 from accel.graphs.inputs import WrittenInputs, described
-from accel.graphs.leaving import recorded
+from accel.graphs.leaves import HeldElsewhere
+from accel.graphs.leaving import Recorded, recorded
 from accel.graphs.model_graph import ModelGraph, described_outputs
 from accel.graphs.modes import is_watched, modes
 from accel.graphs.module_states import LeftBehind
@@ -219,13 +220,18 @@ class ModelCalls:
         trained = {id(tensor): tensor for tensor in self._owners.tensors() if tensor.requires_grad}
         seen = [use for use in uses if uses[use]]
 
+        modules, held = self._owners.modules_within(), set[int]()
+
         def record() -> ModelGraph:
             return without_draws(
-                lambda: ModelGraph(recorder, call, description, inputs, list(trained.values()), seen), recorder.device
+                lambda: ModelGraph(
+                    recorder, call, description, inputs, list(trained.values()), seen, modules=modules, held=held
+                ),
+                recorder.device,
             )
 
-        try:
-            recording = recorded(
+        def attempt() -> Recorded[ModelGraph]:
+            return recorded(
                 self._owners,
                 description,
                 lambda: self._key(around, description, inputs),
@@ -233,6 +239,13 @@ class ModelCalls:
                 ModelGraph.reset,
                 is_whole=False,
             )
+
+        try:
+            try:
+                recording = attempt()
+            except HeldElsewhere as error:
+                held |= error.parameters
+                recording = attempt()
         except LeftBehind as error:
             self._refuse((description, torch.is_grad_enabled()), str(error))
             return None

@@ -9,13 +9,15 @@ adds a gradient to itself under accumulation.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel.graphs.inputs import described, rebuilt, unwritten
+from accel.graphs.leaves import HeldElsewhere, own_leaves
 from accel.graphs.modes import outside_autocast, without_cached_casts
 from accel.graphs.module_states import LeftValue
 from accel.graphs.recorder import GraphRecorder, RecordedGraph
@@ -42,6 +44,11 @@ class ModelGraph:
         inputs: the tensors in them.
         parameters: that are trained.
         uses: which outputs were seen to get gradients, in different calls.
+        modules: that hold the parameters.
+        held: ids of parameters that the call reads past them.
+
+    Raises:
+        HeldElsewhere: if there are more of these.
     """
 
     def __init__(
@@ -52,15 +59,22 @@ class ModelGraph:
         inputs: list[Tensor],
         parameters: list[Tensor],
         uses: list[frozenset[int]],
+        modules: Iterable[nn.Module] = (),
+        held: AbstractSet[int] = frozenset(),
     ) -> None:
         self._inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
         args, kwargs = rebuilt(description, iter(self._inputs))
-        with unwritten(self._inputs), without_cached_casts(recorder.device.type):
+        written = unwritten(self._inputs), without_cached_casts(recorder.device.type)
+        with written[0], written[1], own_leaves(modules, held) as leaves:
             self._forward, result = recorder.record(lambda: call(*args, **kwargs))
         self._outputs: list[Tensor] = []  # in the graph's memory; their history holds the activations
         self._result = described_outputs(result, self._outputs)
         self.parameters = parameters
-        self._needing = [tensor for tensor in self._inputs if tensor.requires_grad] + parameters
+        if past := _read_past([p for p in parameters if id(p) in leaves], self._outputs):
+            self._forward.reset()
+            raise HeldElsewhere(past)
+        needing = [leaves.get(id(parameter), parameter) for parameter in parameters]
+        self._needing = [tensor for tensor in self._inputs if tensor.requires_grad] + needing
         self.differentiable = [number for number, output in enumerate(self._outputs) if output.requires_grad]
         self.replays = 0
         self.left: list[LeftValue] = []
@@ -201,6 +215,11 @@ class _Replayed(torch.autograd.Function):
         remaining = iter(ctx.graph.backward(ctx.use, gradients))
         inputs = [next(remaining) if requires_grad else None for requires_grad in ctx.inputs]
         return (None, None, *inputs, *remaining)
+
+
+def _read_past(replaced: list[Tensor], outputs: list[Tensor]) -> set[int]:
+    """Return the ids of parameters that have had leaves in their place, and that outputs depend on nevertheless."""
+    return {id(replaced[number]) for output in outputs for number in _reached(output, replaced)}
 
 
 def _reached(output: Tensor, needing: list[Tensor]) -> set[int]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 _T = TypeVar("_T")
+_STILL_HELD = (
+    "autograd holds on to an earlier step on another stream, by its loss or an output; delete those (del loss) before "
+    "the first captured step"
+)
 
 
 class RecordedGraph(Protocol):
@@ -66,7 +70,7 @@ class CudaRecorder:
         with torch.cuda.device(self.device):
             before = torch.cuda.current_stream(self.device)
             try:
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                with self._capturing(graph):
                     result = run()
             except BaseException:
                 torch.cuda.set_stream(before)
@@ -74,16 +78,42 @@ class CudaRecorder:
                 raise
         return graph, result
 
-    def _unwind(self) -> None:
-        """Let the allocator end what a capture that was invalidated has begun.
+    @contextlib.contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Capture the block; raise what it raises, and not that the capture has failed for it."""
+        first: BaseException | None = None
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                try:
+                    yield
+                except BaseException as error:
+                    first = error
+                    raise
+        except BaseException as error:
+            if first is None or error is first:
+                raise
+            if "legacy stream" in str(first):
+                raise RuntimeError(_STILL_HELD) from first
+            raise first from None
 
-        torch without pytorch/pytorch#180395 leaves it under way, and the next `empty_cache` fails on it. There is no
-        public function for it. The pool is not released: it is this recorder's, and newer torch does so by itself.
+    def _unwind(self) -> None:
+        """Let allocator and generator end what a capture that was invalidated has begun.
+
+        torch without pytorch/pytorch#180395 leaves it under way: the next `empty_cache` fails on it, and the next draw
+        ("Offset increment outside graph capture", torch 2.11). There is no public function for the first; the generator
+        learns it from a capture that ends well. The pool is not released: it is this recorder's, and newer torch does
+        so by itself.
         """
         end: Callable[[int | None, Any], None] | None = getattr(torch._C, "_cuda_endAllocateToPool", None)
         if end is not None:
             with contextlib.suppress(RuntimeError):  # torch has ended it
                 end(self.device.index, self._pool)
+        with contextlib.suppress(RuntimeError):
+            number = torch.zeros((), device=self.device)
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+                number.zero_()  # torch warns of a capture of nothing
 
     def waits(self) -> None:
         """Wait for the device."""

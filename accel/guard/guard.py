@@ -20,6 +20,8 @@ Compared, for a candidate with a base precision ε (fp32's 1.2e-7 for `reordered
                                            in it, so it detects a gradient 5 % too long even in bfloat16
     exact       the same bits
     complex     numbers count as their real and imaginary parts
+    TF32        is off in both where a GPU's convolutions use it, as they do by default: through eight layers with
+                BatchNorm its rounding moved a gradient by 7e-2, and would pass for a fault of what reorders sums
     draws       dropout and its like draw in canonical order in both (`draws`), so that it counts among the outputs. A
                 mask that is kept from call to call shows in the second of the steps compared, and dropout that is left
                 on in a replay in evaluation mode
@@ -45,6 +47,7 @@ from accel.guard.call_flags import CallFlags
 from accel.guard.draws import Draw, ReplayedDraws, difference
 from accel.guard.module_state import ModuleState
 from accel.guard.random_states import RandomStates, devices_of
+from accel.precision import fp32_precision, uses_tf32
 from accel.strategies.base import Exactness
 
 _REDUCED_EPS = 2.0**-8
@@ -203,6 +206,13 @@ def untouched(model: nn.Module, device: torch.device, *given: Any, written: Iter
     finally:
         modules.restore()
         states.restore()
+
+
+def without_tf32(device: torch.device, exactness: Exactness) -> contextlib.AbstractContextManager[Any]:
+    """Compute in float32 throughout where a strategy that reorders sums is compared on a GPU."""
+    if device.type != "cuda" or exactness != Exactness.REORDERED or not uses_tf32():
+        return contextlib.nullcontext()
+    return fp32_precision("ieee")
 
 
 def replay(model: nn.Module, call: Any, recording: Recording, draws: ReplayedDraws | None = None) -> Replayed:

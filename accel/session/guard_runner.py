@@ -139,7 +139,8 @@ class GuardRunner:
             self._switchboard.switch(before)
 
     def _check_model(self, plan: Choices, recording: Recording, exactness: Exactness) -> Comparison:
-        with self._untouched(recording), self._state.suspended():
+        in_float32 = guard.without_tf32(self._run.device, exactness)
+        with self._untouched(recording), self._state.suspended(), in_float32:
             try:
                 plain, candidate = self._both(plan, recording, partial(guard.replay, self._run.model), exactness)
             except _NotReplayable as error:

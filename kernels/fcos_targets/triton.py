@@ -1,8 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """The kernels of FCOS and FCOS3D target assignment: a program owns a block of points of one image.
 
-It walks over the image's boxes with the cheapest one so far in registers, then reads that box once more and writes all
-targets of its points: every output element is written once, nothing else is. fp32 within (fp64 for fp64 boxes).
+It walks over boxes with the cheapest one so far in registers, then reads that box once more and writes all targets of
+its points: every output element is written once, nothing else is. Its points lie in few rows of one level, and most
+boxes are away from all of them: those cost 1e8 everywhere, and of them only the first counts. Which ones are near is
+computed for 64 boxes at a time. A program is one warp, as all that is done for a box and not for a point is done by
+each warp: on an H200 a walk over all boxes by four warps took 0.5 µs a box. fp32 within (fp64 for fp64 boxes).
 Fused multiply-adds are off, and roots and divisions round as IEEE says, as torch's do on CUDA: so costs, and with them
 labels, have the bits of the published head there. (On a CPU torch's own root is one unit off in 18 % of all numbers.)
 """
@@ -19,7 +22,11 @@ from torch import Tensor
 from accel.kernels.fcos_targets.inputs import FcosConfig, FcosGts, FcosPoints
 from accel.kernels.launching import PLANS, LaunchPlan, PlannedKernel, ceil_div
 
-_BLOCK = 256
+_BLOCK = 128
+"""Points of a program."""
+_BOXES = 64
+"""Boxes that are looked at together."""
+_ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -56,6 +63,56 @@ def _in_range(x, y, low, high, left, top, right, bottom):
     return (far >= low) & (far <= high) & number
 
 
+@triton.jit
+def _extent(x, there):
+    """Return the least and the largest of the coordinates that are there, but for NaN, which no box fits."""
+    least = tl.min(tl.where(there & (x == x), x, float("inf")), 0)
+    return least, tl.max(tl.where(there & (x == x), x, float("-inf")), 0)
+
+
+@triton.jit
+def _cheaper(least, best, cost, g):
+    """Return the cheaper of two boxes and its cost; the first of those that cost alike."""
+    better = (cost < least) | ((cost == least) & (g < best))
+    return tl.where(better, cost, least), tl.where(better, g, best)
+
+
+@triton.jit
+def _first(chosen, g, G):
+    """Return the least of the numbers `g` that are chosen; G if none is."""
+    return tl.min(tl.where(chosen, g, G), 0)
+
+
+@triton.jit
+def _fcos_cost(x, y, low, high, reach, box, CENTER: tl.constexpr, WORK: tl.constexpr):
+    """Return what a box costs each point: its area, or 1e8 where the point does not fit."""
+    left, top = tl.load(box).to(WORK), tl.load(box + 1).to(WORK)
+    right, bottom = tl.load(box + 2).to(WORK), tl.load(box + 3).to(WORK)
+    fits = _in_range(x, y, low, high, left, top, right, bottom)
+    if CENTER:
+        center_x, center_y = (left + right) * 0.5, (top + bottom) * 0.5
+        low_x = tl.where(center_x - reach > left, center_x - reach, left)
+        low_y = tl.where(center_y - reach > top, center_y - reach, top)
+        high_x = tl.where(center_x + reach > right, right, center_x + reach)
+        high_y = tl.where(center_y + reach > bottom, bottom, center_y + reach)
+        fits = fits & (x > low_x) & (y > low_y) & (x < high_x) & (y < high_y)
+    else:
+        fits = fits & (x > left) & (y > top) & (x < right) & (y < bottom)
+    return tl.where(fits, (right - left) * (bottom - top), 1e8)
+
+
+@triton.jit
+def _fcos3d_cost(x, y, low, high, reach, box, center, WORK: tl.constexpr):
+    """Return what a box costs each point: the distance to its centre, or 1e8 where the point does not fit."""
+    left, top = tl.load(box).to(WORK), tl.load(box + 1).to(WORK)
+    right, bottom = tl.load(box + 2).to(WORK), tl.load(box + 3).to(WORK)
+    center_x, center_y = tl.load(center).to(WORK), tl.load(center + 1).to(WORK)
+    fits = _in_range(x, y, low, high, left, top, right, bottom)
+    fits = fits & (x > center_x - reach) & (x < center_x + reach)
+    fits = fits & (y > center_y - reach) & (y < center_y + reach)
+    return tl.where(fits, _root((x - center_x) * (x - center_x) + (y - center_y) * (y - center_y)), 1e8)
+
+
 @PlannedKernel
 @triton.jit
 def _fcos_kernel(
@@ -76,37 +133,40 @@ def _fcos_kernel(
     NORMALIZE: tl.constexpr,
     WORK: tl.constexpr,
     BLOCK: tl.constexpr,
+    BOXES: tl.constexpr,
 ):
     image = tl.program_id(1).to(tl.int64)
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = p < P
     x, y, low, high, step, reach = _point(xy, regress_range, stride, p, there, RADIUS, WORK)
+    west, east = _extent(x, there)
+    north, south = _extent(y, there)
+    furthest = tl.max(tl.where(there, reach, 0.0), 0)
     least = tl.full([BLOCK], float("inf"), WORK)
-    best = tl.zeros([BLOCK], tl.int32)
-    some = 0
-    for g in range(G):
-        here = tl.load(valid + image * G + g).to(tl.int32)
-        box = boxes + (image * G + g) * 4
-        left, top = tl.load(box).to(WORK), tl.load(box + 1).to(WORK)
-        right, bottom = tl.load(box + 2).to(WORK), tl.load(box + 3).to(WORK)
-        fits = _in_range(x, y, low, high, left, top, right, bottom)
+    best = tl.full([BLOCK], 0, tl.int32) + G
+    first = G
+    for start in range(0, G, BOXES):
+        n = start + tl.arange(0, BOXES)
+        here = tl.load(valid + image * G + n, mask=n < G, other=0).to(tl.int32) != 0
+        box = boxes + (image * G + n) * 4
+        left, top = tl.load(box, mask=here, other=0).to(WORK), tl.load(box + 1, mask=here, other=0).to(WORK)
+        right, bottom = tl.load(box + 2, mask=here, other=0).to(WORK), tl.load(box + 3, mask=here, other=0).to(WORK)
+        # What fits lies strictly inside of each bound: rounding keeps the order of what it rounds.
+        away = (east <= left) | (west >= right) | (south <= top) | (north >= bottom)
         if CENTER:
             center_x, center_y = (left + right) * 0.5, (top + bottom) * 0.5
-            low_x = tl.where(center_x - reach > left, center_x - reach, left)
-            low_y = tl.where(center_y - reach > top, center_y - reach, top)
-            high_x = tl.where(center_x + reach > right, right, center_x + reach)
-            high_y = tl.where(center_y + reach > bottom, bottom, center_y + reach)
-            fits = fits & (x > low_x) & (y > low_y) & (x < high_x) & (y < high_y)
-        else:
-            fits = fits & (x > left) & (y > top) & (x < right) & (y < bottom)
-        cost = tl.where(fits, (right - left) * (bottom - top), 1e8)
-        cost = tl.where(here != 0, cost, float("inf"))
-        better = cost < least
-        least, best = tl.where(better, cost, least), tl.where(better, g, best)
-        some = tl.maximum(some, here)
+            away = away | (east <= center_x - furthest) | (west >= center_x + furthest)
+            away = away | (south <= center_y - furthest) | (north >= center_y + furthest)
+        first = tl.minimum(first, _first(here & away, n, G))
+        g = _first(here & (away == 0), n, G)
+        while g < G:
+            cost = _fcos_cost(x, y, low, high, reach, boxes + (image * G + g) * 4, CENTER, WORK)
+            least, best = _cheaper(least, best, cost, g)
+            g = _first(here & (away == 0) & (n > g), n, G)
+    least, best = _cheaper(least, best, tl.where(first < G, 1e8, float("inf")).to(WORK), first)
 
-    foreground = there & (least != 1e8) & (best < tl.where(some != 0, G, 0))
-    has_box = there & (best < tl.where(some != 0, G, 0))
+    has_box = there & (best < G)
+    foreground = has_box & (least != 1e8)
     row = image * G + best
     label = tl.load(gt_labels + row, mask=foreground, other=BACKGROUND)
     left = x - tl.load(boxes + row * 4, mask=has_box, other=0).to(WORK)
@@ -121,11 +181,11 @@ def _fcos_kernel(
     score = _root(tl.where(foreground, across * along, 0.0))
     out = image * P + p
     tl.store(labels + out, label, mask=there)
-    tl.store(sides + out * 4, tl.where(has_box, left, 0.0), mask=there)
-    tl.store(sides + out * 4 + 1, tl.where(has_box, top, 0.0), mask=there)
-    tl.store(sides + out * 4 + 2, tl.where(has_box, right, 0.0), mask=there)
-    tl.store(sides + out * 4 + 3, tl.where(has_box, bottom, 0.0), mask=there)
     tl.store(centerness + out, score, mask=there)
+    # A point's four sides are written at once.
+    four = tl.join(tl.join(left, right), tl.join(top, bottom)).reshape([BLOCK, 4])
+    at = (out * 4)[:, None] + tl.arange(0, 4)[None, :]
+    tl.store(sides + at, tl.where(has_box[:, None], four, 0.0), mask=there[:, None])
 
 
 @PlannedKernel
@@ -153,32 +213,38 @@ def _fcos3d_kernel(
     ALPHA: tl.constexpr,
     WORK: tl.constexpr,
     BLOCK: tl.constexpr,
+    BOXES: tl.constexpr,
 ):
     image = tl.program_id(1).to(tl.int64)
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = p < P
     x, y, low, high, step, reach = _point(xy, regress_range, stride, p, there, RADIUS, WORK)
+    west, east = _extent(x, there)
+    north, south = _extent(y, there)
+    furthest = tl.max(tl.where(there, reach, 0.0), 0)
     least = tl.full([BLOCK], float("inf"), WORK)
-    best = tl.zeros([BLOCK], tl.int32)
-    some = 0
-    for g in range(G):
-        here = tl.load(valid + image * G + g).to(tl.int32)
-        box = boxes + (image * G + g) * 4
-        left, top = tl.load(box).to(WORK), tl.load(box + 1).to(WORK)
-        right, bottom = tl.load(box + 2).to(WORK), tl.load(box + 3).to(WORK)
-        center_x = tl.load(code + (image * G + g) * C).to(WORK)
-        center_y = tl.load(code + (image * G + g) * C + 1).to(WORK)
-        fits = _in_range(x, y, low, high, left, top, right, bottom)
-        fits = fits & (x > center_x - reach) & (x < center_x + reach)
-        fits = fits & (y > center_y - reach) & (y < center_y + reach)
-        distance = _root((x - center_x) * (x - center_x) + (y - center_y) * (y - center_y))
-        cost = tl.where(fits, distance, 1e8)
-        cost = tl.where(here != 0, cost, float("inf"))
-        better = cost < least
-        least, best = tl.where(better, cost, least), tl.where(better, g, best)
-        some = tl.maximum(some, here)
+    best = tl.full([BLOCK], 0, tl.int32) + G
+    first = G
+    for start in range(0, G, BOXES):
+        n = start + tl.arange(0, BOXES)
+        here = tl.load(valid + image * G + n, mask=n < G, other=0).to(tl.int32) != 0
+        center = code + (image * G + n) * C
+        center_x, center_y = (
+            tl.load(center, mask=here, other=0).to(WORK),
+            tl.load(center + 1, mask=here, other=0).to(WORK),
+        )
+        away = (east <= center_x - furthest) | (west >= center_x + furthest)
+        away = away | (south <= center_y - furthest) | (north >= center_y + furthest)
+        first = tl.minimum(first, _first(here & away, n, G))
+        g = _first(here & (away == 0), n, G)
+        while g < G:
+            at = image * G + g
+            cost = _fcos3d_cost(x, y, low, high, reach, boxes + at * 4, code + at * C, WORK)
+            least, best = _cheaper(least, best, cost, g)
+            g = _first(here & (away == 0) & (n > g), n, G)
+    least, best = _cheaper(least, best, tl.where(first < G, 1e8, float("inf")).to(WORK), first)
 
-    has_box = there & (best < tl.where(some != 0, G, 0))
+    has_box = there & (best < G)
     foreground = has_box & (least != 1e8)
     row = image * G + best
     label = tl.load(gt_labels + row, mask=foreground, other=BACKGROUND)
@@ -193,11 +259,14 @@ def _fcos3d_kernel(
     tl.store(labels + out, label, mask=there)
     tl.store(attributes + out, attribute, mask=there)
     tl.store(centerness + out, score, mask=there)
-    tl.store(targets + out * C, tl.where(has_box, dx, 0.0), mask=there)
-    tl.store(targets + out * C + 1, tl.where(has_box, dy, 0.0), mask=there)
-    for column in tl.static_range(2, C):
-        value = tl.load(code + row * C + column, mask=has_box, other=0)
-        tl.store(targets + out * C + column, value, mask=there)
+    # Rows of targets lie one after another: four columns at a time fill more of a sector than one.
+    for from_column in tl.static_range(0, C, 4):
+        column = (from_column + tl.arange(0, 4))[None, :]
+        value = tl.load(code + (row * C)[:, None] + column, mask=has_box[:, None] & (column < C), other=0)
+        if from_column == 0:
+            moved = tl.where(column == 0, dx[:, None], dy[:, None]).to(value.dtype)
+            value = tl.where((column < 2) & has_box[:, None], moved, value)
+        tl.store(targets + (out * C)[:, None] + column, value, mask=there[:, None] & (column < C))
 
 
 def _work(dtype: torch.dtype) -> tl.dtype:
@@ -239,7 +308,8 @@ def _fcos_plan(images: int, total: int, count: int, dtype: torch.dtype, config: 
         NORMALIZE=config.normalize,
         WORK=_work(dtype),
         BLOCK=_BLOCK,
-        enable_fp_fusion=False,
+        BOXES=_BOXES,
+        **_ONE_WARP,
     )
 
 
@@ -283,5 +353,6 @@ def _fcos3d_plan(
         ALPHA=config.centerness_alpha,
         WORK=_work(dtype),
         BLOCK=_BLOCK,
-        enable_fp_fusion=False,
+        BOXES=_BOXES,
+        **_ONE_WARP,
     )

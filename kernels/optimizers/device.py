@@ -157,10 +157,14 @@ class Launcher:
             source = values if self.device.type == "cpu" else values.pin_memory()
             table.addresses.copy_(source, non_blocking=True)
             self._addresses = addresses
-        if self._spare is None and self.device.type == "cuda":
-            host = torch.empty(ROWS, len(table.entries), dtype=torch.int64, pin_memory=True)
-            self._spare = host, torch.empty_like(table.addresses)
+        self.make_room()
         return table.addresses
+
+    def make_room(self) -> None:
+        """Allocate the table of the next capture, if there is none: a capture can't."""
+        if self._spare is None and self._table is not None and self.device.type == "cuda" and not self._captures():
+            host = torch.empty(ROWS, len(self._table.entries), dtype=torch.int64, pin_memory=True)
+            self._spare = host, torch.empty_like(self._table.addresses)
 
     def _check_devices(self, addresses: list[int], batches: Sequence[Batch], count: int) -> None:
         """Raise if a tensor other than a gradient has moved, to another device than this one."""
@@ -182,7 +186,7 @@ class Launcher:
             if self._spare is None:
                 raise RuntimeError(
                     "accel.optim: a captured step with new addresses needs an ordinary one before it. Found: none, or "
-                    "another capture since. Run optimizer.step() once, then capture."
+                    "another capture since. Run optimizer.step() or refresh() once, then capture."
                 )
             self._captured[key], self._spare = self._spare, None
             self._captured[key][0].copy_(torch.tensor(addresses, dtype=torch.int64).view(ROWS, -1))

@@ -58,9 +58,11 @@ class Updater:
         return outcome
 
     def send(self, rows: Sequence[Hypers], param: Tensor) -> None:
-        """Send the numbers of parameter groups to the device of a parameter, for a captured step that is replayed."""
+        """Send the numbers of parameter groups to the device of a parameter, before a captured step or a capture."""
         if runs_triton(param):
-            self._launcher_on(param).send(rows)
+            launcher = self._launcher_on(param)
+            launcher.send(rows)
+            launcher.make_room()
 
     def _launcher_on(self, param: Tensor) -> Launcher:
         if self._launcher is None or self._launcher.device != param.device:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -13,8 +11,8 @@ from accel.kernels.simota.inputs import Rules
 
 def flat(rules: Rules) -> tuple[str, float, int, float, float, float, float]:
     """Return the fields of some rules, in their order."""
-    values: tuple[str, float, int, float, float, float, float] = dataclasses.astuple(rules)
-    return values
+    weights = rules.cls_weight, rules.iou_weight, rules.log_eps, rules.union_eps
+    return rules.region, rules.radius, rules.topk, *weights  # dataclasses.astuple copies: torch 2.11 can't trace that
 
 
 @torch.library.custom_op("accel::simota_assign", mutates_args=())

@@ -256,6 +256,10 @@ def shifted_window_attention_ref(
 # -- the choice of the path --------------------------------------------------------------------------------------------
 
 
+# Asked for once, at import: torch 2.11 can't trace the question.
+_WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")))
+
+
 def _runs_kernels(qkv: Tensor) -> bool:
     return support.runs_triton(qkv) and qkv.dtype != torch.float64
 
@@ -266,7 +270,7 @@ def _attend(
     """Attend within the windows of a map [B, Y, X, 3·H·D], by the path for its device."""
     if torch._C._is_any_autocast_enabled():
         kind = qkv.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        if kind in _WITH_AUTOCAST and torch.is_autocast_enabled(kind):
             if qkv.dtype != torch.float64:
                 qkv = qkv.to(torch.get_autocast_dtype(kind))
             with torch.autocast(kind, enabled=False):

@@ -19,9 +19,7 @@ import triton
 import triton.language as tl
 
 from accel.kernels.launching import PlannedKernel
-from accel.kernels.window_attention.triton import _kept, _map_rows, _normalised
-
-_LOG2E = tl.constexpr(1.4426950408889634)
+from accel.kernels.window_attention.triton import _LOG2E, _is_edge, _kept, _log2_bias, _map_rows, _normalised, _place
 
 
 @triton.jit
@@ -34,28 +32,10 @@ def _part(c: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.conste
 
 
 @triton.jit
-def _log2_bias(table, h, i, j, H: tl.constexpr, N: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr):
-    """Return log2(e) · bias of queries `i` and keys `j`, which broadcast; -inf for keys outside the window."""
-    down = i // WW - j // WW + WH - 1
-    right = i % WW - j % WW + WW - 1
-    inside = (i < N) & (j < N)
-    entry = tl.where(inside, down * (2 * WW - 1) + right, 0)
-    bias = tl.load(table + entry * H + h, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(inside | (i >= N) & (j < N), bias * _LOG2E, float("-inf"))
-
-
-@triton.jit
 def _at_edge(w, Y, X, WH: tl.constexpr, WW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr):
-    """Return whether a window of a rolled map may hold patches that were not neighbours; True if the map isn't rolled.
-
-    Then regions were given, and any window may have several.
-    """
-    if SH + SW == 0:
-        return True
-    else:
-        across, down = X // WW, Y // WH
-        inside = w % (across * down)
-        return ((inside // across == down - 1) & (SH > 0)) | ((inside % across == across - 1) & (SW > 0))
+    """Return whether window `w` may hold patches that were not neighbours."""
+    _, down, right = _place(w, Y, X, WH, WW)
+    return _is_edge(down, right, Y, X, WH, WW, SH, SW)
 
 
 @triton.jit

@@ -9,8 +9,10 @@ of window w lies in row (b·Y + y)·X + x of the map, with the roll in y and x: 
     dv = Pᵀ do    dP = do vᵀ    dS = P ∘ (dP − rowsum(P ∘ dP))    dq = scale · dS k    dk = scale · dSᵀ q
 
 A whole row fits one tile, so P is computed anew in the backward pass and neither the output nor the softmax's sums are
-kept. The bias gradient is summed over windows by the program in registers, written to [P, H, N, N] and reduced in fixed
-order: the same bits in every run on one kind of device.
+kept. log2(e) is multiplied into scale, bias and mask, so exp2 takes the place of exp, and keys outside the window have
+a bias of -inf. Which window is next is counted, not divided for: there are four integer divisions in it. The bias
+gradient is summed over windows by the program in registers, written to [P, H, N, N] and reduced in fixed order: the
+same bits in every run on one kind of device.
 """
 
 from __future__ import annotations
@@ -20,15 +22,66 @@ import triton.language as tl
 
 from accel.kernels.launching import PlannedKernel
 
+_LOG2E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _map_rows(w, t, Y, X, WH: tl.constexpr, WW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, WIDE: tl.constexpr):
     """Return the rows of the map in which the tokens `t` of window `w` lie."""
+    image, down, right = _place(w, Y, X, WH, WW)
+    return _rows_at(image, down, right, t, Y, X, WH, WW, SH, SW, WIDE)
+
+
+@triton.jit
+def _place(w, Y, X, WH: tl.constexpr, WW: tl.constexpr):
+    """Return the image of window `w`, and how many windows are above and left of it."""
     across = X // WW
     per_image = across * (Y // WH)
-    image, inside = w // per_image, w % per_image
-    y = (inside // across) * WH + t // WW + SH
-    x = (inside % across) * WW + t % WW + SW
+    inside = w % per_image
+    return w // per_image, inside // across, inside % across
+
+
+@triton.jit
+def _moved(place, by, Y, X, WH: tl.constexpr, WW: tl.constexpr):
+    """Return the place that lies as many windows after one as `by`, the place of that number, does after the first."""
+    image, down, right = place
+    by_image, by_down, by_right = by
+    across, tall = X // WW, Y // WH
+    right += by_right
+    wraps = right >= across
+    right = tl.where(wraps, right - across, right)
+    down += by_down + wraps.to(tl.int32)
+    leaves = down >= tall
+    return image + by_image + leaves.to(tl.int32), tl.where(leaves, down - tall, down), right
+
+
+@triton.jit
+def _is_edge(down, right, Y, X, WH: tl.constexpr, WW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr):
+    """Return whether a window of a rolled map may hold patches that were not neighbours; True if the map isn't rolled.
+
+    Then regions were given, and any window may have several.
+    """
+    if SH + SW == 0:
+        return True
+    else:
+        return ((down == Y // WH - 1) & (SH > 0)) | ((right == X // WW - 1) & (SW > 0))
+
+
+@triton.jit
+def _after(number, by, most):
+    """Return (number + by) mod most, of numbers below."""
+    number += by
+    return tl.where(number >= most, number - most, number)
+
+
+@triton.jit
+def _rows_at(
+    image, down, right, t, Y, X,
+    WH: tl.constexpr, WW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Return the rows of the map in which the tokens `t` of the window at a place lie."""
+    y = down * WH + t // WW + SH
+    x = right * WW + t % WW + SW
     y = tl.where(y >= Y, y - Y, y)
     x = tl.where(x >= X, x - X, x)
     if WIDE:
@@ -37,13 +90,14 @@ def _map_rows(w, t, Y, X, WH: tl.constexpr, WW: tl.constexpr, SH: tl.constexpr, 
 
 
 @triton.jit
-def _bias(table, h, i, j, H: tl.constexpr, N: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr):
-    """Return the bias [rows, columns] of one head, 0 outside the window."""
-    down = (i // WW)[:, None] - (j // WW)[None, :] + WH - 1
-    right = (i % WW)[:, None] - (j % WW)[None, :] + WW - 1
-    inside = (i < N)[:, None] & (j < N)[None, :]
+def _log2_bias(table, h, i, j, H: tl.constexpr, N: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr):
+    """Return log2(e) · bias of queries `i` and keys `j`, which broadcast; -inf for keys outside the window."""
+    down = i // WW - j // WW + WH - 1
+    right = i % WW - j % WW + WW - 1
+    inside = (i < N) & (j < N)
     entry = tl.where(inside, down * (2 * WW - 1) + right, 0)
-    return tl.load(table + entry * H + h, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(table + entry * H + h, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside | (i >= N) & (j < N), bias * _LOG2E, float("-inf"))
 
 
 @triton.jit
@@ -56,20 +110,23 @@ def _normalised(x):
 
 @triton.jit
 def _weights(
-    q, k, bias, scale, regions, w, n_regions, i, j,
+    q, k, bias, scale, regions, region, is_edge, i, j,
     N: tl.constexpr, MASKED: tl.constexpr, MASK_VALUE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return softmax(scale · q kᵀ + bias + mask) in fp32; columns outside the window are 0."""
+    """Return exp(S − its row's maximum) in fp32, and one over the sums of rows.
+
+    Columns outside the window are 0. `bias` and `scale` are multiplied by log2(e).
+    """
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION).to(tl.float32) * scale + bias
-    if MASKED:
-        here = regions + (w % n_regions) * N
-        # Rows outside the window see keys too: with a mask of -inf they were NaN, which reached dk, dv and dscale.
-        mine = tl.load(here + tl.where(i < N, i, 0)).to(tl.int32)
-        theirs = tl.load(here + j, mask=j < N, other=0).to(tl.int32)
-        scores += tl.where(mine[:, None] == theirs[None, :], 0.0, MASK_VALUE)
-    scores = tl.where((j < N)[None, :], scores, float("-inf"))
-    scores = tl.exp(scores - tl.max(scores, 1)[:, None])
-    return scores / tl.sum(scores, 1)[:, None]
+    if MASKED:  # noqa: SIM102 (known when it is compiled; without it regions are None)
+        if is_edge:
+            here = regions + region * N
+            # Rows outside the window see keys too: with a mask of -inf they were NaN, which reached dk, dv and dscale.
+            mine = tl.load(here + tl.where(i < N, i, 0)).to(tl.int32)
+            theirs = tl.load(here + j, mask=j < N, other=0).to(tl.int32)
+            scores += tl.where(mine[:, None] == theirs[None, :], 0.0, MASK_VALUE * _LOG2E)
+    scores = tl.exp2(scores - tl.max(scores, 1)[:, None])
+    return scores, 1.0 / tl.sum(scores, 1)
 
 
 @triton.jit
@@ -113,15 +170,18 @@ def _fwd_kernel(
     i = tl.arange(0, BM)
     j = tl.arange(0, NP)
     d = tl.arange(0, DP)
-    bias = _bias(table, h, i, j, H, N, WH, WW)
-    scale = SCALE
+    bias = _log2_bias(table, h, i[:, None], j[None, :], H, N, WH, WW)
+    scale = SCALE * _LOG2E
     if COSINE:
-        scale = tl.load(head_scale + h).to(tl.float32)
+        scale = tl.load(head_scale + h).to(tl.float32) * _LOG2E
     own = (i < N)[:, None] & (d < D)[None, :]
     every = (j < N)[:, None] & (d < D)[None, :]
-    for w in range(first, windows, tl.num_programs(0)):
-        rows = _map_rows(w, i, Y, X, WH, WW, SH, SW, WIDE)
-        columns = _map_rows(w, j, Y, X, WH, WW, SH, SW, WIDE)
+    step = tl.num_programs(0)
+    place, by = _place(first, Y, X, WH, WW), _place(step, Y, X, WH, WW)
+    region, region_by = first % n_regions, step % n_regions
+    for w in range(first, windows, step):
+        rows = _rows_at(place[0], place[1], place[2], i, Y, X, WH, WW, SH, SW, WIDE)
+        columns = _rows_at(place[0], place[1], place[2], j, Y, X, WH, WW, SH, SW, WIDE)
         q = tl.load(qkv + (rows * 3 * H + h)[:, None] * D + d[None, :], mask=own, other=0.0)
         k = tl.load(qkv + (columns * 3 * H + H + h)[:, None] * D + d[None, :], mask=every, other=0.0)
         v = tl.load(qkv + (columns * 3 * H + 2 * H + h)[:, None] * D + d[None, :], mask=every, other=0.0)
@@ -129,10 +189,12 @@ def _fwd_kernel(
             q_unit, _ = _normalised(q)
             k_unit, _ = _normalised(k)
             q, k = q_unit.to(v.dtype), k_unit.to(v.dtype)
-        p = _weights(q, k, bias, scale, regions, w, n_regions, i, j, N, MASKED, MASK_VALUE, PRECISION)
+        is_edge = _is_edge(place[1], place[2], Y, X, WH, WW, SH, SW)
+        p, inverse = _weights(q, k, bias, scale, regions, region, is_edge, i, j, N, MASKED, MASK_VALUE, PRECISION)
         if DROPOUT > 0:
             p *= _kept(seed, w, h, i[:, None] * NP + j[None, :], H, DROPOUT)
-        o = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        o = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * inverse[:, None]
+        place, region = _moved(place, by, Y, X, WH, WW), _after(region, region_by, n_regions)
         tl.store(out + (rows * H + h)[:, None] * D + d[None, :], o.to(out.dtype.element_ty), mask=own)
 
 
@@ -165,10 +227,13 @@ def _bwd_kernel(
     if COSINE:
         scale = tl.load(head_scale + h).to(tl.float32)
     summed_scale = 0.0
-    bias = _bias(table, h, i, j, H, N, WH, WW)
+    bias = _log2_bias(table, h, i[:, None], j[None, :], H, N, WH, WW)
     summed = tl.zeros((BM, NP), tl.float32)
-    for w in range(first, windows, tl.num_programs(0)):
-        columns = _map_rows(w, j, Y, X, WH, WW, SH, SW, WIDE)
+    step = tl.num_programs(0)
+    place, by = _place(first, Y, X, WH, WW), _place(step, Y, X, WH, WW)
+    region, region_by = first % n_regions, step % n_regions
+    for w in range(first, windows, step):
+        columns = _rows_at(place[0], place[1], place[2], j, Y, X, WH, WW, SH, SW, WIDE)
         at_k = (columns * 3 * H + H + h)[:, None] * D + d[None, :]
         at_v = at_k + H * D
         k = tl.load(qkv + at_k, mask=every, other=0.0)
@@ -176,14 +241,17 @@ def _bwd_kernel(
         if COSINE:
             k, k_inverse = _normalised(k)
             k = k.to(v.dtype)
-        rows = _map_rows(w, i, Y, X, WH, WW, SH, SW, WIDE)
+        rows = _rows_at(place[0], place[1], place[2], i, Y, X, WH, WW, SH, SW, WIDE)
         at_q = (rows * 3 * H + h)[:, None] * D + d[None, :]
         q = tl.load(qkv + at_q, mask=own, other=0.0)
         do = tl.load(dout + (rows * H + h)[:, None] * D + d[None, :], mask=own, other=0.0)
         if COSINE:
             q, q_inverse = _normalised(q)
             q = q.to(v.dtype)
-        p = _weights(q, k, bias, scale, regions, w, n_regions, i, j, N, MASKED, MASK_VALUE, PRECISION)
+        is_edge = _is_edge(place[1], place[2], Y, X, WH, WW, SH, SW)
+        log2_scale = scale * _LOG2E
+        p, inverse = _weights(q, k, bias, log2_scale, regions, region, is_edge, i, j, N, MASKED, MASK_VALUE, PRECISION)
+        p *= inverse[:, None]
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         weights = p
         if DROPOUT > 0:
@@ -202,6 +270,7 @@ def _bwd_kernel(
             summed_scale += tl.sum(along)
             dq = (dq - q_unit * along[:, None]) * q_inverse[:, None]
         tl.store(dqkv + at_q, (dq * scale).to(dqkv.dtype.element_ty), mask=own)
+        place, region = _moved(place, by, Y, X, WH, WW), _after(region, region_by, n_regions)
         if COSINE:
             k_unit = k.to(tl.float32)
             dk = (dk - k_unit * tl.sum(dk * k_unit, 1)[:, None]) * k_inverse[:, None]

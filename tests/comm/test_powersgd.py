@@ -252,7 +252,9 @@ def test_pickles_and_tells_its_settings() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("alternate", [False, True])
-@pytest.mark.parametrize("rank", [1, 4, 8, 32])  # outer products and padding are for the CPU alone
+# Outer products and padding are for the CPU alone. What is left of 33 x 33 after rank 32 is of rank 1, and each library
+# has another complement to it.
+@pytest.mark.parametrize("rank", [1, 4, 8, 16])
 def test_a_gpu_computes_what_the_cpu_does(rank: int, alternate: bool) -> None:
     shapes = [(40, 60), (7,), (33, 33), (40, 60)]
     runs = [Alone(PowerSGD(rank, alternate=alternate, min_compression=0), shapes) for _ in range(2)]

@@ -77,7 +77,7 @@ def test_kernels_take_any_size_and_mask(interpreted: None, size: int, share: flo
 def test_gpu_agrees(total: int, dtype: torch.dtype, waits_for_nothing: Any) -> None:
     x, mask = (t.cuda() for t in _inputs(total, (9,)))
     x = x.to(dtype)
-    exact = x.double().requires_grad_()  # rows are moved, not computed: fp64 has the same bits
+    exact = x.to(torch.float64, copy=True).requires_grad_()  # rows are moved, not computed: fp64 has the same bits
     mine, grad = x.clone().requires_grad_(), torch.randn(50, 9, device="cuda").to(dtype)
     compact(mine, mask, 50)[0].backward(grad)
     mine.grad = None

@@ -122,7 +122,7 @@ def test_kernels_read_zeros_outside_a_group_and_send_no_gradient_there(interpret
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gpu_agrees(shape: tuple[int, int, int], dtype: torch.dtype, waits_for_nothing: Any) -> None:
     x, index = (t.cuda() for t in _inputs(shape, dtype))
-    exact = x.double().requires_grad_()  # rows are moved, not computed: fp64 has the same bits
+    exact = x.to(torch.float64, copy=True).requires_grad_()  # rows are moved, not computed: fp64 has the same bits
     mine, grad = x.clone().requires_grad_(), torch.randn(len(x), shape[2], device="cuda").to(dtype)
     gather_rows(mine, index).backward(grad)
     mine.grad = None

@@ -14,6 +14,7 @@ from tests.kernels.code_cases import (
     SIZES,
     decoded,
     encoded,
+    on_gpu,
     reference,
     refused,
     rows,
@@ -200,6 +201,6 @@ def test_gpu_writes_the_bits_of_the_cpu(size: int, block: int) -> None:
 @pytest.mark.parametrize("size", [1, 2049, (1 << 20) + 3])
 def test_gpu_sums_as_the_reference(size: int) -> None:
     codes, start = rows(op, [values_of(size, seed) for seed in range(7)], 1024), values_of(size, 9)
-    found = [decoded(op, codes.cuda(), size, 1024, start.cuda()).cpu() for _ in range(2)]
+    found = [decoded(op, on_gpu(codes), size, 1024, start.cuda()).cpu() for _ in range(2)]
     assert same_bits(found[0], summed(op, codes, size, 1024, start))
     assert same_bits(found[0], found[1])

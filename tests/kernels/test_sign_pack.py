@@ -16,6 +16,7 @@ from tests.kernels.code_cases import (
     SIZES,
     decoded,
     encoded,
+    on_gpu,
     refused,
     rows,
     same_bits,
@@ -200,5 +201,5 @@ def test_gpu_is_the_formula(size: int, block: int) -> None:
 @pytest.mark.parametrize("size", [1, 2049, (1 << 20) + 3])
 def test_gpu_sums_as_the_reference(size: int) -> None:
     codes, start = rows(op, [values_of(size, seed) for seed in range(7)], 1024), values_of(size, 9)
-    found = decoded(op, codes.cuda(), size, 1024, start.cuda()).cpu()
+    found = decoded(op, on_gpu(codes), size, 1024, start.cuda()).cpu()
     assert same_bits(found, summed(op, codes, size, 1024, start))

@@ -68,10 +68,13 @@ def assert_close(found: dict[str, Tensor], exact: dict[str, Tensor], layer: Laye
     for name, tensor in found.items():
         # Gradients of small inputs are summed from rounded weights: their rounding counts as much as their own.
         eps = torch.finfo(layer.dtype).eps * (max(1, tokens) ** 0.5 if layer.dtype == torch.float32 else 1)
-        bound = 2 * eps * exact[name].abs().max()
+        # A head's scale has one gradient, a sum over all windows that mostly cancels: what is rounded in it does not.
+        times = 8 if name == "dscale" else 2
+        bound = times * eps * exact[name].abs().max()
         error = (tensor.double() - exact[name]).abs().max()
         assert error <= bound, f"{name}: {error:.2g} > {bound:.2g}"
-        assert (tensor.double() - exact[name]).norm() <= 0.005 * exact[name].norm(), name
+        share = max(0.005, 8 * torch.finfo(layer.dtype).eps) if name == "dscale" else 0.005
+        assert (tensor.double() - exact[name]).norm() <= share * exact[name].norm(), name
 
 
 LAYERS = {

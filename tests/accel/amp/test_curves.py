@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.amp import decorate
+from accel.amp import DynamicLossScale, decorate
 from accel.optim import FusedAdamW
 
 STEPS, BATCH = 80, 64
@@ -92,6 +92,7 @@ def test_the_curve_is_that_of_float32(digits: tuple[Tensor, Tensor], name: str, 
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part:UserWarning")  # cuDNN flattens no bfloat16
 @pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdamW])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
@@ -102,7 +103,9 @@ def test_the_curve_on_a_gpu(digits: tuple[Tensor, Tensor], name: str, dtype: tor
 
 def check(data: tuple[Tensor, Tensor], name: str, dtype: torch.dtype, make: Any) -> None:
     plain = curve(data, name, lambda params: make(params, lr=0.01), level="O0")
-    own = curve(data, name, lambda params: make(params, lr=0.01), dtype=dtype)
+    # From 2**16 down the first steps would overflow, as ever, on cuDNN's LSTM: the curve would come some steps late.
+    scale = {"loss_scale": DynamicLossScale(initial=2.0**10)} if dtype == torch.float16 else {}
+    own = curve(data, name, lambda params: make(params, lr=0.01), dtype=dtype, **scale)
     # The band: a twentieth of the first loss at each step, smoothed over ten.
     smooth, expected = (each.unfold(0, 10, 1).mean(1) for each in (own, plain))
     assert float((smooth - expected).abs().max()) < 0.05 * float(plain[0])

@@ -15,7 +15,10 @@ from tests.kernels.conftest import waits_for_nothing
 
 __all__ = ["waits_for_nothing"]
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),  # a prototype, it says
+]
 
 EACH = pytest.mark.parametrize("name", ["AdamW fused", "FusedAdamW", "FusedSGD", "FusedLAMB"])
 """Those that skip a step on the device."""
@@ -24,6 +27,9 @@ EACH = pytest.mark.parametrize("name", ["AdamW fused", "FusedAdamW", "FusedSGD",
 def on_gpu(name: str, scale: DynamicLossScale) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = mlp().cuda()
     optimizer = OPTIMIZERS[name](model.parameters())
+    for group in optimizer.param_groups:
+        if "capturable" in group:  # torch captures no Adam without
+            group["capturable"] = True
     decorate(model, optimizer, dtype=torch.float16, loss_scale=scale)
     return model, optimizer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,25 +16,31 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import optim
-from accel.graphs import calls_of, capture
+from accel.graphs import CaptureError, calls_of, capture
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # A rate that is a number takes a graph for each value.
+    pytest.mark.filterwarnings("ignore:accel.graphs.capture. a number of an optimizer changes:RuntimeWarning"),
+]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "adamw, capturable": lambda params: torch.optim.AdamW(
         params, lr=torch.tensor(1e-2, device="cuda"), capturable=True
     ),
-    "adamw, fused": lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-2, device="cuda"), fused=True),
+    "adamw, fused": lambda params: torch.optim.AdamW(
+        params, lr=torch.tensor(1e-2, device="cuda"), fused=True, capturable=True
+    ),
     "ours": lambda params: optim.FusedAdamW(params, lr=1e-2),
 }
 
 
-def train(kind: str, captured: bool, steps: int = 24, sizes: tuple[int, ...] = (16,)) -> tuple[list[Tensor], Any]:
+def train(kind: str, captured: bool, steps: int = 48, sizes: tuple[int, ...] = (16,)) -> tuple[list[Tensor], Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.2), nn.GELU(), nn.Linear(32, 4)).cuda()
     optimizer = OPTIMIZERS[kind](model.parameters())
-    scheduler = StepLR(optimizer, 8, 0.5)
+    scheduler = StepLR(optimizer, steps // 3, 0.5)
 
     def step(x: Tensor, target: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -90,14 +97,49 @@ def test_a_step_with_a_scaler_skips_on_the_device(kind: str) -> None:
 
 
 def test_a_step_that_waits_goes_on_eagerly() -> None:
-    run = capture(lambda x: x * x.sum().item(), warmup=1)
+    run = capture(lambda x: x * x.sum().item(), warmup=1, modules=[], optimizers=[])
     x = torch.arange(3.0, device="cuda")
     assert torch.equal(run(x), x * x.sum())
     with pytest.warns(RuntimeWarning, match="could not be captured"):
         assert torch.equal(run(2 * x), 4 * x * x.sum())
     assert torch.equal(run(x), x * x.sum())
-    after = capture(lambda x: x + 1, warmup=0, strict=True)
+    after = capture(lambda x: x + 1, warmup=0, strict=True, modules=[], optimizers=[])
     assert torch.equal(after(torch.ones(3, device="cuda")), torch.full((3,), 2.0, device="cuda"))
+
+
+def test_draws_go_on_after_a_capture_that_fails() -> None:
+    """torch 2.11 leaves the generator as if it were captured."""
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4)).cuda()
+    run = capture(lambda x: model(x).sum() * float(x.sum()), warmup=1, modules=[model], optimizers=[])
+    x = torch.ones(8, 4, device="cuda")
+    run(x)
+    with pytest.warns(RuntimeWarning, match="could not be captured"):
+        run(x)
+    torch.cuda.manual_seed(3)
+    first = nn.functional.dropout(x)
+    torch.cuda.manual_seed(3)
+    assert torch.equal(first, nn.functional.dropout(x))
+    assert first.count_nonzero() not in (0, first.numel())
+
+
+def test_a_step_that_the_loop_holds_on_to_is_named() -> None:
+    model = nn.Linear(4, 4).cuda()
+    loss = model(torch.ones(2, 4, device="cuda")).sum()
+    loss.backward()
+
+    def step(x: Tensor) -> Tensor:
+        model.zero_grad()
+        model(x).sum().backward()
+        return x + 1
+
+    run = capture(step, strict=True, modules=[model], optimizers=[])
+    for _ in range(3):
+        with warnings.catch_warnings():  # torch's own, of the same
+            warnings.simplefilter("ignore")
+            run(torch.ones(2, 4, device="cuda"))
+    with pytest.raises(CaptureError, match=r"holds on to an earlier step.*del loss"):
+        run(torch.ones(2, 4, device="cuda"))
+    assert loss.grad_fn is not None
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -138,8 +180,10 @@ def test_a_model_trains_as_the_eager_one(sizes: tuple[int, ...], autocast: bool)
     assert calls is not None
     assert calls.replays > 20
     assert not calls.why_eager
+    # In a capture cuBLAS may add up otherwise, and bfloat16 then rounds to the number beside.
+    tolerance = {"rtol": 2e-2, "atol": 4e-3} if autocast else {"rtol": 1e-4, "atol": 1e-4}
     for one, other in zip(results, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one, other, **tolerance)
 
 
 def test_the_strategy_in_a_run() -> None:

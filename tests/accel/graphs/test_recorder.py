@@ -31,6 +31,7 @@ class Cuda:
         self.current = self.first
         self.recorded_to: list[Any] = []
         self.frees_pool = False
+        self.draws_are_captured = False
 
     def set_stream(self, stream: Stream) -> None:
         self.current = stream
@@ -44,11 +45,12 @@ class Cuda:
             self.current = before
 
     @contextlib.contextmanager
-    def graph(self, graph: Any, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+    def graph(self, graph: Any, stream: Stream, capture_error_mode: str, pool: Any = "own") -> Iterator[None]:
         """End the capture before the stream goes back, as torch does."""
         assert not self.recorded_to, "captures_underway.empty()"
         before, self.current = self.current, stream
         self.recorded_to.append(pool)
+        self.draws_are_captured = True
         try:
             yield
         except RuntimeError as error:
@@ -56,6 +58,7 @@ class Cuda:
                 self.recorded_to.remove(pool)
             raise RuntimeError("CUDA error: a capture was invalidated") from error
         self.recorded_to.remove(pool)
+        self.draws_are_captured = False
         self.current = before
 
     def end(self, device: int, pool: Any) -> None:
@@ -78,6 +81,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         monkeypatch.setattr(torch.cuda, name, value)
     for name in ("set_stream", "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(own, name))
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", own.end, raising=False)
     return own
 
@@ -91,11 +96,20 @@ def test_a_recording_that_fails_leaves_nothing_behind(cuda: Cuda, frees_pool: bo
     cuda.frees_pool = frees_pool  # torch with and without pytorch/pytorch#180395
     recorder = CudaRecorder(torch.device("cuda", 0))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="a capture was invalidated"):
+        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):  # and not what follows of it
             recorder.record(waits)
         assert cuda.current is cuda.first
         assert cuda.recorded_to == []
+        assert not cuda.draws_are_captured
     assert recorder.record(lambda: 3)[1] == 3
+
+
+def test_a_step_that_autograd_holds_on_to_is_named(cuda: Cuda) -> None:
+    def backward() -> None:
+        raise RuntimeError("operation would make the legacy stream depend on a capturing blocking stream")
+
+    with pytest.raises(RuntimeError, match="holds on to an earlier step"):
+        CudaRecorder(torch.device("cuda", 0)).record(backward)
 
 
 def test_work_aside_that_fails_is_waited_for(cuda: Cuda) -> None:
