@@ -3,7 +3,7 @@
     python -m benchmarks.copy_overlap
 
 The step is matrix products long enough to hide the copy. `on the device` has its batches there already: the floor. Runs
-as part of `make gpu`. Unproven until it has run on a GPU.
+as part of `make gpu`.
 """
 
 from __future__ import annotations

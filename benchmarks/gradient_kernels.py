@@ -5,7 +5,7 @@
 For each op: milliseconds launched (median, 20 and 80 %) and, where it waits for nothing, of the device alone (replays
 of a graph with cold caches), the bytes it must move at least in a second, and the share of the device's measured copy
 bandwidth that is. Rivals: the reference in plain torch, and torch.topk. Nothing is timed whose result is
-wrong. Runs as part of `make gpu`. Unproven until it has run on a GPU.
+wrong. Runs as part of `make gpu`.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ from benchmarks import (
     strategy_table,
     time_to_accuracy,
 )
+from benchmarks.gpu import tables as gpu
 from benchmarks.proof import figures_block, proof_block
 from benchmarks.record import ROOT, newest
 
@@ -88,6 +89,10 @@ BLOCKS = (
     Block("docs/tests.md", "runs", "repeated-tests", repeated_tests.table_block),
     Block("docs/checkpoints.md", "recovery", "recovery", recovery.RECORD.block),
     Block("docs/kernels.md", "bernoulli", "bernoulli", bernoulli.RECORD.block),
+    Block("docs/gpu.md", "targets", "gpu", gpu.judged_block),
+    Block("docs/gpu.md", "windows", "gpu", gpu.windows_block),
+    Block("docs/gpu.md", "assignment", "gpu", gpu.assignment_block),
+    Block("docs/gpu.md", "training", "gpu", gpu.training_block),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from accel.profiler.host import usable_cores
 from benchmarks.render import Cell, Row, block, sections
 
 ROOT = Path(__file__).resolve().parent.parent
+_NAMED = re.compile(r"-[a-z0-9]+-\d{4}-\d\d-\d\d\.json")
+"""What follows a name: device and date."""
 FOLDER = ROOT / "benchmarks" / "results"
 DATA = ROOT / ".data"
 """Where data sets are kept that were fetched or made once."""
@@ -158,8 +161,8 @@ def save(name: str, figures: Row) -> Path:
 
 
 def newest(name: str) -> Row | None:
-    """Return the newest result of a name."""
-    paths = FOLDER.glob(f"{name}-cpu-[0-9]*.json")
+    """Return the newest result of a name, from any device."""
+    paths = [path for path in FOLDER.glob(f"{name}-*.json") if _NAMED.fullmatch(path.name[len(name) :])]
     results: list[Row] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     return max(results, key=lambda result: str(result["date"])) if results else None
 

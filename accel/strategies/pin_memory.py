@@ -14,7 +14,7 @@ from accel.strategies.base import Exactness, Strategy
 class PinMemory(Strategy):
     """Pin each batch before the loop copies it.
 
-    Unproven: it has not been run on a GPU yet (`make gpu`).
+    Tested on a GPU; its gain has not been recorded.
     """
 
     name = "pin_memory"

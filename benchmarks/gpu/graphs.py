@@ -3,7 +3,7 @@ and as a model alone.
 
     python3 -m benchmarks.gpu.graphs [--out FILE]
 
-Nothing is timed whose losses differ from those of eager steps. Unproven until it has run on a GPU.
+Nothing is timed whose losses differ from those of eager steps.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python3 -m benchmarks.gpu.mixed_precision [--out FILE]
 
 Each in float16, with a loss scale, and in bfloat16, without. Nothing is timed whose losses are not those of float32
-within 5 %. Unproven until it has run on a GPU.
+within 5 %.
 """
 
 from __future__ import annotations

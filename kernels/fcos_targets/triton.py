@@ -22,8 +22,9 @@ from torch import Tensor
 from accel.kernels.fcos_targets.inputs import FcosConfig, FcosGts, FcosPoints
 from accel.kernels.launching import PLANS, LaunchPlan, PlannedKernel, ceil_div
 
-_BLOCK = 128
+_BLOCK = 64
 """Points of a program."""
+_BLOCK_3D = 32
 _BOXES = 64
 """Boxes that are looked at together."""
 _ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}
@@ -39,6 +40,12 @@ def _root(x):
 def _quotient(a, b):
     """Return a ÷ b to the last bit."""
     return tl.div_rn(a, b) if a.dtype == tl.float32 else a / b
+
+
+@triton.jit
+def _points(BLOCK: tl.constexpr):
+    """Return the numbers of a program's points. The last come first: most boxes are near to those of coarse levels."""
+    return (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
 
 
 @triton.jit
@@ -136,7 +143,7 @@ def _fcos_kernel(
     BOXES: tl.constexpr,
 ):
     image = tl.program_id(1).to(tl.int64)
-    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    p = _points(BLOCK)
     there = p < P
     x, y, low, high, step, reach = _point(xy, regress_range, stride, p, there, RADIUS, WORK)
     west, east = _extent(x, there)
@@ -216,7 +223,7 @@ def _fcos3d_kernel(
     BOXES: tl.constexpr,
 ):
     image = tl.program_id(1).to(tl.int64)
-    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    p = _points(BLOCK)
     there = p < P
     x, y, low, high, step, reach = _point(xy, regress_range, stride, p, there, RADIUS, WORK)
     west, east = _extent(x, there)
@@ -342,7 +349,7 @@ def _fcos3d_plan(
     images: int, total: int, count: int, columns: int, dtype: torch.dtype, config: FcosConfig
 ) -> LaunchPlan:
     return _fcos3d_kernel.plan(
-        (ceil_div(total, _BLOCK), images),
+        (ceil_div(total, _BLOCK_3D), images),
         total,
         count,
         C=columns,
@@ -352,7 +359,7 @@ def _fcos3d_plan(
         NORMALIZE=config.normalize,
         ALPHA=config.centerness_alpha,
         WORK=_work(dtype),
-        BLOCK=_BLOCK,
+        BLOCK=_BLOCK_3D,
         BOXES=_BOXES,
         **_ONE_WARP,
     )

@@ -1,0 +1,136 @@
+"""The tables of docs/gpu.md, made from what `make gpu` has written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.render import Cell, Row, block, table
+
+_JUDGED = {True: "met", False: "**missed**", None: "not measured"}
+
+
+def judged_block(result: Row) -> str:
+    """Return the targets, and what was found of each."""
+    head = f"{_source(result)} Tests: {result['tests']['line'].split(' in ')[0]}."
+    columns: dict[str, Cell] = {
+        "target": lambda row: row["line"].replace("|", r"\|"),
+        "asked": "{asked}",
+        "found": _found,
+        "": _judged,
+    }
+    return "\n".join([block(head, columns, result["targets"]), *_runs(result)])
+
+
+def _source(result: Row) -> str:
+    return f"`{result['command']}`, {result['date']}, {result['device']}, torch {result['torch']}."
+
+
+def _found(row: Row) -> str:
+    return "" if row["found"] is None else f"{row['found']:.3g}"
+
+
+def _judged(row: Row) -> str:
+    return _JUDGED[row["met"]]
+
+
+def _runs(result: Row) -> Iterator[str]:
+    """Say of which sections the figures are from another run, and which did not end."""
+    for name, section in result.items():
+        if isinstance(section, dict):
+            said = [section[key] for key in ("run", "failed") if key in section]
+            if said:
+                yield f"\n{name}: {'; '.join(said)}."
+
+
+def windows_block(result: Row) -> str:
+    """Return window attention's times beside those of its rivals."""
+    section = result["window_attention"]
+    shown = [row for row in section["rows"] + section.get("large_windows", []) if "failed" not in row]
+    columns: dict[str, Cell] = {
+        "window, batch": "{window}, {batch}",
+        "op": "{op}",
+        "forward µs": _us("forward_device_ms"),
+        "both ways µs": _us("both_device_ms"),
+        "share of roofline, both": lambda row: f"{row['roofline_both']:.0%}",
+        "launched, both µs": _us("both_ms"),
+    }
+    head = f"{_source(result)} Device time: replays of a graph over inputs that no cache holds; 20 to 80 % of them."
+    return block(head, columns, sorted(shown, key=lambda row: (len(row["window"]), row["window"], row["batch"])))
+
+
+def _us(name: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        median, low, high = (row[name][key] * 1e3 for key in ("median", "low", "high"))
+        digits = 1 if median < 100 else 0
+        return f"{median:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+    return cell
+
+
+def assignment_block(result: Row) -> str:
+    """Return target assignment's times beside the published loops'."""
+    section, found = result["assignment"], list[str]()
+    fcos: dict[str, Cell] = {
+        "op, boxes": "{op}, {boxes}",
+        "device µs": _us("ours_device_ms"),
+        "launched µs": _us("ours_ms"),
+        "published, range index, ms": lambda row: f"{row['range_ms']['median']:.1f}",
+        "published, tensor index, ms": lambda row: f"{row['arange_ms']['median']:.1f}",
+    }
+    simota: dict[str, Cell] = {
+        "images": "{images}",
+        "device µs": _us("device_ms"),
+        "launched µs": _us("ms"),
+        "published loop ms": _rival("loop"),
+        "vectorised ms": _rival("plain"),
+    }
+    found += [_source(result), "", "FCOS and FCOS3D, 8 images of 30,929 points:", "", *table(fcos, section["fcos"])]
+    found += ["", "SimOTA, 640 x 640, 100 boxes an image:", "", *table(simota, section["simota"])]
+    return "\n".join(found)
+
+
+def _rival(name: str) -> Callable[[Row], str | None]:
+    def cell(row: Row) -> str | None:
+        rival = row.get("rivals", {}).get(name)
+        return None if rival is None else rival["failed"] if "failed" in rival else f"{rival['median']:.1f}"
+
+    return cell
+
+
+def training_block(result: Row) -> str:
+    """Return optimizers, captured steps and mixed precision."""
+    optimizers: dict[str, Cell] = {
+        "100 M parameters": "{op}",
+        "device µs": _us("device_ms"),
+        "share of bandwidth": lambda row: f"{row['roofline']:.0%}",
+        "against": lambda row: ", ".join(f"{name}: {times:.2f}x" for name, times in row["speedup"].items()) or None,
+    }
+    graphs: dict[str, Cell] = {
+        "model": "{model}",
+        "captured step ms": lambda row: f"{row['ms']['captured']:.2f}",
+        "over eager": _over("eager"),
+        "over a captured model alone": _over("model"),
+        'over `torch.compile(mode="reduce-overhead")`': _over("reduce-overhead"),
+    }
+    mixed: dict[str, Cell] = {
+        "dtype": "{dtype}",
+        "autocast ms": lambda row: f"{row['ms']['autocast']:.1f}",
+        "O2 ms": lambda row: f"{row['ms']['O2']:.1f}",
+        "speed-up": "{speedup:.2f}x",
+        "memory": lambda row: f"{row['memory']:.0%}",
+    }
+    parts: list[tuple[str, str, dict[str, Cell]]] = [
+        ("optimizers", "Optimizers:", optimizers),
+        ("graphs", "A small MLP and a small transformer, forward, backward and AdamW:", graphs),
+        ("mixed_precision", "BERT-base:", mixed),
+    ]
+    found = [_source(result)]
+    for name, words, columns in parts:
+        rows: list[Any] = [row for row in result.get(name, {}).get("rows", []) if "failed" not in row]
+        found += ["", words, "", *table(columns, rows)] if rows else []
+    return "\n".join(found)
+
+
+def _over(rival: str) -> Callable[[Row], str | None]:
+    return lambda row: f"{row['speedup'][rival]:.1f}x" if rival in row["speedup"] else None

@@ -1,0 +1,77 @@
+"""The tables of docs/gpu.md, from played results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.gpu import tables
+
+TIME = {"median": 0.1234, "low": 0.12, "high": 0.125}
+RESULT: dict[str, Any] = {
+    "command": "make gpu",
+    "date": "2026-01-01",
+    "device": "NVIDIA T1",
+    "torch": "2.11",
+    "tests": {"green": True, "line": "5 passed, 1 skipped in 3.00s"},
+    "window_attention": {
+        "failed": "took longer than 1 s",
+        "rows": [
+            {
+                "op": "fused",
+                "batch": 8,
+                "window": "7x7",
+                "roofline_both": 0.5,
+                **dict.fromkeys(("forward_device_ms", "both_device_ms", "both_ms"), TIME),
+            },
+            {"op": "flex", "batch": 8, "window": "7x7", "failed": "no compiler"},
+        ],
+    },
+    "assignment": {
+        "fcos": [
+            {
+                "op": "FCOS",
+                "boxes": 10,
+                **dict.fromkeys(("ours_device_ms", "ours_ms", "range_ms", "arange_ms"), TIME),
+            }
+        ],
+        "simota": [
+            {"images": 8, "device_ms": TIME, "ms": TIME, "rivals": {"loop": TIME, "plain": {"failed": "wrong"}}},
+            {"images": 1, "device_ms": TIME, "ms": TIME},
+        ],
+    },
+    "graphs": {"run": "another call", "rows": [{"model": "mlp", "ms": {"captured": 0.5}, "speedup": {"eager": 5.04}}]},
+    "targets": [
+        {"line": "speed", "asked": ">= 2x", "found": 2.504, "met": True},
+        {"line": "|a - b|", "asked": "<= 1", "found": 2.0, "met": False},
+        {"line": "memory", "asked": "<= 1", "found": None, "met": None},
+    ],
+}
+
+
+def test_targets_say_what_was_met_and_where_the_figures_are_from() -> None:
+    text = tables.judged_block(RESULT)
+    assert "`make gpu`, 2026-01-01, NVIDIA T1, torch 2.11. Tests: 5 passed, 1 skipped." in text
+    assert "| speed | >= 2x | 2.5 | met |" in text
+    assert r"| \|a - b\| | <= 1 | 2 | **missed** |" in text
+    assert "| memory | <= 1 |  | not measured |" in text
+    assert "window_attention: took longer than 1 s." in text
+    assert "graphs: another call." in text
+
+
+def test_rows_that_failed_are_no_rows() -> None:
+    text = tables.windows_block(RESULT)
+    assert "| 7x7, 8 | fused | 123 [120, 125] | 123 [120, 125] | 50% | 123 [120, 125] |" in text
+    assert "flex" not in text
+
+
+def test_rivals_that_disagree_are_named_so() -> None:
+    text = tables.assignment_block(RESULT)
+    assert "| FCOS, 10 | 123 [120, 125] | 123 [120, 125] | 0.1 | 0.1 |" in text
+    assert "| 8 | 123 [120, 125] | 123 [120, 125] | 0.1 | wrong |" in text
+    assert "| 1 | 123 [120, 125] | 123 [120, 125] | | |" in text
+
+
+def test_sections_without_rows_are_left_out() -> None:
+    text = tables.training_block(RESULT)
+    assert "| mlp | 0.50 | 5.0x | | |" in text
+    assert "BERT-base" not in text
