@@ -107,10 +107,10 @@ class Border:
         return mapped(self._outwards, output)
 
     def _outwards(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+        dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
         if self._scale is not None and tensor.requires_grad and torch.is_grad_enabled():
-            tensor = self._scale.multiply(tensor)
-        return tensor
+            return self._scale.multiply(tensor, dtype)
+        return tensor.to(dtype)
 
 
 class Float32Island:

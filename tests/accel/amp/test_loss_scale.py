@@ -151,6 +151,22 @@ def test_gradients_of_gradients_pass_through() -> None:
     assert float(second) == 4 * 18
 
 
+@pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_a_gradient_is_multiplied_and_then_rounded_once(narrow: torch.dtype, order: torch.memory_format) -> None:
+    scale, draw = DynamicLossScale(initial=2.0**12), torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 5, 4, generator=draw).to(narrow).to(memory_format=order).requires_grad_()
+    wide = scale.multiply(x, torch.float32)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide, x.float())
+    # Products that overflow in float16, that are subnormal there, and everything between.
+    sizes = 10.0 ** (12 * torch.rand(x.shape, generator=draw) - 9)
+    sent = (torch.randn(x.shape, generator=draw) * sizes).to(memory_format=order)
+    wide.backward(sent)
+    assert x.grad is not None
+    assert torch.equal(x.grad, (sent * 2.0**12).to(narrow))
+
+
 def test_a_scale_that_stays_is_the_same_on_all_ranks() -> None:
     """LocalSGD asks for one that may change."""
     for loss_scale, asked in ((128.0, False), ("dynamic", True)):
